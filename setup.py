@@ -1,0 +1,61 @@
+"""Builds the two native pieces of ballonet: the core and the host stand-in. Neither needs torch or a CUDA toolkit.
+
+Only what pyproject.toml cannot say lives here: where the packages are and how the extensions are compiled.
+"""
+
+from glob import glob
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from setuptools import Extension, setup
+
+HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
+CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
+STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
+COMPILE = ["-O2", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
+
+
+def needs_compile(obj: str, source: str) -> bool:
+    """Compile a file again when it, or any header, is newer than its object."""
+    from setuptools.modified import newer_group
+
+    return bool(newer_group([source, *HEADERS, __file__], obj))
+
+
+ParallelCompile("BALLONET_BUILD_JOBS", default=0, needs_recompile=needs_compile).install()
+
+core = Pybind11Extension(
+    "ballonet.allocator._native",
+    CORE,
+    include_dirs=["allocator/csrc"],
+    depends=[*HEADERS, "setup.py"],
+    extra_compile_args=COMPILE,
+    extra_link_args=["-pthread"],
+    libraries=["dl"],
+    cxx_std=17,
+)
+# A plain shared object with libcuda's symbols, not a Python module: it is opened with dlopen, by its path.
+standin = Extension(
+    "ballonet.allocator._standin",
+    STANDIN,
+    include_dirs=["allocator/csrc"],
+    depends=[*HEADERS, "setup.py"],
+    extra_compile_args=["-std=c++17", *COMPILE],
+    extra_link_args=["-pthread"],
+    language="c++",
+)
+
+setup(
+    packages=["ballonet", "ballonet.allocator", "ballonet.offload", "ballonet.hooks"],
+    package_dir={
+        "ballonet": "src/ballonet",
+        "ballonet.allocator": "allocator",
+        "ballonet.offload": "offload",
+        "ballonet.hooks": "hooks",
+    },
+    package_data={
+        "ballonet": ["py.typed"],
+        "ballonet.allocator": ["_native.pyi", "csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h"],
+    },
+    include_package_data=False,
+    ext_modules=[core, standin],
+)

@@ -1,0 +1,71 @@
+"""ballonet: the weights, activations and KV cache of Hugging Face models in one elastic pool of pages.
+
+    ballonet.install(budget="24GiB")    # before the first CUDA allocation
+    ballonet.manage(model)              # weights into fixed ranges, elastic KV
+    model.generate(...)                 # unmodified
+    ballonet.stats()                    # who owns which page
+
+Importing this package imports neither torch nor transformers; a name does so when it is first used.
+
+Note [One name for two things]
+    `ballonet.allocator` is the room of that name, a subpackage, and `ballonet.allocator()` is what
+    `torch.cuda.memory.change_current_allocator` takes. Importing any module of the room binds the name to the room,
+    whatever was bound before, so the room itself can be called (allocator/__init__.py).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .allocator.errors import BallonetError
+    from .allocator.install import allocator, install, restore, set_budget
+    from .allocator.stats import Stats, stats
+    from .hooks.kv import KVCache
+    from .hooks.managed import Managed, manage
+    from .hooks.notebook import load_ipython_extension, unload_ipython_extension
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BallonetError": "allocator.errors",
+    "KVCache": "hooks.kv",
+    "Managed": "hooks.managed",
+    "Stats": "allocator.stats",
+    "install": "allocator.install",
+    "load_ipython_extension": "hooks.notebook",
+    "manage": "hooks.managed",
+    "restore": "allocator.install",
+    "set_budget": "allocator.install",
+    "stats": "allocator.stats",
+    "unload_ipython_extension": "hooks.notebook",
+}
+
+__all__ = [
+    "BallonetError",
+    "KVCache",
+    "Managed",
+    "Stats",
+    "__version__",
+    "allocator",
+    "install",
+    "load_ipython_extension",
+    "manage",
+    "restore",
+    "set_budget",
+    "stats",
+    "unload_ipython_extension",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "allocator":
+        return import_module(".allocator", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
