@@ -1,0 +1,135 @@
+#include "driver.h"
+
+#include <dlfcn.h>
+
+#include <atomic>
+#include <mutex>
+
+namespace ballonet {
+namespace {
+
+constexpr const char* kNames[] = {
+#define BALLONET_X(name, ...) #name,
+    BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+};
+
+std::array<std::atomic<unsigned long long>, kFnCount> g_calls{};
+
+struct ArmedFault {
+  Fn function;
+  unsigned long long nth;
+  bool fired;
+};
+std::mutex g_faults_mutex;
+std::vector<ArmedFault> g_faults;
+std::atomic<bool> g_any_armed{false};
+std::atomic<unsigned long long> g_fired{0};
+
+Fn function_named(const std::string& name) {
+  for (unsigned i = 0; i < kFnCount; ++i) {
+    if (name == kNames[i]) return static_cast<Fn>(i);
+  }
+  throw UsageError(
+      "no driver function is called '" + name +
+      "'; a fault is written FUNCTION:N, for example cuMemMap:7, with a function that stats().driver_calls lists");
+}
+
+}  // namespace
+
+const char* name_of(Fn function) { return kNames[static_cast<unsigned>(function)]; }
+
+void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& faults) {
+  std::vector<ArmedFault> parsed;
+  for (const auto& [name, nth] : faults) parsed.push_back({function_named(name), nth, false});
+  std::lock_guard<std::mutex> lock(g_faults_mutex);
+  for (const ArmedFault& fault : parsed) {
+    bool known = false;
+    for (const ArmedFault& armed : g_faults) {
+      known = known || (armed.function == fault.function && armed.nth == fault.nth);
+    }
+    if (!known) g_faults.push_back(fault);
+  }
+  g_any_armed = !g_faults.empty();
+}
+
+unsigned long long faults_fired() { return g_fired; }
+
+std::array<unsigned long long, kFnCount> driver_calls() {
+  std::array<unsigned long long, kFnCount> calls{};
+  for (unsigned i = 0; i < kFnCount; ++i) calls[i] = g_calls[i].load(std::memory_order_relaxed);
+  return calls;
+}
+
+bool Driver::counted_fault(Fn function) {
+  const auto call = g_calls[static_cast<unsigned>(function)].fetch_add(1, std::memory_order_relaxed) + 1;
+  if (!g_any_armed.load(std::memory_order_relaxed)) return false;
+  std::lock_guard<std::mutex> lock(g_faults_mutex);
+  for (ArmedFault& armed : g_faults) {
+    if (armed.fired || armed.function != function || armed.nth != call) continue;
+    armed.fired = true;
+    ++g_fired;
+    return true;
+  }
+  return false;
+}
+
+Driver::Driver(const std::string& library) : library_(library) {
+  void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    const char* why = dlerror();
+    throw DriverUnavailable("the driver library '" + library + "' cannot be loaded: " + (why ? why : "unknown reason"));
+  }
+  std::string missing;
+#define BALLONET_X(name, symbol, ...)                                           \
+  table_.name = reinterpret_cast<decltype(table_.name)>(dlsym(handle, symbol)); \
+  if (table_.name == nullptr) missing += std::string(missing.empty() ? "" : ", ") + symbol;
+  BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+#define BALLONET_X(name, symbol, ...) standin_.name = reinterpret_cast<decltype(standin_.name)>(dlsym(handle, symbol));
+  BALLONET_STANDIN_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+  if (!missing.empty()) {
+    dlclose(handle);
+    throw DriverUnavailable("the driver in '" + library + "' is too old: it lacks " + missing);
+  }
+  // The library stays loaded for as long as the process lives: blocks outlive every object here.
+}
+
+void Driver::configure(const BallonetStandinConfig& config) const {
+  if (is_standin()) standin_.ballonet_standin_configure(&config);
+}
+
+void Driver::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const {
+  if (standin_.ballonet_standin_use == nullptr) return;
+  const CUresult code = standin_.ballonet_standin_use(address, size, stream, write ? 1 : 0);
+  if (code == cuda::kSuccess) return;
+  char message[512] = "";
+  standin_.ballonet_standin_violation(message, sizeof message);
+  throw DriverError("note_use", code, "CUDA_ERROR_ILLEGAL_STATE", message);
+}
+
+void Driver::raise(Fn function, CUresult code, const std::string& detail) const {
+  const char* name = nullptr;
+  if (table_.cuGetErrorName(code, &name) != cuda::kSuccess || name == nullptr) name = "an unknown error";
+  std::string why = detail;
+  if (standin_.ballonet_standin_violation != nullptr) {
+    char message[512] = "";
+    standin_.ballonet_standin_violation(message, sizeof message);
+    if (message[0] != '\0') why += (why.empty() ? "" : "; ") + std::string(message);
+  }
+  throw DriverError(name_of(function), code, name, why);
+}
+
+DriverScope::DriverScope(const Driver& driver, CUcontext context) : driver_(driver) {
+  // A failure here shows in the call that the scope is for, with its own code and name.
+  if (driver_.cuCtxGetCurrent(&before_).ok() && before_ != context) switched_ = driver_.cuCtxSetCurrent(context).ok();
+  exchanged_ = driver_.cuThreadExchangeStreamCaptureMode(&mode_).ok();
+}
+
+DriverScope::~DriverScope() {
+  if (exchanged_) driver_.cuThreadExchangeStreamCaptureMode(&mode_);
+  if (switched_) driver_.cuCtxSetCurrent(before_);
+}
+
+}  // namespace ballonet

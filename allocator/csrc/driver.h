@@ -1,0 +1,119 @@
+// The driver table: every call that ballonet makes to a CUDA driver goes through here, whether the library behind it is
+// NVIDIA's or the host stand-in. One effect: it loads, counts, and injects faults; it decides nothing.
+//
+//   driver.cuMemMap(address, size, 0, handle, 0).or_throw("mapping page 7");
+#pragma once
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "driver_abi.h"
+#include "errors.h"
+
+namespace ballonet {
+
+enum class Fn : unsigned {
+#define BALLONET_X(name, ...) name,
+  BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+      kCount
+};
+constexpr unsigned kFnCount = static_cast<unsigned>(Fn::kCount);
+
+const char* name_of(Fn function);
+
+// Arms faults: the nth call of a function since the process started fails, once. Those already armed keep their state.
+// Throws UsageError where a name is not a driver function.
+void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& faults);
+unsigned long long faults_fired();
+
+// Calls per function since the process started, all drivers together.
+std::array<unsigned long long, kFnCount> driver_calls();
+
+class Driver {
+ public:
+  // Loads a library. Post: every function of the list is found. Throws DriverUnavailable with what is missing.
+  explicit Driver(const std::string& library);
+  Driver(const Driver&) = delete;
+  Driver& operator=(const Driver&) = delete;
+
+  bool is_standin() const { return standin_.ballonet_standin_configure != nullptr; }
+  const std::string& library() const { return library_; }
+
+  // The result of one call, not yet judged.
+  class Outcome {
+   public:
+    Outcome(const Driver* driver, Fn function, CUresult code) : driver_(driver), function_(function), code_(code) {}
+    bool ok() const { return code_ == cuda::kSuccess; }
+    CUresult code() const { return code_; }
+    void or_throw(const std::string& detail = {}) const {
+      if (!ok()) driver_->raise(function_, code_, detail);
+    }
+
+   private:
+    const Driver* driver_;
+    Fn function_;
+    CUresult code_;
+  };
+
+#define BALLONET_X(name, symbol, ...)                                            \
+  template <class... A>                                                          \
+  Outcome name(A... arguments) const {                                           \
+    return Outcome(this, Fn::name, invoke(Fn::name, table_.name, arguments...)); \
+  }
+  BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+
+  // Stand-in only; nothing elsewhere.
+  void configure(const BallonetStandinConfig& config) const;
+  // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
+  void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const;
+
+ private:
+  struct Table {
+#define BALLONET_X(name, symbol, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
+    BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+  };
+  struct Standin {
+#define BALLONET_X(name, symbol, ...) CUresult (*name)(__VA_ARGS__) = nullptr;
+    BALLONET_STANDIN_FUNCTIONS(BALLONET_X)
+#undef BALLONET_X
+  };
+
+  // Counts the call; true where an armed fault says that it fails.
+  static bool counted_fault(Fn function);
+
+  template <class F, class... A>
+  static CUresult invoke(Fn function, F pointer, A... arguments) {
+    if (counted_fault(function)) return function == Fn::cuMemCreate ? cuda::kOutOfMemory : cuda::kUnknown;
+    return pointer(arguments...);
+  }
+
+  [[noreturn]] void raise(Fn function, CUresult code, const std::string& detail) const;
+
+  std::string library_;
+  Table table_;
+  Standin standin_;
+};
+
+// While it lives, this thread has the device's context current and its driver calls cannot break a stream capture of
+// the user's (relaxed mode). Restores both.
+class DriverScope {
+ public:
+  DriverScope(const Driver& driver, CUcontext context);
+  ~DriverScope();
+  DriverScope(const DriverScope&) = delete;
+  DriverScope& operator=(const DriverScope&) = delete;
+
+ private:
+  const Driver& driver_;
+  CUcontext before_ = nullptr;
+  bool switched_ = false;
+  int mode_ = cuda::kCaptureModeRelaxed;
+  bool exchanged_ = false;
+};
+
+}  // namespace ballonet

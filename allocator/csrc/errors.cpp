@@ -1,0 +1,42 @@
+#include "errors.h"
+
+#include <cstdarg>
+#include <cstdio>
+#include <utility>
+#include <vector>
+
+namespace ballonet {
+
+DriverError::DriverError(std::string function_, CUresult code_, std::string name_, std::string detail_)
+    : std::runtime_error(function_ + " failed with " + name_ + " (" + std::to_string(code_) + ")" +
+                         (detail_.empty() ? "" : ": " + detail_)),
+      function(std::move(function_)),
+      code(code_),
+      name(std::move(name_)),
+      detail(std::move(detail_)) {}
+
+std::string format(const char* pattern, ...) {
+  va_list arguments;
+  va_start(arguments, pattern);
+  va_list again;
+  va_copy(again, arguments);
+  const int length = std::vsnprintf(nullptr, 0, pattern, arguments);
+  va_end(arguments);
+  std::vector<char> text(static_cast<std::size_t>(length < 0 ? 0 : length) + 1);
+  std::vsnprintf(text.data(), text.size(), pattern, again);
+  va_end(again);
+  return text.data();
+}
+
+std::string in_units(unsigned long long bytes) {
+  static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+  double value = static_cast<double>(bytes);
+  unsigned unit = 0;
+  while (value >= 1024 && unit < 4) {
+    value /= 1024;
+    ++unit;
+  }
+  return unit == 0 ? format("%llu B", bytes) : format("%.2f %s", value, kUnits[unit]);
+}
+
+}  // namespace ballonet

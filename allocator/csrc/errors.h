@@ -1,0 +1,47 @@
+// What can go wrong in the core. The bindings turn each of these into the class of the same name in
+// `ballonet.allocator.errors`; the entry points turn them into a code and a message.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "driver_abi.h"
+
+namespace ballonet {
+
+// The caller asked for something that makes no sense; nothing was changed.
+struct UsageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The driver's library cannot be loaded, or lacks a function or a feature that ballonet needs.
+struct DriverUnavailable : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A driver call failed; what it was part of has been unwound.
+struct DriverError : std::runtime_error {
+  DriverError(std::string function_, CUresult code_, std::string name_, std::string detail_);
+  std::string function;
+  CUresult code;
+  std::string name;
+  std::string detail;
+};
+
+// No page could be had within the budget, or the driver has no memory left for one.
+struct PoolExhausted : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A check of the core's own invariants failed: a bug in ballonet.
+struct InvariantBroken : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Printf into a std::string; for messages only.
+std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
+
+// "24 B", "1.5 MiB", "12.25 GiB".
+std::string in_units(unsigned long long bytes);
+
+}  // namespace ballonet

@@ -1,0 +1,137 @@
+// What the stand-in says of itself and of its one device.
+#include <algorithm>
+#include <cstdio>
+
+#include "ram.h"
+#include "state.h"
+
+using namespace ballonet::standin;
+namespace cuda = ballonet::cuda;
+
+namespace {
+
+CUresult check_device(CUdevice device, const char* function) {
+  if (device == 0) return cuda::kSuccess;
+  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0 only", function, device);
+}
+
+struct ResultText {
+  CUresult result;
+  const char *name, *meaning;
+};
+
+constexpr ResultText kResults[] = {
+    {cuda::kSuccess, "CUDA_SUCCESS", "no error"},
+    {cuda::kInvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {cuda::kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {cuda::kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {cuda::kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {cuda::kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {cuda::kAlreadyMapped, "CUDA_ERROR_ALREADY_MAPPED", "resource already mapped"},
+    {cuda::kNotMapped, "CUDA_ERROR_NOT_MAPPED", "resource not mapped"},
+    {cuda::kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {cuda::kIllegalState, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
+    {cuda::kNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
+    {cuda::kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {cuda::kNotPermitted, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
+    {cuda::kNotSupported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
+    {cuda::kStreamCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
+     "operation not permitted when stream is capturing"},
+    {cuda::kUnknown, "CUDA_ERROR_UNKNOWN", "unknown error"},
+};
+
+CUresult text_of(CUresult result, const char* ResultText::* part, const char** text) {
+  const auto* found = std::find_if(std::begin(kResults), std::end(kResults),
+                                   [result](const ResultText& entry) { return entry.result == result; });
+  *text = found == std::end(kResults) ? nullptr : found->*part;
+  return *text == nullptr ? cuda::kInvalidValue : cuda::kSuccess;
+}
+
+}  // namespace
+
+CUresult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return cuda::kSuccess;
+}
+
+CUresult cuDeviceGetCount(int* count) {
+  return enter(Needs::kInit, "cuDeviceGetCount", [&](State&, auto&) {
+    *count = 1;
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  return enter(Needs::kInit, "cuDeviceGet", [&](State&, auto&) {
+    *device = ordinal;
+    return check_device(ordinal, "cuDeviceGet");
+  });
+}
+
+CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
+  return enter(Needs::kInit, "cuDeviceGetName", [&](State&, auto&) {
+    if (length > 0) std::snprintf(name, static_cast<std::size_t>(length), "ballonet host stand-in");
+    return check_device(device, "cuDeviceGetName");
+  });
+}
+
+CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
+  return enter(Needs::kInit, "cuDeviceGetAttribute", [&](State&, auto&) {
+    switch (attribute) {
+      case cuda::kAttributeVirtualMemory:
+      case cuda::kAttributePosixFd:
+      case cuda::kAttributeHostNumaVirtualMemory:
+        *value = 1;
+        break;
+      case cuda::kAttributeIntegrated:
+      case cuda::kAttributeComputeMajor:
+      case cuda::kAttributeComputeMinor:
+      case cuda::kAttributeHostNumaId:
+        *value = 0;
+        break;
+      default:
+        return refuse(cuda::kInvalidValue, "cuDeviceGetAttribute: the stand-in does not know attribute %d", attribute);
+    }
+    return check_device(device, "cuDeviceGetAttribute");
+  });
+}
+
+CUresult cuDeviceTotalMem(std::size_t* bytes, CUdevice device) {
+  return enter(Needs::kInit, "cuDeviceTotalMem", [&](State& all, auto&) {
+    *bytes = all.device_bytes;
+    return check_device(device, "cuDeviceTotalMem");
+  });
+}
+
+CUresult cuMemGetInfo(std::size_t* free, std::size_t* total) {
+  return enter(Needs::kContext, "cuMemGetInfo", [&](State& all, auto&) {
+    *total = all.device_bytes;
+    *free = all.device_bytes - std::min(all.device_bytes, all.mappings.device_bytes());
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult cuGetErrorName(CUresult result, const char** name) { return text_of(result, &ResultText::name, name); }
+
+CUresult cuGetErrorString(CUresult result, const char** text) { return text_of(result, &ResultText::meaning, text); }
+
+CUresult ballonet_standin_configure(const BallonetStandinConfig* config) {
+  return enter(Needs::kNothing, "ballonet_standin_configure", [&](State& all, auto&) {
+    all.device_bytes = config->device_bytes == 0 ? ram_total() : config->device_bytes;
+    all.engine.configure(config->link_bandwidth, config->link_latency_ns);
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult ballonet_standin_violation(char* text, std::size_t capacity) {
+  if (capacity > 0) std::snprintf(text, capacity, "%s", refusal());
+  return cuda::kSuccess;
+}
+
+CUresult ballonet_standin_memfds(int* device, int* host) {
+  return enter(Needs::kInit, "ballonet_standin_memfds", [&](State& all, auto&) {
+    *device = all.mappings.fd(Store::kDevice);
+    *host = all.mappings.fd(Store::kHost);
+    return CUresult{cuda::kSuccess};
+  });
+}

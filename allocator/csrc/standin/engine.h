@@ -1,0 +1,92 @@
+// Streams and the copy engine: one thread that carries out copies and fills in stream order.
+//
+// Note [What a copy does]. When it is submitted its destination is filled with 0xFF (a NaN in every floating type), so
+// that whoever reads it without waiting computes NaN. The bytes follow in pieces, read from the source when each is
+// due, as DMA would: between host and device at the settable bandwidth after the settable latency, one copy at a time
+// in each direction, both directions at once; otherwise as fast as memory. The poison waits until the copy begins where
+// work that is still to come touches the destination: that work is ordered before the copy, so it must not see it.
+//
+// Stream 0 is the calling thread: whoever submits to it waits, and there is no moment at which poison could be seen.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "mappings.h"
+#include "uses.h"
+
+namespace ballonet::standin {
+
+struct Marker {  // a point in a stream
+  bool reached = false;
+  Clock clock;
+};
+
+enum class Link { kNone, kToDevice, kToHost };
+
+struct Op {
+  enum Kind { kCopy, kFill, kWait, kMark } kind;
+  char* destination = nullptr;
+  const char* source = nullptr;
+  std::uint64_t size = 0;
+  unsigned char value = 0;  // of a fill
+  Link link = Link::kNone;
+  std::vector<Run> reads, writes;
+  std::shared_ptr<Marker> marker;  // of kWait and kMark
+
+  enum { kHeld, kPoisonFirst, kReady, kRunning } state = kReady;
+  std::uint64_t done = 0;                       // bytes delivered
+  std::chrono::steady_clock::time_point begun;  // when the first byte crosses
+  double ns_per_byte = 0;
+};
+
+struct Stream {
+  std::uint32_t index;
+  std::deque<std::unique_ptr<Op>> queue;
+};
+
+class Engine {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  explicit Engine(std::mutex& mutex) : mutex_(mutex) {}
+  void configure(std::uint64_t bandwidth, std::uint64_t latency_ns);
+  // Queues a copy or a fill. On stream 0 returns when it is done. The lock is released meanwhile.
+  void submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op);
+  // A marker at the stream's present end.
+  std::shared_ptr<Marker> mark(const std::shared_ptr<Stream>& stream, Clock clock);
+  void wait_for(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Marker>& marker);  // the stream waits
+  void wait(Lock& lock, const std::shared_ptr<Marker>& marker);                                 // the caller waits
+  void drain(Lock& lock);   // the caller waits for all
+  void settle(Lock& lock);  // until nobody moves bytes; holds as long as the lock is kept
+  void stop();              // ends the thread; the next submission starts another
+
+ private:
+  using Time = std::chrono::steady_clock::time_point;
+
+  void enqueue(const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op);
+  void run();
+  bool advance(Lock& lock, Time* sleep_until);
+  bool pass(Stream& stream);
+  void begin(Op& op, Time now);
+  void move(Lock& lock, Op& op);
+  bool touched_by_pending(const std::vector<Run>& runs) const;
+
+  std::mutex& mutex_;
+  std::condition_variable work_;               // for the thread: something was queued
+  std::condition_variable reached_;            // for callers: a marker was reached, or bytes came to rest
+  std::vector<std::shared_ptr<Stream>> busy_;  // those with a queue
+  int moving_ = 0;                             // threads that touch bytes without the lock
+  std::thread thread_;
+  bool stopping_ = false;
+  std::uint64_t bandwidth_ = 0, latency_ns_ = 0;
+  Time link_free_at_[2] = {};  // by direction
+};
+
+}  // namespace ballonet::standin

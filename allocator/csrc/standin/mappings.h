@@ -1,0 +1,85 @@
+// Handles, reserved addresses and what is mapped where.
+//
+// Words
+//   store   where bytes are: the device memfd, the host memfd, or plain memory of the process
+//   run     bytes that are contiguous in one store
+//   visible address that may be used: mapped, and given access
+//
+// Note [Never a hole]. A reservation is PROT_NONE memory, and unmapping puts PROT_NONE memory back in one
+// mmap(MAP_FIXED). An address that munmap() had freed could be given to anyone by the next mmap() of any library, and
+// the next cuMemMap would destroy what lies there.
+#pragma once
+
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+#include "../driver_abi.h"
+#include "cushion.h"
+#include "extents.h"
+
+namespace ballonet::standin {
+
+constexpr std::uint64_t kGranularity = 4096;
+
+enum class Store { kDevice, kHost, kPlain };
+
+struct Run {
+  Store store;
+  std::uint64_t offset;  // in the memfd; for plain memory the address
+  std::uint64_t size;
+};
+
+bool overlap(const std::vector<Run>& left, const std::vector<Run>& right);
+
+class Mappings {
+ public:
+  CUresult open();
+  CUresult create(std::uint64_t size, Store store, std::uint64_t* handle);
+  CUresult release(std::uint64_t handle);
+  CUresult reserve(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint, std::uint64_t* address);
+  CUresult free(std::uint64_t address, std::uint64_t size);
+  CUresult map(std::uint64_t address, std::uint64_t size, std::uint64_t handle);
+  CUresult set_access(std::uint64_t address, std::uint64_t size);
+  CUresult unmap(std::uint64_t address, std::uint64_t size);
+
+  // Success where [address, address + size) is exactly one or more whole mappings that touch each other.
+  CUresult whole(std::uint64_t address, std::uint64_t size, const char* function) const;
+  // The runs behind an address range, in order. Refused with `code` unless all of it is visible or none of it reserved.
+  CUresult locate(std::uint64_t address, std::uint64_t size, CUresult code, const char* function,
+                  std::vector<Run>* runs) const;
+
+  std::uint64_t device_bytes() const { return stores_[0].taken(); }
+  int fd(Store store) const { return stores_[static_cast<int>(store)].fd(); }
+
+  // In the child of a fork: every mapped page becomes private to it, a copy where `copy`, inaccessible otherwise.
+  void privatize(bool copy);
+  std::uint64_t visible_bytes() const { return visible_bytes_; }
+
+ private:
+  struct Handle {
+    Store store;
+    std::uint64_t offset, size;
+    unsigned mapped;  // mappings of it
+  };
+  struct Mapping {
+    std::uint64_t size, handle;
+    bool accessible;
+  };
+
+  Extents& extents(Store store) { return stores_[static_cast<int>(store)]; }
+  bool reserved(std::uint64_t address, std::uint64_t size) const;
+  void show(std::uint64_t address, const Run& run);
+  void hide(std::uint64_t address, std::uint64_t size);
+
+  Extents stores_[2];
+  Cushion cushion_;
+  std::unordered_map<std::uint64_t, Handle> handles_;
+  std::uint64_t next_handle_ = 1;                        // never reused: a stale handle is always refused
+  std::map<std::uint64_t, std::uint64_t> reservations_;  // address -> bytes
+  std::map<std::uint64_t, Mapping> mappings_;            // by address
+  std::map<std::uint64_t, Run> visible_;                 // by address; joined where address, store and offset go on
+  std::uint64_t visible_bytes_ = 0;
+};
+
+}  // namespace ballonet::standin

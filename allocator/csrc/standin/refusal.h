@@ -1,0 +1,14 @@
+// How the stand-in says no: a driver result, and a sentence that says what was wrong, kept per thread.
+#pragma once
+
+#include "../driver_abi.h"
+
+namespace ballonet::standin {
+
+// Keeps the message for `ballonet_standin_violation` on this thread and returns `code`.
+__attribute__((format(printf, 2, 3))) CUresult refuse(CUresult code, const char* format, ...);
+
+// This thread's newest message, empty if it was never refused anything.
+const char* refusal();
+
+}  // namespace ballonet::standin

@@ -1,0 +1,123 @@
+#include "state.h"
+
+#include "ram.h"
+
+namespace ballonet::standin {
+namespace {
+
+thread_local CUcontext current = nullptr;
+
+CUcontext primary(const State& all) {
+  constexpr std::uintptr_t kBase = 0xc0000000000;  // no address of anything: a context is never followed
+  return reinterpret_cast<CUcontext>(kBase + all.context_serial * 16);
+}
+
+CUresult check_device(CUdevice device, const char* function) {
+  if (device == 0) return cuda::kSuccess;
+  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0 only", function, device);
+}
+
+// At exit, or when the library is closed.
+__attribute__((destructor)) void stop_engine() {
+  if (!state().forked) state().engine.stop();  // a child has inherited no thread
+}
+
+}  // namespace
+
+State& state() {
+  static State& all = *new State;
+  return all;
+}
+
+bool context_is_current(const State& all) { return all.retained > 0 && current == primary(all); }
+
+CUresult admit(const State& all, Needs needs, const char* function) {
+  if (all.forked) {
+    return refuse(cuda::kNotPermitted,
+                  "%s: this process was forked from one that uses the device; a child may only read and "
+                  "write the memory it inherited",
+                  function);
+  }
+  if (needs != Needs::kNothing && !all.initialized) {
+    return refuse(cuda::kNotInitialized, "%s: cuInit was not called", function);
+  }
+  if (needs == Needs::kContext && !context_is_current(all)) {
+    return refuse(cuda::kInvalidContext,
+                  "%s: this thread has no current context; retain the primary context and call "
+                  "cuCtxSetCurrent",
+                  function);
+  }
+  return cuda::kSuccess;
+}
+
+}  // namespace ballonet::standin
+
+using namespace ballonet::standin;
+namespace cuda = ballonet::cuda;
+
+CUresult cuInit(unsigned flags) {
+  return enter(Needs::kNothing, "cuInit", [&](State& all, auto&) {
+    if (flags != 0) return refuse(cuda::kInvalidValue, "cuInit: flags must be 0");
+    if (all.initialized) return CUresult{cuda::kSuccess};
+    CUresult failed = all.mappings.open();
+    if (failed == cuda::kSuccess) failed = watch_forks();
+    if (failed != cuda::kSuccess) return failed;
+    if (all.device_bytes == 0) all.device_bytes = ram_total();
+    all.initialized = true;
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  return enter(Needs::kInit, "cuDevicePrimaryCtxRetain", [&](State& all, auto&) {
+    const CUresult refused = check_device(device, "cuDevicePrimaryCtxRetain");
+    if (refused != cuda::kSuccess) return refused;
+    if (all.retained++ == 0) ++all.context_serial;
+    *context = primary(all);
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+// The last release waits for all work and takes the streams and events with it; memory stays.
+CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
+  return enter(Needs::kInit, "cuDevicePrimaryCtxRelease", [&](State& all, auto& lock) {
+    const CUresult refused = check_device(device, "cuDevicePrimaryCtxRelease");
+    if (refused != cuda::kSuccess) return refused;
+    if (all.retained == 0) return refuse(cuda::kInvalidContext, "cuDevicePrimaryCtxRelease: it is not retained");
+    if (--all.retained > 0) return CUresult{cuda::kSuccess};
+    const Clock now = all.order.publish_all();
+    all.streams.clear();
+    all.events.clear();
+    all.engine.drain(lock);
+    all.order.join_host(now);
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  return enter(Needs::kInit, "cuDevicePrimaryCtxGetState", [&](State& all, auto&) {
+    const CUresult refused = check_device(device, "cuDevicePrimaryCtxGetState");
+    if (refused != cuda::kSuccess) return refused;
+    *flags = 0;
+    *active = all.retained > 0;
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult cuCtxSetCurrent(CUcontext context) {
+  return enter(Needs::kInit, "cuCtxSetCurrent", [&](State& all, auto&) {
+    if (context != nullptr && (all.retained == 0 || context != primary(all))) {
+      return refuse(cuda::kInvalidContext, "cuCtxSetCurrent: %p is not the retained primary context",
+                    static_cast<void*>(context));
+    }
+    current = context;
+    return CUresult{cuda::kSuccess};
+  });
+}
+
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  return enter(Needs::kInit, "cuCtxGetCurrent", [&](State&, auto&) {
+    *context = current;
+    return CUresult{cuda::kSuccess};
+  });
+}

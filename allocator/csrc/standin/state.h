@@ -1,0 +1,67 @@
+// The one state of the stand-in, behind one lock, and how every entry point gets in.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+#include <utility>
+
+#include "engine.h"
+#include "mappings.h"
+#include "order.h"
+#include "refusal.h"
+
+namespace ballonet::standin {
+
+struct State {
+  std::mutex mutex;
+  bool initialized = false;
+  bool forked = false;  // this is the child of a fork: everything is refused
+  std::uint64_t device_bytes = 0;
+
+  Mappings mappings;
+  Order order;
+  Engine engine{mutex};
+
+  unsigned retained = 0;             // of the primary context
+  std::uint64_t context_serial = 0;  // changes when a new one is made
+  std::shared_ptr<Stream> null_stream = std::make_shared<Stream>(Stream{0, {}});
+  std::unordered_map<CUstream, std::shared_ptr<Stream>> streams;
+  std::unordered_map<CUevent, std::shared_ptr<Marker>> events;  // the marker is null until it is recorded
+  std::uint64_t next_event = 1;
+};
+
+State& state();  // made on first use, never destroyed: threads may outlive the program's destructors
+bool context_is_current(const State& state);
+
+enum class Needs { kNothing, kInit, kContext };
+
+CUresult admit(const State& state, Needs needs, const char* function);
+
+// Runs `body(state, lock)` under the lock if `function` may be called now. No exception leaves.
+template <class Body>
+CUresult enter(Needs needs, const char* function, Body body) noexcept {
+  try {
+    State& all = state();
+    std::unique_lock<std::mutex> lock(all.mutex);
+    const CUresult refused = admit(all, needs, function);
+    return refused != cuda::kSuccess ? refused : body(all, lock);
+  } catch (const std::bad_alloc&) {
+    return refuse(cuda::kOutOfMemory, "%s: the process is out of memory", function);
+  } catch (const std::exception& error) {
+    return refuse(cuda::kUnknown, "%s: %s", function, error.what());
+  }
+}
+
+// fork.cpp: what a fork does to both sides; once per process.
+CUresult watch_forks();
+
+}  // namespace ballonet::standin
+
+// Every symbol of the ABI, with the driver's own name and exported.
+#define BALLONET_EXPORT(name, symbol, ...) \
+  extern "C" __attribute__((visibility("default"))) CUresult name(__VA_ARGS__) __asm__(symbol);
+BALLONET_DRIVER_FUNCTIONS(BALLONET_EXPORT)
+BALLONET_STANDIN_FUNCTIONS(BALLONET_EXPORT)
+#undef BALLONET_EXPORT
