@@ -1,0 +1,143 @@
+"""The native core: driver, pages, ranges and the caching allocator. Sizes are bytes, counts are pages, times are ns.
+
+Errors are the classes of `ballonet.allocator.errors`; `PoolExhausted` is what an allocation that does not fit raises here (the Python
+layers turn it into `torch.OutOfMemoryError`).
+"""
+
+from typing import Any, Literal
+
+Owner = Literal["weights", "activations", "kv"]
+Backing = Literal["none", "device", "host", "alias", "retiring"]
+
+def probe(library: str, ordinal: int) -> dict[str, Any]:
+    """What the driver in `library` says of device `ordinal`; creates no context.
+
+    Keys: library, kind ("cuda" | "standin"), driver_version (int), devices (int), name, total_memory, virtual_memory (bool),
+    host_pages (bool), posix_handles (bool), context_active (bool). Raises DriverUnavailable where it cannot be loaded.
+    """
+
+class Device:
+    """One device: its driver, its pools of device and host pages, and the heap under torch."""
+
+    def __init__(
+        self,
+        *,
+        library: str,
+        ordinal: int,
+        page_size: int,
+        budget: int,
+        host_budget: int,
+        link_bandwidth: int = 0,
+        link_latency_ns: int = 0,
+        faults: list[tuple[str, int]] = ...,
+    ) -> None: ...
+    @property
+    def kind(self) -> Literal["cuda", "standin"]: ...
+    @property
+    def ordinal(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def host_pages(self) -> bool:
+        """Whether a host page can be mapped in the place of a device page."""
+    def free_memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device as its driver counts them."""
+    def set_budget(self, nbytes: int) -> None:
+        """Lowering gives free pages back to the driver at once (after a trim) and the others as they become free."""
+    def snapshot(self) -> dict[str, Any]:
+        """Consistent numbers taken under the locks.
+
+        Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_budget, copied
+        {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults, heap {live, live_peak, requested,
+        requested_peak, reserved, reserved_peak, blocks, allocations, frees, hits}, physical_peak (bytes).
+        """
+    def reset_peaks(self) -> None: ...
+    def trim(self) -> int:
+        """Gives pages wholly inside free blocks back to the pool; returns the bytes."""
+    def reap(self, wait: bool = False) -> int:
+        """Completes retirements whose streams have passed; with `wait` all of them. Returns pages freed."""
+    def allocate(self, nbytes: int, stream: int = 0) -> int: ...
+    def deallocate(self, address: int) -> None: ...
+    def record_stream(self, address: int, stream: int) -> None: ...
+    def block_size(self, address: int) -> int:
+        """Bytes of the live block at `address`, 0 where there is none."""
+    def group(self) -> Group: ...
+    def reserve(self, nbytes: int, owner: Owner, group: Group) -> Range:
+        """A range of ceil(nbytes / page) pieces, nothing mapped."""
+    def note_stream(self, stream: int) -> None:
+        """This stream may touch pages: a retirement waits for it."""
+    def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:
+        """Tells the stand-in's order checker who uses what; nothing on CUDA."""
+    def synchronize(self) -> None: ...
+    def timeline(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Drains (time_ns, free, weights, activations, kv, retiring), one row per change; CLOCK_MONOTONIC."""
+    def check(self) -> None:
+        """Verifies every invariant the core can see; raises InvariantBroken."""
+    def bind(self) -> None:
+        """Makes this the device behind torch's entry points (one per ordinal)."""
+    def unbind(self) -> None: ...
+    def close(self) -> None:
+        """Releases everything; raises BallonetError while blocks are live or ranges open."""
+
+class Group:
+    """Ranges that are leased together: the weights of one model, one KV cache."""
+
+    def enter(self) -> None:
+        """This thread's forward uses the group's pages from here on (counts)."""
+    def leave(self) -> None: ...
+    @property
+    def leases(self) -> int: ...
+
+class Range:
+    """Reserved addresses in page-sized pieces. Collecting it closes it, after every tensor made from it is gone."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def pieces(self) -> int: ...
+    @property
+    def owner(self) -> Owner: ...
+    def map(self, first: int, count: int) -> None:
+        """Backs `count` unbacked (or retiring) pieces with device pages, all or none. Raises PoolExhausted, DriverError."""
+    def map_host(self, first: int, count: int) -> None:
+        """The same with host pages."""
+    def alias(self, first: int, source: Range, source_first: int, count: int) -> None:
+        """Backs unbacked pieces with the device pages of `source` (slots)."""
+    def retire(self, first: int, count: int) -> None:
+        """The pieces' pages leave once every stream seen has passed; unbacked pieces are skipped."""
+    def move(self, piece: int, to: Literal["device", "host"]) -> bool:
+        """Copies the piece to another page and remaps it there, address unchanged.
+
+        False, and nothing changed, where no page is free or another thread holds a lease on the group.
+        """
+    def backing(self, piece: int) -> Backing: ...
+    def page(self, piece: int) -> int:
+        """Index of the backing page in its pool, -1 where there is none."""
+    def tensor(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], code: int, bits: int) -> object:
+        """A DLPack capsule (strides in elements) over the mapped bytes at `offset`; keeps the range alive.
+
+        Raises BallonetError where any byte of it is not backed.
+        """
+    def close(self) -> None:
+        """Retires everything; the addresses are freed when the last tensor and the last retirement are gone."""
+    @property
+    def closed(self) -> bool: ...
+
+def core_table() -> int:
+    """Address of the `BallonetCore` table (entry.h) for the companion."""
+
+def entry_points() -> dict[str, int]:
+    """Addresses of ballonet_cuda_{alloc,free,record_stream,trim,...} for a pluggable allocator without the companion."""
+
+def bench_hit_path(device: Device, nbytes: int, rounds: int) -> float:
+    """ns per allocate+deallocate pair of one size on the hit path, measured inside the core."""
+
+def replay(device: Device, ops: bytes) -> dict[str, int | float]:
+    """Runs a packed trace. Rows are little-endian (op: u8, pad: 7, id: u64, size: u64, stream: u64); op 1 = alloc, 2 = free.
+
+    Returns peak_live, peak_physical, driver_calls, ns_per_op, ops.
+    """

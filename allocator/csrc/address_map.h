@@ -1,0 +1,77 @@
+// From the address of a live block to the block: open addressing, because a node per block would cost more than the
+// block.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "blocks.h"
+
+namespace ballonet {
+
+class AddressMap {
+ public:
+  AddressMap() : slots_(1024) {}
+
+  void insert(std::uint64_t address, Blocks::Block* block) {
+    if ((count_ + 1) * 2 > slots_.size()) grow();
+    put(address, block);
+    ++count_;
+  }
+
+  Blocks::Block* find(std::uint64_t address) const {
+    for (std::size_t i = home(address);; i = (i + 1) & (slots_.size() - 1)) {
+      if (slots_[i].address == address) return slots_[i].block;
+      if (slots_[i].block == nullptr) return nullptr;
+    }
+  }
+
+  // Returns what was removed, nullptr where there was nothing. Slots after it move up, so that no search meets a gap.
+  Blocks::Block* erase(std::uint64_t address) {
+    const std::size_t mask = slots_.size() - 1;
+    std::size_t gap = home(address);
+    for (; slots_[gap].block != nullptr && slots_[gap].address != address; gap = (gap + 1) & mask) {
+    }
+    Blocks::Block* removed = slots_[gap].block;
+    if (removed == nullptr) return nullptr;
+    for (std::size_t i = (gap + 1) & mask; slots_[i].block != nullptr; i = (i + 1) & mask) {
+      if (((i - home(slots_[i].address)) & mask) < ((i - gap) & mask)) continue;
+      slots_[gap] = slots_[i];
+      gap = i;
+    }
+    slots_[gap] = {};
+    --count_;
+    return removed;
+  }
+
+  std::size_t size() const { return count_; }
+
+ private:
+  struct Slot {
+    std::uint64_t address = 0;
+    Blocks::Block* block = nullptr;
+  };
+
+  std::size_t home(std::uint64_t address) const {
+    return static_cast<std::size_t>((address / Blocks::kAlignment) * 0x9E3779B97F4A7C15ULL >> 20) & (slots_.size() - 1);
+  }
+
+  void put(std::uint64_t address, Blocks::Block* block) {
+    std::size_t i = home(address);
+    while (slots_[i].block != nullptr) i = (i + 1) & (slots_.size() - 1);
+    slots_[i] = {address, block};
+  }
+
+  void grow() {
+    std::vector<Slot> old(slots_.size() * 2);
+    old.swap(slots_);
+    for (const Slot& slot : old) {
+      if (slot.block != nullptr) put(slot.address, slot.block);
+    }
+  }
+
+  std::vector<Slot> slots_;
+  std::size_t count_ = 0;
+};
+
+}  // namespace ballonet

@@ -1,0 +1,37 @@
+// The assembly: one device is a mapper (driver, pools, streams, page tables) and a heap above it. What crosses the two
+// is here: a range that finds no page makes the heap give up idle ones, and a budget that shrinks trims first.
+#pragma once
+
+#include <memory>
+
+#include "heap.h"
+
+namespace ballonet {
+
+class Device {
+ public:
+  explicit Device(const Mapper::Options& options);
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // Mapper::map, and once more after the heap gave up what it could. Throws PoolExhausted with a message for the user.
+  void map(Range& range, std::size_t first, std::size_t count, Place place);
+  // In bytes. Lowering gives free pages back at once and the others as they become free.
+  void set_budget(std::size_t bytes);
+  // torch's empty_cache: idle pages go back to the pool, and free ones to the driver.
+  std::size_t trim();
+  // Throws UsageError while blocks are live or ranges open.
+  void close();
+  bool closed() const { return closed_; }
+  void check();
+  // Taken together: no allocation comes in between.
+  std::pair<Mapper::Numbers, Heap::Numbers> numbers();
+
+  const std::shared_ptr<Mapper> mapper;
+  Heap heap;
+
+ private:
+  bool closed_ = false;
+};
+
+}  // namespace ballonet

@@ -1,0 +1,294 @@
+#include "heap.h"
+
+#include <algorithm>
+
+namespace ballonet {
+
+Heap::Heap(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)), page_(mapper_->page_size) {}
+
+void* Heap::allocate(std::size_t size, CUstream stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (size > kLargest) throw PoolExhausted(exhausted(size, "No device has as much memory as that"));
+  const std::uint64_t wanted = Blocks::rounded(size);
+  const Key key{stream, filling_.empty() ? MempoolId{} : pool_for(stream), wanted < kSmall};
+  Arenas& arenas = arenas_for(key);
+  Arena* arena = nullptr;
+  Blocks::Block* block = nullptr;
+  for (auto candidate = arenas.begin(); candidate != arenas.end() && block == nullptr; ++candidate) {
+    arena = candidate->get();
+    block = arena->blocks.best_fit(wanted);
+  }
+  if (block == nullptr) {
+    block = allocate_slow(arenas, key, wanted, arena);
+  } else {
+    ++numbers_.hits;
+  }
+  block = arena->blocks.take(block, wanted);
+  block->requested = size;
+  block->tag = arena;
+  const std::uint64_t address = arena->range->base + block->offset;
+  live_.insert(address, block);
+  ++numbers_.allocations;
+  numbers_.allocated_total += wanted;
+  numbers_.live += wanted;
+  numbers_.requested += size;
+  numbers_.live_peak = std::max(numbers_.live_peak, numbers_.live);
+  numbers_.requested_peak = std::max(numbers_.requested_peak, numbers_.requested);
+  return reinterpret_cast<void*>(address);
+}
+
+void Heap::deallocate(void* address) {
+  std::lock_guard<std::mutex> lock(mutex);
+  Blocks::Block* block = live_.erase(reinterpret_cast<std::uint64_t>(address));
+  if (block == nullptr) return;
+  ++numbers_.frees;
+  numbers_.live -= block->size;
+  numbers_.freed_total += block->size;
+  numbers_.requested -= block->requested;
+  if (!block->shared) {
+    static_cast<Arena*>(block->tag)->blocks.release(block);
+    return;
+  }
+  const auto users = users_.find(block);
+  waiting_.push_back({mapper_->fence_over(users->second), block});
+  users_.erase(users);
+}
+
+void Heap::record_stream(void* address, CUstream stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  Blocks::Block* block = live_.find(reinterpret_cast<std::uint64_t>(address));
+  if (block == nullptr || static_cast<Arena*>(block->tag)->key.stream == stream) return;
+  std::vector<CUstream>& users = users_[block];
+  if (std::find(users.begin(), users.end(), stream) != users.end()) return;
+  users.push_back(stream);
+  block->shared = true;
+  mapper_->note_stream(stream);
+}
+
+std::size_t Heap::block_size(void* address) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const Blocks::Block* block = live_.find(reinterpret_cast<std::uint64_t>(address));
+  return block == nullptr ? 0 : block->size;
+}
+
+Heap::Arenas& Heap::arenas_for(const Key& key) {
+  const unsigned hot = key.small ? 1 : 0;
+  if (hot_[hot] != nullptr && hot_key_[hot] == key) return *hot_[hot];
+  const auto [found, fresh] = arenas_.try_emplace(key);
+  if (fresh) mapper_->note_stream(key.stream);
+  hot_key_[hot] = key;
+  hot_[hot] = &found->second;
+  return found->second;
+}
+
+// Addresses for twice what the device has: a block must find a place whatever lies around it. Some virtual GPUs refuse
+// large reservations, so smaller ones are tried before giving up.
+Heap::Arena& Heap::add_arena(Arenas& arenas, const Key& key, std::uint64_t size) {
+  const std::uint64_t least = (size + page_ - 1) / page_ + 1;
+  for (std::uint64_t pieces = std::max(least, 2 * mapper_->total_memory() / page_);;
+       pieces = std::max(least, pieces / 4)) {
+    try {
+      auto range = mapper_->reserve(pieces, Owner::kActivations, nullptr);
+      return *arenas.emplace_back(std::make_unique<Arena>(this, key, std::move(range), page_));
+    } catch (const DriverError&) {
+      if (pieces == least) throw;
+    }
+  }
+}
+
+MempoolId Heap::pool_for(CUstream stream) const {
+  for (const auto& [pool, filter] : filling_) {
+    if (filter(stream)) return pool;
+  }
+  return {};
+}
+
+// Bytes that may exist before idle pages are moved rather than new ones made.
+std::uint64_t Heap::allowance() const { return numbers_.requested_peak + numbers_.requested_peak / 64 + 3 * page_; }
+
+Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
+  reuse_passed();
+  Blocks::Placement placement;
+  for (auto& candidate : arenas) {
+    arena = candidate.get();
+    if (Blocks::Block* block = arena->blocks.best_fit(size)) return block;
+    placement = arena->blocks.place(size);
+    if (placement.hole != nullptr) break;
+  }
+  try {
+    if (placement.hole == nullptr) {
+      arena = &add_arena(arenas, key, size);
+      placement = arena->blocks.place(size);
+    }
+    back(*arena, placement);
+  } catch (const PoolExhausted& reason) {
+    throw PoolExhausted(exhausted(size, reason.what()));
+  } catch (const DriverError& reason) {
+    throw PoolExhausted(exhausted(size, reason.what()));
+  }
+  return arena->blocks.best_fit(size);
+}
+
+// Backs a hole: with pages that lie idle, then with new ones, then with whatever waiting can free.
+void Heap::back(Arena& arena, const Blocks::Placement& placement) {
+  const std::size_t first = placement.from / page_, count = (placement.to - placement.from) / page_;
+  const auto numbers = mapper_->numbers();
+  const std::size_t idle = numbers.pages[static_cast<std::size_t>(Owner::kFree)];
+  const std::size_t growth = count > idle ? count - idle : 0;
+  if (growth > 0 && (numbers.created + growth) * page_ > allowance() && !mapper_->capturing()) {
+    if (harvest(growth, placement.hole->before, placement.hole->after) > 0) mapper_->reap(true);
+  }
+  const auto map = [&] { mapper_->map(*arena.range, first, count, Place::kDevice); };
+  try {
+    map();
+  } catch (const UsageError&) {
+    throw;
+  } catch (const std::runtime_error&) {
+    // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had. The blocks
+    // beside the hole stay as they are, so that the placement stays true.
+    if (!mapper_->capturing() && harvest(~std::size_t{0}, placement.hole->before, placement.hole->after) > 0)
+      mapper_->reap(true);
+    map();
+  }
+  arena.blocks.fill(placement.hole, placement.from, placement.to);
+}
+
+// Takes up to `pages` whole pages out of free blocks; they retire. Returns how many. Small blocks go first: they are
+// the least likely to serve where they lie, and recorded traces replay with half as many moves as the other way round.
+std::size_t Heap::harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after) {
+  std::size_t taken = 0;
+  for (auto& [key, arenas] : arenas_) {
+    for (auto& arena : arenas) {
+      if (held(*arena)) continue;
+      Spans spans;
+      arena->blocks.visit_large([&](Blocks::Block* block) {
+        const std::uint64_t begin = arena->blocks.inner_begin(block);
+        std::uint64_t end = arena->blocks.inner_end(block);
+        if (block == keep_before || block == keep_after || begin >= end) return true;
+        end = begin + std::min<std::uint64_t>((end - begin) / page_, pages - taken) * page_;
+        spans.push_back({begin / page_, (end - begin) / page_});
+        taken += spans.back().count;
+        arena->blocks.punch(block, begin, end);
+        return taken < pages;
+      });
+      if (!spans.empty()) mapper_->retire(*arena->range, spans);
+      if (taken >= pages) return taken;
+    }
+  }
+  return taken;
+}
+
+// A graph replays from the addresses of its pool: they keep their pages until the pool is released.
+bool Heap::held(const Arena& arena) const { return pools_.count(arena.key.pool) > 0; }
+
+void Heap::reuse_passed() {
+  while (!waiting_.empty() && mapper_->fence_passed(waiting_.front().fence)) {
+    Blocks::Block* block = waiting_.front().block;
+    static_cast<Arena*>(block->tag)->blocks.release(block);
+    waiting_.pop_front();
+  }
+}
+
+std::size_t Heap::trim() {
+  std::lock_guard<std::mutex> lock(mutex);
+  reuse_passed();
+  return harvest(~std::size_t{0}, nullptr, nullptr);
+}
+
+void Heap::trim_and_wait() {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (mapper_->capturing()) return;
+    for (Waiting& waiting : waiting_) mapper_->fence_wait(waiting.fence);
+    reuse_passed();
+    harvest(~std::size_t{0}, nullptr, nullptr);
+  }
+  mapper_->reap(true);
+}
+
+void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
+  std::lock_guard<std::mutex> lock(mutex);
+  ++pools_[pool];
+  filling_.emplace_back(pool, std::move(filter));
+}
+
+void Heap::end_pool(MempoolId pool) {
+  std::lock_guard<std::mutex> lock(mutex);
+  filling_.erase(
+      std::remove_if(filling_.begin(), filling_.end(), [&](const auto& entry) { return entry.first == pool; }),
+      filling_.end());
+}
+
+void Heap::release_pool(MempoolId pool) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto found = pools_.find(pool);
+  if (found != pools_.end() && --found->second == 0) pools_.erase(found);
+}
+
+std::string Heap::exhausted(std::size_t asked, const std::string& reason) {
+  const auto pages = mapper_->numbers();
+  const auto bytes = [&](Owner owner) { return in_units(pages.pages[static_cast<std::size_t>(owner)] * page_); };
+  return format(
+      "ballonet: tried to allocate %s. Budget %s in pages of %s: weights %s, activations %s (of which %s in live "
+      "tensors), "
+      "KV cache %s, retiring %s, free %s, not created %s. %s. To go on: raise the budget (ballonet.set_budget, or "
+      "BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and caches that are no longer "
+      "needed",
+      in_units(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
+      bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(), in_units(numbers_.live).c_str(),
+      bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(), bytes(Owner::kFree).c_str(),
+      in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(), reason.c_str());
+}
+
+Heap::Numbers Heap::numbers_locked() const {
+  Numbers numbers = numbers_;
+  numbers.blocks = live_.size();
+  numbers.cached = 0;
+  for (const auto& [key, arenas] : arenas_) {
+    for (const auto& arena : arenas) numbers.cached += arena->blocks.free_bytes();
+  }
+  return numbers;
+}
+
+void Heap::reset_peaks() {
+  std::lock_guard<std::mutex> lock(mutex);
+  numbers_.live_peak = numbers_.live;
+  numbers_.requested_peak = numbers_.requested;
+}
+
+void Heap::check() {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::size_t live = 0;
+  std::uint64_t bytes = 0;
+  for (const auto& [key, arenas] : arenas_) {
+    for (const auto& arena : arenas) {
+      arena->blocks.check();
+      std::size_t backed = 0;  // pieces before this one are known to be backed
+      for (const Blocks::Block* block = arena->blocks.first(); block != nullptr; block = block->after) {
+        const bool hole = block->state == Blocks::State::kHole;
+        const std::size_t last = (block->offset + block->size + page_ - 1) / page_;
+        for (std::size_t i = std::max<std::size_t>(backed, block->offset / page_); i < (hole ? 0 : last); ++i) {
+          if (mapper_->backing(*arena->range, i) != Backing::kDevice) {
+            throw InvariantBroken(format("piece %zu lies under a block and is not backed", i));
+          }
+          backed = i + 1;
+        }
+        if (block->state == Blocks::State::kLive) ++live, bytes += block->size;
+      }
+    }
+  }
+  for (const Waiting& waiting : waiting_) --live, bytes -= waiting.block->size;
+  if (live != live_.size() || bytes != numbers_.live)
+    throw InvariantBroken("live blocks and their addresses do not add up");
+}
+
+std::size_t Heap::close() {
+  trim_and_wait();
+  std::lock_guard<std::mutex> lock(mutex);
+  if (live_.size() > 0 || !waiting_.empty()) return live_.size() + waiting_.size();
+  hot_[0] = hot_[1] = nullptr;
+  arenas_.clear();
+  return 0;
+}
+
+}  // namespace ballonet

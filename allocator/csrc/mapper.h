@@ -1,0 +1,207 @@
+// The one who touches the driver's page tables: it puts pages behind addresses and takes them away again.
+//
+// Words
+//   range     reserved addresses in page-sized pieces, a virtual tensor (eLLM §4.2: eTensor)
+//   backing   what a piece leads to: nothing (inaccessible), a device page, a host page, another range's page (alias),
+//   or a
+//             page that is retiring: still mapped, given up by its owner, waiting for every stream to pass
+//   pin       a tensor made over the piece is alive; a pinned piece is retired when its last pin goes
+//
+// Note [Retiring]
+// `retire` never waits. It labels the pages, makes a fence and queues both; `reap` unmaps what has passed. A piece that
+// is mapped again before that simply takes its page back, with no driver call. An unmap that fails leaves the piece in
+// the queue for the next reap: a page is never forgotten.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "group.h"
+#include "pool.h"
+#include "streams.h"
+
+namespace ballonet {
+
+class Mapper;
+
+enum class Backing : std::uint8_t { kNone, kDevice, kHost, kAlias, kRetiring };
+enum class Place : std::uint8_t { kDevice, kHost };
+
+struct Span {
+  std::size_t first, count;  // pieces of a range
+};
+using Spans = std::vector<Span>;
+
+class Range : public std::enable_shared_from_this<Range> {
+ public:
+  Range(std::shared_ptr<Mapper> mapper, CUdeviceptr base, std::size_t pieces, Owner owner,
+        std::shared_ptr<Group> group);
+  ~Range();
+  Range(const Range&) = delete;
+  Range& operator=(const Range&) = delete;
+
+  const CUdeviceptr base;
+  const std::size_t pieces;
+  const Owner owner;
+  const std::shared_ptr<Group> group;
+  const std::shared_ptr<Mapper> mapper;
+
+ private:
+  friend class Mapper;
+  struct Piece {
+    PageId page = kNoPage;
+    std::uint32_t ticket = 0;  // the retirement it waits in
+    std::uint16_t pins = 0;
+    Backing backing = Backing::kNone;
+    Backing retiring_from = Backing::kNone;
+    bool doomed = false;  // to be retired when the last pin goes
+  };
+  // Grows on demand: a heap's range is far longer than what it ever uses.
+  Piece& at(std::size_t piece);
+  std::vector<Piece> table_;
+  bool closed_ = false;
+};
+
+struct Copied {
+  unsigned long long weights_h2d = 0, weights_d2h = 0, kv_h2d = 0, kv_d2h = 0;
+};
+
+class Mapper : public std::enable_shared_from_this<Mapper> {
+ public:
+  struct Options {
+    std::string library;
+    int ordinal = 0;
+    std::size_t page_size = 0;
+    std::size_t budget = 0;       // pages
+    std::size_t host_budget = 0;  // pages
+    BallonetStandinConfig standin{};
+  };
+  explicit Mapper(const Options& options);
+  ~Mapper();
+  Mapper(const Mapper&) = delete;
+  Mapper& operator=(const Mapper&) = delete;
+
+  // Addresses for `pieces` pages. Throws DriverError, UsageError for 0.
+  std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group);
+  // Backs pieces that are unbacked or retiring; those already backed so are skipped. All or none.
+  // Throws PoolExhausted, DriverError, UsageError.
+  void map(Range& range, std::size_t first, std::size_t count, Place place);
+  void alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
+  // Unbacked pieces are skipped, pinned ones follow when their last pin goes. Throws nothing of the driver's.
+  void retire(Range& range, const Spans& spans);
+  // Copies one piece to another page in `to` and maps that in its place. False where nothing was changed: no page is
+  // free, the piece is not movable, or another thread holds a lease. Throws DriverError with nothing changed.
+  bool move(Range& range, std::size_t piece, Place to);
+  void close(Range& range);
+
+  // Completes retirements, oldest first: those whose fences have passed, or all of them (blocks). Returns the pages
+  // freed.
+  std::size_t reap(bool wait);
+
+  // Pins the pieces under [offset, offset + size). Throws UsageError where one of them is not backed.
+  void pin(Range& range, std::size_t offset, std::size_t size);
+  void unpin(Range& range, std::size_t offset, std::size_t size);
+
+  Backing backing(Range& range, std::size_t piece);
+  PageId page(Range& range, std::size_t piece);
+
+  void note_stream(CUstream stream);
+  void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write);
+  void synchronize();
+  // A fence over some streams, for blocks used across streams; see heap.h.
+  Fence fence_over(const std::vector<CUstream>& streams);
+  bool fence_passed(Fence& fence);
+  void fence_wait(Fence& fence);
+  bool capturing();
+
+  void set_budget(std::size_t pages);
+  // Free pages go back to the driver.
+  void release_free();
+  std::pair<std::size_t, std::size_t> free_memory();  // (free, total) as the driver counts
+  // Throws InvariantBroken.
+  void check();
+  // Gives every page back to the driver. Throws UsageError while a range is open. Idempotent.
+  void shutdown();
+
+  struct Numbers {
+    std::size_t budget, created, created_peak, host_created, host_budget, ranges;
+    std::array<std::size_t, kOwners> pages;
+    Copied copied;
+  };
+  Numbers numbers();
+  void reset_peak();
+  std::size_t available();
+
+  Journal journal;
+  const std::size_t page_size;
+  const int ordinal;
+  bool is_standin() const { return driver_.is_standin(); }
+  bool has_host_pages() const { return opened_.host_pages; }
+  std::size_t total_memory() const { return opened_.total_memory; }
+
+  // Held across a fork by the atfork handlers.
+  std::mutex mutex;
+
+ private:
+  friend class Range;
+  using Ranges = std::vector<std::shared_ptr<Range>>;
+  struct Retirement {
+    Fence fence;
+    std::shared_ptr<Range> range;
+    Spans spans;
+    std::uint32_t ticket;
+  };
+
+  Pool& pool_of(Place place) { return place == Place::kDevice ? device_ : host_; }
+  Pool& pool_of(const Range::Piece& piece);
+  CUdeviceptr address(const Range& range, std::size_t piece) const { return range.base + piece * page_size; }
+  void map_page(CUdeviceptr at, Pool& pool, PageId page);
+  void allow_access(CUdeviceptr at, std::size_t pages);
+  void back(Range& range, const std::vector<std::size_t>& pieces, Pool& pool, const std::vector<PageId>& pages,
+            Backing backing);
+  void retire_locked(Range& range, const Spans& spans);
+  // Ranges whose last retirement is done go to `done`, to be destroyed once the lock is released.
+  std::size_t reap_locked(bool wait, Ranges& done);
+  bool unmap_retired(Retirement& retirement, std::size_t& freed);
+  bool unmap_piece(Range& range, std::size_t piece);
+  void release_page(Pool& pool, PageId page);
+  bool clear_scratch();
+  void check_span(const Range& range, std::size_t first, std::size_t count) const;
+  void forget(Range& range);
+  void count_copy(Owner owner, Place from, Place to);
+
+  // The driver's side of a device, opened in the order that CUDA asks for and closed in the reverse.
+  struct Opened {
+    Opened(const Driver& driver, const Options& options);
+    ~Opened();
+    const Driver& driver;
+    CUdevice device = 0;
+    CUcontext context = nullptr;
+    std::size_t total_memory = 0;
+    bool host_pages = false;
+    CUmemAllocationProp device_place{};
+    CUmemAllocationProp host_place{};
+    CUmemAccessDesc access{};
+    CUstream copy_stream = nullptr;
+    CUdeviceptr scratch = 0;  // addresses of one page, where `move` fills a page before it takes its place
+    std::size_t page_size;
+  };
+
+  Driver driver_;
+  Opened opened_;
+  Pool device_;
+  Pool host_;
+  Streams streams_;
+  Pool* scratch_pool_ = nullptr;  // what an unmap that failed left at the scratch addresses
+  PageId scratch_page_ = kNoPage;
+  std::deque<Retirement> retiring_;
+  std::uint32_t next_ticket_ = 1;
+  std::set<Range*> ranges_;
+  Copied copied_;
+  bool shut_ = false;
+};
+
+}  // namespace ballonet

@@ -1,0 +1,128 @@
+#include "pool.h"
+
+#include <algorithm>
+
+namespace ballonet {
+
+Pool::Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t page_size, std::size_t budget,
+           Journal* journal)
+    : driver_(driver), place_(place), page_size_(page_size), budget_(budget), journal_(journal) {}
+
+std::size_t Pool::available() const { return free_.size() + (budget_ > created_ ? budget_ - created_ : 0); }
+
+std::vector<PageId> Pool::take(std::size_t n, Owner owner, PageId hint) {
+  if (n > available()) {
+    throw PoolExhausted(
+        format("%zu pages of %s asked for, %zu can be had", n, in_units(page_size_).c_str(), available()));
+  }
+  // What was created stays, free, where a later creation fails: nothing is lost and nobody owns it.
+  while (free_.size() < n) create_one();
+  std::vector<PageId> taken;
+  taken.reserve(n);
+  auto next = hint == kNoPage ? free_.begin() : free_.lower_bound(hint);
+  for (std::size_t i = 0; i < n; ++i) {
+    if (next == free_.end()) next = free_.begin();
+    taken.push_back(*next);
+    next = free_.erase(next);
+  }
+  for (PageId page : taken) label(page, owner);
+  if (journal_ != nullptr) journal_->note(counts_);
+  return taken;
+}
+
+void Pool::give(PageId page) {
+  label(page, Owner::kFree);
+  free_.insert(page);
+  shrink();
+  if (journal_ != nullptr) journal_->note(counts_);
+}
+
+void Pool::relabel(PageId page, Owner owner) {
+  label(page, owner);
+  if (journal_ != nullptr) journal_->note(counts_);
+}
+
+void Pool::label(PageId page, Owner owner) {
+  --counts_[static_cast<std::size_t>(pages_[page].owner)];
+  pages_[page].owner = owner;
+  ++counts_[static_cast<std::size_t>(owner)];
+}
+
+void Pool::create_one() {
+  CUmemGenericAllocationHandle handle = 0;
+  auto made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
+  const bool refused = made.code() == cuda::kNotSupported || made.code() == cuda::kNotPermitted;
+  if (refused && place_.requestedHandleTypes != cuda::kHandleNone) {
+    // Some virtual GPUs refuse exportable memory; everything but sharing between processes works without.
+    place_.requestedHandleTypes = cuda::kHandleNone;
+    made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
+  }
+  if (made.code() == cuda::kOutOfMemory) {
+    throw PoolExhausted(format("the driver has no memory for another page of %s, although the budget allows %zu more",
+                               in_units(page_size_).c_str(), budget_ - created_));
+  }
+  made.or_throw("creating a page");
+  PageId page;
+  if (absent_.empty()) {
+    page = static_cast<PageId>(pages_.size());
+    pages_.emplace_back();
+  } else {
+    page = *absent_.begin();
+    absent_.erase(absent_.begin());
+  }
+  pages_[page] = {handle, Owner::kFree, true, 0};
+  ++counts_[static_cast<std::size_t>(Owner::kFree)];
+  free_.insert(page);
+  created_peak_ = std::max(created_peak_, ++created_);
+}
+
+// A release that fails is tried once more; a page that cannot be released stays free until the pool next shrinks.
+bool Pool::release_one(PageId page) {
+  const CUmemGenericAllocationHandle handle = pages_[page].handle;
+  if (!driver_.cuMemRelease(handle).ok() && !driver_.cuMemRelease(handle).ok()) return false;
+  free_.erase(page);
+  absent_.insert(page);
+  pages_[page] = {};
+  --counts_[static_cast<std::size_t>(Owner::kFree)];
+  --created_;
+  return true;
+}
+
+void Pool::set_budget(std::size_t pages) {
+  budget_ = pages;
+  shrink();
+  if (journal_ != nullptr) journal_->note(counts_);
+}
+
+// From the highest id down, so that what remains is dense.
+void Pool::shrink() {
+  while (created_ > budget_ && !free_.empty() && release_one(*free_.rbegin())) {
+  }
+}
+
+std::size_t Pool::release_free() {
+  while (!free_.empty() && release_one(*free_.rbegin())) {
+  }
+  return free_.size();
+}
+
+void Pool::check() const {
+  std::array<std::size_t, kOwners> counted{};
+  std::size_t created = 0;
+  for (PageId page = 0; page < pages_.size(); ++page) {
+    const Page& entry = pages_[page];
+    if (entry.created == (absent_.count(page) == 1))
+      throw InvariantBroken(format("page %u is both created and absent", page));
+    if (!entry.created) continue;
+    ++created;
+    ++counted[static_cast<std::size_t>(entry.owner)];
+    const bool is_free = entry.owner == Owner::kFree;
+    if (is_free != (free_.count(page) == 1)) throw InvariantBroken(format("page %u is free in one book only", page));
+    if (is_free && entry.mappings != 0)
+      throw InvariantBroken(format("free page %u is mapped %u times", page, entry.mappings));
+  }
+  if (created != created_ || counted != counts_)
+    throw InvariantBroken("the owners' pages do not add up to those created");
+}
+
+}  // namespace ballonet

@@ -1,0 +1,87 @@
+// A pool: the pages of one place (a device, or host memory), each with exactly one owner, under a budget.
+//
+// Words
+//   page     one driver handle of page_size bytes; its id is its index here and never changes while it exists
+//   absent   an id whose handle is not created; costs nothing
+//   free     created, owned by no one; kept, because creating costs as much as mapping
+//   budget   how many pages may exist. It may be lowered below what is in use: then no page is created until enough
+//            have been given back, and each page given back meanwhile goes to the driver.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <set>
+#include <vector>
+
+#include "driver.h"
+#include "journal.h"
+
+namespace ballonet {
+
+enum class Owner : std::uint8_t { kFree, kWeights, kActivations, kKv, kRetiring };
+constexpr std::size_t kOwners = 5;
+
+using PageId = std::uint32_t;
+constexpr PageId kNoPage = ~PageId{0};
+
+// Not thread-safe: used under the mapper's lock, with the device's context current.
+class Pool {
+ public:
+  Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t page_size, std::size_t budget,
+       Journal* journal);
+
+  std::size_t page_size() const { return page_size_; }
+  std::size_t budget() const { return budget_; }
+  std::size_t created() const { return created_; }
+  std::size_t created_peak() const { return created_peak_; }
+  void reset_peak() { created_peak_ = created_; }
+  const std::array<std::size_t, kOwners>& counts() const { return counts_; }
+  std::size_t count(Owner owner) const { return counts_[static_cast<std::size_t>(owner)]; }
+  // Pages that `take` can give without anyone giving one back.
+  std::size_t available() const;
+
+  // `n` pages for `owner`, all or none; the first is `hint` where that is free and the rest follow it as far as they
+  // can, so that neighbours in address are neighbours in the pool. Throws PoolExhausted, DriverError.
+  std::vector<PageId> take(std::size_t n, Owner owner, PageId hint = kNoPage);
+  // The page becomes free, or goes back to the driver while the pool is above its budget. Pre: not free, no mapping.
+  void give(PageId page);
+  void relabel(PageId page, Owner owner);
+
+  Owner owner(PageId page) const { return pages_[page].owner; }
+  CUmemGenericAllocationHandle handle(PageId page) const { return pages_[page].handle; }
+  unsigned& mappings(PageId page) { return pages_[page].mappings; }
+
+  // Releases free pages down to the new budget at once.
+  void set_budget(std::size_t pages);
+  // Releases every free page that the driver takes back; returns how many are left.
+  std::size_t release_free();
+  // Throws InvariantBroken where the books do not add up.
+  void check() const;
+
+ private:
+  struct Page {
+    CUmemGenericAllocationHandle handle = 0;
+    Owner owner = Owner::kFree;
+    bool created = false;
+    unsigned mappings = 0;
+  };
+
+  void create_one();
+  bool release_one(PageId page);
+  void shrink();
+  void label(PageId page, Owner owner);
+
+  const Driver& driver_;
+  CUmemAllocationProp place_;
+  std::size_t page_size_;
+  std::size_t budget_;
+  Journal* journal_;
+  std::size_t created_ = 0;
+  std::size_t created_peak_ = 0;
+  std::array<std::size_t, kOwners> counts_{};
+  std::vector<Page> pages_;
+  std::set<PageId> free_;
+  std::set<PageId> absent_;
+};
+
+}  // namespace ballonet

@@ -1,0 +1,86 @@
+#include "registry.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+#include <set>
+
+namespace ballonet {
+namespace {
+
+std::atomic<Device*> g_bound[kMaxDevices];
+std::atomic<int> g_bound_count{0};
+std::atomic<bool> g_forked{false};
+std::mutex g_mutex;
+
+// Devices that were ever bound, never destroyed; a fork finds their locks here.
+std::set<std::shared_ptr<Device>>& kept() {
+  static auto* devices = new std::set<std::shared_ptr<Device>>;
+  return *devices;
+}
+
+// Note [Fork]
+// The child of a fork shares nothing with its parent: the stand-in gives it private copies of what was mapped, a GPU's
+// context does not survive at all. So the child allocates from torch's own allocator and ignores the frees of what its
+// parent allocated. The locks are taken over the fork, so that the child finds them free.
+void before_fork() {
+  g_mutex.lock();
+  for (const auto& device : kept()) {
+    device->heap.mutex.lock();
+    device->mapper->mutex.lock();
+  }
+}
+
+void after_fork() {
+  for (const auto& device : kept()) {
+    device->mapper->mutex.unlock();
+    device->heap.mutex.unlock();
+  }
+  g_mutex.unlock();
+}
+
+void in_child() {
+  g_forked = true;
+  after_fork();
+}
+
+}  // namespace
+
+void bind(const std::shared_ptr<Device>& device) {
+  const int ordinal = device->mapper->ordinal;
+  if (ordinal < 0 || ordinal >= kMaxDevices)
+    throw UsageError(format("device %d is beyond the %d supported", ordinal, kMaxDevices));
+  std::lock_guard<std::mutex> lock(g_mutex);
+  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  if (registered != 0) throw UsageError("the process has no memory for a fork handler");
+  Device* nobody = nullptr;
+  if (!g_bound[ordinal].compare_exchange_strong(nobody, device.get())) {
+    if (nobody == device.get()) return;
+    throw UsageError(format("device %d is bound already; unbind it first", ordinal));
+  }
+  ++g_bound_count;
+  kept().insert(device);
+}
+
+void unbind(const std::shared_ptr<Device>& device) {
+  Device* mine = device.get();
+  if (g_bound[device->mapper->ordinal].compare_exchange_strong(mine, nullptr)) --g_bound_count;
+}
+
+Device* bound_device(int ordinal) {
+  if (ordinal < 0 || ordinal >= kMaxDevices || g_forked.load(std::memory_order_relaxed)) return nullptr;
+  return g_bound[ordinal].load(std::memory_order_acquire);
+}
+
+Heap* heap_of(const void* pointer) {
+  return g_forked.load(std::memory_order_relaxed) ? nullptr : HeapAddresses::all().find(pointer);
+}
+
+bool owns(const void* pointer) { return HeapAddresses::all().find(pointer) != nullptr; }
+
+bool serving() {
+  return g_bound_count.load(std::memory_order_relaxed) > 0 && !g_forked.load(std::memory_order_relaxed);
+}
+
+}  // namespace ballonet

@@ -1,0 +1,30 @@
+// Which device serves which ordinal of torch, and which device an address belongs to. Read without a lock on every
+// allocation and every free; a bound device lives until the process ends, because its blocks may.
+#pragma once
+
+#include <memory>
+
+#include "device.h"
+#include "entry.h"
+
+namespace ballonet {
+
+constexpr int kMaxDevices = 64;
+
+// Makes `device` the one behind torch's entry points for its ordinal. Throws UsageError where another one is.
+void bind(const std::shared_ptr<Device>& device);
+// Its blocks stay valid and are freed properly.
+void unbind(const std::shared_ptr<Device>& device);
+
+// nullptr where none is bound, and in the child of a fork.
+Device* bound_device(int ordinal);
+// nullptr where the address is none of ours, and in the child of a fork.
+Heap* heap_of(const void* pointer);
+// By address alone: true in the child of a fork too.
+bool owns(const void* pointer);
+// False in the child of a fork, and while no device is bound.
+bool serving();
+
+const BallonetCore* core_table();
+
+}  // namespace ballonet

@@ -1,0 +1,48 @@
+// Every stream that may touch a page, and fences over them: the only way in which a page learns that it is no longer
+// used.
+//
+// Note [Fences]
+// Unmapping orders nothing against running work, so a page leaves an address only after a fence: one event on every
+// stream ever seen, recorded after the last use was submitted. A fence is made per retirement, never per free. While
+// any stream is being captured no event may be recorded anywhere (the legacy stream would join the capture), so the
+// fence stays open and is recorded by the first look at it after the capture; it then waits for more than it must,
+// never for less. Where an event cannot be made or recorded, the fence's first look synchronises the context instead.
+#pragma once
+
+#include <vector>
+
+#include "driver.h"
+
+namespace ballonet {
+
+struct Fence {
+  std::vector<CUevent> events;
+  bool recorded = false;
+};
+
+// Not thread-safe: used under the mapper's lock, with the device's context current.
+class Streams {
+ public:
+  explicit Streams(const Driver& driver) : driver_(driver) {}
+
+  void note(CUstream stream);
+
+  Fence fence();                                   // over every stream seen
+  Fence fence(const std::vector<CUstream>& some);  // over these
+  bool passed(Fence& fence);                       // never blocks, but for a context synchronisation where events fail
+  // Blocks. Post: passed. Throws UsageError while a stream is being captured, DriverError.
+  void wait(Fence& fence);
+  bool capturing() const;
+  // Destroys spare events. Call once, before the context goes.
+  void close();
+
+ private:
+  bool record(Fence& fence, const std::vector<CUstream>& streams);
+  void recycle(Fence& fence);
+
+  const Driver& driver_;
+  std::vector<CUstream> seen_{nullptr};
+  std::vector<CUevent> spare_;
+};
+
+}  // namespace ballonet

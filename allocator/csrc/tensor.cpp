@@ -1,0 +1,80 @@
+#include "tensor.h"
+
+namespace ballonet {
+namespace {
+
+constexpr int kDLCPU = 1;
+constexpr int kDLCUDA = 2;
+
+struct DLTensor {
+  void* data;
+  struct {
+    std::int32_t device_type;
+    std::int32_t device_id;
+  } device;
+  std::int32_t ndim;
+  struct {
+    std::uint8_t code;
+    std::uint8_t bits;
+    std::uint16_t lanes;
+  } dtype;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+struct DLManagedTensor {
+  DLTensor tensor;
+  void* context;
+  void (*deleter)(DLManagedTensor*);
+};
+
+// What a tensor keeps alive.
+struct Held {
+  DLManagedTensor managed;
+  std::shared_ptr<Range> range;
+  std::size_t offset, size;
+  std::vector<std::int64_t> shape, strides;
+
+  ~Held() { range->mapper->unpin(*range, offset, size); }
+};
+
+void drop(DLManagedTensor* managed) { delete static_cast<Held*>(managed->context); }
+
+// A capsule that nobody consumed still owns what it holds.
+void drop_unused(PyObject* capsule) {
+  if (PyCapsule_IsValid(capsule, "dltensor") == 0) return;
+  drop(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
+}
+
+}  // namespace
+
+pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t offset,
+                              const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
+                              int code, int bits) {
+  if (shape.size() != strides.size()) throw UsageError("a tensor needs as many strides as dimensions");
+  if (bits <= 0 || bits % 8 != 0) throw UsageError("elements must be whole bytes");
+  std::size_t elements = 1;  // up to the last one reached
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i] < 0 || strides[i] < 0) throw UsageError("shapes and strides must not be negative");
+    if (shape[i] == 0) elements = 0;
+    if (elements > 0) elements += static_cast<std::size_t>(shape[i] - 1) * static_cast<std::size_t>(strides[i]);
+  }
+  const std::size_t size = elements * static_cast<std::size_t>(bits / 8);
+  range->mapper->pin(*range, offset, size);
+  auto* held = new Held{{}, range, offset, size, shape, strides};
+  Mapper& mapper = *range->mapper;
+  DLTensor& tensor = held->managed.tensor;
+  tensor.data = reinterpret_cast<void*>(range->base + offset);
+  tensor.device = {mapper.is_standin() ? kDLCPU : kDLCUDA, mapper.is_standin() ? 0 : mapper.ordinal};
+  tensor.ndim = static_cast<std::int32_t>(shape.size());
+  tensor.dtype = {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
+  tensor.shape = held->shape.data();
+  tensor.strides = held->strides.data();
+  tensor.byte_offset = 0;
+  held->managed.context = held;
+  held->managed.deleter = drop;
+  return pybind11::reinterpret_steal<pybind11::capsule>(PyCapsule_New(&held->managed, "dltensor", drop_unused));
+}
+
+}  // namespace ballonet

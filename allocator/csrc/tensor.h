@@ -1,0 +1,20 @@
+// DLPack: how bytes of a range become a tensor without linking torch. The layout is that of DLPack 0.8, which every
+// torch that ballonet supports reads.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <vector>
+
+#include "mapper.h"
+
+namespace ballonet {
+
+// A capsule over [offset, ...) of the range. Strides are in elements; `code` and `bits` are DLPack's. The bytes under
+// it are pinned until the last tensor over them is gone. Throws UsageError where one of them is not backed.
+pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t offset,
+                              const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
+                              int code, int bits);
+
+}  // namespace ballonet
