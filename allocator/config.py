@@ -1,0 +1,166 @@
+"""Settings: what they may look like, and where they come from. The only reader of the environment.
+
+A setting is given to `ballonet.install()`, or else by its environment variable, or else has a default that
+`runtime` works out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import index
+from pathlib import Path
+from typing import Any, Final, Self, SupportsIndex
+
+from .errors import ConfigError
+from .units import format_size as format_size
+
+_UNITS: Final = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+_TIMES: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
+_QUANTITY: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zµ]*)\s*", re.IGNORECASE)
+
+
+def _quantity(text: str, units: Mapping[str, float]) -> float | None:
+    match = _QUANTITY.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        return None
+    number = float(match[1]) if "." in match[1] else int(match[1])
+    return number * units[match[2].lower()]
+
+
+def parse_size(value: SupportsIndex | str, name: str = "size") -> int:
+    """Bytes in `"24GiB"`, `"1.5GB"`, `"4096"` or an int; `GiB` and `G` are 2**30, `GB` is 10**9. ConfigError."""
+    nbytes: float | None = None
+    if isinstance(value, str):
+        nbytes = _quantity(value, _UNITS)
+    elif isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        nbytes = index(value)
+    if nbytes is None or nbytes < 1:
+        raise ConfigError(
+            f"{name} is {value!r}, which is no size: write a positive number of bytes, or one with a unit such as "
+            "'512MiB', '1.5GB' or '24GiB'"
+        )
+    return int(nbytes)
+
+
+def parse_time(value: float | str, name: str = "time") -> float:
+    """Seconds in `"80ms"`, `"250us"`, `"2s"` or a number of seconds. ConfigError."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
+        return float(value)
+    seconds = _quantity(value, _TIMES) if isinstance(value, str) else None
+    if seconds is None:
+        raise ConfigError(
+            f"{name} is {value!r}, which is no time: write seconds, or a number with a unit such as '80ms'"
+        )
+    return seconds
+
+
+def parse_bandwidth(value: SupportsIndex | str, name: str = "bandwidth") -> int:
+    """Bytes per second in `"8GB/s"`, `"500MiB/s"` or an int. ConfigError."""
+    text = value.strip() if isinstance(value, str) else value
+    try:
+        return parse_size(text[:-2] if isinstance(text, str) and text.lower().endswith("/s") else text)
+    except ConfigError:
+        raise ConfigError(
+            f"{name} is {value!r}, which is no bandwidth: write bytes per second, or a size per second such as '8GB/s'"
+        ) from None
+
+
+def _parse_seed(text: str, name: str) -> int:
+    if not re.fullmatch(r"[0-9]+", text.strip()):
+        raise ConfigError(f"{name} is {text!r}: write a seed, a whole number that is not negative")
+    return int(text)
+
+
+def _parse_faults(text: str, name: str) -> tuple[tuple[str, int], ...]:
+    faults = []
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(cu[A-Z]\w*):([1-9][0-9]*)", entry)
+        if match is None:
+            raise ConfigError(
+                f"{name} has {entry!r}: write FUNCTION:N, such as 'cuMemMap:7' for the seventh call of it, several "
+                "separated by commas"
+            )
+        faults.append((match[1], int(match[2])))
+    return tuple(faults)
+
+
+def _parse_device(text: str, name: str) -> str:
+    device = text.strip().lower()
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]+)?", device):
+        raise ConfigError(f"{name} is {text!r}: write 'auto', 'cpu', 'cuda' or 'cuda:N'")
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """What was asked for. None where nothing was said and the default depends on the machine."""
+
+    budget: int | None = None  # bytes of device pages
+    page_size: int | None = None  # bytes
+    host_budget: int | None = None  # bytes of host pages
+    device: str = "auto"  # auto | cpu | cuda | cuda:N
+    libcuda: str | None = None  # path of the driver's library
+    link_bandwidth: int = 0  # bytes/s between host and device on the stand-in; 0: as fast as memory
+    link_latency: float = 0.0  # seconds added to each such copy
+    chaos: int | None = None  # seed; None: no chaos
+    faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
+    cache_dir: Path | None = None  # of what is compiled once per torch; None: the user's cache folder
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """The settings of the `BALLONET_*` variables; empty ones count as unset. ConfigError names the variable."""
+        environ = os.environ if environ is None else environ
+        given = {
+            field: parse(environ[variable], variable)
+            for variable, (field, parse) in VARIABLES.items()
+            if environ.get(variable, "").strip()
+        }
+        return cls(**given)
+
+    def merge(
+        self,
+        *,
+        budget: SupportsIndex | str | None = None,
+        page_size: SupportsIndex | str | None = None,
+        host_budget: SupportsIndex | str | None = None,
+        device: object = None,
+    ) -> Self:
+        """These settings under those that were given as arguments. ConfigError."""
+        given: dict[str, Any] = {
+            name: parse_size(value, name)
+            for name, value in (("budget", budget), ("page_size", page_size), ("host_budget", host_budget))
+            if value is not None
+        }
+        if device is not None:
+            given["device"] = _parse_device(str(device), "device")
+        return replace(self, **given)
+
+
+VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
+    "BALLONET_BUDGET": ("budget", parse_size),
+    "BALLONET_PAGE_SIZE": ("page_size", parse_size),
+    "BALLONET_HOST_BUDGET": ("host_budget", parse_size),
+    "BALLONET_DEVICE": ("device", _parse_device),
+    "BALLONET_LIBCUDA": ("libcuda", lambda text, name: text),
+    "BALLONET_LINK": ("link_bandwidth", parse_bandwidth),
+    "BALLONET_LINK_LATENCY": ("link_latency", parse_time),
+    "BALLONET_CHAOS": ("chaos", _parse_seed),
+    "BALLONET_FAULT": ("faults", _parse_faults),
+    "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),
+}
+
+
+def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
+    """Folder of what is compiled once per torch: `$BALLONET_CACHE_DIR`, else in the user's cache folder (XDG)."""
+    if config.cache_dir is not None:
+        return config.cache_dir
+    environ = os.environ if environ is None else environ
+    xdg = environ.get("XDG_CACHE_HOME", "")
+    return (Path(xdg) if xdg else Path.home() / ".cache") / "ballonet"

@@ -1,0 +1,98 @@
+"""The errors of ballonet. Each message says what failed, why, and what to do.
+
+All derive from `BallonetError`, but for `PoolExhausted`: it is the core's word for an allocation that does not fit, and
+what a user sees of it is `torch.OutOfMemoryError`. The classes with fields keep them as `args`, so that they can be
+pickled.
+"""
+
+from __future__ import annotations
+
+from .units import format_size
+
+
+class BallonetError(RuntimeError):
+    """Base of every typed error."""
+
+
+class ConfigError(BallonetError, ValueError):
+    """A setting that cannot be understood or used."""
+
+
+class BudgetError(BallonetError):
+    """The budget is smaller than what must be resident. All three are bytes."""
+
+    def __init__(self, required: int, budget: int, smallest: int) -> None:
+        super().__init__(required, budget, smallest)
+        self.required = required
+        self.budget = budget
+        self.smallest = smallest
+
+    def __str__(self) -> str:
+        return (
+            f"{format_size(self.required)} are needed, the budget is {format_size(self.budget)} ({self.budget} bytes). "
+            f"The smallest budget that works is {self.smallest} bytes: ballonet.set_budget({self.smallest})."
+        )
+
+
+class DriverError(BallonetError):
+    """A call of the driver failed. `code` is its CUresult, `detail` what was being done and what to try."""
+
+    def __init__(self, function: str, code: int, name: str, detail: str = "") -> None:
+        super().__init__(function, code, name, detail)
+        self.function = function
+        self.code = code
+        self.name = name
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.function} failed with {self.name} ({self.code})" + (f": {self.detail}" if self.detail else "")
+
+
+class DriverUnavailable(BallonetError):
+    """No usable driver: the library cannot be loaded, has no device, or lacks virtual memory."""
+
+
+class InvariantBroken(BallonetError):
+    """An integrity check found the core's structures contradicting each other: a bug in ballonet."""
+
+
+class InstallError(BallonetError):
+    """The allocator cannot be put under torch here and now."""
+
+
+class NotInstalled(BallonetError):
+    """Something was asked that needs `ballonet.install()` first."""
+
+
+class UnsupportedVersion(BallonetError):
+    """A version of torch or transformers that ballonet does not know."""
+
+
+class ManageError(BallonetError):
+    """A model cannot be managed."""
+
+
+class AlreadyManaged(ManageError):
+    """The model, or a part of it, is managed already."""
+
+
+class WrongDevice(ManageError):
+    """The model lies on a device other than the one ballonet was installed for."""
+
+
+class TraceError(BallonetError):
+    """A recorded trace is damaged. `line` counts from 1, 0 where no line is to blame."""
+
+    def __init__(self, path: str, line: int, reason: str) -> None:
+        super().__init__(path, line, reason)
+        self.path = path
+        self.line = line
+        self.reason = reason
+
+    def __str__(self) -> str:
+        place = f"{self.path}:{self.line}" if self.line else self.path
+        return f"{place}: {self.reason}"
+
+
+class PoolExhausted(MemoryError):
+    """No page is free and nothing more can be reclaimed."""

@@ -1,0 +1,167 @@
+"""What `python -m ballonet info` says: the device, the versions, what works on this machine, what does not and why.
+
+Imports neither torch nor transformers: their versions come from what is installed. The driver is asked without a
+context.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+from . import _native, ram, runtime
+from .config import Config, cache_dir
+from .errors import BallonetError, DriverUnavailable
+from .units import format_size
+
+PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "cuda-python", "nvidia-ml-py")
+COMPILERS: Final = ("c++", "g++", "clang++")  # any of which can build the companion
+Facts = dict[str, Any]
+
+
+def gather(config: Config) -> Facts:
+    """Plain values, ready for JSON.
+
+    Keys: ballonet, python, versions (package → version or None), device (None where none can be used), defaults
+    (page_size and host_budget in bytes, budget where it was set), memory (bytes total and available of the host),
+    checks: a list of {name, works, detail}.
+    """
+    target, problem = _target(config)
+    return {
+        "ballonet": _version("ballonet"),
+        "python": sys.version.split()[0],
+        "versions": {name: _version(name) for name in PACKAGES},
+        "device": _device(target),
+        "defaults": _defaults(config, target),
+        "memory": {"total": ram.total(), "available": ram.available()},
+        "checks": [
+            {"name": name, "works": works, "detail": detail} for name, works, detail in _checks(config, target, problem)
+        ],
+    }
+
+
+def show(facts: Facts) -> None:
+    """Prints what `gather` found, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    device = facts["device"]
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("ballonet", f"{facts['ballonet'] or 'not installed as a package'} on Python {facts['python']}")
+    for name, found in facts["versions"].items():
+        table.add_row(name, found or "not installed")
+    table.add_row("device", f"{device['name']}, {format_size(device['total_memory'])}" if device else "none")
+    if device:
+        table.add_row("driver", f"{device['driver']} ({device['library']})")
+        table.add_row("page size", format_size(facts["defaults"]["page_size"]))
+        budget = facts["defaults"]["budget"]
+        table.add_row("budget", format_size(budget) if budget else "chosen at install() from the free memory")
+    memory = facts["memory"]
+    table.add_row("host memory", f"{format_size(memory['available'])} of {format_size(memory['total'])} available")
+    console.print(table)
+    console.print()
+    checks = Table(show_header=False, box=None, pad_edge=False)
+    for check in facts["checks"]:
+        mark = "[green]yes[/]" if check["works"] else "[yellow]no[/]"
+        checks.add_row(mark, check["name"], check["detail"])
+    console.print(checks)
+
+
+def _target(config: Config) -> tuple[runtime.Target | None, str]:
+    try:
+        return runtime.choose(config, _torch_has_cuda()), ""
+    except BallonetError as error:
+        return None, str(error)
+
+
+def _device(target: runtime.Target | None) -> Facts | None:
+    if target is None:
+        return None
+    number = target.facts["driver_version"]
+    return {
+        "kind": target.kind,
+        "ordinal": target.ordinal,
+        "name": target.facts["name"],
+        "total_memory": target.facts["total_memory"],
+        "driver": f"CUDA {number // 1000}.{number % 1000 // 10}" if target.kind == "cuda" else "host stand-in",
+        "library": target.library,
+    }
+
+
+def _defaults(config: Config, target: runtime.Target | None) -> Facts:
+    if target is None:
+        return {"page_size": None, "budget": config.budget, "host_budget": config.host_budget}
+    page = runtime.page_size(config, target.kind)
+    host = runtime.host_budget(config, target.kind, page)
+    return {"page_size": page, "budget": config.budget, "host_budget": host}
+
+
+def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iterator[tuple[str, bool, str]]:
+    """(what, does it work, what that means or why not)"""
+    if target is None:
+        yield "pages on a device", False, problem
+    else:
+        where = "on the GPU" if target.kind == "cuda" else "in host memory, for models on the CPU (host stand-in)"
+        yield "pages on a device", True, where
+    yield "CUDA", *_cuda(config)
+    if target is not None:
+        host = target.facts["host_pages"]
+        yield "host pages at device addresses", host, "" if host else "weights and KV on the host are copied from, only"
+        shared = target.facts["posix_handles"]
+        yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
+    yield "companion for torch", *_companion(config)
+    yield "transformers", *_at_least("transformers", (5, 17))
+    yield "torch", *_at_least("torch", (2, 11))
+
+
+def _cuda(config: Config) -> tuple[bool, str]:
+    library = config.libcuda or runtime.LIBCUDA
+    try:
+        facts = _native.probe(library, 0)
+    except DriverUnavailable as error:
+        return False, str(error)
+    if facts["kind"] == "standin":
+        return False, f"{library} is the host stand-in"
+    if not facts["devices"]:
+        return False, f"{library} finds no device"
+    if not _torch_has_cuda():
+        return False, f"{facts['devices']} device(s), but the torch that is installed is a CPU build"
+    return True, f"{facts['devices']} device(s)"
+
+
+def _companion(config: Config) -> tuple[bool, str]:
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    kept = sorted(cache_dir(config).glob("companion-*.so"))
+    if compiler is not None:
+        return True, f"{compiler}; kept in {cache_dir(config)}"
+    if kept:
+        return True, f"no C++ compiler, but one compiled before: {kept[-1]}"
+    return False, f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool"
+
+
+def _at_least(name: str, oldest: tuple[int, int]) -> tuple[bool, str]:
+    found = _version(name)
+    wanted = ".".join(map(str, oldest))
+    if found is None:
+        return False, f"not installed; {wanted} or newer is needed"
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    return numbers >= oldest, f"{found} is installed" + ("" if numbers >= oldest else f"; {wanted} or newer is needed")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the torch that is installed was built for CUDA, from its files."""
+    spec = importlib.util.find_spec("torch")
+    return bool(spec and spec.origin and (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists())

@@ -1,0 +1,231 @@
+"""Puts the pool under torch and takes it away again: `install`, `allocator`, `restore`, `set_budget`, `stock`.
+
+On a GPU the pool becomes torch's CUDA allocator, which torch lets one do once, before its own has been used. With no
+GPU the device is the host stand-in, and what torch allocates on the CPU from then on lies in the pool.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from . import _native, runtime
+from .companion import Companion, CompanionUnavailable, load
+from .config import Config, cache_dir, parse_size
+from .errors import BallonetError, DriverError, InstallError, UnsupportedVersion
+from .pluggable import CudaAllocator, check_cuda_unused
+from .torch_stats import TorchStatistics
+
+OLDEST_TORCH: Final = (2, 11)
+
+
+@dataclass
+class _Installed:
+    """What `install()` put where. `cuda` is None on the stand-in, `companion` where there is no compiler."""
+
+    device: _native.Device
+    companion: Companion | None
+    statistics: TorchStatistics
+    cuda: CudaAllocator | None
+    paused: bool = False  # restore() was called while memory of the pool was in use
+
+
+_installed: _Installed | None = None
+_lock = threading.RLock()
+
+
+def install(
+    budget: int | str | None = None,
+    *,
+    page_size: int | str | None = None,
+    host_budget: int | str | None = None,
+    device: str | torch.device | None = None,
+) -> None:
+    """Makes one pool of device pages and puts it under torch. Models may be loaded before or after.
+
+    `budget`: bytes of device pages (`"24GiB"` or an int); by default the free device memory less room for what lives
+    outside, with no GPU half of the RAM that is available. `page_size`: bytes per page. `host_budget`: bytes of host
+    pages. `device`: "auto", "cpu", "cuda" or "cuda:N". What is not given comes from the environment (`BALLONET_BUDGET`,
+    …), then from the machine.
+
+    Called again with the same settings, or none, it does nothing. If it fails, nothing has changed. Raises ConfigError,
+    InstallError (torch has used CUDA already; installed with other settings), UnsupportedVersion, DriverUnavailable,
+    DriverError.
+    """
+    with _lock:
+        asked = Config().merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device)
+        settings = Config.from_env().merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device)
+        _put(_started(asked, settings))
+
+
+def allocator() -> CudaAllocator:
+    """The pool as an argument for `torch.cuda.memory.change_current_allocator`, which then does what `install()` does.
+
+    Starts the device, with the settings of the environment, where `install()` did not. InstallError on a machine with
+    no GPU.
+    """
+    with _lock:
+        settings = Config.from_env()
+        if runtime.choose(settings, _torch_has_cuda()).kind != "cuda":
+            raise InstallError(
+                "there is no CUDA device here, so there is no CUDA allocator to change: call ballonet.install(), "
+                "which puts what torch allocates on the CPU into the pool"
+            )
+        cuda = _started(Config(), settings).cuda
+        if cuda is None:
+            raise InstallError("ballonet is installed for the CPU: call ballonet.restore() first")
+        return cuda
+
+
+def restore() -> None:
+    """Puts torch's own CPU allocator back; does nothing where nothing is installed.
+
+    Tensors that lie in the pool stay as they are. The device is closed at once if there are none, otherwise by the next
+    `restore()` or `install()` that finds them gone. InstallError on a GPU: torch cannot change its CUDA allocator a
+    second time.
+    """
+    with _lock:
+        if _installed is None:
+            return
+        if _installed.cuda is not None and _installed.cuda.in_place:
+            raise InstallError(
+                "torch cannot return to its own CUDA allocator once another is in use: start a new process, without "
+                "ballonet.install()"
+            )
+        _pause(_installed)
+        _close()
+
+
+def set_budget(size: int | str) -> None:
+    """Changes the bytes of device pages while running: free pages go at once, the others as they become free.
+
+    Raises ConfigError, NotInstalled.
+    """
+    device = runtime.require()
+    device.set_budget(runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget"))
+
+
+def stock() -> AbstractContextManager[None]:
+    """Inside, what this thread allocates on the CPU comes from torch's own allocator (twins, staging)."""
+    installed = _installed
+    return nullcontext() if installed is None or installed.companion is None else installed.companion.stock()
+
+
+def _started(asked: Config, settings: Config) -> _Installed:
+    """What is installed already, if it is what was asked for, else a new device under nothing yet."""
+    global _installed
+    if _installed is not None and _installed.paused:
+        _close()
+    if _installed is not None:
+        _check_same(asked, _installed)
+        return _installed
+    _check_torch()
+    if runtime.choose(settings, _torch_has_cuda()).kind == "cuda":
+        check_cuda_unused()
+    with ExitStack() as undo:
+        device = runtime.start(settings, _torch_has_cuda())
+        undo.callback(runtime.stop)
+        device.bind()
+        undo.callback(device.unbind)
+        companion = _companion(settings, device)
+        statistics = TorchStatistics(device)
+        cuda = CudaAllocator(companion, statistics) if device.kind == "cuda" else None
+        _installed = _Installed(device, companion, statistics, cuda)
+        undo.pop_all()
+    return _installed
+
+
+def _put(installed: _Installed) -> None:
+    """Puts a started device under torch, or closes it again."""
+    try:
+        if installed.cuda is not None:
+            if not installed.cuda.in_place:
+                torch.cuda.memory.change_current_allocator(installed.cuda)
+        elif installed.companion is not None and not installed.companion.install_cpu():
+            raise InstallError(
+                "another library has put its own CPU allocator over ballonet's since: import or set up that one before "
+                "ballonet.install(), in a new process"
+            )
+        installed.paused = False
+    except BaseException:
+        installed.statistics.restore()
+        _close()
+        raise
+
+
+def _pause(installed: _Installed) -> None:
+    if installed.companion is not None:
+        installed.companion.pause_cpu()
+    installed.paused = True
+
+
+def _close() -> bool:
+    """Closes the device, if nothing of it is in use, and removes what is left of it in torch. Says whether it did."""
+    global _installed
+    assert _installed is not None
+    try:
+        runtime.stop()
+    except DriverError:
+        raise
+    except BallonetError:
+        return False  # in use: what lives must still find its way back
+    _installed.device.unbind()
+    if _installed.companion is not None:
+        _installed.companion.restore_cpu()
+    _installed.statistics.restore()
+    _installed = None
+    return True
+
+
+def _companion(settings: Config, device: _native.Device) -> Companion | None:
+    try:
+        return load(cache_dir(settings), _native.core_table(), device.ordinal)
+    except CompanionUnavailable as error:
+        lost = {
+            "cuda": "running out of memory is a RuntimeError, not torch.OutOfMemoryError, and CUDA graphs have no pool",
+            "standin": "what torch allocates on the CPU (activations) stays outside the pool; weights and KV are in it",
+        }[device.kind]
+        warnings.warn(f"ballonet runs without its companion: {error}. So {lost}.", RuntimeWarning, stacklevel=4)
+        return None
+
+
+def _torch_has_cuda() -> bool:
+    return torch.version.cuda is not None and torch.cuda.is_available()
+
+
+def _check_torch() -> None:
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if match is None or (int(match[1]), int(match[2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise UnsupportedVersion(
+            f"this is torch {torch.__version__}, and ballonet needs {oldest} or newer: upgrade torch"
+        )
+
+
+def _check_same(asked: Config, installed: _Installed) -> None:
+    """InstallError where a setting that was given is not the one in force."""
+    device, settings = installed.device, runtime.settings()
+    places = (
+        {"cpu"}
+        if device.kind == "standin"
+        else {f"cuda:{device.ordinal}"} | ({"cuda"} if device.ordinal == 0 else set())
+    )
+    in_force: dict[str, set[Any]] = {
+        "budget": {settings.budget, device.budget},
+        "page_size": {settings.page_size, device.page_size},
+        "host_budget": {settings.host_budget, device.snapshot()["host_budget"]},
+        "device": {"auto", settings.device} | places,
+    }
+    for name, values in in_force.items():
+        value = getattr(asked, name)
+        if value is not None and value not in values:
+            remedy = {"budget": "call ballonet.set_budget(size) to change it"}.get(
+                name, "call ballonet.restore() first" if installed.cuda is None else "start a new process to change it"
+            )
+            raise InstallError(f"ballonet is installed already, with another {name}: {remedy}")

@@ -1,0 +1,73 @@
+"""The pool as torch's pluggable CUDA allocator: the functions that torch is to call, and when it can take them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from . import _native, runtime
+from .companion import Companion
+from .errors import InstallError
+from .torch_stats import TorchStatistics
+
+# What torch's pluggable allocator lets one set, and to what: a function of the companion, without it of the core.
+HOOKS: Final = {
+    "set_reset_fn": "trim",
+    "set_record_stream_fn": "record_stream",
+    "set_begin_allocate_to_pool": "begin_pool",
+    "set_end_allocate_to_pool_fn": "end_pool",
+    "set_release_pool": "release_pool",
+    "set_memory_fraction_fn": "memory_fraction",
+    "set_base_alloc_fn": "base_allocation",
+}
+
+
+class CudaAllocator(torch.cuda.memory._CUDAAllocator):
+    """The pool in the form that `torch.cuda.memory.change_current_allocator` takes."""
+
+    def __init__(self, companion: Companion | None, statistics: TorchStatistics) -> None:
+        functions = _functions(companion)
+        make: Callable[[int, int], Any] = torch._C._cuda_customAllocator
+        pluggable = make(functions["alloc"], functions["free"])
+        for setter, function in HOOKS.items():
+            if function in functions:
+                getattr(pluggable, setter)(functions[function])
+        super().__init__(pluggable)
+        self._statistics = statistics
+
+    def allocator(self) -> Any:
+        """torch asks for this when it changes to the allocator. InstallError where it could not."""
+        check_cuda_unused()
+        if runtime.current() is not self._statistics.device:
+            raise InstallError(
+                "the pool behind this allocator was closed by ballonet.restore(): call ballonet.allocator() again"
+            )
+        self._statistics.patch()
+        return self._allocator
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is torch's allocator now."""
+        return torch._C._cuda_getAllocator() is self._allocator
+
+
+def check_cuda_unused() -> None:
+    """InstallError where torch would refuse another CUDA allocator."""
+    if torch._C._cuda_getAllocator() is not None:
+        raise InstallError(
+            "torch has a pluggable CUDA allocator already, which cannot be changed again in this process"
+        )
+    if torch._C._accelerator_isAllocatorInitialized():
+        raise InstallError(
+            "torch has used CUDA in this process, and then its allocator cannot be changed any more: call "
+            "ballonet.install() before anything is moved to the GPU (in a notebook: restart the kernel first)"
+        )
+
+
+def _functions(companion: Companion | None) -> dict[str, int]:
+    """The functions torch's CUDA allocator is to call, and their addresses."""
+    if companion is None:
+        return _native.entry_points()
+    return {name: companion.address(f"ballonet_cuda_{name}") for name in ("alloc", "free", *HOOKS.values())}

@@ -1,0 +1,207 @@
+"""Which driver, which device and how much of it: from the settings to the one `Device` of this process. No torch.
+
+Note [Page size]
+    A call of the driver costs the same for a page of any size (create and map about 8 µs, access 20 µs, unmap 14 µs on
+    an H200), so large pages make mapping cheap: 31 ms per GiB at 2 MiB, 7.3 ms at 8 MiB, 1.8 ms at 32 MiB. What they
+    cost is waste: the last page of every range, of every cache and of the activations is partly empty. An 8B layer is
+    416 MiB and 16 KiB, which wastes under 2 % at 8 MiB and nearly 8 % at 32 MiB. On CUDA the default is therefore
+    8 MiB. On the stand-in a call costs a few microseconds and the models are small: 2 MiB, which is also the smallest
+    page that CUDA has.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from . import _native, ram
+from .config import Config, format_size
+from .errors import ConfigError, DriverUnavailable, InstallError, NotInstalled
+
+CUDA_PAGE_SIZE: Final = 8 * 2**20
+STANDIN_PAGE_SIZE: Final = 2 * 2**20
+GRANULARITY: Final = {"cuda": 2 * 2**20, "standin": 4096}
+SMALLEST_BUDGET: Final = 4  # pages: fewer could not hold one model's weights, cache and activations apart
+OUTSIDE_SHARE: Final = 0.04  # of the free device memory is left to the context, kernels, cuBLAS and NCCL,
+OUTSIDE_BYTES: Final = 3 * 2**29  # but no less than this
+LIBCUDA: Final = "libcuda.so.1"
+
+_device: _native.Device | None = None
+_config: Config | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A driver's library, a device of it, and what the driver says of that device (`_native.probe`)."""
+
+    library: str
+    ordinal: int
+    facts: dict[str, Any]
+
+    @property
+    def kind(self) -> Literal["cuda", "standin"]:
+        kind: Literal["cuda", "standin"] = self.facts["kind"]
+        return kind
+
+
+def standin_library() -> str:
+    """Path of the host stand-in, which is built beside the core. DriverUnavailable where it is missing."""
+    folder = Path(_native.__file__).parent
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        if (path := folder / f"_standin{suffix}").exists():
+            return str(path)
+    raise DriverUnavailable(
+        f"the host stand-in is missing from {folder}: build the package again (pip install, or make build)"
+    )
+
+
+def choose(config: Config, torch_has_cuda: bool | None = None) -> Target:
+    """The device that `config` asks for. `torch_has_cuda`: can torch use a GPU? None where torch plays no part.
+
+    `auto` takes the first GPU where there is one that torch can use, else the stand-in. A library named by
+    BALLONET_LIBCUDA that is itself the stand-in is used as such. Raises DriverUnavailable, ConfigError.
+    """
+    if config.device == "cpu":
+        return _standin()
+    wanted = config.device != "auto"
+    ordinal = int(config.device.partition(":")[2] or 0)
+    try:
+        target = _probe(config.libcuda or LIBCUDA, ordinal)
+        if ordinal >= target.facts["devices"]:
+            raise DriverUnavailable(
+                f"{target.library} has {target.facts['devices']} devices, so there is no device {ordinal}"
+            )
+    except DriverUnavailable as error:
+        if wanted or config.libcuda is not None:
+            raise DriverUnavailable(f"{error}; BALLONET_DEVICE=cpu runs on the host stand-in") from error
+        return _standin()
+    if target.kind == "cuda" and torch_has_cuda is False:
+        if wanted:
+            raise DriverUnavailable(
+                f"device {config.device!r} was asked for but this torch is built without CUDA: install a CUDA build of "
+                "torch, or use device='cpu'"
+            )
+        return _standin()
+    if not target.facts["virtual_memory"]:
+        raise DriverUnavailable(
+            f"{target.facts['name']} offers no virtual memory management (some vGPU and WSL2 set-ups refuse it), which "
+            "ballonet is built on: use torch's own allocator there, or device='cpu' for models on the CPU"
+        )
+    return target
+
+
+def open_device(config: Config, torch_has_cuda: bool | None = None) -> _native.Device:
+    """A device of one's own, with every default filled in, which the caller closes.
+
+    Raises ConfigError, DriverUnavailable, DriverError.
+    """
+    target = choose(config, torch_has_cuda)
+    page = page_size(config, target.kind)
+    given = None if config.budget is None else whole_pages(config.budget, page, "the budget")
+    if given is not None and target.kind == "cuda" and given > target.facts["total_memory"]:
+        raise ConfigError(
+            f"the budget is {format_size(given)} but {target.facts['name']} has "
+            f"{format_size(target.facts['total_memory'])}: ask for less"
+        )
+    # What is free can be asked only once the device's context exists, so a default budget comes second.
+    device = _native.Device(
+        library=target.library,
+        ordinal=target.ordinal,
+        page_size=page,
+        budget=given or SMALLEST_BUDGET * page,
+        host_budget=host_budget(config, target.kind, page),
+        link_bandwidth=config.link_bandwidth,
+        link_latency_ns=round(config.link_latency * 1e9),
+        faults=list(config.faults),
+    )
+    if given is None:
+        device.set_budget(default_budget(device))
+    return device
+
+
+def page_size(config: Config, kind: Literal["cuda", "standin"]) -> int:
+    """Bytes per page: what was asked for, if the device can do it, else the device's default. ConfigError."""
+    size = config.page_size or {"cuda": CUDA_PAGE_SIZE, "standin": STANDIN_PAGE_SIZE}[kind]
+    if size % GRANULARITY[kind]:
+        raise ConfigError(
+            f"the page size is {size} bytes, which this device cannot do: use a multiple of "
+            f"{format_size(GRANULARITY[kind])}"
+        )
+    return size
+
+
+def whole_pages(nbytes: int, page: int, what: str) -> int:
+    """`nbytes` rounded down to pages; ConfigError where that leaves too few to run anything."""
+    if nbytes < SMALLEST_BUDGET * page:
+        raise ConfigError(
+            f"{what} is {format_size(nbytes)}, which is less than {SMALLEST_BUDGET} pages of {format_size(page)}: "
+            "give more, or choose a smaller page size"
+        )
+    return nbytes // page * page
+
+
+def default_budget(device: _native.Device) -> int:
+    """CUDA: what is free, less room for what lives outside every pool. Stand-in: half of the available memory."""
+    if device.kind == "standin":
+        return whole_pages(ram.available() // 2, device.page_size, "half of the available memory")
+    free, _ = device.free_memory()
+    room = free - max(OUTSIDE_BYTES, int(OUTSIDE_SHARE * free))
+    return whole_pages(
+        max(0, room), device.page_size, "the free device memory, less room for what lives outside the pool,"
+    )
+
+
+def host_budget(config: Config, kind: Literal["cuda", "standin"], page: int) -> int:
+    """Bytes of host pages: a quarter of the machine's memory, on the stand-in half of what the device budget leaves."""
+    if config.host_budget is not None:
+        return config.host_budget // page * page
+    if kind == "cuda":
+        return ram.total() // 4 // page * page
+    available = ram.available()
+    return max(0, available - (config.budget or available // 2)) // 2 // page * page
+
+
+def start(config: Config, torch_has_cuda: bool | None = None) -> _native.Device:
+    """Opens the one device of this process. InstallError where there is one; whatever `open_device` raises."""
+    global _device, _config
+    if _device is not None:
+        raise InstallError("ballonet is installed already in this process; ballonet.set_budget() changes its budget")
+    _device, _config = open_device(config, torch_has_cuda), config
+    return _device
+
+
+def current() -> _native.Device | None:
+    """The device of this process, None where there is none."""
+    return _device
+
+
+def settings() -> Config:
+    """The settings the device was started with. NotInstalled."""
+    require()
+    assert _config is not None
+    return _config
+
+
+def require() -> _native.Device:
+    """The device of this process. NotInstalled where there is none."""
+    if _device is None:
+        raise NotInstalled("ballonet is not installed in this process: call ballonet.install() first")
+    return _device
+
+
+def stop() -> None:
+    """Closes the device. Raises BallonetError, and changes nothing, while memory of it is in use."""
+    global _device, _config
+    if _device is not None:
+        _device.close()
+    _device = _config = None
+
+
+def _standin() -> Target:
+    return _probe(standin_library(), 0)
+
+
+def _probe(library: str, ordinal: int) -> Target:
+    return Target(library, ordinal, _native.probe(library, ordinal))

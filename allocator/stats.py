@@ -1,0 +1,105 @@
+"""Who owns which page, what moved, and what it cost: one consistent reading of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from . import runtime
+
+
+class _Counts(Mapping[str, int]):
+    """Named ints that are read as attributes (`pages.kv`) or as a mapping (`pages["kv"]`)."""
+
+    __slots__ = ()
+
+    def __getitem__(self, key: str) -> int:
+        if key not in self.__dataclass_fields__:  # type: ignore[attr-defined]
+            raise KeyError(key)
+        value: int = getattr(self, key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return (field.name for field in fields(self))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(fields(self))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages(_Counts):
+    """Device pages by owner. Their sum is the number of pages that exist."""
+
+    free: int
+    weights: int
+    activations: int
+    kv: int
+    retiring: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Copied(_Counts):
+    """Bytes moved between host and device, by class and direction."""
+
+    weights_h2d: int
+    weights_d2h: int
+    kv_h2d: int
+    kv_d2h: int
+
+
+class Calls(Mapping[str, int]):
+    """How often each function of the driver was called. Cannot be changed."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, counts: Mapping[str, int]) -> None:
+        self._counts = dict(counts)
+
+    def __getitem__(self, key: str) -> int:
+        return self._counts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __repr__(self) -> str:
+        return f"Calls({self._counts!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Numbers taken at one moment."""
+
+    page_size: int  # bytes
+    budget: int  # bytes of device pages
+    pages: Pages
+    host_pages: int
+    copied: Copied
+    driver_calls: Calls
+    faults: int  # injected ones that fired
+
+    @classmethod
+    def of(cls, snapshot: Mapping[str, Any]) -> Self:
+        """From `Device.snapshot()`."""
+        return cls(
+            page_size=snapshot["page_size"],
+            budget=snapshot["budget"],
+            pages=Pages(**snapshot["pages"]),
+            host_pages=snapshot["host_pages"],
+            copied=Copied(**snapshot["copied"]),
+            driver_calls=Calls(snapshot["driver_calls"]),
+            faults=snapshot["faults"],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts and ints, ready for JSON."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+
+def stats() -> Stats:
+    """Who owns which page now, what was copied and what the driver was asked for since `install()`. NotInstalled."""
+    return Stats.of(runtime.require().snapshot())

@@ -1,0 +1,34 @@
+"""Every test is marked cpu or gpu, cpu unless it says otherwise; gpu ones are skipped where no device answers."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import hypothesis
+import pytest
+
+# No deadline: a test is never timed. The machines differ and the first example of a test pays for imports.
+hypothesis.settings.register_profile("ballonet", deadline=None)
+hypothesis.settings.load_profile("ballonet")
+
+
+@functools.cache
+def no_gpu() -> str:
+    """Why there is no NVIDIA device here; empty where there is one."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        return f"no NVIDIA driver: {error}"
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no device"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") is None:
+            item.add_marker(pytest.mark.cpu)
+        elif reason := no_gpu():
+            item.add_marker(pytest.mark.skip(reason=reason))

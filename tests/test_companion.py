@@ -1,0 +1,254 @@
+"""The companion: compiled once, kept, shared by processes, and what torch's CUDA allocator would call in it."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ballonet.allocator import _native, companion, runtime
+from ballonet.allocator.companion import Companion, CompanionUnavailable
+from ballonet.allocator.install import install, restore
+from ballonet.allocator.pluggable import HOOKS
+
+pytestmark = pytest.mark.skipif(
+    not any(map(shutil.which, companion.COMPILERS)), reason="no C++ compiler: the companion cannot be built here"
+)
+
+# Calls the companion as torch does: with a std::function by value, and catching what is thrown.
+PROBE = r"""
+#include <c10/util/Exception.h>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <utility>
+using Filter = std::function<bool(struct CUstream_st*)>;
+using PoolId = std::pair<unsigned long long, unsigned long long>;
+static char text[4096];
+static std::weak_ptr<int> held;
+template <class Call> static int caught(Call call) {
+  std::strcpy(text, "");
+  try { call(); return 0; }
+  catch (const c10::OutOfMemoryError& e) { std::strncpy(text, e.what_without_backtrace(), sizeof text - 1); return 1; }
+  catch (const c10::Error& e) { std::strncpy(text, e.what_without_backtrace(), sizeof text - 1); return 2; }
+  catch (const std::exception& e) { std::strncpy(text, e.what(), sizeof text - 1); return 3; }
+}
+extern "C" const char* message() { return text; }
+extern "C" bool filter_alive() { return !held.expired(); }
+extern "C" int allocate(void* (*f)(size_t, int, void*), size_t size, int device, void* stream, void** out) {
+  return caught([&] { *out = f(size, device, stream); });
+}
+extern "C" int begin(void (*f)(int, PoolId, Filter), unsigned long long id, void* stream, bool raises) {
+  auto token = std::make_shared<int>(0);
+  const int code = caught([&] {
+    f(0, {0, id}, [token, stream, raises](struct CUstream_st* asked) {
+      if (raises) throw std::runtime_error("the filter failed");
+      return asked == stream;
+    });
+  });
+  if (code == 0) held = token;
+  return code;
+}
+extern "C" void end(void (*f)(int, PoolId), unsigned long long id) { f(0, {0, id}); }
+extern "C" int fraction(void (*f)(double, int), double value) { return caught([&] { f(value, 0); }); }
+extern "C" int base(void* (*f)(void*, size_t*), void* block) { size_t n; return caught([&] { f(block, &n); }); }
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the companion in it."""
+    folder = tmp_path_factory.mktemp("cache")
+    companion.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("probe")
+    source, library = folder / "probe.cpp", folder / "probe.so"
+    source.write_text(PROBE)
+    compiler = next(filter(None, map(shutil.which, companion.COMPILERS)))
+    subprocess.run(
+        [
+            compiler,
+            "-std=c++17",
+            *companion._options(),
+            str(source),
+            "-lc10",
+            "-o",
+            str(library),
+            "-fvisibility=default",
+        ],
+        check=True,
+    )
+    loaded = ctypes.CDLL(str(library))
+    loaded.message.restype = ctypes.c_char_p
+    loaded.filter_alive.restype = ctypes.c_bool
+    return loaded
+
+
+@pytest.fixture
+def loaded(cache: Path) -> Iterator[Companion]:
+    """The companion over a device of 4 MiB, which it allocates from."""
+    install(budget="4MiB", page_size="64KiB", device="cpu")
+    yield companion.load(cache, _native.core_table(), 0)
+    restore()
+    assert runtime.current() is None
+
+
+def _pointer(loaded: Companion, function: str) -> ctypes.c_void_p:
+    return ctypes.c_void_p(loaded.address(function))
+
+
+def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_again(compiler: str, output: str) -> None:
+        raise AssertionError(f"{compiler} ran again for {output}")
+
+    monkeypatch.setattr(companion, "_compile", compile_again)
+    path = companion.build(cache)
+    assert path.is_file()
+    assert list(cache.iterdir()) == [path]
+
+
+def test_the_name_follows_what_it_must_agree_with(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = companion.build(cache).name
+    changed = tmp_path / "companion.cpp"
+    changed.write_text(companion.SOURCE.read_text() + "// one more line\n")
+    shutil.copy(companion.SOURCE.with_name("entry.h"), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(companion, "SOURCE", changed)
+        assert companion.build(tmp_path / "other source").name != here
+    with monkeypatch.context() as patch:
+        patch.setattr(companion, "_version", lambda compiler: "another compiler 1.0")
+        assert companion.build(tmp_path / "other compiler").name != here
+
+
+def test_two_processes_compile_it_at_once(tmp_path: Path) -> None:
+    script = (
+        "import sys, pathlib as p; from ballonet.allocator.companion import build; print(build(p.Path(sys.argv[1])))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    paths = {process.communicate()[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert paths == {str(path) for path in tmp_path.iterdir()}
+    assert len(paths) == 1
+
+
+def test_a_damaged_file_is_replaced(tmp_path: Path, cache: Path) -> None:
+    damaged = tmp_path / companion.build(cache).name
+    damaged.write_bytes(b"not a library")
+    loaded = companion.load(tmp_path, _native.core_table(), 0)
+    assert loaded.path != damaged
+    assert not damaged.exists()
+    assert companion.load(tmp_path, _native.core_table(), 0).path == damaged
+
+
+def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path: Path) -> None:
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    loaded = companion.load(occupied / "cache", _native.core_table(), 0)
+    assert loaded.path.is_file()
+    assert tmp_path not in loaded.path.parents
+
+
+def test_without_a_compiler_what_was_compiled_before_is_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = companion.build(cache)
+    monkeypatch.setattr(companion, "COMPILERS", ("no-such-compiler",))
+    assert companion.build(cache) == path
+    with pytest.raises(CompanionUnavailable, match="no-such-compiler"):
+        companion.load(tmp_path, _native.core_table(), 0)
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text("#!/bin/sh\necho 'no headers here' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(companion, "COMPILERS", (str(compiler),))
+    folder = tmp_path / "cache"
+    with pytest.raises(CompanionUnavailable, match="no headers here"):
+        companion.load(folder, _native.core_table(), 0)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_core_of_another_version_is_refused(cache: Path) -> None:
+    table = (ctypes.c_uint64 * 16)(999)
+    with pytest.raises(CompanionUnavailable, match="different versions"):
+        Companion(companion.build(cache), ctypes.addressof(table), 0)
+
+
+def test_every_hook_has_its_function(loaded: Companion) -> None:
+    addresses = {loaded.address(f"ballonet_cuda_{function}") for function in HOOKS.values()}
+    assert len(addresses) == len(HOOKS)
+    assert 0 not in addresses
+
+
+def test_cuda_entry_points_allocate_and_free(loaded: Companion, probe: ctypes.CDLL) -> None:
+    alloc, free = _pointer(loaded, "ballonet_cuda_alloc"), _pointer(loaded, "ballonet_cuda_free")
+    block = ctypes.c_void_p()
+    assert probe.allocate(alloc, ctypes.c_size_t(1000), 0, None, ctypes.byref(block)) == 0
+    device = runtime.require()
+    assert block.value is not None
+    assert device.block_size(block.value) >= 1000
+    ctypes.memset(block, 7, 1000)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(free.value)(
+        block, 1000, 0, None
+    )
+    assert device.block_size(block.value) == 0
+    assert probe.allocate(alloc, ctypes.c_size_t(0), 0, None, ctypes.byref(block)) == 0
+    assert block.value is None
+
+
+def test_cuda_out_of_memory_is_torchs_own_error(loaded: Companion, probe: ctypes.CDLL) -> None:
+    alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
+    assert probe.allocate(alloc, ctypes.c_size_t(2**30), 0, None, ctypes.byref(block)) == 1
+    assert b"set_budget" in probe.message()
+    assert probe.allocate(alloc, ctypes.c_size_t(1000), 63, None, ctypes.byref(block)) == 2
+    assert b"install" in probe.message()
+
+
+def test_the_stream_filter_decides_and_is_dropped_at_the_end(loaded: Companion, probe: ctypes.CDLL) -> None:
+    begin, end = _pointer(loaded, "ballonet_cuda_begin_pool"), _pointer(loaded, "ballonet_cuda_end_pool")
+    alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
+    number = ctypes.c_ulonglong(5)
+    assert probe.begin(begin, number, None, ctypes.c_bool(False)) == 0
+    assert probe.filter_alive()
+    assert probe.begin(begin, number, None, ctypes.c_bool(False)) == 2
+    assert b"being filled" in probe.message()
+    assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 0
+    assert block.value is not None
+    runtime.require().deallocate(block.value)
+    probe.end(end, number)
+    assert not probe.filter_alive()
+    probe.end(_pointer(loaded, "ballonet_cuda_release_pool"), number)
+
+
+def test_an_error_of_the_stream_filter_reaches_torch(loaded: Companion, probe: ctypes.CDLL) -> None:
+    alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
+    number = ctypes.c_ulonglong(6)
+    live = runtime.require().snapshot()["heap"]["live"]
+    assert probe.begin(_pointer(loaded, "ballonet_cuda_begin_pool"), number, None, ctypes.c_bool(True)) == 0
+    assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 3
+    assert probe.message() == b"the filter failed"
+    probe.end(_pointer(loaded, "ballonet_cuda_end_pool"), number)
+    assert runtime.require().snapshot()["heap"]["live"] == live
+    assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 0
+    assert block.value is not None
+    runtime.require().deallocate(block.value)
+
+
+def test_what_has_no_meaning_here_is_refused(loaded: Companion, probe: ctypes.CDLL) -> None:
+    fraction = _pointer(loaded, "ballonet_cuda_memory_fraction")
+    assert probe.fraction(fraction, ctypes.c_double(0.5)) == 2
+    assert b"set_budget" in probe.message()
+    assert probe.fraction(fraction, ctypes.c_double(1.0)) == 0
+    assert probe.base(_pointer(loaded, "ballonet_cuda_base_allocation"), None) == 2
+    assert b"cudaIpc" in probe.message()

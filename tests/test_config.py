@@ -1,0 +1,181 @@
+"""Settings: what is understood, what is refused and how, and which source wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.allocator.config import (
+    VARIABLES,
+    Config,
+    cache_dir,
+    format_size,
+    parse_bandwidth,
+    parse_size,
+    parse_time,
+)
+from ballonet.allocator.errors import BallonetError, ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("1.5GB", 1_500_000_000),
+        ("512MiB", 512 * 2**20),
+        ("4096", 4096),
+        (4096, 4096),
+        ("2M", 2 * 2**20),
+        (" 64 kib ", 65536),
+        ("10KB", 10_000),
+        ("1TiB", 2**40),
+        (".5MiB", 2**19),
+        ("7b", 7),
+    ],
+)
+def test_sizes(text: int | str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "0",
+        0,
+        -1,
+        "-1",
+        "0.4",
+        True,
+        None,
+        1.5,
+        "1e9",
+        "nan",
+        "inf",
+        "GiB",
+        "1,5GB",
+        "24 GiBs",
+        "٣MiB",
+        b"4096",
+        [],
+    ],
+)
+def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"budget is .*24GiB") as caught:
+        parse_size(text, "budget")  # type: ignore[arg-type]
+    assert isinstance(caught.value, BallonetError)
+    assert isinstance(caught.value, ValueError)
+
+
+@given(st.integers(1, 2**50))
+def test_a_size_for_people_reads_back_to_two_digits(nbytes: int) -> None:
+    assert parse_size(format_size(nbytes)) == pytest.approx(nbytes, rel=0.005, abs=0.5)
+
+
+@given(st.integers(1, 1000), st.sampled_from([("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)]))
+def test_whole_units_read_back_exactly(count: int, unit: tuple[str, int]) -> None:
+    assert parse_size(f"{count}{unit[0]}") == count * unit[1]
+    assert parse_size(format_size(count * unit[1])) == count * unit[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("80ms", 0.08), ("250us", 250e-6), ("2s", 2.0), ("15ns", 15e-9), (3, 3.0), ("0", 0.0), ("1min", 60.0)],
+)
+def test_times(text: float | str, seconds: float) -> None:
+    assert parse_time(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "ms", "-1s", -1, "5 parsecs", float("nan"), float("inf"), None, True])
+def test_what_is_no_time_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"tpot is .*80ms"):
+        parse_time(text, "tpot")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("8GB/s", 8 * 10**9), ("500 MiB/s", 500 * 2**20), ("8GB", 8 * 10**9), (7, 7)]
+)
+def test_bandwidths(text: int | str, rate: int) -> None:
+    assert parse_bandwidth(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "/s", "8GB/min", "fast", "0GB/s", None])
+def test_what_is_no_bandwidth_is_refused(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"link is .*8GB/s"):
+        parse_bandwidth(text, "link")  # type: ignore[arg-type]
+
+
+def test_every_variable_is_read() -> None:
+    config = Config.from_env(
+        {
+            "BALLONET_BUDGET": "1GiB",
+            "BALLONET_PAGE_SIZE": "64KiB",
+            "BALLONET_HOST_BUDGET": "2GiB",
+            "BALLONET_DEVICE": "CUDA:1",
+            "BALLONET_LIBCUDA": "/opt/libcuda.so",
+            "BALLONET_LINK": "8GB/s",
+            "BALLONET_LINK_LATENCY": "1ms",
+            "BALLONET_CHAOS": "7",
+            "BALLONET_FAULT": "cuMemMap:7, cuMemCreate:1",
+            "BALLONET_CACHE_DIR": "/var/cache/b",
+        }
+    )
+    assert config == Config(
+        budget=2**30,
+        page_size=65536,
+        host_budget=2**31,
+        device="cuda:1",
+        libcuda="/opt/libcuda.so",
+        link_bandwidth=8 * 10**9,
+        link_latency=1e-3,
+        chaos=7,
+        faults=(("cuMemMap", 7), ("cuMemCreate", 1)),
+        cache_dir=Path("/var/cache/b"),
+    )
+    assert all(getattr(config, field) != getattr(Config(), field) for field, _ in VARIABLES.values())
+
+
+def test_unset_and_empty_variables_leave_the_defaults() -> None:
+    assert Config.from_env({}) == Config.from_env(dict.fromkeys(VARIABLES, " ")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("BALLONET_BUDGET", "much"),
+        ("BALLONET_PAGE_SIZE", "-2MiB"),
+        ("BALLONET_HOST_BUDGET", "1 2"),
+        ("BALLONET_DEVICE", "tpu"),
+        ("BALLONET_DEVICE", "cuda:-1"),
+        ("BALLONET_LINK", "8GHz"),
+        ("BALLONET_LINK_LATENCY", "soon"),
+        ("BALLONET_CHAOS", "yes"),
+        ("BALLONET_CHAOS", "-1"),
+        ("BALLONET_FAULT", "cuMemMap"),
+        ("BALLONET_FAULT", "cuMemMap:0"),
+        ("BALLONET_FAULT", "malloc:1"),
+        ("BALLONET_FAULT", "cuMemMap:1;cuMemMap:2"),
+    ],
+)
+def test_a_bad_variable_is_named(variable: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        Config.from_env({variable: text})
+
+
+def test_arguments_win_over_variables() -> None:
+    config = Config.from_env({"BALLONET_BUDGET": "1GiB", "BALLONET_PAGE_SIZE": "64KiB"})
+    merged = config.merge(budget="2GiB", host_budget=4096, device="cpu")
+    assert (merged.budget, merged.page_size, merged.host_budget, merged.device) == (2**31, 65536, 4096, "cpu")
+    assert config.merge() == config
+    with pytest.raises(ConfigError, match="page_size"):
+        config.merge(page_size="large")
+
+
+def test_the_cache_folder() -> None:
+    assert cache_dir(Config(cache_dir=Path("/c"))) == Path("/c")
+    assert cache_dir(Config(), {"XDG_CACHE_HOME": "/x"}) == Path("/x/ballonet")
+    assert cache_dir(Config(), {}) == Path.home() / ".cache" / "ballonet"

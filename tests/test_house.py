@@ -1,0 +1,188 @@
+"""The house: imports go one way, the facade is light, the core needs no torch and no CUDA, the package is whole."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ballonet
+from ballonet.allocator import _native, runtime
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("allocator", "offload", "hooks", "facade")  # each may import those before it, and itself
+SOURCES = [
+    *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
+    *(("facade", path) for path in sorted((ROOT / "src" / "ballonet").glob("*.py"))),
+]
+OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+LIGHT = ("config", "errors", "info", "ram", "replay", "runtime", "stats", "units")  # modules that need no torch
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """Absolute names of what is imported by a module of `package`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def wrong_imports(room: str, tree: ast.AST) -> list[str]:
+    package = "ballonet" if room == "facade" else f"ballonet.{room}"
+    wrong = []
+    for name in imported(tree, package):
+        parts = name.split(".")
+        if parts[0] in ROOMS:
+            wrong.append(name)  # a second copy of the room, not the package's
+        if parts[0] == "ballonet":
+            target = parts[1] if len(parts) > 1 and parts[1] in ROOMS else "facade"
+            if ROOMS.index(target) > ROOMS.index(room):
+                wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(("room", "path"), SOURCES, ids=lambda value: value.stem if isinstance(value, Path) else value)
+def test_imports_go_one_way(room: str, path: Path) -> None:
+    assert wrong_imports(room, ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_users_import_the_package_and_not_a_folder(path: Path) -> None:
+    assert wrong_imports("facade", ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "line"),
+    [
+        ("allocator", "from ..offload import layout"),
+        ("allocator", "from ballonet.hooks.managed import manage"),
+        ("offload", "from .. import hooks"),
+        ("offload", "import ballonet"),
+        ("hooks", "from ballonet import stats"),
+        ("facade", "from allocator.errors import BallonetError"),
+        ("hooks", "import offload"),
+    ],
+)
+def test_a_wrong_import_is_seen(room: str, line: str) -> None:
+    assert wrong_imports(room, ast.parse(line)) != []
+
+
+def test_only_config_reads_the_environment() -> None:
+    readers = {
+        path.relative_to(ROOT).as_posix()
+        for _, path in SOURCES
+        if re.search(r"\bos\.environ\b|\bgetenv\b|from os import .*environ", path.read_text())
+    }
+    assert readers == {"allocator/config.py"}
+
+
+def test_importing_the_package_and_what_needs_no_torch_imports_no_torch() -> None:
+    code = (
+        "import sys, ballonet, ballonet.__main__\n"
+        f"for name in {LIGHT!r}: __import__('ballonet.allocator.' + name)\n"
+        "ballonet.BallonetError, ballonet.stats, dir(ballonet)\n"
+        "sys.exit(', '.join(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules))) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_facade_has_every_public_name() -> None:
+    names = ["install", "allocator", "manage", "KVCache", "set_budget", "stats", "BallonetError", "Managed", "restore"]
+    assert set(names) <= set(ballonet.__all__) <= set(dir(ballonet))
+    for name in ballonet.__all__:
+        assert getattr(ballonet, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'instal'"):
+        _ = ballonet.instal
+
+
+def test_the_allocator_is_a_room_and_can_be_called() -> None:
+    from ballonet.allocator.install import allocator
+
+    assert callable(ballonet.allocator)
+    assert ballonet.allocator is sys.modules["ballonet.allocator"]
+    assert ballonet.allocator.install.allocator is allocator
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    from importlib.metadata import version
+
+    assert ballonet.__version__ == version("ballonet")
+
+
+@pytest.mark.parametrize("library", [_native.__file__, runtime.standin_library()], ids=["core", "stand-in"])
+def test_the_native_parts_link_neither_torch_nor_cuda_nor_python(library: str) -> None:
+    listing = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    needed = set(re.findall(r"NEEDED.*\[(.+?)\]", listing))
+    assert "libc.so.6" in needed
+    allowed = r"(libstdc\+\+|libgcc_s|libc|libm|libdl|libpthread|librt|ld-linux.*)\.so\.\d+"
+    assert [name for name in needed if not re.fullmatch(allowed, name)] == []
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The unpacked source distribution, made from a copy so that the tree stays as it is."""
+    copy = tmp_path_factory.mktemp("tree") / "copy"
+    skip = shutil.ignore_patterns(
+        ".git", ".venv", "build", "*.so", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis"
+    )
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
+    setup(copy, "sdist", "--formats=gztar", "--dist-dir=..")
+    (archive,) = copy.parent.glob("ballonet-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(copy.parent, filter="data")
+    return copy.parent / archive.name.removesuffix(".tar.gz")
+
+
+def setup(tree: Path, *command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", *command], cwd=tree, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_sdist_holds_every_source(sdist: Path) -> None:
+    wanted = {path.relative_to(ROOT).as_posix() for _, path in SOURCES}
+    wanted |= {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "allocator" / "csrc").rglob("*.*") if path.is_file()
+    }
+    wanted |= {
+        "LICENSE",
+        "README.md",
+        "Makefile",
+        "constraints.txt",
+        "pyproject.toml",
+        "setup.py",
+        "src/ballonet/py.typed",
+    }
+    assert wanted - files(sdist) == set()
+    assert [name for name in files(sdist) if name.endswith((".so", ".o", ".pyc"))] == []
+
+
+def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path, tmp_path: Path) -> None:
+    setup(sdist, "build_py", f"--build-lib={tmp_path}")
+    installed = files(tmp_path)
+    python = {
+        f"ballonet/{path.name}" if room == "facade" else f"ballonet/{path.relative_to(ROOT).as_posix()}"
+        for room, path in SOURCES
+    }
+    data = {
+        "py.typed",
+        "allocator/_native.pyi",
+        *(f"allocator/csrc/{n}" for n in ("companion.cpp", "entry.h", "driver_abi.h")),
+    }
+    assert installed == python | {f"ballonet/{name}" for name in data}

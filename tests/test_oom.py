@@ -1,0 +1,137 @@
+"""When the pool is full: torch's own out-of-memory error, what it says, and that one can go on after it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ballonet.allocator import _native, runtime
+from ballonet.allocator.errors import BallonetError, ConfigError, NotInstalled
+from ballonet.allocator.install import install, restore, set_budget
+
+BUDGET = 8 * 2**20
+PAGE = 64 * 2**10
+
+
+@pytest.fixture
+def device() -> Iterator[_native.Device]:
+    install(budget=BUDGET, page_size=PAGE, device="cpu")
+    yield runtime.require()
+    runtime.require().check()
+    gc.collect()
+    restore()
+    assert runtime.current() is None, "a tensor of the pool is still alive"
+
+
+def test_the_error_is_torchs_and_says_what_to_do(device: _native.Device) -> None:
+    keep = torch.zeros(2**19)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(BUDGET, dtype=torch.uint8)
+    text = str(caught.value)
+    assert "8.00 MiB" in text
+    for word in ("budget", "weights", "activations", "KV", "free", "set_budget", "smaller batch"):
+        assert word.lower() in text.lower(), word
+    assert not isinstance(caught.value, BallonetError)
+    assert keep.sum() == 0
+
+
+def test_one_can_go_on_after_it(device: _native.Device) -> None:
+    keep = [torch.full((2**17,), float(n)) for n in range(12)]  # 6 of 8 MiB
+    for _ in range(50):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**20)
+    assert all((tensor == n).all() for n, tensor in enumerate(keep))
+    del keep[6:]
+    gc.collect()
+    assert torch.ones(2**20).sum() == 2**20
+
+
+def test_what_fails_leaves_no_page_behind(device: _native.Device) -> None:
+    def pages() -> dict[str, int]:
+        device.trim()
+        device.reap(wait=True)
+        owned: dict[str, int] = device.snapshot()["pages"]
+        return {owner: count for owner, count in owned.items() if owner != "free"}
+
+    torch.ones(1000)
+    before = pages()
+    for _ in range(5):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.cat([torch.ones(2**18) for _ in range(9)])
+        gc.collect()
+    assert pages() == before
+
+
+@pytest.mark.parametrize("size", [2**40, 2**62, 2**63 - 1])
+def test_an_absurd_size_is_out_of_memory(device: _native.Device, size: int) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(size, dtype=torch.uint8)
+
+
+def test_it_is_raised_in_the_thread_that_asked(device: _native.Device) -> None:
+    caught: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            torch.empty(2 * BUDGET, dtype=torch.uint8)
+        except torch.OutOfMemoryError as error:
+            caught.append(error.with_traceback(None))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1
+    assert torch.ones(10).sum() == 10
+
+
+def test_an_operator_that_fails_changes_nothing(device: _native.Device) -> None:
+    tensor = torch.arange(2**19, dtype=torch.float32)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor.resize_(2**22)
+    assert torch.equal(tensor[:1000], torch.arange(1000.0))
+    weight = torch.randn(512, 512, requires_grad=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        (torch.ones(4096, 512) @ weight).sum().backward()
+    assert weight.grad is None
+
+
+def test_a_larger_budget_is_obeyed_at_once(device: _native.Device) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 * 2**20)
+    set_budget("32MiB")
+    tensor = torch.ones(3 * 2**20)
+    assert tensor.sum() == 3 * 2**20
+    del tensor
+    set_budget(BUDGET)
+    assert device.budget == BUDGET
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(3 * 2**20)
+
+
+def test_a_smaller_budget_is_obeyed_as_pages_become_free(device: _native.Device) -> None:
+    tensor = torch.ones(2**20)
+    set_budget("2MiB")
+    assert tensor.numpy().sum() == 2**20
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2**18)
+    del tensor
+    assert torch.ones(2**17).sum() == 2**17
+    device.trim()
+    device.reap(wait=True)
+    assert device.snapshot()["created"] * PAGE <= 2 * 2**20
+
+
+@pytest.mark.parametrize("size", ["many", 0, -1, "1KiB"])
+def test_a_budget_that_makes_no_sense_is_refused(device: _native.Device, size: int | str) -> None:
+    with pytest.raises(ConfigError):
+        set_budget(size)
+    assert device.budget == BUDGET
+
+
+def test_a_budget_needs_a_pool() -> None:
+    with pytest.raises(NotInstalled, match="install"):
+        set_budget("1GiB")
