@@ -1,0 +1,143 @@
+"""What happens around the forwards of a managed model: its lease, and the boundaries of its decoder layers.
+
+Note [Leases and interrupts]
+    A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
+    But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
+    call of the module it belongs to; a call that is no longer on the stack was interrupted, and its lease is closed
+    when the thread comes by again.
+
+Note [Compiled forwards]
+    Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
+    change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
+    chaos.
+
+Note [Copies of a managed model]
+    `copy.deepcopy` and `torch.save` copy a module with its hooks. The copy has weights of its own in ordinary memory
+    and is not managed, so the hooks that it gets do nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..offload.chaos import Chaos
+from .lease import ForwardLease, current
+from .weights import Weights
+
+_CALL = nn.Module._call_impl.__code__
+
+
+class Forwards:
+    """The hooks of one model, and the forwards of it that are running."""
+
+    def __init__(
+        self, weights: Weights, chaos: Chaos | None, open_lease: Callable[[], ForwardLease] = ForwardLease
+    ) -> None:
+        self.chaos = chaos
+        self._weights = weights
+        self._open_lease = open_lease
+        self._thread = _Thread()
+        self._handles: list[RemovableHandle] = []
+
+    def hook(self, entries: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
+        """`entries`: the modules that a forward may begin with. The lease spans their other hooks too."""
+        for entry in entries:
+            self._handles += (
+                entry.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
+                entry.register_forward_hook(_Hook(self._leave), always_call=True),
+            )
+        for index, layer in enumerate(layers):
+            boundary = _Hook(self._boundary, index)
+            self._handles.append(layer.register_forward_pre_hook(boundary, prepend=True, with_kwargs=True))
+
+    def unhook(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def running(self) -> bool:
+        """Whether a forward of the model runs now, on any thread."""
+        self._forget_interrupted(sys._getframe())
+        return self._weights.group.leases > 0
+
+    def _enter(self) -> None:
+        frame = _call_frame()
+        self._forget_interrupted(frame and frame.f_back)
+        lease = None if self._thread.calls else self._open_lease()
+        self._thread.calls.append((id(frame), lease))
+        if lease is not None:
+            lease.enter_group(self._weights.group)
+            self._use(None)
+
+    def _leave(self) -> None:
+        if self._thread.calls and self._thread.calls[-1][0] == id(_call_frame()):
+            self._close_last()
+
+    def _boundary(self, layer: int) -> None:
+        """Before a decoder layer: what may change under a running forward changes here."""
+        lease = current()
+        if self.chaos is not None and lease is not None:
+            self.chaos.act(list(self._weights.ranges.values()), lease.ranges)
+        self._use(layer)
+
+    def _use(self, layer: int | None) -> None:
+        """This thread is about to read the weights of `layer`, with None the resident ones."""
+        opened = self._weights.ranges.get(layer)
+        if opened is not None:
+            self._weights.note(opened.address, opened.nbytes, False)
+
+    def _forget_interrupted(self, frame: FrameType | None) -> None:
+        """Closes the leases of this thread's calls that are not among `frame` and its callers."""
+        if self._thread.calls:
+            alive = set()
+            while frame is not None:
+                alive.add(id(frame))
+                frame = frame.f_back
+            while self._thread.calls and self._thread.calls[-1][0] not in alive:
+                self._close_last()
+
+    def _close_last(self) -> None:
+        lease = self._thread.calls.pop()[1]
+        if lease is not None:
+            lease.close()
+
+
+class _Thread(threading.local):
+    """The calls of one model on this thread, outermost first: (id of the call's frame, the lease of the outermost)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, ForwardLease | None]] = []
+
+
+class _Hook:
+    """Calls `act` and changes nothing. See Note [Compiled forwards], Note [Copies of a managed model]."""
+
+    def __init__(self, act: Callable[..., None], *arguments: object) -> None:
+        self._act = act
+        self._arguments = arguments
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(*self._arguments)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+        return _Hook, (_nothing,)
+
+
+def _nothing() -> None:
+    """What the hooks of a copy do."""
+
+
+def _call_frame() -> FrameType | None:
+    """The innermost call of a module on the stack: the one whose hook is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,167 @@
+"""How a managed model comes by elastic KV layers with no argument: in `generate()`, and in caches that a forward makes for itself.
+
+Note [Who builds the cache]
+Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer. While any model is attached the
+entry for full attention is a function of ours: it makes elastic layers where a managed model is building a cache on this very
+thread, and calls what was there before in every other case. "Is building" is said by two sides: by the entry and exit of a managed
+model's forward (`forward_entered`), and by `_prepare_cache_for_generation`, which is wrapped on its class, so that the model itself
+carries nothing that a copy or a pickle of it would take along. The cache's own type stays `DynamicCache`. With the last model
+both entries go back to what they were; where someone else has wrapped ours meanwhile, ours stays below and only passes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..allocator.errors import AlreadyManaged
+from .compat import FULL_ATTENTION, LAYER_TYPES, GenerationMixin, decodes_with_dynamic_cache, layers_of_one_shape
+from .kv import ElasticLayer, ranges_for
+from .kv_range import CacheRanges
+from .lease import ForwardLease
+
+_PREPARE = "_prepare_cache_for_generation"
+_ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cache which grows on the device
+
+
+class Building:
+    """A managed model that may be building caches: makes their full-attention layers."""
+
+    def __init__(self, config: Any, alone: bool, expected: int = 0) -> None:
+        """`expected`: tokens that a sequence will reach, 0 if unknown. `alone`: see `attach`."""
+        self._config = config
+        self._alone = alone
+        self._expected = expected
+        self._ranges: CacheRanges | None = None
+        self._left = 0  # layers that the present cache still lacks
+
+    def layer(self, **kwargs: Any) -> ElasticLayer:
+        """The next layer; it shares ranges with the others of its cache."""
+        if self._ranges is None or not self._left:
+            self._ranges = ranges_for(self._config, self._expected, self._alone)
+            self._left = layers_of_one_shape(self._config)
+        self._left -= 1
+        return ElasticLayer(self._ranges, **kwargs)
+
+
+class _Thread(threading.local):
+    building: Building | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_attached: dict[
+    int, tuple[Any, bool]
+] = {}  # id of a model that lives -> its config, and whether layers are acted on alone
+_undo: list[Callable[[], None]] = []
+
+
+def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
+    """Makes the caches that `model` builds elastic until the returned function is called (again does nothing) or the model is gone.
+
+    A model that does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops single
+    layers of the cache, which then share no pages. Raises AlreadyManaged.
+    """
+    if not decodes_with_dynamic_cache(model):
+        return lambda: None
+    with _lock:
+        if id(model) in _attached:
+            raise AlreadyManaged(f"this {type(model).__name__} is attached already: release the first Managed before")
+        if not _attached:
+            _undo.extend((_patch_layer_types(), _patch_preparation()))
+        _attached[id(model)] = (model.config, alone)
+    detach = weakref.finalize(model, _detach, id(model))
+    detach.atexit = False
+    return detach
+
+
+def forward_entered(model: nn.Module) -> ForwardLease:
+    """The forward of a managed model begins on this thread. Returns its lease, for `forward_left`."""
+    known = _attached.get(id(model))
+    return _Forward(None if known is None else Building(*known))
+
+
+def forward_left(lease: ForwardLease) -> None:
+    """That forward has ended, with a result or an exception."""
+    lease.close()
+
+
+class _Forward(ForwardLease):
+    """The lease of a forward that may build caches."""
+
+    def __init__(self, building: Building | None) -> None:
+        super().__init__()
+        self._before = _thread.building
+        _thread.building = building
+        self._open = True
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            _thread.building = self._before
+        super().close()
+
+
+@contextmanager
+def _building(building: Building | None) -> Iterator[None]:
+    before, _thread.building = _thread.building, building
+    try:
+        yield
+    finally:
+        _thread.building = before
+
+
+def _detach(key: int) -> None:
+    with _lock:
+        del _attached[key]
+        if not _attached:
+            while _undo:
+                _undo.pop()()
+
+
+def _patch_layer_types() -> Callable[[], None]:
+    stock = LAYER_TYPES[FULL_ATTENTION]
+
+    def full_attention_layer(**kwargs: Any) -> Any:
+        # Asked first, so that a compiler that traces this sees nothing else.
+        if torch.compiler.is_compiling() or _thread.building is None:
+            return stock(**kwargs)
+        return _thread.building.layer(**kwargs)
+
+    def undo() -> None:
+        if LAYER_TYPES[FULL_ATTENTION] is full_attention_layer:
+            LAYER_TYPES[FULL_ATTENTION] = stock
+
+    LAYER_TYPES[FULL_ATTENTION] = full_attention_layer
+    return undo
+
+
+def _patch_preparation() -> Callable[[], None]:
+    stock: Callable[..., Any] = getattr(GenerationMixin, _PREPARE)
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def prepare(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(model, *args, **kwargs).arguments
+        known = _attached.get(id(model))
+        if getattr(given.get("generation_config"), "cache_implementation", None) not in _ELASTIC:
+            known = None
+        # The longest that the cache gets to be: the last token generated is never put into it.
+        expected = int(given.get("max_cache_length") or 0)
+        with _building(None if known is None else Building(*known, expected)):
+            return stock(model, *args, **kwargs)
+
+    def undo() -> None:
+        if getattr(GenerationMixin, _PREPARE) is prepare:
+            setattr(GenerationMixin, _PREPARE, stock)
+
+    setattr(GenerationMixin, _PREPARE, prepare)
+    return undo

@@ -1,0 +1,52 @@
+"""Whether a model fits under the budget: asked before anything is moved, so that the answer names the budget that
+would do.
+
+Note [Working room]
+  Beside its weights a model needs its KV cache and its activations. What is asked for here is what a short
+  `generate()` takes, of `SHORT` tokens of one sequence: the cache, in which each layer begins a page of its own and a
+  token is at most two hidden states wide; two float32 copies of the widest activation, as a rule the logits, which
+  are as wide as the largest dimension of any weight; and a few pages for the allocator's small blocks. A longer
+  prompt or a larger batch needs more, and is told so by torch.OutOfMemoryError when there is no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..allocator._native import Device
+from ..allocator.errors import BudgetError
+from ..offload.layout import Layout, smallest_budget
+from .layers import text_config
+from .storages import Span
+
+SHORT = 64  # tokens
+_LOGITS = 2 * 4  # bytes per element: two copies in float32
+_SMALL_BLOCKS = 4  # pages
+
+
+def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int) -> int:
+    """Pages that a short use of `model` takes beside its weights; see Note [Working room]."""
+    widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
+    itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
+    token = 2 * itemsize * getattr(text_config(model), "hidden_size", 1)  # bytes of one layer's keys and values
+    cache = len(layers) * -(-SHORT * token // page_size)
+    return cache + -(-SHORT * widest * _LOGITS // page_size) + _SMALL_BLOCKS
+
+
+def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int) -> None:
+    """Raises BudgetError unless the model of `spans` can be moved in and used under the device's budget.
+
+    Sources that are blocks of the pool themselves are not counted as used by others: each is given up once it is
+    copied.
+    """
+    device.trim()
+    device.reap(wait=True)
+    snapshot = device.snapshot()
+    sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases())))
+    used = sum(count for owner, count in snapshot["pages"].items() if owner != "free")
+    others = max(0, used - sources // device.page_size)
+    smallest = smallest_budget(layout, others=others, sources=sources > 0, working=working)
+    if device.budget < smallest:
+        raise BudgetError((others + layout.pages) * device.page_size, device.budget, smallest)

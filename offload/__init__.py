@@ -1,0 +1,1 @@
+"""Decisions about memory and its movement. Knows nothing of torch modules or transformers."""

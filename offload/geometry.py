@@ -1,0 +1,179 @@
+"""KV geometry: where the keys and values of a token lie inside a range, as a value.
+
+Words
+  group    the layers that share a range: one, or several whose keys and values have the same shapes
+  token    what all layers of the group store for one position of every sequence that the range holds side by side
+  section  the keys, or the values, of one layer inside a token
+  piece    a page-sized part of a range, as in the native core
+
+Note [Token-major]
+A token is contiguous, and token follows token:
+
+    inner   [token][layer][K: batch, head, dim | V: batch, head, dim]
+    slots   [sequence][token][layer][K: head, dim | V: head, dim]        each sequence starts on a page
+
+so that one more token touches the tail of the range (of each sequence's part of it, with `slots`) and nothing else: pages are mapped
+as tokens come and leave when the tail is cut. A layer's keys are the strided view [batch, heads, tokens, dim] of that; they are
+never copied into it. Sections start at multiples of `ALIGNMENT`, as every row of a tensor of torch's own does for usual head sizes.
+
+Note [int32]
+With a mask, or in float32, the memory-efficient attention kernel multiplies the index of a key by the token stride in 32 bits. So
+tokens x token stride must stay below 2**31 elements: `Geometry.int32_ok`. More layers in a group, or more sequences side by
+side, make the stride longer; `choose` keeps the group small enough, and `longest` is the number of tokens at which one layer
+alone reaches the bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+ALIGNMENT: Final = 16  # bytes; what the widest vector load of an attention kernel asks for
+INT32: Final = 2**31  # elements
+
+Batch = Literal["inner", "slots"]
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The layout of one range. Sizes without a unit are bytes; strides and offsets for views are elements."""
+
+    layers: int  # layers in the group
+    batch: int  # sequences
+    heads: int  # key/value heads
+    k_dim: int  # elements of one key
+    v_dim: int  # elements of one value
+    itemsize: int  # bytes of an element, a divisor of 16
+    page: int  # bytes of a page, a multiple of 4096
+    tokens: int  # most tokens per sequence
+    kind: Batch = "inner"
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.batch, self.heads, self.k_dim, self.v_dim, self.page, self.tokens) < 1:
+            raise ValueError(f"every size of a geometry is at least 1: {self}")
+        if self.itemsize not in (1, 2, 4, 8, 16) or self.page % 4096:
+            raise ValueError(f"itemsize must divide 16 and page be a multiple of 4096: {self}")
+
+    @property
+    def side_by_side(self) -> int:
+        """Sequences inside one token."""
+        return self.batch if self.kind == "inner" else 1
+
+    @property
+    def k_bytes(self) -> int:
+        """The section of keys, padded to `ALIGNMENT`."""
+        return _up(self.side_by_side * self.heads * self.k_dim * self.itemsize, ALIGNMENT)
+
+    @property
+    def v_bytes(self) -> int:
+        return _up(self.side_by_side * self.heads * self.v_dim * self.itemsize, ALIGNMENT)
+
+    @property
+    def token_bytes(self) -> int:
+        """From one token to the next."""
+        return self.layers * (self.k_bytes + self.v_bytes)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """From one page-aligned part of the range to the next: the whole range, or with `slots` one sequence's part."""
+        return _up(self.tokens * self.token_bytes, self.page)
+
+    @property
+    def parts(self) -> int:
+        """How many such parts there are."""
+        return 1 if self.kind == "inner" else self.batch
+
+    @property
+    def reservation(self) -> int:
+        """Bytes of addresses that the range takes."""
+        return self.parts * self.sequence_bytes
+
+    @property
+    def token_stride(self) -> int:
+        """Elements from one token to the next."""
+        return self.token_bytes // self.itemsize
+
+    @property
+    def int32_ok(self) -> bool:
+        """See Note [int32]."""
+        return self.tokens * self.token_stride < INT32
+
+    def _strides(self, dim: int) -> tuple[int, int, int, int]:
+        sequence = self.heads * dim if self.kind == "inner" else self.sequence_bytes // self.itemsize
+        return sequence, dim, self.token_stride, 1
+
+    @property
+    def k_strides(self) -> tuple[int, int, int, int]:
+        """Of a layer's keys as [batch, heads, tokens, k_dim]."""
+        return self._strides(self.k_dim)
+
+    @property
+    def v_strides(self) -> tuple[int, int, int, int]:
+        return self._strides(self.v_dim)
+
+    def k_offset(self, layer: int) -> int:
+        """The first element of the keys of `layer` (0 <= layer < layers)."""
+        return layer * (self.k_bytes + self.v_bytes) // self.itemsize
+
+    def v_offset(self, layer: int) -> int:
+        return self.k_offset(layer) + self.k_bytes // self.itemsize
+
+    def pieces(self, length: int) -> int:
+        """Pieces that each part needs for `length` tokens."""
+        return -(-length * self.token_bytes // self.page)
+
+    def runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """(first piece, count) of what grows when the parts go from `start` to `end` pieces, one run per part."""
+        step = self.sequence_bytes // self.page
+        return [(part * step + start, end - start) for part in range(self.parts)] if end > start else []
+
+    def capacity(self, pieces: int) -> int:
+        """Tokens that lie wholly on the first `pieces` pieces of each part."""
+        return min(pieces * self.page // self.token_bytes, self.tokens)
+
+
+def longest(batch: int, heads: int, k_dim: int, v_dim: int, itemsize: int) -> int:
+    """Tokens that one layer alone can hold with `batch` sequences side by side; see Note [int32]."""
+    one = Geometry(1, batch, heads, k_dim, v_dim, itemsize, 4096, 1)
+    return (INT32 - 1) // one.token_stride
+
+
+def choose(
+    *,
+    layers: int,
+    batch: int,
+    heads: int,
+    k_dim: int,
+    v_dim: int,
+    itemsize: int,
+    page: int,
+    tokens: int,
+    expected: int,
+    alone: bool,
+    joining: bool = False,
+) -> Geometry:
+    """The geometry for up to `layers` layers of one shape that may share a range.
+
+    `tokens`: the most to make room for; `expected`: those that are likely to come. `alone`: something acts on single layers (streams,
+    offloads or drops them). `joining`: sequences come and go by themselves. Raises ValueError where `tokens` exceeds what
+    `longest` allows for the sequences that lie side by side.
+
+    One layer per range is the default. All layers share one when nothing needs them alone and the pages of a layer of its own would be
+    mostly empty at the expected length, as far as Note [int32] lets the token grow.
+    """
+    kind: Batch = "slots" if joining else "inner"
+    one = Geometry(1, batch, heads, k_dim, v_dim, itemsize, page, tokens, kind)
+    if not one.int32_ok:
+        raise ValueError(
+            f"{tokens} tokens of {one.token_stride} elements reach 2**31, where attention kernels overflow: at most "
+            f"{(INT32 - 1) // one.token_stride} tokens fit this batch"
+        )
+    mostly_empty = 2 * expected * one.token_bytes < one.pieces(expected) * page
+    if alone or not mostly_empty:
+        return one
+    group = min(layers, (INT32 - 1) // (tokens * one.token_stride))
+    return Geometry(group, batch, heads, k_dim, v_dim, itemsize, page, tokens, kind)

@@ -1,0 +1,157 @@
+"""Which weights lie where: one range per decoder layer for its large tensors, one resident range for everything else.
+
+Pure arithmetic: sizes in, a frozen layout out. A layer's range holds nothing but that layer, so that it can be
+streamed, lent or dropped alone; what is in no decoder layer, and every block that is too small to be worth a copy of
+its own, lies in the resident range, which never streams. Blocks are packed at 512 bytes in the order given: kernels
+are chosen by the alignment of their pointers (cuBLASLt up to 256 bytes), so a closer packing could change results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+ALIGNMENT = 512  # bytes
+LARGE = 2**20  # bytes; below this a block stays in the resident range: small copies cannot fill a link
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What moves as a whole: a tensor, or several that share a storage. `layer` is None where it belongs to no layer
+    alone."""
+
+    key: int
+    nbytes: int
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A block at `offset` bytes into its range."""
+
+    block: Block
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.block.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class RangeLayout:
+    """One range: what lies in it, in order of address. `layer` is None for the resident range."""
+
+    layer: int | None
+    placements: tuple[Placement, ...]
+    page_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.placements[-1].end
+
+    @property
+    def pages(self) -> int:
+        return -(-self.nbytes // self.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is moved before sources are given up: one layer, or one block of no layer. (Index of the range, placement)
+    each."""
+
+    moves: tuple[tuple[int, Placement], ...]
+    pages: int  # how many pages it maps
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where every block of a model lies. The resident range comes first, then the layers in their order."""
+
+    ranges: tuple[RangeLayout, ...]
+    page_size: int
+
+    @property
+    def pages(self) -> int:
+        return sum(each.pages for each in self.ranges)
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the blocks themselves."""
+        return sum(placement.block.nbytes for each in self.ranges for placement in each.placements)
+
+    @property
+    def waste(self) -> int:
+        """Bytes of the pages that hold no block."""
+        return self.pages * self.page_size - self.payload
+
+    def steps(self) -> Iterator[Step]:
+        """The order in which the model is moved, so that sources and ranges overlap by one step and no more.
+
+        Each range is filled from its start, so a step maps the pages up to its last block that no step before it
+        mapped.
+        """
+        mapped = [0] * len(self.ranges)
+        for moves in self._moves():
+            before = sum(mapped)
+            for index, placement in moves:
+                mapped[index] = max(mapped[index], -(-placement.end // self.page_size))
+            yield Step(moves, sum(mapped) - before)
+
+    def _moves(self) -> Iterator[tuple[tuple[int, Placement], ...]]:
+        layers: dict[int, list[tuple[int, Placement]]] = {}
+        for index, each in enumerate(self.ranges):
+            for placement in each.placements:
+                if placement.block.layer is None:
+                    yield ((index, placement),)
+                else:
+                    layers.setdefault(placement.block.layer, []).append((index, placement))
+        for layer in sorted(layers):
+            yield tuple(layers[layer])
+
+
+def place(blocks: Iterable[Block], page_size: int) -> Layout:
+    """The layout of `blocks`, each of at least one byte, over pages of `page_size` bytes (a multiple of 512).
+
+    Ranges that would be empty are left out. ValueError for a block without bytes, a key given twice, or a page size
+    that no block can be aligned in.
+    """
+    if page_size <= 0 or page_size % ALIGNMENT:
+        raise ValueError(
+            f"pages of {page_size} bytes: blocks are aligned at {ALIGNMENT}, so pages are a multiple of that"
+        )
+    seen: set[int] = set()
+    resident: list[Block] = []
+    layers: dict[int, list[Block]] = {}
+    for block in blocks:
+        if block.nbytes < 1 or block.key in seen:
+            raise ValueError(f"{block} has no bytes or was given twice")
+        seen.add(block.key)
+        if block.layer is not None and block.nbytes >= LARGE:
+            layers.setdefault(block.layer, []).append(block)
+        else:
+            resident.append(block)
+    # Blocks of no layer first, then the small ones layer by layer: the order in which `steps` fills the range.
+    resident.sort(key=lambda block: -1 if block.layer is None else block.layer)
+    ranges = [_pack(layer, layers[layer], page_size) for layer in sorted(layers)]
+    if resident:
+        ranges.insert(0, _pack(None, resident, page_size))
+    return Layout(tuple(ranges), page_size)
+
+
+def _pack(layer: int | None, blocks: Iterable[Block], page_size: int) -> RangeLayout:
+    placements: list[Placement] = []
+    for block in blocks:
+        end = placements[-1].end if placements else 0
+        placements.append(Placement(block, -(-end // ALIGNMENT) * ALIGNMENT))
+    return RangeLayout(layer, tuple(placements), page_size)
+
+
+def smallest_budget(layout: Layout, *, others: int, sources: bool, working: int) -> int:
+    """The smallest budget, in bytes, under which the model can be moved in and used.
+
+    `others`: pages that stay in use by something else. `sources`: whether the weights to be moved lie in the same
+    pool, so that moving needs the pages of one more step. `working`: pages that using the model needs beside its
+    weights. Moving ends before use begins, so the larger of the two is what counts.
+    """
+    moving = max((step.pages for step in layout.steps()), default=0) + 1 if sources else 0
+    return (others + layout.pages + max(moving, working)) * layout.page_size

@@ -1,0 +1,41 @@
+"""What the kernel says of the stand-in's memory: from /proc and the memfd, never from ballonet's own statistics."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+
+def mapped() -> list[tuple[int, int]]:
+    """The addresses [first, end) that lead to the device's memfd."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = (line.split()[0].split("-") for line in lines if "memfd:ballonet-device" in line)
+    return [(int(first, 16), int(end, 16)) for first, end in bounds]
+
+
+def covered(first: int, end: int, by: list[tuple[int, int]]) -> bool:
+    """Whether every address of [first, end) is in one of `by`."""
+    for low, high in sorted(by):
+        if low <= first < high:
+            first = high
+    return first >= end
+
+
+def in_pool(tensor: torch.Tensor, by: list[tuple[int, int]] | None = None) -> bool:
+    """Whether the whole storage of the tensor is mapped from the device's memfd."""
+    storage = tensor.untyped_storage()
+    first = storage.data_ptr()
+    return covered(first, first + max(1, storage.nbytes()), mapped() if by is None else by)
+
+
+def bytes_that_exist() -> int:
+    """What the memfds of the device hold, as the kernel counts it."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        if link.is_symlink() and "memfd:ballonet-device" in os.readlink(link):
+            status = os.stat(link)
+            found[status.st_ino] = status.st_blocks * 512
+    assert found, "there is no memfd named ballonet-device"
+    return sum(found.values())

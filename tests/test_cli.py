@@ -1,0 +1,268 @@
+"""The command line, as a user meets it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STANDIN = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "256MiB", "OMP_NUM_THREADS": "1"}
+TRACE = "time_us,op,id,size,stream\n0,alloc,1,3145728,0\n1,free,1,3145728,0\n"
+
+
+def python(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
+    return subprocess.run(
+        [sys.executable, *args], cwd=cwd, env=clean | STANDIN | environ, capture_output=True, text=True, check=False
+    )
+
+
+def ballonet(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "ballonet", *args, cwd=cwd, **environ)
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["replay"], ["info"]], ids=" ".join)
+def test_every_command_has_help(command: list[str]) -> None:
+    done = ballonet(*command, "--help")
+    assert done.returncode == 0
+    assert done.stdout.startswith(" ".join(["usage: python -m ballonet", *command]))
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["replay"], ["info", "--yaml"]], ids=" ".join)
+def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
+    done = ballonet(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "usage: python -m ballonet" in done.stderr
+
+
+# -- replay
+
+
+def test_replay_prints_one_line_of_json_and_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    code = (
+        "import sys; from ballonet.__main__ import main; code = main(['replay', 'trace.csv']); "
+        "sys.exit(code or ('torch' in sys.modules and 'torch was imported') or 0)"
+    )
+    done = python("-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    result = json.loads(line)
+    assert set(result) == {"peak_live", "peak_physical", "driver_calls", "ns_per_op", "ops"}
+    assert (result["peak_live"], result["ops"]) == (3145728, 2)
+
+
+def test_replay_obeys_page_size_and_budget(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(TRACE)
+    small = json.loads(ballonet("replay", str(trace), "--page-size", "64KiB").stdout)
+    assert small["peak_physical"] % 65536 == 0
+    assert small["peak_physical"] < 4 * 2**20
+    done = ballonet("replay", str(trace), "--page-size", "64KiB", "--budget", "1MiB")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ballonet: ")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("", "trace.csv:1: no column"),
+        (TRACE + "2,alloc,2,-5,0\n", "trace.csv:4: size is '-5'"),
+        (TRACE + "2,alloc,2\n", "trace.csv:4: 3 fields where the header has 5"),
+        (None, "trace.csv: cannot be read: No such file"),
+    ],
+)
+def test_a_damaged_trace_is_exit_code_2_and_names_the_line(tmp_path: Path, content: str | None, says: str) -> None:
+    if content is not None:
+        (tmp_path / "trace.csv").write_text(content)
+    done = ballonet("replay", "trace.csv", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"ballonet: {says}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "says"),
+    [
+        (["--budget", "much"], {}, "budget is 'much'"),
+        (["--page-size", "4097"], {}, "page size is 4097 bytes"),
+        ([], {"BALLONET_FAULT": "cuMemMap"}, "BALLONET_FAULT has 'cuMemMap'"),
+        ([], {"BALLONET_DEVICE": "abacus"}, "BALLONET_DEVICE is 'abacus'"),
+    ],
+)
+def test_a_bad_setting_is_exit_code_2(tmp_path: Path, arguments: list[str], environ: dict[str, str], says: str) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    done = ballonet("replay", "trace.csv", *arguments, cwd=tmp_path, **environ)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+def test_a_fault_in_the_driver_is_exit_code_1(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    done = ballonet("replay", "trace.csv", cwd=tmp_path, BALLONET_FAULT="cuMemAddressReserve:1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cuMemAddressReserve" in done.stderr
+
+
+# -- info
+
+
+def test_info_as_json() -> None:
+    done = ballonet("info", "--json", BALLONET_PAGE_SIZE="64KiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    facts = json.loads(done.stdout)
+    assert set(facts) == {"ballonet", "python", "versions", "device", "defaults", "memory", "checks"}
+    assert facts["device"]["kind"] == "standin"
+    assert facts["defaults"]["page_size"] == 65536
+    assert facts["defaults"]["budget"] == 256 * 2**20
+    assert facts["versions"]["torch"].startswith("2.")
+    checks = {check["name"]: check for check in facts["checks"]}
+    assert checks["pages on a device"]["works"] is True
+    assert checks["torch"]["works"] is checks["transformers"]["works"] is True
+    assert all(check["works"] or check["detail"] for check in facts["checks"]), "what does not work has a reason"
+
+
+def test_info_says_what_does_not_work_and_why(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so").write_text("not a library")
+    environ = {"BALLONET_DEVICE": "auto", "BALLONET_LIBCUDA": str(tmp_path / "libcuda.so"), "PATH": ""}
+    done = ballonet("info", "--json", BALLONET_CACHE_DIR=str(tmp_path), **environ)
+    assert done.returncode == 0
+    facts = json.loads(done.stdout)
+    assert facts["device"] is None
+    refused = {check["name"]: check["detail"] for check in facts["checks"] if not check["works"]}
+    assert "libcuda.so" in refused["pages on a device"]
+    assert "libcuda.so" in refused["CUDA"]
+    assert "activations" in refused["companion for torch"]
+
+
+def test_info_for_people_imports_no_torch() -> None:
+    code = "import sys; from ballonet.__main__ import main; main(['info']); sys.exit('torch' in sys.modules)"
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"device +\S+", done.stdout)
+    assert re.search(r"(yes|no) +CUDA", done.stdout)
+
+
+# -- run
+
+SCRIPT = """
+import sys
+if __name__ == "__main__":
+    print(__name__, __file__, sys.argv, sys.path[0], sys.modules["__main__"].__file__)
+    if sys.argv[1:] == ["exit"]:
+        sys.exit(7)
+    if sys.argv[1:] == ["message"]:
+        sys.exit("so be it")
+    if sys.argv[1:] == ["interrupt"]:
+        raise KeyboardInterrupt
+    if sys.argv[1:] == ["fail"]:
+        try:
+            {}["a"]
+        except KeyError:
+            raise ValueError("no")
+    if sys.argv[1:] == ["typed"]:
+        import ballonet
+        raise ballonet.BallonetError("its own")
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "program.py"
+    path.write_text(SCRIPT)
+    (tmp_path / "folder" / "broken.py").write_text("def f(:\n")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["folder/program.py", "a", "--budget", "b", "-m"],
+        ["folder/program.py", "exit"],
+        ["folder/program.py", "message"],
+        ["folder/program.py", "interrupt"],
+        ["folder/program.py", "fail"],
+        ["folder/program.py", "typed"],
+        ["folder/broken.py"],
+        ["folder/none.py"],
+        ["-m", "package", "a"],
+        ["-m", "folder.program", "exit"],
+        ["-m", "no.such.module"],
+        ["{}/package", "a"],
+    ],
+    ids=" ".join,
+)
+def test_a_program_runs_as_python_would_run_it(tmp_path: Path, program: Path, arguments: list[str]) -> None:
+    arguments = [argument.format(tmp_path) for argument in arguments]
+    alone = python(*arguments, cwd=tmp_path)
+    with_ballonet = ballonet("run", *arguments, cwd=tmp_path)
+    assert with_ballonet.returncode == alone.returncode
+    assert with_ballonet.stdout == alone.stdout
+    if "no.such.module" not in arguments:
+        assert with_ballonet.stderr == alone.stderr
+
+
+def test_a_program_s_own_exit_functions_and_threads_find_its_main(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import atexit, sys\nvalue = 3\natexit.register(lambda: print(value, sys.modules['__main__'].value))\n"
+    )
+    assert ballonet("run", "program.py", cwd=tmp_path).stdout == "3 3\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "code", "says"),
+    [
+        (["--budget", "much"], {}, 2, "budget is 'much'"),
+        (["--page-size", "4097"], {}, 2, "4097"),
+        ([], {"BALLONET_CHAOS": "yes"}, 2, "BALLONET_CHAOS"),
+        ([], {"BALLONET_FAULT": "cuDevicePrimaryCtxRetain:1"}, 1, "cuDevicePrimaryCtxRetain"),
+    ],
+)
+def test_what_prevents_the_installation_is_said_before_the_program_starts(
+    tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int, says: str
+) -> None:
+    (tmp_path / "program.py").write_text("print('started')")
+    done = ballonet("run", *arguments, "program.py", cwd=tmp_path, **environ)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_settings_reach_the_installation(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import ballonet; s = ballonet.stats(); print(s.budget, s.page_size)")
+    done = ballonet("run", "--budget", "64MiB", "--page-size", "64KiB", "program.py", cwd=tmp_path)
+    assert done.stdout == f"{64 * 2**20} 65536\n"
+
+
+MODEL = """
+import sys, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+                     num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=False)
+model = LlamaForCausalLM(config).eval()
+tokens = model.generate(torch.arange(1, 9)[None], max_new_tokens=24, do_sample=False)
+print(tokens[0].tolist())
+if "ballonet" in sys.modules:
+    import ballonet
+    print(ballonet.stats().pages["weights"], file=sys.stderr)
+"""
+
+
+def test_a_model_of_a_program_that_knows_nothing_is_managed_at_its_first_use(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(MODEL)
+    alone = python("program.py", cwd=tmp_path)
+    assert (alone.returncode, alone.stderr) == (0, "")
+    with_ballonet = ballonet("run", "--page-size", "64KiB", "program.py", cwd=tmp_path)
+    assert (with_ballonet.returncode, with_ballonet.stdout) == (0, alone.stdout)
+    assert int(with_ballonet.stderr) >= 6  # pages of 64 KiB: at least the embedding, the head and the three layers

@@ -1,0 +1,190 @@
+"""Models managed at their first use, and the notebook extension made of it."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+
+import pytest
+import torch
+from IPython.core.interactiveshell import InteractiveShell
+from torch import nn
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.first_use import FirstUse
+from ballonet.hooks.managed import manage
+
+TOKENS = torch.arange(1, 9)[None]
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    ballonet.install(budget="256MiB", page_size="64KiB", device="cpu")
+    yield
+    gc.collect()
+    ballonet.restore()
+
+
+@pytest.fixture
+def watching() -> Iterator[FirstUse]:
+    watching = FirstUse()
+    yield watching
+    watching.close()
+
+
+def llama(intermediate_size: int = 64) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def weight_pages() -> int:
+    return runtime.require().snapshot()["pages"]["weights"]
+
+
+@pytest.mark.parametrize("use", ["forward", "generate"])
+def test_a_model_is_managed_once_by_its_first_use(watching: FirstUse, use: str) -> None:
+    model = llama()
+    assert weight_pages() == 0
+    for _ in range(2):
+        if use == "forward":
+            model(TOKENS)
+        else:
+            model.generate(TOKENS, max_new_tokens=2, do_sample=False)
+        assert len(watching.managed) == 1
+        assert weight_pages() > 0
+    watching.managed[0].release()
+
+
+def test_models_inside_a_model_are_part_of_it(watching: FirstUse) -> None:
+    model = llama()
+    model(TOKENS)
+    model.model(TOKENS)
+    assert len(watching.managed) == 1
+    watching.managed[0].release()
+
+
+def test_each_model_is_managed_and_gives_its_pages_back_when_collected(watching: FirstUse) -> None:
+    models = [llama(), llama()]
+    for model in models:
+        model(TOKENS)
+    assert len(watching.managed) == 2
+    del models, model
+    gc.collect()
+    assert watching.managed == []
+    runtime.require().reap(wait=True)
+    assert weight_pages() == 0
+
+
+def test_what_the_program_manages_itself_is_left_to_it(watching: FirstUse, recwarn: pytest.WarningsRecorder) -> None:
+    model = llama()
+    with manage(model):
+        model(TOKENS)
+        assert watching.managed == []
+    assert recwarn.list == []
+
+
+def test_other_modules_are_not_touched(watching: FirstUse) -> None:
+    nn.Linear(8, 8)(torch.zeros(1, 8))
+    assert watching.managed == []
+
+
+def test_a_model_that_cannot_be_managed_runs_as_it_is_with_one_warning(watching: FirstUse) -> None:
+    with install.stock():
+        model = llama(intermediate_size=4096)
+    ballonet.set_budget("2MiB")
+    with pytest.warns(RuntimeWarning, match="leaves LlamaForCausalLM as it is") as warned:
+        model.generate(TOKENS, max_new_tokens=2)
+    assert len(warned) == 1
+    assert watching.managed == []
+
+
+def test_closing_takes_the_patches_out_exactly() -> None:
+    before = PreTrainedModel.__dict__.get("__call__"), GenerationMixin.__dict__["generate"], list(sys.meta_path)
+    watching = FirstUse()
+    assert "__call__" in PreTrainedModel.__dict__
+    assert GenerationMixin.generate is not before[1]
+    watching.close()
+    after = PreTrainedModel.__dict__.get("__call__"), GenerationMixin.__dict__["generate"], list(sys.meta_path)
+    assert after == before == (None, before[1], before[2])
+    llama()(TOKENS)
+    assert weight_pages() == 0
+
+
+def test_transformers_is_not_imported_and_is_patched_when_it_is() -> None:
+    code = """
+        import sys
+        from ballonet.hooks.first_use import _AfterImport
+        assert "transformers" not in sys.modules or not hasattr(sys.modules["transformers"], "modeling_utils")
+        called = []
+        sys.meta_path.insert(0, _AfterImport({"transformers.generation.utils": called.append}))
+        import importlib.util
+        importlib.util.find_spec("transformers.generation.utils")  # looking is not importing
+        assert called == []
+        from transformers import GenerationMixin
+        assert [module.__name__ for module in called] == ["transformers.generation.utils"]
+        assert called[0].GenerationMixin is GenerationMixin
+        import importlib
+        importlib.reload(called[0])
+        assert len(called) == 1
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_extension_loads_twice_and_unloads(capsys: pytest.CaptureFixture[str]) -> None:
+    shell = InteractiveShell()
+    shell.run_line_magic("load_ext", "ballonet")
+    assert "256MiB on the CPU (host stand-in) in pages of 64KiB" in capsys.readouterr().out
+    ballonet.load_ipython_extension(shell)
+    assert capsys.readouterr().out == "ballonet: loaded already\n"
+    model = llama()
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    model(TOKENS)
+    assert weight_pages() > 0
+    shell.run_line_magic("unload_ext", "ballonet")
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert weight_pages() == 0
+    assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+    assert runtime.current() is not None, "what the notebook installed itself stays"
+    ballonet.unload_ipython_extension(shell)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_extension_installs_and_removes_the_pool() -> None:
+    code = """
+        from IPython.core.interactiveshell import InteractiveShell
+        import ballonet
+        shell = InteractiveShell()
+        for _ in range(2):
+            shell.run_line_magic("load_ext", "ballonet")
+            print(ballonet.stats().budget)
+            shell.run_line_magic("reload_ext", "ballonet")
+            shell.run_line_magic("unload_ext", "ballonet")
+        try:
+            ballonet.stats()
+        except ballonet.BallonetError as error:
+            print(error)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "PATH": "/usr/bin:/bin", "HOME": "/tmp"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count(f"{64 * 2**20}\n") == 2
+    assert "not installed" in done.stdout.splitlines()[-1]

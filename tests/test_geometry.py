@@ -1,0 +1,193 @@
+"""The arithmetic of KV geometry against brute force: every element of every view, by its address."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from ballonet.offload.geometry import ALIGNMENT, INT32, Geometry, choose, longest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+PAGE = 4096
+geometries = st.builds(
+    Geometry,
+    layers=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    heads=st.integers(1, 3),
+    k_dim=st.integers(1, 9),
+    v_dim=st.integers(1, 9),
+    itemsize=st.sampled_from([1, 2, 4, 8, 16]),
+    page=st.sampled_from([PAGE, 3 * PAGE]),
+    tokens=st.integers(1, 12),
+    kind=st.sampled_from(["inner", "slots"]),
+)
+
+
+def addresses(g: Geometry, layer: int, values: bool) -> Iterator[tuple[tuple[int, int, int, int], int]]:
+    """(batch, head, token, dim) -> byte address inside the range, for a whole view, from strides alone."""
+    offset = g.v_offset(layer) if values else g.k_offset(layer)
+    strides = g.v_strides if values else g.k_strides
+    dim = g.v_dim if values else g.k_dim
+    for index in itertools.product(range(g.batch), range(g.heads), range(g.tokens), range(dim)):
+        yield index, (offset + sum(i * s for i, s in zip(index, strides, strict=True))) * g.itemsize
+
+
+@settings(max_examples=150, deadline=None)
+@given(geometries)
+@example(Geometry(3, 3, 2, 5, 3, 2, PAGE, 7, "slots"))
+def test_no_two_elements_share_a_byte_and_none_leaves_the_range(g: Geometry) -> None:
+    seen: set[int] = set()
+    count = 0
+    for layer, values in itertools.product(range(g.layers), (False, True)):
+        for _, address in addresses(g, layer, values):
+            assert address % g.itemsize == 0
+            assert 0 <= address <= g.reservation - g.itemsize
+            seen.add(address)
+            count += 1
+    assert len(seen) == count
+    # What no view covers is the padding of the sections and the ends of the parts, and no more.
+    padding = g.k_bytes + g.v_bytes - g.side_by_side * g.heads * (g.k_dim + g.v_dim) * g.itemsize
+    assert 0 <= padding < 2 * ALIGNMENT
+    tails = g.parts * (g.sequence_bytes - g.tokens * g.token_bytes)
+    assert 0 <= tails < g.parts * g.page
+    assert g.reservation == count * g.itemsize + g.parts * g.tokens * g.layers * padding + tails
+
+
+@settings(max_examples=150, deadline=None)
+@given(geometries)
+def test_the_mapped_pieces_are_exactly_those_that_tokens_touch(g: Geometry) -> None:
+    for length in range(g.tokens + 1):
+        mapped = {piece for first, count in g.runs(0, g.pieces(length)) for piece in range(first, first + count)}
+        touched = {
+            address // g.page
+            for layer, values in itertools.product(range(g.layers), (False, True))
+            for (_, _, token, _), address in addresses(g, layer, values)
+            if token < length
+        }
+        assert touched <= mapped
+        assert len(mapped) <= g.parts * (length * g.token_bytes // g.page + 1)
+        # The last piece of each part is there because a token is, if only for its padding.
+        assert g.pieces(length) * g.page - length * g.token_bytes < g.page
+
+
+@settings(max_examples=150, deadline=None)
+@given(geometries, st.data())
+def test_growing_maps_each_piece_once_and_in_order(g: Geometry, data: st.DataObject) -> None:
+    lengths = sorted(data.draw(st.lists(st.integers(0, g.tokens), max_size=6))) + [g.tokens]
+    mapped: list[int] = []
+    at = 0
+    for length in lengths:
+        assert g.pieces(length) >= at
+        for first, count in g.runs(at, g.pieces(length)):
+            mapped += range(first, first + count)
+        at = g.pieces(length)
+        assert length <= g.capacity(at) <= g.tokens
+        assert at == 0 or g.capacity(at - 1) < length
+    assert len(set(mapped)) == len(mapped)
+    assert set(mapped) == {
+        piece for first, count in g.runs(0, g.pieces(g.tokens)) for piece in range(first, first + count)
+    }
+    assert max(mapped) < g.reservation // g.page
+
+
+@settings(max_examples=100, deadline=None)
+@given(geometries)
+def test_alignment(g: Geometry) -> None:
+    assert g.token_bytes % ALIGNMENT == 0
+    assert g.sequence_bytes % g.page == 0
+    for layer in range(g.layers):
+        assert g.k_offset(layer) * g.itemsize % ALIGNMENT == 0
+        assert g.v_offset(layer) * g.itemsize % ALIGNMENT == 0
+
+
+def test_a_sequence_of_slots_starts_on_a_page() -> None:
+    g = Geometry(2, 3, 2, 8, 8, 2, PAGE, 100, "slots")
+    first = {index[0]: address for index, address in addresses(g, 0, False) if index[1:] == (0, 0, 0)}
+    assert first == {0: 0, 1: g.sequence_bytes, 2: 2 * g.sequence_bytes}
+    assert g.runs(1, 3) == [(1, 2), (1 + g.sequence_bytes // PAGE, 2), (1 + 2 * g.sequence_bytes // PAGE, 2)]
+
+
+SHAPE = {"batch": 2, "heads": 3, "k_dim": 16, "v_dim": 8, "itemsize": 2}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    layers=st.integers(1, 64),
+    batch=st.integers(1, 64),
+    heads=st.integers(1, 64),
+    dim=st.integers(1, 256),
+    itemsize=st.sampled_from([1, 2, 4]),
+    page=st.sampled_from([4096, 65536, 2**21]),
+    share=st.floats(0, 1),
+    expected=st.integers(1, 10**6),
+    alone=st.booleans(),
+    joining=st.booleans(),
+)
+def test_choose_never_overflows_and_groups_only_what_would_be_mostly_empty(
+    layers: int,
+    batch: int,
+    heads: int,
+    dim: int,
+    itemsize: int,
+    page: int,
+    share: float,
+    expected: int,
+    alone: bool,
+    joining: bool,
+) -> None:
+    most = longest(1 if joining else batch, heads, dim, dim, itemsize)
+    tokens = max(1, int(most * share))
+    sizes = {"batch": batch, "heads": heads, "k_dim": dim, "v_dim": dim, "itemsize": itemsize, "page": page}
+    g = choose(layers=layers, tokens=tokens, expected=expected, alone=alone, joining=joining, **sizes)
+    assert g.int32_ok
+    assert g.kind == ("slots" if joining else "inner")
+    assert 1 <= g.layers <= layers
+    own = Geometry(1, tokens=tokens, kind=g.kind, **sizes)
+    used, mapped = expected * own.token_bytes, own.pieces(expected) * page
+    if alone or 2 * used >= mapped:
+        assert g.layers == 1
+    else:
+        larger = Geometry(g.layers + 1, tokens=tokens, kind=g.kind, **sizes)
+        assert g.layers == layers or not larger.int32_ok
+
+
+def test_longest_is_the_last_length_that_one_layer_can_have() -> None:
+    most = longest(8, 8, 128, 128, 2)
+    sizes = {"batch": 8, "heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21}
+    assert most == (INT32 - 1) // (8 * 8 * 256)
+    assert choose(layers=32, tokens=most, expected=1, alone=False, **sizes).layers == 1
+    with pytest.raises(ValueError, match="at most 131071 tokens"):
+        choose(layers=32, tokens=most + 1, expected=1, alone=False, **sizes)
+
+
+def test_an_eight_billion_model_keeps_its_layers_apart_and_a_small_one_shares() -> None:
+    llama = {"heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21, "alone": False}
+    assert choose(layers=32, batch=1, tokens=8192, expected=1024, **llama).layers == 1
+    # FACTS of the int32 bound: 32 layers in one stride overflow at batch 8 and 4,096 tokens.
+    assert not Geometry(32, 8, 8, 128, 128, 2, 2**21, 4096).int32_ok
+    small = {"heads": 3, "k_dim": 64, "v_dim": 64, "itemsize": 2, "page": 2**21}
+    assert choose(layers=30, batch=1, tokens=8192, expected=500, alone=False, **small).layers == 30
+    assert choose(layers=30, batch=1, tokens=8192, expected=500, alone=True, **small).layers == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"layers": 0}, {"tokens": 0}, {"itemsize": 3}, {"page": 1000}, {"page": 0}, {"v_dim": 0}, {"batch": -1}]
+)
+def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"geometry|itemsize"):
+        Geometry(
+            **(
+                {"layers": 1, "batch": 1, "heads": 1, "k_dim": 1, "v_dim": 1, "itemsize": 2, "page": 4096, "tokens": 1}
+                | wrong
+            )
+        )
+
+
+def test_keys_and_values_of_different_width() -> None:
+    g = Geometry(2, page=PAGE, tokens=4, **SHAPE)
+    assert g.k_strides == (48, 16, g.token_stride, 1)
+    assert g.v_strides == (24, 8, g.token_stride, 1)
+    assert (g.k_offset(0), g.v_offset(0), g.k_offset(1), g.v_offset(1)) == (0, 96, 144, 240)
+    assert g.token_bytes == 2 * 2 * 2 * 3 * (16 + 8)

@@ -1,0 +1,536 @@
+"""The elastic layer against transformers' own: same tensors after any sequence of calls, from memory that is where it should be."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from transformers import LlamaConfig
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import NotInstalled, UnsupportedVersion
+from ballonet.hooks import compat
+from ballonet.hooks.kv import ElasticLayer, KVCache
+from ballonet.hooks.kv_range import CacheRanges
+from ballonet.hooks.lease import ForwardLease, current
+
+PAGE = 4096
+BUDGET = 192 * PAGE
+BATCH, HEADS, K_DIM, V_DIM = 2, 3, 8, 4  # 288 bytes per token in float32: a page holds 14
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device() -> Iterator[Device]:
+    opened = runtime.start(Config(device="cpu", budget=BUDGET, page_size=PAGE))
+    yield opened
+    gc.collect()
+    opened.reap(wait=True)
+    opened.check()
+    assert opened.snapshot()["pages"]["kv"] == 0
+    del opened
+    runtime.stop()
+
+
+def tokens(count: int, seed: int = 0, batch: int = BATCH, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(batch, count, HEADS, K_DIM, generator=generator).transpose(1, 2).to(dtype)
+    return keys, torch.randn(batch, HEADS, count, V_DIM, generator=generator).to(dtype)
+
+
+def same(elastic: Any, stock: Any) -> None:
+    assert elastic.get_seq_length() == stock.get_seq_length()
+    assert elastic.is_initialized == stock.is_initialized
+    assert elastic.get_mask_sizes(3) == stock.get_mask_sizes(3)
+    assert elastic.get_max_length() == stock.get_max_length() == -1
+    if stock.get_seq_length():
+        assert torch.equal(elastic.keys, stock.keys)
+        assert torch.equal(elastic.values, stock.values)
+        assert elastic.dtype == stock.dtype
+        assert elastic.device == stock.device
+
+
+def kv_pages(device: Device) -> int:
+    device.reap(wait=True)
+    pages: int = device.snapshot()["pages"]["kv"]
+    return pages
+
+
+class Twins(RuleBasedStateMachine):
+    """Two layers that share ranges, each beside a stock layer to which the same is done; and views that are held all along."""
+
+    group = 2
+
+    @initialize(expected=st.sampled_from([1, 200]))
+    def begin(self, expected: int) -> None:
+        ranges = CacheRanges(layers=self.group, expected=expected)
+        self.pairs: list[tuple[Any, Any]] = [(ElasticLayer(ranges), DynamicLayer()) for _ in range(self.group)]
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.seed = 0
+        self.batch = [BATCH] * self.group
+
+    which = st.integers(0, group - 1)
+
+    @rule(which=which, count=st.one_of(st.just(1), st.integers(1, 40)), inference=st.booleans())
+    def update(self, which: int, count: int, inference: bool) -> None:
+        self.seed += 1
+        new = tokens(count, self.seed, self.batch[which])
+        elastic, stock = self.pairs[which]
+        with torch.inference_mode() if inference else torch.no_grad():
+            ours, theirs = elastic.update(*new), stock.update(*new)
+        assert elastic.elastic
+        assert torch.equal(ours[0], theirs[0])
+        assert torch.equal(ours[1], theirs[1])
+
+    @rule(which=which)
+    def update_with_gradients(self, which: int) -> None:
+        self.seed += 1
+        keys, values = tokens(1, self.seed, self.batch[which])
+        elastic, stock = self.pairs[which]
+        if stock.is_initialized and stock.keys.is_inference():
+            return  # what torch itself refuses
+        weights = [torch.ones(1, requires_grad=True) for _ in range(2)]
+        for layer, weight in zip((elastic, stock), weights, strict=True):
+            k, v = layer.update(keys * weight, values)
+            (k.sum() + v.sum()).backward()
+            layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        assert torch.equal(*(weight.grad for weight in weights))
+
+    @rule(which=which, count=st.integers(0, 50))
+    def crop(self, which: int, count: int) -> None:
+        for layer in self.pairs[which]:
+            if layer.is_initialized:
+                layer.crop(-count)
+
+    @rule(which=which, data=st.data())
+    def reorder(self, which: int, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, self.batch[which] - 1), min_size=1, max_size=4))
+        if data.draw(st.booleans()):
+            rows = (rows * self.batch[which])[: self.batch[which]]
+        if self.pairs[which][1].get_seq_length():
+            self.batch[which] = len(rows)
+        for layer in self.pairs[which]:
+            layer.reorder_cache(torch.tensor(rows))
+
+    @rule(which=which, repeats=st.integers(1, 2))
+    def repeat(self, which: int, repeats: int) -> None:
+        if self.batch[which] > 4:
+            return
+        if self.pairs[which][1].get_seq_length():
+            self.batch[which] *= repeats
+        for layer in self.pairs[which]:
+            layer.batch_repeat_interleave(repeats)
+
+    @rule(which=which, data=st.data())
+    def select(self, which: int, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, self.batch[which] - 1), min_size=1, max_size=3))
+        if self.pairs[which][1].get_seq_length():
+            self.batch[which] = len(rows)
+        for layer in self.pairs[which]:
+            layer.batch_select_indices(torch.tensor(rows))
+
+    @rule(which=which)
+    def reset(self, which: int) -> None:
+        elastic, stock = self.pairs[which]
+        elastic.reset()
+        stock.keys = stock.values = None  # what reset does from transformers 5.23 on
+        stock.is_initialized = False
+        self.batch[which] = BATCH
+
+    @rule(which=which, values=st.booleans(), whole=st.booleans())
+    def hold(self, which: int, values: bool, whole: bool) -> None:
+        elastic, _ = self.pairs[which]
+        view = elastic.values if values else elastic.keys
+        if view is not None and view.dim() == 4:
+            view = view if whole else view[0, :, -1:]
+            self.held.append((view, view.clone()))
+
+    @rule()
+    def let_go(self) -> None:
+        self.held.clear()
+
+    @rule(which=which, how=st.sampled_from(["deepcopy", "copy", "pickle"]))
+    def replace_by_copy(self, which: int, how: str) -> None:
+        elastic, stock = self.pairs[which]
+        twin = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda x: pickle.loads(pickle.dumps(x))}[how](
+            elastic
+        )
+        same(twin, stock)
+        twin.update(*tokens(2, 5, self.batch[which]))
+        same(elastic, stock)
+        self.pairs[which] = (copy.deepcopy(elastic), stock)
+
+    @rule(which=which, count=st.integers(1, 5))
+    def assign(self, which: int, count: int) -> None:
+        """What programs that thin out a cache do."""
+        for layer in self.pairs[which]:
+            if layer.get_seq_length():
+                layer.keys = layer.keys[:, :, ::count]
+                layer.values = layer.values[:, :, ::count]
+
+    @rule(which=which)
+    def offload_and_prefetch(self, which: int) -> None:
+        for layer in self.pairs[which]:
+            layer.offload()
+            layer.prefetch()
+
+    @invariant()
+    def same(self) -> None:
+        for elastic, stock in self.pairs:
+            same(elastic, stock)
+        for view, before in self.held:
+            assert torch.equal(view, before)
+
+    def teardown(self) -> None:
+        self.pairs = []
+        self.held = []
+        assert kv_pages(runtime.require()) == 0
+        runtime.require().check()
+
+
+def test_any_sequence_of_calls_equals_stock() -> None:
+    run_state_machine_as_test(Twins, settings=settings(max_examples=200, stateful_step_count=25, deadline=None))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.complex64],
+)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    elastic, expected = ElasticLayer(), []
+    for seed, count in enumerate((5, 1, 30)):
+        keys, values = tokens(count, seed, dtype=dtype)
+        elastic.update(keys, values)
+        expected.append(keys)
+    assert elastic.elastic
+    assert torch.equal(elastic.keys.view(torch.uint8), torch.cat(expected, dim=2).contiguous().view(torch.uint8))
+
+
+def mapping_of(address: int) -> str:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        low, high = (int(part, 16) for part in line.split()[0].split("-"))
+        if low <= address < high:
+            return line
+    return ""
+
+
+def device_memfd_blocks() -> int:
+    """Bytes that exist in the memfd of the stand-in's device."""
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            if re.match(r"/memfd:ballonet-device\b", str(link.readlink())):
+                return link.stat().st_blocks * 512
+        except FileNotFoundError:
+            continue
+    raise AssertionError("no memfd named ballonet-device")
+
+
+def test_the_tokens_lie_in_the_pool_and_pages_come_and_go_with_them(device: Device) -> None:
+    before, blocks = kv_pages(device), device_memfd_blocks()
+    layer = ElasticLayer()
+    layer.update(*tokens(1))
+    for tensor in (layer.keys, layer.values):
+        assert "memfd:ballonet-device" in mapping_of(tensor.data_ptr())
+        assert "rw" in mapping_of(tensor.data_ptr()).split()[1]
+        assert tensor.untyped_storage().nbytes() == PAGE  # not one byte that is not mapped
+    del tensor
+    assert kv_pages(device) == before + 1
+    layer.update(*tokens(60))
+    per_token = BATCH * HEADS * (K_DIM + V_DIM) * 4
+    assert kv_pages(device) == before - (-61 * per_token // PAGE)
+    assert device_memfd_blocks() >= blocks
+    assert torch.equal(layer.keys[:, :, 1:], tokens(60)[0])
+    layer.crop(-60)
+    assert kv_pages(device) == before + 1
+    layer.crop(-1)
+    assert kv_pages(device) == before
+    layer.update(*tokens(3, 9))
+    assert torch.equal(layer.keys, tokens(3, 9)[0])
+    layer.reset()
+    assert kv_pages(device) == before
+
+
+def test_growth_copies_nothing_and_maps_a_page_at_a_time(device: Device) -> None:
+    layer = ElasticLayer()
+    layer.update(*tokens(1))
+    place = layer.keys.data_ptr()
+    maps = device.snapshot()["driver_calls"].get("cuMemMap", 0)
+    for seed in range(100):
+        layer.update(*tokens(1, seed))
+    assert layer.keys.data_ptr() == place
+    per_token = BATCH * HEADS * (K_DIM + V_DIM) * 4
+    assert device.snapshot()["driver_calls"]["cuMemMap"] - maps == -(-101 * per_token // PAGE) - 1
+
+
+def test_layers_share_pages_when_pages_of_their_own_would_be_mostly_empty(device: Device) -> None:
+    before = kv_pages(device)
+    shared = [ElasticLayer(ranges) for ranges in [CacheRanges(layers=6, expected=2)] * 6]
+    for seed, layer in enumerate(shared):
+        layer.update(*tokens(2 + seed, seed))
+    assert kv_pages(device) == before + -(-7 * 6 * BATCH * HEADS * (K_DIM + V_DIM) * 4 // PAGE)
+    apart = [ElasticLayer(ranges) for ranges in [CacheRanges(layers=6, expected=2, alone=True)] * 6]
+    middle = kv_pages(device)
+    for seed, layer in enumerate(apart):
+        layer.update(*tokens(2 + seed, seed))
+    assert kv_pages(device) == middle + 6
+    for one, other in zip(shared, apart, strict=True):
+        assert torch.equal(one.keys, other.keys)
+        assert torch.equal(one.values, other.values)
+
+
+def test_a_view_from_before_a_crop_keeps_its_content_and_costs_nothing_when_there_is_none() -> None:
+    layer = ElasticLayer()
+    layer.update(*tokens(20))
+    place = layer.keys.data_ptr()
+    layer.crop(-5)
+    layer.update(*tokens(5, 1))
+    assert layer.keys.data_ptr() == place  # nobody looked: in place
+    view = layer.values[1:, :, -1]
+    before = view.clone()
+    layer.crop(-5)
+    layer.update(*tokens(5, 2))
+    assert torch.equal(view, before)
+    assert layer.keys.data_ptr() != place
+    assert torch.equal(layer.keys, torch.cat([tokens(20)[0][:, :, :15], tokens(5, 2)[0]], dim=2))
+
+
+def test_a_view_outlives_its_layer(device: Device) -> None:
+    before = kv_pages(device)
+    layer = ElasticLayer()
+    layer.update(*tokens(20))
+    view = layer.keys
+    del layer
+    assert torch.equal(view, tokens(20)[0])
+    assert kv_pages(device) > before
+    del view
+    assert kv_pages(device) == before
+
+
+def test_a_sequence_that_outgrows_its_reservation_moves_to_a_larger_one() -> None:
+    small = [part[:1, :1] for part in tokens(1)]  # 48 bytes per token
+    layer = ElasticLayer(CacheRanges(longest=8))
+    layer.update(*small)
+    reserved = layer._home.geometry.tokens
+    for _ in range(reserved // 500 + 1):
+        layer.update(*(part.expand(1, 1, 500, -1) for part in small))
+    assert layer.get_seq_length() > reserved
+    assert layer.elastic
+    assert layer._home.geometry.tokens >= layer.get_seq_length()
+    assert torch.equal(layer.keys, small[0].expand_as(layer.keys))
+    assert torch.equal(layer.values, small[1].expand_as(layer.values))
+
+
+def test_out_of_pages_is_torchs_error_and_leaves_the_layer_as_it_was(device: Device) -> None:
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(30))
+    room = BUDGET // (BATCH * HEADS * (K_DIM + V_DIM) * 4)
+    with pytest.raises(torch.OutOfMemoryError, match="KV cache") as caught:
+        layer.update(*tokens(room))
+    assert caught.value.__cause__ is not None
+    same(layer, stock)
+    for each in (layer, stock):
+        each.update(*tokens(3, 8))
+    same(layer, stock)
+    device.check()
+
+
+def test_out_of_pages_while_the_batch_grows_leaves_the_layer_as_it_was(device: Device) -> None:
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(500))
+    with pytest.raises(torch.OutOfMemoryError):
+        layer.batch_repeat_interleave(5)
+    same(layer, stock)
+    with pytest.raises(torch.OutOfMemoryError):
+        copies = [copy.deepcopy(layer) for _ in range(9)]
+        raise AssertionError(len(copies))
+    same(layer, stock)
+    device.check()
+
+
+def test_a_reorder_by_rows_that_do_not_exist_changes_nothing() -> None:
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(20))
+        with pytest.raises(IndexError):
+            each.reorder_cache(torch.tensor([0, BATCH]))
+    same(layer, stock)
+
+
+def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(20))
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+            each.update(*tokens(1, batch=1))  # a copy in place would have broadcast it
+    same(layer, stock)
+    for each in (layer, stock):
+        each.update(*tokens(1, 4, dtype=torch.float64))  # promoted
+    same(layer, stock)
+    assert not layer.elastic
+
+
+def test_crop_by_a_positive_number_is_what_transformers_makes_of_it() -> None:
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(20))
+        try:
+            each.crop(7)
+        except ValueError as error:
+            assert "negative" in str(error)
+    same(layer, stock)
+
+
+def test_autograd_does_not_take_appending_for_a_change() -> None:
+    layer = ElasticLayer()
+    keys, _ = layer.update(*tokens(20))
+    query = torch.ones(BATCH, HEADS, 1, K_DIM, requires_grad=True)
+    scores = query @ keys.transpose(2, 3)
+    layer.update(*tokens(5, 1))
+    layer.crop(-10)
+    del keys
+    layer.update(*tokens(5, 2))
+    scores.sum().backward()
+    assert torch.allclose(query.grad, tokens(20)[0].sum(dim=2, keepdim=True))
+
+
+def test_under_a_compiler_the_layer_is_stock_and_comes_back() -> None:
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(20))
+    step = torch.compile(lambda each, *new: each.update(*new)[0] * 2, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(step(layer, *tokens(1, 1)), step(stock, *tokens(1, 1)))
+    assert not layer.elastic
+    same(layer, stock)
+    for each in (layer, stock):
+        each.update(*tokens(2, 2))
+    assert layer.elastic
+    same(layer, stock)
+
+
+def test_tensors_and_caches_can_be_saved(tmp_path: Path) -> None:
+    cache = KVCache(LlamaConfig(num_hidden_layers=2))
+    for index in range(2):
+        cache.update(*tokens(20, index), layer_idx=index)
+    torch.save(cache.layers[1].keys, tmp_path / "keys")
+    assert torch.equal(torch.load(tmp_path / "keys"), cache.layers[1].keys)
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for index in range(2):
+        same(loaded.layers[index], cache.layers[index])
+    assert torch.equal(loaded.update(*tokens(1, 5), layer_idx=1)[0], cache.update(*tokens(1, 5), layer_idx=1)[0])
+    assert loaded.layers[1].elastic
+
+
+def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = ElasticLayer()
+    meta.update(*(part.to("meta") for part in tokens(20)))
+    assert not meta.elastic
+    assert meta.get_seq_length() == 20
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for each in (layer, stock):
+        each.update(*tokens(20))
+    assert not layer.elastic
+    same(layer, stock)
+
+
+def test_more_tokens_than_kernels_can_index_go_to_the_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ballonet.hooks import kv_range
+
+    monkeypatch.setattr(kv_range, "longest", lambda **sizes: 25)
+    layer, stock = ElasticLayer(), DynamicLayer()
+    for count, elastic in ((20, True), (5, True), (1, False), (1, False)):
+        for each in (layer, stock):
+            each.update(*tokens(count, count))
+        assert layer.elastic == elastic
+        same(layer, stock)
+
+
+def test_kv_cache_needs_no_model_and_is_a_dynamic_cache() -> None:
+    for cache in (KVCache(), KVCache(LlamaConfig(num_hidden_layers=3), max_length=40)):
+        stock = DynamicCache()
+        assert isinstance(cache, DynamicCache)
+        assert not cache.is_compileable
+        for step in range(3):
+            for index in range(3):
+                ours = cache.update(*tokens(4, step), layer_idx=index)
+                theirs = stock.update(*tokens(4, step), layer_idx=index)
+                assert torch.equal(ours[0], theirs[0])
+        assert all(layer.elastic for layer in cache.layers)
+        twin = copy.deepcopy(cache)
+        twin.update(*tokens(1), layer_idx=0)
+        assert twin.layers[0]._home is not cache.layers[0]._home
+        assert cache.get_seq_length() == 12
+
+
+def test_kv_cache_without_install_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_device", None)
+    with pytest.raises(NotInstalled, match="install"):
+        KVCache()
+
+
+def test_sliding_layers_are_transformers_own() -> None:
+    config = LlamaConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    cache = KVCache(config)
+    stock = DynamicCache(config=config)
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "ElasticLayer"]
+    for step in range(3):
+        for index in range(2):
+            ours, theirs = (each.update(*tokens(3, step), layer_idx=index) for each in (cache, stock))
+            assert torch.equal(ours[0], theirs[0])
+
+
+def test_the_definition_of_the_layer_did_not_register_it() -> None:
+    assert compat.LAYER_TYPES[compat.FULL_ATTENTION] is DynamicLayer
+
+
+def test_an_append_is_inside_a_lease() -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    layers = [ElasticLayer(ranges) for _ in range(2)]
+    group = ranges.group(runtime.require())
+    assert current() is None
+    layers[0].update(*tokens(1))
+    assert group.leases == 0
+    lease = ForwardLease()
+    for layer in layers:
+        layer.update(*tokens(1))
+    assert current() is lease
+    assert group.leases == 1
+    assert [kv.owner for kv in lease.ranges] == ["kv"]
+    inner = ForwardLease()
+    layers[0].update(*tokens(1))
+    assert group.leases == 2
+    inner.close()
+    assert (current(), group.leases) == (lease, 1)
+    lease.close()
+    lease.close()
+    assert (current(), group.leases) == (None, 0)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.6.0.dev0", "unknown"])
+def test_old_transformers_are_refused(version: str) -> None:
+    with pytest.raises(UnsupportedVersion, match="5.17"):
+        compat.require_supported(version)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.24.0.dev0", "6.0.0", "10.2"])
+def test_new_transformers_are_accepted(version: str) -> None:
+    compat.require_supported(version)

@@ -1,0 +1,126 @@
+"""The layout of weights, against brute force."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.layout import ALIGNMENT, LARGE, Block, Layout, place, smallest_budget
+
+PAGES = st.sampled_from([4096, 65536, 2**21])
+SIZES = st.one_of(
+    st.integers(1, 4 * ALIGNMENT),
+    st.integers(LARGE - 2, LARGE + 2),
+    st.integers(1, 5 * LARGE),
+)
+BLOCKS = st.lists(st.tuples(SIZES, st.one_of(st.none(), st.integers(0, 4))), max_size=14).map(
+    lambda drawn: [Block(key, nbytes, layer) for key, (nbytes, layer) in enumerate(drawn)]
+)
+
+
+def spots(layout: Layout) -> dict[int, tuple[int, int, int]]:
+    """key -> (index of the range, first byte, end)"""
+    return {
+        spot.block.key: (index, spot.offset, spot.end)
+        for index, each in enumerate(layout.ranges)
+        for spot in each.placements
+    }
+
+
+@given(BLOCKS, PAGES)
+def test_every_block_lies_once_aligned_in_its_range_and_over_nothing_else(blocks: list[Block], page: int) -> None:
+    layout = place(blocks, page)
+    found = spots(layout)
+    assert sum(len(each.placements) for each in layout.ranges) == len(blocks)
+    assert found.keys() == {block.key for block in blocks}
+    for block in blocks:
+        index, first, end = found[block.key]
+        home = layout.ranges[index].layer
+        assert home == (block.layer if block.nbytes >= LARGE else None)
+        assert first % ALIGNMENT == 0
+        assert end - first == block.nbytes
+        assert 0 <= first < end <= layout.ranges[index].pages * page
+    for one, other in itertools.combinations(found.values(), 2):
+        assert one[0] != other[0] or one[2] <= other[1] or other[2] <= one[1]
+
+
+@given(BLOCKS, PAGES)
+def test_no_page_more_than_packing_at_the_alignment_takes(blocks: list[Block], page: int) -> None:
+    layout = place(blocks, page)
+    for each in layout.ranges:
+        packed = 0  # byte by byte as a reader would do it: the next free multiple of the alignment
+        for spot in each.placements:
+            while packed % ALIGNMENT:
+                packed += 1
+            packed += spot.block.nbytes
+        assert each.nbytes == packed
+        assert (each.pages - 1) * page < packed <= each.pages * page
+    assert layout.pages == sum(each.pages for each in layout.ranges)
+    assert layout.payload == sum(block.nbytes for block in blocks)
+    assert layout.waste == layout.pages * page - layout.payload >= 0
+
+
+@given(BLOCKS, PAGES)
+def test_steps_move_every_block_once_and_map_every_page_once(blocks: list[Block], page: int) -> None:
+    layout = place(blocks, page)
+    steps = list(layout.steps())
+    moved = [(index, spot.block.key) for step in steps for index, spot in step.moves]
+    assert sorted(key for _, key in moved) == sorted(block.key for block in blocks)
+    assert all(spots(layout)[key][0] == index for index, key in moved)
+    assert sum(step.pages for step in steps) == layout.pages
+    for step in steps:
+        layers = {spot.block.layer for _, spot in step.moves}
+        assert len(layers) == 1
+        assert len(step.moves) == 1 or layers != {None}
+    for index in range(len(layout.ranges)):  # each range is filled from its start, as pages are mapped from there
+        offsets = [spot.offset for step in steps for at, spot in step.moves if at == index]
+        assert offsets == sorted(offsets)
+
+
+@given(BLOCKS, PAGES, st.integers(0, 5), st.booleans(), st.integers(0, 9))
+def test_the_smallest_budget_is_what_a_walk_through_the_move_needs(
+    blocks: list[Block], page: int, others: int, sources: bool, working: int
+) -> None:
+    layout = place(blocks, page)
+    smallest = smallest_budget(layout, others=others, sources=sources, working=working)
+    assert smallest % page == 0
+    in_use, peak = others, others
+    left = layout.pages if sources else 0  # pages of sources not yet given up
+    for step in layout.steps():
+        in_use += step.pages
+        peak = max(peak, in_use + left)
+        left -= step.pages if sources else 0
+    needed = max(peak, in_use + working)
+    assert needed <= smallest // page <= needed + 1 if sources else smallest // page == needed
+
+
+def test_a_layer_of_an_8b_model_wastes_nothing_to_speak_of() -> None:
+    matrices = [4096 * 4096 * 2, 1024 * 4096 * 2, 1024 * 4096 * 2, 4096 * 4096 * 2, *[14336 * 4096 * 2] * 3]
+    norms = [8192, 8192]
+    sizes = [(nbytes, layer) for layer in range(32) for nbytes in (*matrices, *norms)]
+    sizes += [(128256 * 4096 * 2, None), (128256 * 4096 * 2, None), (8192, None), (256, None)]
+    layout = place([Block(key, nbytes, layer) for key, (nbytes, layer) in enumerate(sizes)], 8 * 2**20)
+    assert len(layout.ranges) == 33
+    assert {each.nbytes for each in layout.ranges[1:]} == {416 * 2**20}
+    assert layout.waste <= 8 * 2**20
+
+
+@pytest.mark.parametrize("page", [0, -4096, 1000])
+def test_a_page_that_cannot_hold_aligned_blocks_is_refused(page: int) -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        place([Block(0, 1)], page)
+
+
+@pytest.mark.parametrize("blocks", [[Block(0, 0)], [Block(0, 5), Block(0, 5)]])
+def test_a_block_without_bytes_or_given_twice_is_refused(blocks: list[Block]) -> None:
+    with pytest.raises(ValueError, match=r"no bytes|twice"):
+        place(blocks, 4096)
+
+
+def test_nothing_takes_nothing() -> None:
+    layout = place([], 4096)
+    assert (layout.pages, layout.payload, layout.waste, list(layout.steps())) == (0, 0, 0, [])
+    assert smallest_budget(layout, others=2, sources=True, working=3) == 5 * 4096

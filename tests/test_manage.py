@@ -1,0 +1,817 @@
+"""`manage()` and `release()`: where the weights lie, that nothing else about a model changes, and that no page is lost."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.errors import AlreadyManaged, BudgetError, ManageError, WrongDevice
+from ballonet.hooks.layers import decoder_layers
+from ballonet.hooks.storages import survey
+
+from . import models
+from .pool import bytes_that_exist, in_pool, mapped
+
+BUDGET = 96 * 2**20
+PAGE = 64 * 2**10
+WIDE = {"hidden_size": 256, "intermediate_size": 1100}  # the MLP's matrices are above 1 MiB, the others are not
+
+
+@pytest.fixture
+def install() -> Iterator[Callable[[], Device]]:
+    """Installs when it is called; what was installed goes after the test, when nothing of it is left."""
+
+    def now() -> Device:
+        ballonet.install(budget=BUDGET, page_size=PAGE, device="cpu")
+        return runtime.require()
+
+    yield now
+    gc.collect()
+    if (device := runtime.current()) is not None:
+        device.check()
+        assert bytes_that_exist() <= BUDGET
+        ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"
+
+
+@pytest.fixture
+def device(install: Callable[[], Device]) -> Device:
+    return install()
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(named)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The values as bytes outside of the pool; NaN and -0.0 count too."""
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+class Portrait:
+    """Everything about a model's tensors that must be the same later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = tensors(model)
+        self.bits = {name: bits(tensor) for name, tensor in named.items()}
+        self.rest = {
+            name: (id(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, id(tensor.grad), tensor._version)
+            for name, tensor in named.items()
+        }
+        self.strides = {name: tensor.stride() for name, tensor in named.items() if tensor.layout is torch.strided}
+        self.hooks = [
+            (name, *map(list, (module._forward_hooks, module._forward_pre_hooks, module._forward_hooks_always_called)))
+            for name, module in model.named_modules()
+        ]
+
+    def is_of(self, model: nn.Module, hooks: bool = True) -> bool:
+        other = Portrait(model)
+        return (
+            self.rest == other.rest
+            and self.strides == other.strides
+            and self.bits == other.bits
+            and (not hooks or self.hooks == other.hooks)
+        )
+
+
+def all_in_pool(model: nn.Module) -> bool:
+    now = mapped()
+    return all(in_pool(tensor, now) for tensor in tensors(model).values())
+
+
+def none_in_pool(model: nn.Module) -> bool:
+    now = mapped()
+    return not any(in_pool(tensor, now) for tensor in tensors(model).values())
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**models.prompts(2, 9)).logits
+    return found
+
+
+# Where the weights lie
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "falcon"])
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
+    install: Callable[[], Device], architecture: str, loaded: str
+) -> None:
+    if loaded == "after":
+        install()
+    model = models.build(architecture)
+    expected = logits(model)
+    before = Portrait(model)
+    install()
+    managed = ballonet.manage(model)
+    assert all_in_pool(model)
+    assert before.is_of(model, hooks=False)
+    assert torch.equal(logits(model), expected)
+    managed.release()
+    assert none_in_pool(model)
+    assert before.is_of(model)
+    assert torch.equal(logits(model), expected)
+    pages = ballonet.stats().pages
+    assert (pages.weights, pages.retiring) == (0, 0)
+
+
+def test_each_layer_has_pages_of_its_own_and_the_rest_shares_the_resident_ones(device: Device) -> None:
+    model = models.build("llama", **WIDE)
+    with ballonet.manage(model) as managed:
+        pages: dict[int | None, set[int]] = {}
+        for name, tensor in tensors(model).items():
+            assert tensor.data_ptr() % 512 == 0
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            layer = int(name.split(".")[2]) if ".layers." in name and tensor.nbytes >= 2**20 else None
+            span = range(tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE + 1)
+            pages.setdefault(layer, set()).update(span)
+        assert pages.keys() == {None, 0, 1, 2}
+        assert sum(map(len, pages.values())) == len(set().union(*pages.values())) == managed.pages
+        assert ballonet.stats().pages.weights == managed.pages
+        assert bytes_that_exist() >= managed.pages * PAGE
+
+
+def test_pages_are_conserved_and_the_memfd_shrinks(device: Device) -> None:
+    model = models.build("llama", **WIDE)
+    weights = sum(tensor.nbytes for tensor in tensors(model).values())
+    before = bytes_that_exist()
+    managed = ballonet.manage(model)
+    during = bytes_that_exist()
+    assert abs(during - before) <= 8 * PAGE  # from activations of the pool to weights of the pool
+    snapshot = device.snapshot()
+    assert sum(snapshot["pages"].values()) == snapshot["created"]
+    managed.release()
+    assert bytes_that_exist() <= during - weights
+    snapshot = device.snapshot()
+    assert sum(snapshot["pages"].values()) == snapshot["created"]
+    assert snapshot["pages"]["weights"] == 0
+
+
+class Watch:
+    """The most bytes that the memfd held, looked at as often as another thread gets to."""
+
+    def __enter__(self) -> Watch:
+        self.most = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._stop.is_set():
+            self.most = max(self.most, bytes_that_exist())
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_moving_takes_the_weights_and_one_layer(install: Callable[[], Device], loaded: str) -> None:
+    layers = 8
+    if loaded == "after":
+        install()
+    model = models.build("llama", num_hidden_layers=layers, **WIDE)
+    device = install()
+    weights = sum(tensor.nbytes for tensor in tensors(model).values())
+    layer = sum(tensor.nbytes for tensor in tensors(model.model.layers[0]).values())
+    others = bytes_that_exist() - (weights if loaded == "after" else 0)
+    device.reset_peaks()
+    with Watch() as watch:
+        managed = ballonet.manage(model)
+    slack = (layers + 4) * PAGE  # ends of ranges
+    limit = others + weights + slack + (layer if loaded == "after" else 0)
+    assert weights <= device.snapshot()["physical_peak"] <= limit
+    assert watch.most <= limit
+    device.reset_peaks()
+    managed.release()
+    assert device.snapshot()["physical_peak"] <= others + weights + slack
+
+
+# What a model is made of
+
+
+class Oddities(nn.Module):
+    """Tensors of every kind that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        shared = torch.randn(100)
+        self.transposed = nn.Parameter(torch.randn(6, 4).t())
+        self.frozen = nn.Parameter(torch.randn(5, 5).bfloat16(), requires_grad=False)
+        self.tied = self.frozen
+        self.scalar = nn.Parameter(torch.tensor(2.5))
+        self.slice = nn.Parameter(torch.randn(40, 8)[7:11, 2:5])
+        for name, tensor in {
+            "window": shared[10:20],
+            "overlapping": shared[15:60:3],
+            "expanded": torch.randn(1, 5).expand(7, 5),
+            "fp8": torch.randn(33).to(torch.float8_e4m3fn),
+            "mask": torch.rand(17) > 0.5,
+            "complex": torch.randn(9, dtype=torch.complex64),
+            "conjugate": torch.randn(9, dtype=torch.complex64).conj(),
+            "imaginary": torch.randn(9, dtype=torch.complex64).conj().imag,
+            "integers": torch.arange(5, dtype=torch.int16),
+            "doubles": torch.tensor([float("nan"), -0.0, 1e-300], dtype=torch.float64),
+            "empty": torch.empty(0, 3),
+        }.items():
+            self.register_buffer(name, tensor, persistent=name != "mask")
+        self.linear = nn.Linear(3, 3)
+        self.again = self.linear
+        self.lstm = nn.LSTM(8, 8, 2)
+        self.sparse: torch.Tensor
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+
+
+def test_every_kind_of_tensor_keeps_its_values_its_strides_and_its_ties(device: Device) -> None:
+    model = Oddities()
+    before = Portrait(model)
+    managed = ballonet.manage(model)
+    assert list(managed.left) == ["sparse"]
+    assert before.is_of(model, hooks=False)
+    now = mapped()
+    for name, tensor in tensors(model).items():
+        if name not in ("sparse", "empty"):
+            assert in_pool(tensor, now), name
+    assert model.tied is model.frozen
+    for state in ("managed", "released"):
+        model.window[5:6] = 77.0 if state == "managed" else 78.0
+        assert model.overlapping[0] == model.window[5]
+        model.expanded[0, 0] = model.window[5]
+        assert model.expanded[6, 0] == model.window[5]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # torch warns of an LSTM whose weights are not one chunk of memory
+            model.lstm(torch.randn(2, 8))
+        if state == "managed":
+            before = Portrait(model)
+            managed.release()
+            assert before.rest == Portrait(model).rest
+            now = mapped()
+            assert not any(in_pool(tensor, now) for name, tensor in tensors(model).items() if name not in managed.left)
+
+
+def test_tied_embeddings_move_once_and_stay_tied(device: Device) -> None:
+    model = models.build("llama", tie_word_embeddings=True, hidden_size=512, vocab_size=1000)
+    embeddings: torch.Tensor = model.model.embed_tokens.weight
+    size = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(model).values()}.values())
+    managed = ballonet.manage(model)
+    assert model.lm_head.weight is embeddings
+    assert managed.pages * PAGE < size + embeddings.nbytes
+    managed.release()
+    assert model.lm_head.weight is model.model.embed_tokens.weight is embeddings
+
+
+def test_tensors_inside_a_wrapper_are_moved(device: Device) -> None:
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(TwoTensor(torch.randn(300), torch.randn(300)))
+    inside = {"a": model.weight.a, "b": model.weight.b}
+    before = {name: bits(tensor) for name, tensor in inside.items()}
+    with ballonet.manage(model) as managed:
+        assert not managed.left
+        assert managed.pages == 1
+        for name, tensor in inside.items():
+            assert getattr(model.weight, name) is tensor
+            assert in_pool(tensor)
+            assert bits(tensor) == before[name]
+    for name, tensor in inside.items():
+        assert not in_pool(tensor)
+        assert bits(tensor) == before[name]
+
+
+def test_memory_shared_with_other_processes_stays_shared(device: Device) -> None:
+    model = nn.Linear(4, 4)
+    model.weight.data.share_memory_()
+    with ballonet.manage(model) as managed:
+        assert list(managed.left) == ["weight"]
+        assert model.weight.is_shared()
+        assert in_pool(model.bias)
+
+
+ANY: dict[str, Callable[[], nn.Module]] = {
+    "nothing": nn.Module,
+    "no parameters": lambda: nn.Sequential(nn.ReLU(), nn.Identity()),
+    "one layer": lambda: nn.Linear(64, 3),
+    "a module used twice": lambda: nn.Sequential(*[nn.Linear(64, 64)] * 2),
+    "convolutions": lambda: nn.Sequential(nn.Conv1d(64, 8, 1), nn.BatchNorm1d(8), nn.Flatten()),
+    "a list": lambda: nn.ModuleList([nn.Linear(4, 4)]),
+}
+
+
+@pytest.mark.parametrize("make", ANY.values(), ids=ANY.keys())
+def test_any_module_is_accepted(device: Device, make: Callable[[], nn.Module]) -> None:
+    model = make()
+    before = Portrait(model)
+    with ballonet.manage(model) as managed:
+        assert all_in_pool(model)
+        assert not managed.left
+        if isinstance(model, nn.Sequential):
+            model(torch.randn(2, 64, *[5] * isinstance(model[0], nn.Conv1d)))
+    assert before.rest.keys() == tensors(model).keys()
+    assert none_in_pool(model)
+    assert Portrait(model).hooks == before.hooks
+
+
+@pytest.mark.parametrize("born", [False, True])
+@pytest.mark.parametrize("managed_in", [False, True])
+def test_inference_mode_at_birth_or_when_managed(device: Device, born: bool, managed_in: bool) -> None:
+    with torch.inference_mode(born):
+        model = nn.Linear(8, 8)
+    expected = bits(model.weight)
+    with torch.inference_mode(managed_in):
+        managed = ballonet.manage(model)
+    for _ in range(2):
+        assert model.weight.is_inference() == born
+        assert bits(model.weight) == expected
+        with torch.inference_mode():
+            model(torch.ones(1, 8))
+        if not born:
+            model(torch.ones(1, 8)).sum().backward()
+        managed.release()
+    assert not in_pool(model.weight)
+
+
+# What users do with a managed model
+
+
+def test_saving_loading_copying_give_what_stock_gives(device: Device, tmp_path: Path) -> None:
+    model = models.build("llama", **WIDE)
+    model.save_pretrained(tmp_path / "stock")
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    stock_file = io.BytesIO()
+    torch.save(model.state_dict(), stock_file)
+    with ballonet.manage(model):
+        model.save_pretrained(tmp_path / "managed")
+        for file in (tmp_path / "stock").iterdir():
+            assert file.read_bytes() == (tmp_path / "managed" / file.name).read_bytes(), file.name
+        state = model.state_dict()
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+        managed_file = io.BytesIO()
+        torch.save(state, managed_file)
+        assert abs(managed_file.tell() - stock_file.tell()) < 4096
+
+        twin = copy.deepcopy(model)
+        assert torch.equal(logits(twin), logits(model))
+        assert not {id(t) for t in tensors(twin).values()} & {id(t) for t in tensors(model).values()}
+
+        changed = {name: tensor + 1 for name, tensor in expected.items()}
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
+        model.load_state_dict(changed)
+        assert addresses == {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
+        del state
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(twin.state_dict()["lm_head.weight"], expected["lm_head.weight"])
+
+
+def test_a_copy_is_not_managed(device: Device, tmp_path: Path) -> None:
+    model = models.build("llama")
+    managed = ballonet.manage(model, chaos=3)
+    twin = copy.deepcopy(model)
+    torch.save(model, tmp_path / "whole.pt")
+    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
+    assert managed.chaos is not None
+    before = dict(managed.chaos.moved)
+    for other in (twin, loaded):
+        assert torch.equal(logits(other), logits_without_chaos(model, managed))
+    assert dict(managed.chaos.moved) == before
+    managed.release()
+    with ballonet.manage(twin):
+        assert torch.equal(logits(twin), logits(model))
+
+
+def logits_without_chaos(model: Any, managed: ballonet.Managed) -> torch.Tensor:
+    forwards = managed._forwards
+    chaos, forwards.chaos = forwards.chaos, None
+    try:
+        return logits(model)
+    finally:
+        forwards.chaos = chaos
+
+
+def test_training_goes_on(device: Device) -> None:
+    def train(model: Any) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for step in range(4):
+            batch = models.prompts(2, 9)
+            loss = model(**batch, labels=batch["input_ids"]).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach().clone())
+            if step == 1 and managed is not None:
+                managed.release()
+        return losses
+
+    managed = None
+    expected = train(models.build("llama"))
+    model = models.build("llama")
+    managed = ballonet.manage(model)
+    assert all(map(torch.equal, train(model), expected))
+
+
+def test_a_graph_made_before_can_be_walked_back_after(device: Device) -> None:
+    linear = nn.Linear(8, 8)
+    twin = copy.deepcopy(linear)
+    loss = linear(torch.ones(1, 8)).square().sum()
+    with ballonet.manage(linear):
+        loss.backward()
+        twin(torch.ones(1, 8)).square().sum().backward()
+        assert torch.equal(linear.weight.grad, twin.weight.grad)
+
+
+def test_a_model_that_was_converted_meanwhile_is_released_all_the_same(device: Device) -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    managed = ballonet.manage(model)
+    model[0].double()
+    model[1].weight = model[0].weight
+    managed.release()
+    assert none_in_pool(nn.ParameterList([model[1].bias]))
+    assert ballonet.stats().pages.weights == 0
+    assert model[1].weight is model[0].weight
+
+
+def test_a_view_outlives_the_release(device: Device) -> None:
+    model = nn.Linear(400, 400)
+    managed = ballonet.manage(model)
+    view = model.weight.detach()[3]
+    expected = view.clone()
+    managed.release()
+    model.weight.data.zero_()
+    assert in_pool(view)
+    assert torch.equal(view, expected)
+    held = ballonet.stats().pages.weights
+    assert 0 < held <= -(-model.weight.nbytes // PAGE) + 1
+    del view
+    assert ballonet.stats().pages.weights == 0
+
+
+def test_torch_compile_makes_one_graph_of_it(device: Device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with ballonet.manage(model, chaos=1):
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        inputs = torch.randn(3, 8)
+        assert torch.equal(compiled(inputs), model(inputs))
+
+
+# Leases
+
+
+def test_a_forward_holds_a_lease_from_entry_to_exit(device: Device) -> None:
+    model = models.build("llama")
+    managed = ballonet.manage(model)
+    group = managed._weights.group
+    seen = []
+    handles = [
+        model.register_forward_pre_hook(lambda *_: seen.append(group.leases), prepend=False),
+        model.model.layers[1].register_forward_hook(lambda *_: seen.append(group.leases)),
+        model.register_forward_hook(lambda *_: seen.append(group.leases)),
+    ]
+    logits(model)
+    # The last of them runs after ours, as everything that was registered later does.
+    assert seen == [1, 1, 0]
+    assert group.leases == 0
+    for handle in handles:
+        handle.remove()
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inside: Callable[[int], None] = lambda depth: None
+
+    def forward(self, inputs: torch.Tensor, depth: int) -> torch.Tensor:
+        self.inside(depth)
+        outputs: torch.Tensor = self.linear(inputs if depth == 0 else self(inputs, depth - 1))
+        return outputs
+
+
+def test_nested_forwards_and_exceptions_release_the_lease_at_the_outermost_exit(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    group = managed._weights.group
+    seen: list[int] = []
+    model.inside = lambda depth: seen.append(group.leases)
+    model(torch.ones(4), 2)
+    assert seen == [1, 1, 1]
+    assert group.leases == 0
+
+    def fail(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("deep inside")
+
+    model.inside = fail
+    with pytest.raises(ValueError, match="deep inside"):
+        model(torch.ones(4), 2)
+    assert group.leases == 0
+    with pytest.raises(TypeError):
+        model(torch.ones(4), 2, "one argument too many")
+    assert group.leases == 0
+
+
+def test_an_interrupt_leaves_no_lease_behind_the_next_forward(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    group = managed._weights.group
+
+    def interrupt(depth: int) -> None:
+        if depth == 0:
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        model.inside = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(4), 2)
+        seen: list[int] = []
+        model.inside = lambda depth, seen=seen: seen.append(group.leases)  # type: ignore[misc]
+        model(torch.ones(4), 2)
+        assert seen == [1, 1, 1]
+        assert group.leases == 0
+    model.inside = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(4), 2)
+    managed.release()
+    assert group.leases == 0
+    assert not in_pool(model.linear.weight)
+
+
+def test_release_waits_for_no_one_and_refuses_while_a_forward_runs(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait(depth: int) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    model.inside = wait
+    other = threading.Thread(target=model, args=(torch.ones(4), 0))
+    other.start()
+    assert entered.wait(60)
+    with pytest.raises(ManageError, match="is running"):
+        managed.release()
+    assert in_pool(model.linear.weight)
+    leave.set()
+    other.join()
+
+    errors = []
+
+    def release(depth: int) -> None:
+        with pytest.raises(ManageError, match="is running") as caught:
+            managed.release()
+        errors.append(caught.value)
+
+    model.inside = release
+    model(torch.ones(4), 0)
+    assert len(errors) == 1
+    managed.release()
+    assert not in_pool(model.linear.weight)
+
+
+def test_several_threads_at_once(device: Device) -> None:
+    model = models.build("llama")
+    expected = logits(model)
+    managed = ballonet.manage(model)
+    results: list[torch.Tensor] = []
+
+    def run() -> None:
+        results.extend(logits(model) for _ in range(5))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 15
+    assert all(torch.equal(result, expected) for result in results)
+    assert managed._weights.group.leases == 0
+
+
+# Managing and releasing
+
+
+def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
+    model = models.build("llama")
+    kept = model.register_forward_pre_hook(lambda *_: None)
+    before = Portrait(model)
+    with ballonet.manage(model) as managed:
+        assert managed.model is model
+        assert not managed.released
+        assert "3 decoder layers" in repr(managed)
+        assert str(managed.pages) in repr(managed)
+    assert managed.released
+    assert "released" in repr(managed)
+    assert before.is_of(model)
+    managed.release()
+    assert before.is_of(model)
+    again = ballonet.manage(model)
+    managed.release()  # the first one has nothing to do with the second
+    assert all_in_pool(model)
+    again.release()
+    kept.remove()
+
+
+def test_a_model_is_managed_once(device: Device) -> None:
+    model = models.build("llama")
+    with ballonet.manage(model):
+        before = Portrait(model)
+        for part in (model, model.model, nn.Sequential(model), nn.ModuleList([model.model.layers[1]])):
+            with pytest.raises(AlreadyManaged, match="release"):
+                ballonet.manage(part)
+        assert before.is_of(model)
+    with ballonet.manage(model.model):
+        assert all_in_pool(model.model)
+
+
+def test_collecting_a_model_returns_its_pages(device: Device) -> None:
+    model: Any = models.build("llama", **WIDE)
+    managed = ballonet.manage(model)
+    alive = weakref.ref(model)
+    model.generate(**models.prompts(1, 5), max_new_tokens=3)
+    head = model.lm_head.weight
+    expected = head.detach().clone()
+    model = None
+    gc.collect()
+    assert alive() is None
+    assert managed.released
+    assert managed.model is None
+    assert "collected" in repr(managed)
+    assert torch.equal(head, expected)
+    assert 0 < ballonet.stats().pages.weights <= -(-head.nbytes // PAGE) + 1
+    del head
+    assert ballonet.stats().pages.weights == 0
+    managed.release()
+
+
+def test_the_handle_need_not_be_kept(device: Device) -> None:
+    model = models.build("llama")
+    ballonet.manage(model)
+    gc.collect()
+    assert all_in_pool(model)
+    with pytest.raises(AlreadyManaged):
+        ballonet.manage(model)
+
+
+def test_manage_installs_where_that_was_not_done(
+    install: Callable[[], Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BALLONET_BUDGET", str(BUDGET))
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    monkeypatch.setenv("BALLONET_CHAOS", "17")
+    model = nn.Linear(4, 4)
+    assert runtime.current() is None
+    managed = ballonet.manage(model)
+    assert runtime.require().budget == BUDGET
+    assert managed.chaos is not None
+    assert managed.chaos.seed == 17
+    assert in_pool(model.weight)
+    managed.release()
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"tpot_slo": "80ms"}, r"no option 'tpot_slo'.*'chaos'"),
+        ({"chaos": -1}, "seed"),
+        ({"chaos": "five"}, "seed"),
+        ({"chaos": True}, "seed"),
+    ],
+)
+def test_options_that_it_does_not_have(device: Device, options: dict[str, Any], what: str) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(ManageError, match=what):
+        ballonet.manage(model, **options)
+    assert in_pool(model.weight)
+    assert ballonet.stats().pages.weights == 0
+
+
+def test_what_is_no_module_or_has_no_weights_yet(device: Device) -> None:
+    with pytest.raises(ManageError, match=r"torch\.nn\.Module, not str"):
+        ballonet.manage("gpt2")  # type: ignore[arg-type]
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    with pytest.raises(ManageError, match=r"weight is on the meta device.*load"):
+        ballonet.manage(model)
+    with pytest.raises(ManageError, match="run the model once"):
+        ballonet.manage(nn.LazyLinear(4))
+    assert ballonet.stats().pages.weights == 0
+
+
+def test_a_model_on_another_device_is_told_where_to_go() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(WrongDevice, match=r"0\.weight is on cpu.*model\.to\('cuda:1'\)"):
+        survey(model, [], torch.device("cuda", 1))
+
+
+# The budget
+
+
+@pytest.mark.parametrize("loaded", ["before", "after"])
+@pytest.mark.parametrize("size", ["narrow", "wide"])
+def test_the_smallest_budget_it_names_is_enough_and_one_page_less_is_not(
+    install: Callable[[], Device], loaded: str, size: str
+) -> None:
+    if loaded == "after":
+        install()
+    model: Any = models.build("llama", **({} if size == "narrow" else WIDE))
+    inputs = models.prompts(1, 20)
+    expected = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    before = Portrait(model)
+    device = install()
+    device.trim()
+    weights = sum(tensor.nbytes for tensor in tensors(model).values())
+    first = max(4 * PAGE, bytes_that_exist())
+    ballonet.set_budget(first)
+    with pytest.raises(BudgetError) as caught:
+        ballonet.manage(model)
+    smallest = caught.value.smallest
+    assert caught.value.budget == first
+    assert weights <= caught.value.required < smallest < 2 * weights + 40 * PAGE
+    assert str(smallest) in str(caught.value)
+    ballonet.set_budget(smallest - PAGE)
+    with pytest.raises(BudgetError) as caught:
+        ballonet.manage(model)
+    assert caught.value.smallest == smallest
+    assert before.is_of(model)
+    assert ballonet.stats().pages.weights == 0
+    ballonet.set_budget(smallest)
+    with ballonet.manage(model):
+        assert all_in_pool(model)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), expected)
+        assert bytes_that_exist() <= smallest
+
+
+# Finding decoder layers
+
+
+@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
+def test_decoder_layers_of_transformers_models(architecture: str) -> None:
+    model = models.build(architecture)
+    layers = decoder_layers(model)
+    assert len(layers) == models.LAYERS
+    assert {type(layer).__name__ for layer in layers} <= set(model._no_split_modules or ())
+    assert list(decoder_layers(nn.Sequential(model))) == []
+
+
+class Shell(nn.Module):
+    """A model with a configuration of its own making."""
+
+    def __init__(self, lists: dict[str, nn.ModuleList], length: int, named: list[str] | None = None) -> None:
+        super().__init__()
+        for name, each in lists.items():
+            self.add_module(name, each)
+        self.config = type("Config", (), {"num_hidden_layers": length})()
+        self._no_split_modules = named
+
+
+def linears(count: int) -> nn.ModuleList:
+    return nn.ModuleList([nn.Linear(1, 1) for _ in range(count)])
+
+
+def test_decoder_layers_of_unusual_models() -> None:
+    layers, others = linears(3), nn.ModuleList([nn.ReLU() for _ in range(3)])
+    assert decoder_layers(Shell({"layers": layers, "others": others}, 3, ["Linear"])) == tuple(layers)
+    assert decoder_layers(Shell({"layers": layers, "others": others}, 3)) == (*layers, *others)
+    assert decoder_layers(Shell({"layers": layers}, 4)) == ()
+    nested = nn.ModuleList([nn.ModuleDict({"experts": linears(3)}) for _ in range(3)])
+    assert decoder_layers(Shell({"layers": nested}, 3)) == tuple(nested)
+    same = nn.ModuleList([nn.Linear(1, 1)] * 3)
+    assert decoder_layers(Shell({"layers": same}, 3)) == (same[0],)
+    assert decoder_layers(nn.Linear(1, 1)) == ()
+
+
+def test_a_tensor_of_two_layers_is_of_none(device: Device) -> None:
+    layers = nn.ModuleList([nn.Linear(600, 600, bias=False) for _ in range(3)])
+    layers[2].weight = layers[0].weight
+    model = Shell({"layers": layers}, 3)
+    model.also = layers[1]  # reached around the layers, but still nothing but layer 1
+    found = survey(model, decoder_layers(model), torch.device("cpu"))
+    assert [span.layer for span in found.spans] == [None, 1]
+    model.first = nn.Sequential(nn.Linear(600, 600, bias=False))
+    model.first[0].weight = layers[1].weight
+    found = survey(model, decoder_layers(model), torch.device("cpu"))
+    assert {span.layer for span in found.spans} == {None}
