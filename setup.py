@@ -3,10 +3,14 @@
 Only what pyproject.toml cannot say lives here: where the packages are and how the extensions are compiled.
 """
 
+import shutil
 from glob import glob
+from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.modified import newer_group
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
@@ -16,9 +20,20 @@ COMPILE = ["-O2", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 
 def needs_compile(obj: str, source: str) -> bool:
     """Compile a file again when it, or any header, is newer than its object."""
-    from setuptools.modified import newer_group
-
     return bool(newer_group([source, *HEADERS, __file__], obj))
+
+
+class BuildExt(build_ext):
+    """An editable install takes what was built in place before, where nothing of it has changed since."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        in_place = Path("allocator", target.name)
+        if self.editable_mode and in_place.exists() and not newer_group([*ext.sources, *ext.depends], str(in_place)):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(in_place, target)
+        else:
+            super().build_extension(ext)
 
 
 ParallelCompile("BALLONET_BUILD_JOBS", default=0, needs_recompile=needs_compile).install()
@@ -58,4 +73,5 @@ setup(
     },
     include_package_data=False,
     ext_modules=[core, standin],
+    cmdclass={"build_ext": BuildExt},
 )

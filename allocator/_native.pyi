@@ -51,7 +51,7 @@ class Device:
 
         Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_budget, copied
         {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults, heap {live, live_peak, requested,
-        requested_peak, reserved, reserved_peak, blocks, allocations, frees, hits}, physical_peak (bytes).
+        requested_peak, allocated_total, freed_total, reserved, cached, blocks, allocations, frees, hits}, physical_peak (bytes).
         """
     def reset_peaks(self) -> None: ...
     def trim(self) -> int:

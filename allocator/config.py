@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import index
@@ -163,4 +164,6 @@ def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
         return config.cache_dir
     environ = os.environ if environ is None else environ
     xdg = environ.get("XDG_CACHE_HOME", "")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "ballonet"
+    home = os.path.expanduser("~")
+    user = Path(home) / ".cache" if os.path.isabs(home) else Path(tempfile.gettempdir())  # a user without a home
+    return (Path(xdg) if xdg else user) / "ballonet"

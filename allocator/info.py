@@ -24,8 +24,8 @@ COMPILERS: Final = ("c++", "g++", "clang++")  # any of which can build the compa
 Facts = dict[str, Any]
 
 
-def gather(config: Config) -> Facts:
-    """Plain values, ready for JSON.
+def gather(config: Config, ballonet: str) -> Facts:
+    """Plain values, ready for JSON. `ballonet` is its own version.
 
     Keys: ballonet, python, versions (package → version or None), device (None where none can be used), defaults
     (page_size and host_budget in bytes, budget where it was set), memory (bytes total and available of the host),
@@ -33,7 +33,7 @@ def gather(config: Config) -> Facts:
     """
     target, problem = _target(config)
     return {
-        "ballonet": _version("ballonet"),
+        "ballonet": ballonet,
         "python": sys.version.split()[0],
         "versions": {name: _version(name) for name in PACKAGES},
         "device": _device(target),
@@ -53,7 +53,9 @@ def show(facts: Facts) -> None:
     console = Console()
     device = facts["device"]
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_row("ballonet", f"{facts['ballonet'] or 'not installed as a package'} on Python {facts['python']}")
+    table.add_column()
+    table.add_column(overflow="fold")
+    table.add_row("ballonet", f"{facts['ballonet']} on Python {facts['python']}")
     for name, found in facts["versions"].items():
         table.add_row(name, found or "not installed")
     table.add_row("device", f"{device['name']}, {format_size(device['total_memory'])}" if device else "none")

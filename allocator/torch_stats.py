@@ -8,9 +8,8 @@ Note [What the numbers mean here]
     allocated  bytes of live blocks, plus the pages of managed weights and KV caches
     reserved   every page that exists, whoever owns it, free ones included
     free       what can still be had (`mem_get_info`): the pool's free pages, and what budget and device still allow
-    Peaks of allocated bytes are not kept as one number: the peak of the blocks plus the pages now, but no
-    more than the peak of what existed. Historical totals are kept for the number of blocks only; elsewhere they repeat
-    the current value.
+    Peaks of allocated bytes are not kept as one number: the peak of the blocks plus the pages now, but no more than the
+    peak of what existed. Historical totals are kept for the blocks; elsewhere they repeat the current value.
 """
 
 from __future__ import annotations
@@ -24,17 +23,20 @@ import torch
 from . import _native
 
 _MISSING: Final = object()
+_TOTALS: Final = ("allocations", "frees", "allocated_total", "freed_total")
+_NEVER: Final = dict.fromkeys(_TOTALS, 0)
 _SIZES: Final = ("requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes", "inactive_split_bytes")
 _COUNTS: Final = ("allocation", "active", "segment", "inactive_split")
 _EVENTS: Final = ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free")
 
 
-def memory_stats(snapshot: Mapping[str, Any], allocations: int = 0, frees: int = 0) -> dict[str, Any]:
+def memory_stats(snapshot: Mapping[str, Any], reset: Mapping[str, int] = _NEVER) -> dict[str, Any]:
     """What `torch.cuda.memory_stats_as_nested_dict` gives, from `Device.snapshot()`.
 
-    `allocations` and `frees` are the counts when they were last reset. All is in the large pool: there is no small one.
+    `reset`: the historical totals when they were last reset. All is in the large pool: there is no small one.
     """
     heap, page = snapshot["heap"], snapshot["page_size"]
+    since = {name: heap[name] - reset[name] for name in _TOTALS}
     pages = (snapshot["pages"]["weights"] + snapshot["pages"]["kv"]) * page
     exists, exists_peak = snapshot["created"] * page, snapshot["physical_peak"]
 
@@ -42,17 +44,14 @@ def memory_stats(snapshot: Mapping[str, Any], allocations: int = 0, frees: int =
         now = heap[current] + pages
         return _figure(now, max(now, min(heap[f"{current}_peak"] + pages, exists_peak)))
 
-    blocks = _figure(heap["allocations"] - heap["frees"]) | {
-        "allocated": heap["allocations"] - allocations,
-        "freed": heap["frees"] - frees,
-    }
-    unused = heap["reserved"] - heap["live"]
+    nbytes = with_pages("live") | {"allocated": since["allocated_total"], "freed": since["freed_total"]}
+    blocks = _figure(heap["blocks"]) | {"allocated": since["allocations"], "freed": since["frees"]}
     known = {
         "requested_bytes": with_pages("requested"),
-        "allocated_bytes": with_pages("live"),
-        "active_bytes": with_pages("live"),
+        "allocated_bytes": nbytes,
+        "active_bytes": nbytes,
         "reserved_bytes": _figure(exists, max(exists, exists_peak)),
-        "inactive_split_bytes": _figure(unused),
+        "inactive_split_bytes": _figure(heap["reserved"] - heap["live"]),
         "allocation": blocks,
         "active": blocks,
         "segment": _figure(snapshot["created"], max(exists, exists_peak) // page),
@@ -89,8 +88,7 @@ class TorchStatistics:
 
     def __init__(self, device: _native.Device) -> None:
         self.device = device
-        self._allocations = 0
-        self._frees = 0
+        self._totals = _NEVER
         self._replaced: list[tuple[ModuleType, str, object]] = []
 
     def patch(self) -> None:
@@ -132,7 +130,7 @@ class TorchStatistics:
     def _stats(self, index: int) -> dict[str, Any]:
         if index != self.device.ordinal:
             return _zeros(memory_stats(self.device.snapshot()))
-        return memory_stats(self.device.snapshot(), self._allocations, self._frees)
+        return memory_stats(self.device.snapshot(), self._totals)
 
     def _reset_peak(self, index: int) -> None:
         if index == self.device.ordinal:
@@ -141,7 +139,7 @@ class TorchStatistics:
     def _reset_accumulated(self, index: int) -> None:
         if index == self.device.ordinal:
             heap = self.device.snapshot()["heap"]
-            self._allocations, self._frees = heap["allocations"], heap["frees"]
+            self._totals = {name: heap[name] for name in _TOTALS}
 
     def _memory_info(self, index: int, stock: Callable[[int], tuple[int, int]]) -> tuple[int, int]:
         if index != self.device.ordinal:

@@ -1,7 +1,7 @@
 """Time per decoded token of a whole model, stock and managed, with the same weights and a cache of a given length.
 
-The shape is that of SmolLM2-135M with random weights; the cache is filled directly, because a prefill of 16k tokens would
-take minutes on a CPU and is not what is measured.
+The shape is that of SmolLM2-135M with random weights; the cache is filled directly, because a prefill of 16k tokens
+would take minutes on a CPU and is not what is measured.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def main() -> None:
                 "ballonet": lambda n=length: time_token(ours, ballonet.KVCache(config=SHAPE), n),  # type: ignore[misc]
             }
             taken = interleaved(peers)
-            rows.append([length, taken["stock"], taken["ballonet"], round(taken["stock"].median / taken["ballonet"].median, 2)])
+            rows.append(
+                [length, taken["stock"], taken["ballonet"], round(taken["stock"].median / taken["ballonet"].median, 2)]
+            )
     report(
         "decode",
         "ms per decoded token, SmolLM2-135M shape, float32 (limits: 0.9 x as fast at 1k, faster from 8k)",

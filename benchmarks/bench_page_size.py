@@ -1,7 +1,7 @@
 """What a page size costs: the time to map and unmap a GiB, and what the last page of every range wastes.
 
-The default of each kind of device (allocator/runtime.py, Note [Page size]) is chosen from this table. Waste is that of the
-weights of two model shapes, and of a KV cache of 1,000 tokens with a range per layer.
+The default of each kind of device (allocator/runtime.py, Note [Page size]) is chosen from this table. Waste is that of
+the weights of two model shapes, and of a KV cache of 1,000 tokens with a range per layer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ def main() -> None:
     report(
         "page-size",
         "the cost of a page size",
-        ["MiB per page", "ms per GiB, first time", "ms per GiB, again", "8B weights", "135M weights", "8B KV", "135M KV"],
+        [
+            "MiB per page",
+            "ms per GiB, first time",
+            "ms per GiB, again",
+            "8B weights",
+            "135M weights",
+            "8B KV",
+            "135M KV",
+        ],
         rows,
     )
 

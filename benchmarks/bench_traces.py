@@ -1,6 +1,6 @@
-"""How much memory the allocator needs for a trace beyond what is live: a trace the benchmark makes, and any given as files.
+"""How much memory the allocator needs for a trace beyond what is live: a trace made here, and any given as files.
 
-    python benchmarks/bench_traces.py [TRACE.csv ...]
+python benchmarks/bench_traces.py [TRACE.csv ...]
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ def main() -> None:
     report(
         "traces",
         "peak physical memory against peak live (limit: 1.02 x peak live + 4 pages)",
-        ["trace", "pages of", "peak live MiB", "peak physical MiB", "ratio", "of the limit", "operations", "driver calls"],
+        [
+            "trace",
+            "pages of",
+            "peak live MiB",
+            "peak physical MiB",
+            "ratio",
+            "of the limit",
+            "operations",
+            "driver calls",
+        ],
         rows,
     )
 
@@ -48,7 +57,7 @@ def measure(trace: Path, page: str) -> list[object]:
 
 
 def make_trace(path: Path) -> None:
-    """Prefills of varied length through 16 layers: norm, projections, attention scores and MLP, as a transformer frees them."""
+    """Prefills of varied length through 16 layers: norm, projections, scores and MLP, freed as a transformer does."""
     rows: list[tuple[int, str, int, int, int]] = []
     live: dict[str, int] = {}
 

@@ -37,8 +37,7 @@ class Figure:
 
 
 def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REPETITIONS) -> dict[str, Figure]:
-    """Each peer once per round, so that a drift of the machine's speed meets all of them alike. One round before that
-    is not counted."""
+    """Each peer once per round, so that a drift of the machine's speed meets all alike. The first does not count."""
     values: dict[str, list[float]] = {name: [] for name in peers}
     for repetition in track(range(repetitions + 1), "measuring", console=Console(stderr=True), transient=True):
         for name, measure in peers.items():
@@ -49,7 +48,7 @@ def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REP
 
 
 def report(name: str, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    """Prints the table and writes build/bench-NAME.json with machine and versions. A `Figure` keeps its spread in it."""
+    """Prints the table and writes build/bench-NAME.json, with machine and versions, and the spread of each figure."""
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, str) else str(cell) for cell in row))
@@ -63,6 +62,12 @@ def report(name: str, title: str, columns: list[str], rows: list[list[Any]]) -> 
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    names = [line.partition(":")[2].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = {package: version(package) for package in PACKAGES}
-    return {"cpu": names[0] if names else platform.machine(), "cores": os.cpu_count(), "kernel": platform.release(), **versions}
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        **versions,
+    }

@@ -21,7 +21,16 @@ from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-PROMPT = "What is a ballonet in an airship, and why does an airship need one? Answer in a few sentences."
+PROMPT = """Read this and answer the question below it.
+
+An airship floats because the gas inside its envelope is lighter than the air around it. As the airship climbs, the air
+gets thinner and the gas expands; as it comes down again, the gas shrinks and the envelope would go slack. So there are
+bags of air inside the envelope, called ballonets. On the way down air is blown into them, and they fill the room that
+the gas has left. On the way up the air is let out again, and the gas takes the room for itself. The envelope keeps its
+shape all the while, and no gas is lost. By filling the front ballonet more than the rear one the pilot can also point
+the nose down, and the other way round.
+
+Question: what are ballonets for, and what happens to them when the airship comes down?"""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 MIB = 2**20
 
@@ -167,7 +176,8 @@ class Clock:
 def report(console: Console, options: argparse.Namespace, stock: dict[str, Any], ours: dict[str, Any]) -> int:
     stats = ours["stats"]
     page = stats["page_size"]
-    console.print(Panel(ours["text"].strip(), title=f"SmolLM2-135M-Instruct: {options.prompt}", title_align="left"))
+    question = options.prompt.strip().splitlines()[-1]
+    console.print(Panel(ours["text"].strip(), title=f"SmolLM2-135M-Instruct: {question}", title_align="left"))
     table = Table("", "stock torch", "ballonet", title=f"{len(ours['tokens'])} tokens on {ours['device']}")
     table.add_row("tokens per second", *(f"{run['tokens_per_second']:.1f}" for run in (stock, ours)))
     console.print(table)
@@ -190,13 +200,15 @@ def owners_table(rows: list[list[int]], page: int, budget: int) -> Table:
         most = max(row[index] for row in rows)
         table.add_row(owner, str(most), str(answering[index]), f"{most * page / MIB:.0f} MiB")
     existed = max(sum(row[1:]) for row in rows)
-    table.add_row("in existence", str(existed), str(sum(answering[1:])), f"{existed * page / MIB:.0f} MiB", style="bold")
+    table.add_row(
+        "in existence", str(existed), str(sum(answering[1:])), f"{existed * page / MIB:.0f} MiB", style="bold"
+    )
     table.add_row("budget", str(budget // page), "", f"{budget / MIB:.0f} MiB", style="bold")
     return table
 
 
 def draw(path: Path, rows: list[list[int]], page: int, budget: int) -> None:
-    """Pages by owner over time as a stack, under the line of the budget."""
+    """Pages by owner over time as a stack, under the line of the budget; and once more without the weights."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -204,18 +216,21 @@ def draw(path: Path, rows: list[list[int]], page: int, budget: int) -> None:
 
     from ballonet.offload.timeline import resample
 
-    order = ("weights", "kv", "activations", "retiring", "free")
-    colours = ("#3b6fb6", "#e08a2c", "#58a55c", "#b65a9a", "#d9d9d9")
+    owners = {"weights": "#3b6fb6", "kv": "#e08a2c", "activations": "#58a55c", "retiring": "#b65a9a", "free": "#d9d9d9"}
     series = resample([tuple(row) for row in rows], rows[0][0], rows[-1][0] + 1, 600)  # type: ignore[misc]
-    figure, axes = pyplot.subplots(figsize=(10, 5))
-    stacks = [[count * page / MIB for count in series.pages[owner]] for owner in order]
-    labels = ["weights", "KV cache", "activations", "retiring", "free"]
-    axes.stackplot(series.seconds, stacks, labels=labels, colors=colours, step="post")
-    axes.axhline(budget / MIB, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set(title="Who owns the pages", xlabel="seconds", ylabel=f"MiB, in pages of {page / MIB:g} MiB")
-    axes.set_xlim(0, series.seconds[-1])
-    axes.set_ylim(0, budget / MIB * 1.08)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure, (whole, part) = pyplot.subplots(2, 1, figsize=(10, 8), sharex=True, height_ratios=(3, 2))
+    for axes, shown in ((whole, list(owners)), (part, list(owners)[1:])):
+        stacks = [[count * page / MIB for count in series.pages[owner]] for owner in shown]
+        labels = ["KV cache" if owner == "kv" else owner for owner in shown]
+        axes.stackplot(series.seconds, stacks, labels=labels, colors=[owners[owner] for owner in shown], step="post")
+        axes.set_ylabel("MiB")
+    whole.set_title(f"Who owns the pages ({page / MIB:g} MiB each)")
+    whole.axhline(budget / MIB, color="black", linestyle="--", linewidth=1, label="budget")
+    whole.set_ylim(0, budget / MIB * 1.08)
+    whole.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    part.set_title("The same without the weights", fontsize="medium")
+    part.set_xlim(0, series.seconds[-1])
+    part.set_xlabel("seconds")
     figure.savefig(path, dpi=120, bbox_inches="tight")
 
 

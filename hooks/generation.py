@@ -1,12 +1,13 @@
-"""How a managed model comes by elastic KV layers with no argument: in `generate()`, and in caches that a forward makes for itself.
+"""How a managed model comes by elastic KV layers with no argument: in `generate()`, and when a forward makes a cache.
 
 Note [Who builds the cache]
-Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer. While any model is attached the
-entry for full attention is a function of ours: it makes elastic layers where a managed model is building a cache on this very
-thread, and calls what was there before in every other case. "Is building" is said by two sides: by the entry and exit of a managed
-model's forward (`forward_entered`), and by `_prepare_cache_for_generation`, which is wrapped on its class, so that the model itself
-carries nothing that a copy or a pickle of it would take along. The cache's own type stays `DynamicCache`. With the last model
-both entries go back to what they were; where someone else has wrapped ours meanwhile, ours stays below and only passes on.
+    Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer. While any
+    model is attached the entry for full attention is a function of ours: it makes elastic layers where an attached
+    model is building a cache on this very thread, and calls what was there before in every other case. That it is
+    building is said by two sides: by the entry and exit of its forward (`forward_entered`), and by
+    `_prepare_cache_for_generation`, which is wrapped on its class, so that the model itself carries nothing that a
+    copy or a pickle of it would take along. The cache's own type stays `DynamicCache`. With the last model both
+    entries go back to what they were; where someone else has wrapped ours meanwhile, ours stays below and passes on.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ import torch
 from torch import nn
 
 from ..allocator.errors import AlreadyManaged
-from .compat import FULL_ATTENTION, LAYER_TYPES, GenerationMixin, decodes_with_dynamic_cache, layers_of_one_shape
-from .kv import ElasticLayer, ranges_for
-from .kv_range import CacheRanges
+from .cache_ranges import CacheRanges
+from .compat import (
+    FULL_ATTENTION,
+    PREPARE_CACHE,
+    GenerationMixin,
+    decodes_with_dynamic_cache,
+    full_attention_layers,
+    layer_types,
+)
+from .kv import ElasticLayer
 from .lease import ForwardLease
 
-_PREPARE = "_prepare_cache_for_generation"
 _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cache which grows on the device
 
 
@@ -46,8 +53,8 @@ class Building:
     def layer(self, **kwargs: Any) -> ElasticLayer:
         """The next layer; it shares ranges with the others of its cache."""
         if self._ranges is None or not self._left:
-            self._ranges = ranges_for(self._config, self._expected, self._alone)
-            self._left = layers_of_one_shape(self._config)
+            self._ranges = CacheRanges.of(self._config, self._expected, self._alone)
+            self._left = full_attention_layers(self._config)
         self._left -= 1
         return ElasticLayer(self._ranges, **kwargs)
 
@@ -57,27 +64,28 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_lock = threading.Lock()
-_attached: dict[
-    int, tuple[Any, bool]
-] = {}  # id of a model that lives -> its config, and whether layers are acted on alone
+_lock = threading.RLock()  # a model may be collected, and so detached, anywhere
+# id of a model that lives -> its configuration, and whether something acts on single layers of its caches
+_attached: dict[int, tuple[Any, bool]] = {}
 _undo: list[Callable[[], None]] = []
 
 
 def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
-    """Makes the caches that `model` builds elastic until the returned function is called (again does nothing) or the model is gone.
+    """Makes the caches that `model` builds elastic, until the returned function is called (again does nothing) or the
+    model is gone.
 
-    A model that does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops single
-    layers of the cache, which then share no pages. Raises AlreadyManaged.
+    A model that does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops
+    single layers of the cache, which then share no pages. Raises AlreadyManaged, UnsupportedVersion.
     """
     if not decodes_with_dynamic_cache(model):
         return lambda: None
+    table = layer_types()
     with _lock:
         if id(model) in _attached:
             raise AlreadyManaged(f"this {type(model).__name__} is attached already: release the first Managed before")
-        if not _attached:
-            _undo.extend((_patch_layer_types(), _patch_preparation()))
         _attached[id(model)] = (model.config, alone)
+        if not _undo:
+            _undo.extend((_patch_layer_types(table), _patch_preparation()))
     detach = weakref.finalize(model, _detach, id(model))
     detach.atexit = False
     return detach
@@ -127,8 +135,8 @@ def _detach(key: int) -> None:
                 _undo.pop()()
 
 
-def _patch_layer_types() -> Callable[[], None]:
-    stock = LAYER_TYPES[FULL_ATTENTION]
+def _patch_layer_types(table: dict[str, Any]) -> Callable[[], None]:
+    stock = table[FULL_ATTENTION]
 
     def full_attention_layer(**kwargs: Any) -> Any:
         # Asked first, so that a compiler that traces this sees nothing else.
@@ -137,15 +145,15 @@ def _patch_layer_types() -> Callable[[], None]:
         return _thread.building.layer(**kwargs)
 
     def undo() -> None:
-        if LAYER_TYPES[FULL_ATTENTION] is full_attention_layer:
-            LAYER_TYPES[FULL_ATTENTION] = stock
+        if table[FULL_ATTENTION] is full_attention_layer:
+            table[FULL_ATTENTION] = stock
 
-    LAYER_TYPES[FULL_ATTENTION] = full_attention_layer
+    table[FULL_ATTENTION] = full_attention_layer
     return undo
 
 
 def _patch_preparation() -> Callable[[], None]:
-    stock: Callable[..., Any] = getattr(GenerationMixin, _PREPARE)
+    stock: Callable[..., Any] = getattr(GenerationMixin, PREPARE_CACHE)
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -160,8 +168,8 @@ def _patch_preparation() -> Callable[[], None]:
             return stock(model, *args, **kwargs)
 
     def undo() -> None:
-        if getattr(GenerationMixin, _PREPARE) is prepare:
-            setattr(GenerationMixin, _PREPARE, stock)
+        if getattr(GenerationMixin, PREPARE_CACHE) is prepare:
+            setattr(GenerationMixin, PREPARE_CACHE, stock)
 
-    setattr(GenerationMixin, _PREPARE, prepare)
+    setattr(GenerationMixin, PREPARE_CACHE, prepare)
     return undo

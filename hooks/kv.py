@@ -1,14 +1,14 @@
 """The elastic KV cache: layers of a transformers cache whose keys and values lie in ranges of the pool.
 
 Note [Elastic or stock]
-An `ElasticLayer` is a `DynamicLayer` in every respect. It keeps its tokens in a range while it can, and otherwise in ordinary tensors
-of torch, where all that it does is what `DynamicLayer` does: when gradients flow through the new tokens (written in place they
-would be lost), when torch traces or compiles, for tensors that are not on the installed device or are no plain tensors, for
-shapes that do not fit what is there, and from the moment someone assigns `keys` or `values`. At its next update under ordinary
-circumstances it moves (back) in.
+    An `ElasticLayer` is a `DynamicLayer` in every respect. It keeps its tokens in a range while it can, and otherwise
+    in ordinary tensors of torch, where all that it does is what `DynamicLayer` does: when gradients flow through the
+    new tokens (written in place they would be lost), when torch traces or compiles, for tensors that are not on the
+    installed device or are no plain tensors, for shapes that do not fit what is there, and from the moment someone
+    assigns `keys` or `values`. At its next update under ordinary circumstances it moves (back) in.
 
-Whatever replaces the tokens as a whole (another batch, a longer reservation, a reordering while someone looks at the old order) first
-fills a new place and then leaves the old one, so that a failure in between changes nothing.
+    Whatever replaces the tokens as a whole (another batch, a longer reservation, a reordering while someone looks at
+    the old order) first fills a new place and then leaves the old one, so that a failure in between changes nothing.
 """
 
 from __future__ import annotations
@@ -19,28 +19,31 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.jit._trace import is_tracing
 
 from ..allocator import runtime
-from .compat import DynamicCache, DynamicLayer, cropped, layers_of_one_shape, longest_sequence
-from .kv_range import CacheRanges, KVRange, Shape, torch_device
+from .cache_ranges import CacheRanges
+from .compat import DynamicCache, DynamicLayer, cropped
+from .kv_range import KVRange, Shape
+from .weights import torch_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class ElasticLayer(DynamicLayer):
-    """The keys and values of one full-attention layer: [batch, heads, tokens, dim], growing and shrinking at the tail of a range.
+    """The keys and values of one full-attention layer, [batch, heads, tokens, dim], at the growing tail of a range.
 
-    Raises torch.OutOfMemoryError where no page is left for new tokens; the layer is then as long as before.
+    Raises torch.OutOfMemoryError where no page is left for new tokens, and DriverError; it is then as long as before.
     """
 
     def __init__(self, ranges: CacheRanges | None = None, **kwargs: Any) -> None:
-        """`ranges`: shared with the other layers of the cache. Other arguments are what transformers gives to layers."""
+        """`ranges`: shared with the other layers of the cache. `kwargs`: what transformers gives to any layer."""
         self._ranges = CacheRanges() if ranges is None else ranges
         self._home: KVRange | None = None
         self._place = 0
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -100,10 +103,10 @@ class ElasticLayer(DynamicLayer):
             self._home.cut(self._place, cropped(self._home.length(self._place), tokens_to_remove))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence i becomes what sequence beam_idx[i] is."""
+        """Sequence i becomes what sequence beam_idx[i] is (int64[sequences])."""
         home = self._home
         if home is None or not self.elastic:
-            super().reorder_cache(beam_idx)
+            super().reorder_cache(cast(torch.LongTensor, beam_idx))
             return
         rows = beam_idx.to(home.shape.device)
         if rows.shape == (home.shape.batch,) and home.exclusive():
@@ -128,13 +131,13 @@ class ElasticLayer(DynamicLayer):
     def offload(self) -> None:
         """Moves the tokens to ordinary host memory; on a CPU that is where they are."""
         if self.is_initialized and self.device.type != "cpu":
-            super().offload()
+            super().offload()  # type: ignore[no-untyped-call]
             self._leave()
 
     def prefetch(self) -> None:
         """Brings them back to the layer's device; the next update moves them into the pool."""
         if not self.elastic:
-            super().prefetch()
+            super().prefetch()  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ElasticLayer:
         """A copy whose tokens lie in a range of its own."""
@@ -159,7 +162,7 @@ class ElasticLayer(DynamicLayer):
         return cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
 
     def _stock_update(self, *args: Any, **kwargs: Any) -> Pair:
-        pair = cast(Pair, super().update(*args, **kwargs))
+        pair = super().update(*args, **kwargs)
         if not torch.compiler.is_compiling():
             self._leave()
         return pair
@@ -224,29 +227,20 @@ class KVCache(DynamicCache):
     """
 
     def __init__(self, config: Any = None, *, max_length: int = 0) -> None:
-        """`config`: the model's, which says what its layers are (without it all are full attention). `max_length`: tokens that
-        one sequence is expected to reach; a hint, not a limit."""
+        """`config`: the model's, which says what its layers are (without it all are full attention). `max_length`:
+        tokens that one sequence is expected to reach; a hint, not a limit."""
         runtime.require()
         super().__init__(config=config)
-        ranges = ranges_for(config, max_length)
-        self.layers = [
-            ElasticLayer(ranges) if type(each) in (DynamicLayer, ElasticLayer) else each for each in self.layers
-        ]
+        ranges = CacheRanges.of(config, max_length)
+        stock = (DynamicLayer, ElasticLayer)
+        self.layers = [ElasticLayer(ranges) if type(layer) in stock else layer for layer in self.layers]
         if config is None:
-            self.layer_class_to_replicate = functools.partial(ElasticLayer, ranges)
-
-
-def ranges_for(config: Any, expected: int = 0, alone: bool = False) -> CacheRanges:
-    """What the layers of a cache for `config` share. `expected`: tokens per sequence, 0 if unknown; `alone`: see `geometry.choose`."""
-    if config is None:
-        return CacheRanges(1, expected, expected, alone)
-    longest = expected or longest_sequence(config)
-    return CacheRanges(layers_of_one_shape(config), longest, expected, alone)
+            self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, ranges))
 
 
 def _plain(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Can these be copied in place? See Note [Elastic or stock]."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or is_tracing():
         return False
     if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
         return False

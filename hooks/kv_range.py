@@ -1,36 +1,35 @@
-"""The memory of a KV cache: ranges that groups of layers share, mapped to the longest of their layers.
+"""A range of KV: the keys and values of a group of layers, mapped to the longest of them.
 
 Note [Who else looks]
-Stock layers make new tensors whenever they change, so whoever took `layer.keys` before keeps what he saw. Here tensors are views of one
-place, and what was shown must not change under them either. Appending is harmless: it writes behind everything shown. But
-reordering, or cutting the tail and appending again, would show. So every storage that is made over the range is remembered by a weak
-reference, and before something shown is overwritten the range drops its own views and asks whether any storage is still alive
-(`exclusive`). As a rule none is, and the work is done in place; otherwise the layer that wants to change moves to a new range and
-leaves the old one to whoever looks at it. Pages given back under a view leave with it: the core keeps what a tensor covers.
+    Stock layers make new tensors whenever they change, so whoever took `layer.keys` before keeps what he saw. Here
+    tensors are views of one place, and what was shown must not change under them either. Appending is harmless: it
+    writes behind everything shown. But reordering, or cutting the tail and appending again, would show. So every
+    storage that is made over the range is remembered by a weak reference, and before something shown is overwritten
+    the range drops its own views and asks whether any storage is still alive (`exclusive`). As a rule none is, and
+    the work is done in place; otherwise the layer that wants to change moves to a new range and leaves the old one to
+    whoever looks at it. Pages given back under a view leave with it: the core keeps what a tensor covers.
 
 Note [Two aliases]
-Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares versions to find out
-that something it saved was overwritten; appending overwrites nothing that was ever shown, so it must not count as such.
+    Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares
+    versions to find out that something it saved was overwritten; appending overwrites nothing that was ever shown, so
+    it must not count as such.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from ..allocator import runtime
 from ..allocator._native import Device, Group
 from ..allocator.errors import PoolExhausted
-from ..offload.geometry import Geometry, choose, longest
+from ..offload.geometry import Geometry
 from .compat import StorageWeakRef
 from .lease import Holding, current
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
 _SCRATCH: Final = 32 * 2**20  # bytes: sequences are reordered in chunks of this size
-_AT_LEAST: Final = 4096  # tokens reserved for where nothing says how long sequences get; addresses cost next to nothing
 
 
 class Shape(NamedTuple):
@@ -61,7 +60,7 @@ class Shape(NamedTuple):
 
 
 class _Views(NamedTuple):
-    """A layer's keys and values over all mapped tokens: to be shown, and to be written through. See Note [Two aliases]."""
+    """A layer's keys and values over all mapped tokens: to be shown, and to be written. See Note [Two aliases]."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -70,10 +69,10 @@ class _Views(NamedTuple):
 
 
 class KVRange:
-    """The range of a group of layers. A layer has a place in it (its index in the geometry) and a length of its own."""
+    """The range of a group of layers. A layer has a place in it (its index in the geometry) and its own length."""
 
     def __init__(self, device: Device, group: Group, geometry: Geometry, shape: Shape) -> None:
-        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing."""
+        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. DriverError."""
         self.geometry: Final = geometry
         self.shape: Final = shape
         self.group: Final = group
@@ -96,10 +95,10 @@ class KVRange:
 
     def leave(self, place: int) -> None:
         """The layer needs its tokens no more."""
-        self._lengths[place] = 0
-        self._shrink()
+        self.cut(place, 0)
 
     def length(self, place: int) -> int:
+        """Tokens of the layer."""
         return self._lengths[place]
 
     def takes(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -114,7 +113,8 @@ class KVRange:
     def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies the tokens behind the layer's last one and returns all of its keys and values.
 
-        `takes` has said yes. Raises torch.OutOfMemoryError, and has changed nothing, where no page is left to map.
+        `takes` has said yes. Raises torch.OutOfMemoryError or DriverError, and has changed nothing, where no page is
+        left to map.
         """
         start, tokens = self._lengths[place], keys.shape[2]
         end = start + tokens
@@ -133,15 +133,21 @@ class KVRange:
         return (self._views[place] or self._open(place)).keys.narrow(2, 0, self._lengths[place])
 
     def values(self, place: int) -> torch.Tensor:
+        """[batch, heads, length, v_dim]"""
         return (self._views[place] or self._open(place)).values.narrow(2, 0, self._lengths[place])
 
     def cut(self, place: int, length: int) -> None:
         """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back."""
         self._lengths[place] = length
-        self._shrink()
+        pieces = self.geometry.pieces(max(self._lengths))
+        if pieces < self._pieces:
+            runs = self.geometry.runs(pieces, self._pieces)
+            self._set_pieces(pieces)
+            for first, count in runs:
+                self.range.retire(first, count)
 
     def reorder(self, place: int, rows: torch.Tensor) -> None:
-        """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure that it is `exclusive`."""
+        """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of `exclusive()`."""
         views, length = self._views[place] or self._open(place), self._lengths[place]
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
@@ -151,14 +157,17 @@ class KVRange:
         with Holding(self.group):
             self._note(0, length)
             for whole in (views.write_keys, views.write_values):
-                rows_of_tokens = whole.permute(2, 0, 1, 3).flatten(2)  # [tokens, batch, heads x dim], a view
+                by_token = whole.permute(2, 0, 1, 3).flatten(2)  # [tokens, batch, heads x dim], a view
                 for start in range(0, length, chunk):
-                    part = rows_of_tokens[start : min(start + chunk, length)]
+                    part = by_token[start : min(start + chunk, length)]
                     picked = scratch[: part.numel()].view(part.shape)
                     part.copy_(torch.ops.aten.index.Tensor_out(part, [None, rows], out=picked))
 
     def exclusive(self) -> bool:
-        """Does nobody else hold a view? What was shown may then change. Drops the range's own views. See Note [Who else looks]."""
+        """Does nobody else hold a view, so that what was shown may change? Drops the range's own views.
+
+        See Note [Who else looks].
+        """
         self._views = [None] * self.geometry.layers
         self._storages = [storage for storage in self._storages if not storage.expired()]
         if self._storages:
@@ -175,14 +184,6 @@ class KVRange:
             raise torch.OutOfMemoryError(f"no room for {tokens} tokens of KV cache: {error}") from error
         self._set_pieces(pieces)
 
-    def _shrink(self) -> None:
-        pieces = self.geometry.pieces(max(self._lengths))
-        if pieces < self._pieces:
-            runs = self.geometry.runs(pieces, self._pieces)
-            self._set_pieces(pieces)
-            for first, count in runs:
-                self.range.retire(first, count)
-
     def _set_pieces(self, pieces: int) -> None:
         self._pieces = pieces
         self._capacity = self.geometry.capacity(pieces)
@@ -191,23 +192,22 @@ class KVRange:
     def _open(self, place: int) -> _Views:
         """Views over everything that is mapped, and nothing else: a storage that spans more could not be saved."""
         geometry, shape = self.geometry, self.shape
-        if not self._capacity:
-            empty = [
-                torch.empty((shape.batch, shape.heads, 0, dim), dtype=shape.dtype, device=shape.device)
-                for dim in (shape.k_dim, shape.v_dim)
-            ]
+        sides = (
+            (shape.k_dim, geometry.k_strides, geometry.k_offset(place)),
+            (shape.v_dim, geometry.v_strides, geometry.v_offset(place)),
+        )
+        size = (shape.batch, shape.heads, self._capacity)
+        if not self._pieces:
+            empty = [torch.empty((*size, dim), dtype=shape.dtype, device=shape.device) for dim, _, _ in sides]
             return _Views(*empty, *empty)
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False):
             flat = self._flat()
             views = _Views(
                 *(
-                    side.as_strided((shape.batch, shape.heads, self._capacity, dim), strides, offset)
-                    for side in (flat, flat.data)
-                    for dim, strides, offset in (
-                        (shape.k_dim, geometry.k_strides, geometry.k_offset(place)),
-                        (shape.v_dim, geometry.v_strides, geometry.v_offset(place)),
-                    )
+                    alias.as_strided((*size, dim), strides, offset)
+                    for alias in (flat, flat.data)
+                    for dim, strides, offset in sides
                 )
             )
         self._views[place] = views
@@ -215,10 +215,11 @@ class KVRange:
 
     def _flat(self) -> torch.Tensor:
         """The mapped bytes as elements, over one storage for all layers while the mapping stays as it is."""
+        nbytes = self._pieces * self.geometry.page
         for views in self._views:
             if views is not None:
-                return views.keys.as_strided((self._pieces * self.geometry.page // views.keys.itemsize,), (1,), 0)
-        flat = torch.from_dlpack(self.range.tensor(0, (self._pieces * self.geometry.page,), (1,), *_UINT8))
+                return views.keys.as_strided((nbytes // self.geometry.itemsize,), (1,), 0)
+        flat = from_dlpack(self.range.tensor(0, (nbytes,), (1,), *_UINT8))
         self._storages = [storage for storage in self._storages if not storage.expired()]
         self._storages.append(StorageWeakRef(flat.untyped_storage()))
         return flat.view(self.shape.dtype)
@@ -233,80 +234,3 @@ class KVRange:
         lease = current()
         if lease is not None:
             lease.touched(self.range)
-
-
-class CacheRanges:
-    """What the layers of one cache share: their ranges and the lease group. Copies of a cache get one of their own."""
-
-    def __init__(self, layers: int = 1, longest: int = 0, expected: int = 0, alone: bool = False) -> None:
-        """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: those likely to come; 0: unknown.
-        `alone`: something acts on single layers."""
-        self._layers = layers
-        self._longest = longest
-        self._expected = expected
-        self._alone = alone
-        self._owner: Device | None = None
-        self._group: Group | None = None
-        self._ranges: list[weakref.ref[KVRange]] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
-        return CacheRanges(self._layers, self._longest, self._expected, self._alone)
-
-    def __reduce__(self) -> tuple[type[CacheRanges], tuple[int, int, int, bool]]:
-        return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
-
-    def group(self, device: Device) -> Group:
-        """The lease group of this cache on `device`."""
-        if self._group is None or self._owner is not device:
-            self._owner, self._group = device, device.group()
-        return self._group
-
-    def join(self, device: Device, shape: Shape, tokens: int) -> tuple[KVRange, int] | None:
-        """A place for a layer of this shape and at least `tokens` tokens: in a range that has one to give, else in a new one.
-
-        None where attention kernels could not index so many tokens side by side.
-        """
-        for home in self._open():
-            if home.shape == shape and home.geometry.tokens >= tokens and (place := home.join()) is not None:
-                return home, place
-        geometry = self._geometry(device, shape, tokens)
-        if geometry is None:
-            return None
-        home = KVRange(device, self.group(device), geometry, shape)
-        self._ranges.append(weakref.ref(home))
-        place = home.join()
-        assert place is not None
-        return home, place
-
-    def _open(self) -> Iterable[KVRange]:
-        self._ranges = [each for each in self._ranges if each() is not None]
-        return [home for each in self._ranges if (home := each()) is not None]
-
-    def _geometry(self, device: Device, shape: Shape, tokens: int) -> Geometry | None:
-        sizes = {
-            "batch": shape.batch,
-            "heads": shape.heads,
-            "k_dim": shape.k_dim,
-            "v_dim": shape.v_dim,
-            "itemsize": shape.dtype.itemsize,
-        }
-        most = longest(**sizes)
-        if tokens > most:
-            return None
-        # No sequence outgrows the budget, so that reserving more would only cost bookkeeping.
-        one = Geometry(1, **sizes, page=device.page_size, tokens=1)
-        affordable = max(device.budget // one.token_bytes, 2 * tokens)
-        room = min(max(self._longest, _AT_LEAST, 2 * tokens), affordable, most)
-        return choose(
-            **sizes,
-            layers=self._layers,
-            page=device.page_size,
-            tokens=room,
-            expected=max(self._expected, tokens),
-            alone=self._alone,
-        )
-
-
-def torch_device(device: Device) -> torch.device:
-    """Where the tensors of `device` are for torch."""
-    return torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")

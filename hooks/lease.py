@@ -1,8 +1,8 @@
 """Leases: what one forward of one model uses, from its entry to its exit, on the thread that runs it.
 
-What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are neither moved nor
-taken. The module hooks of a managed model open one around every forward (`generation.forward_entered`); KV layers add the group of
-their cache at their first update in it. A cache that is used outside of a managed forward holds its group for each call alone.
+What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are
+neither moved nor taken. The module hooks of a managed model open one around every forward; KV layers add the group of
+their cache at their first update in it. A cache that is used outside of any lease holds its group for each call alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _current = _Current()
 
 
 class ForwardLease:
-    """The groups that a forward has entered, and the KV ranges it has written. Forwards nest; `close` on the thread that made it."""
+    """The groups that a forward has entered, and the KV ranges that it has written. Leases nest.
+
+    `close()` is called on the thread that made it.
+    """
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
@@ -31,7 +34,7 @@ class ForwardLease:
         _current.lease = self
 
     def enter_group(self, group: Group) -> None:
-        """Leases the group until `close`; once, however often it is asked for."""
+        """Leases the group until `close()`; once, however often it is asked for."""
         if not any(each is group for each in self._groups):
             group.enter()
             self._groups.append(group)
@@ -60,7 +63,7 @@ def current() -> ForwardLease | None:
 
 
 class Holding:
-    """`with Holding(group):` the group is leased: by the forward that runs on this thread until its end, else within the block."""
+    """`with Holding(group):` leases it until this thread's lease ends, or without one until the block does."""
 
     __slots__ = ("_alone", "_group")
 

@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from .first_use import FirstUse
-
 _LAUNCHERS = ("ballonet.__main__", __name__, "runpy")  # whose frames come before the program's first
 
 
@@ -41,6 +39,8 @@ def run(program: str, args: Sequence[str], *, module: bool) -> None:
 
     ballonet is installed already and `find` has found the program. Raises whatever the program raises.
     """
+    from .first_use import FirstUse  # brings torch, which a program that does not exist need not wait for
+
     FirstUse()
     sys.argv = [program, *args]
     _shorten_tracebacks()

@@ -1,31 +1,32 @@
 """KV geometry: where the keys and values of a token lie inside a range, as a value.
 
 Words
-  group    the layers that share a range: one, or several whose keys and values have the same shapes
-  token    what all layers of the group store for one position of every sequence that the range holds side by side
-  section  the keys, or the values, of one layer inside a token
-  piece    a page-sized part of a range, as in the native core
+    group    the layers that share a range: one, or several whose keys and values have the same shapes
+    token    what all layers of the group store for one position of every sequence that the range holds side by side
+    section  the keys, or the values, of one layer inside a token
+    piece    a page-sized part of a range, as in the native core
 
 Note [Token-major]
-A token is contiguous, and token follows token:
+    A token is contiguous, and token follows token:
 
-    inner   [token][layer][K: batch, head, dim | V: batch, head, dim]
-    slots   [sequence][token][layer][K: head, dim | V: head, dim]        each sequence starts on a page
+        inner   [token][layer][K: batch, head, dim | V: batch, head, dim]
+        slots   [sequence][token][layer][K: head, dim | V: head, dim]        each sequence starts on a page
 
-so that one more token touches the tail of the range (of each sequence's part of it, with `slots`) and nothing else: pages are mapped
-as tokens come and leave when the tail is cut. A layer's keys are the strided view [batch, heads, tokens, dim] of that; they are
-never copied into it. Sections start at multiples of `ALIGNMENT`, as every row of a tensor of torch's own does for usual head sizes.
+    so that one more token touches the tail of the range (with `slots`, of its sequence's part of it) and nothing else:
+    pages are mapped as tokens come and leave when the tail is cut. A layer's keys are a strided view
+    [batch, heads, tokens, dim] of that, so are its values. Sections start at multiples of `ALIGNMENT`, as every row of
+    a tensor of torch's own does for usual head sizes.
 
 Note [int32]
-With a mask, or in float32, the memory-efficient attention kernel multiplies the index of a key by the token stride in 32 bits. So
-tokens x token stride must stay below 2**31 elements: `Geometry.int32_ok`. More layers in a group, or more sequences side by
-side, make the stride longer; `choose` keeps the group small enough, and `longest` is the number of tokens at which one layer
-alone reaches the bound.
+    With a mask, or in float32, the memory-efficient attention kernel multiplies the index of a key by the token stride
+    in 32 bits. So tokens x token stride must stay below 2**31 elements: `Geometry.int32_ok`. More layers in a group, or
+    more sequences side by side, make the stride longer; `choose` keeps the group small enough, and `longest` is the
+    number of tokens at which one layer alone reaches the bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 ALIGNMENT: Final = 16  # bytes; what the widest vector load of an attention kernel asks for
@@ -143,7 +144,6 @@ def longest(batch: int, heads: int, k_dim: int, v_dim: int, itemsize: int) -> in
 
 
 def choose(
-    *,
     layers: int,
     batch: int,
     heads: int,
@@ -152,18 +152,19 @@ def choose(
     itemsize: int,
     page: int,
     tokens: int,
+    *,
     expected: int,
     alone: bool,
     joining: bool = False,
 ) -> Geometry:
     """The geometry for up to `layers` layers of one shape that may share a range.
 
-    `tokens`: the most to make room for; `expected`: those that are likely to come. `alone`: something acts on single layers (streams,
-    offloads or drops them). `joining`: sequences come and go by themselves. Raises ValueError where `tokens` exceeds what
-    `longest` allows for the sequences that lie side by side.
+    `tokens`: the most to make room for; `expected`: those that are likely to come. `alone`: something acts on single
+    layers (streams, offloads or drops them). `joining`: sequences come and go by themselves. Raises ValueError where
+    one layer alone breaks the bound of Note [int32].
 
-    One layer per range is the default. All layers share one when nothing needs them alone and the pages of a layer of its own would be
-    mostly empty at the expected length, as far as Note [int32] lets the token grow.
+    One layer per range is the default. Several share one when nothing needs them alone and the pages of a layer of its
+    own would be mostly empty at the expected length: all of them, or as many as the bound allows.
     """
     kind: Batch = "slots" if joining else "inner"
     one = Geometry(1, batch, heads, k_dim, v_dim, itemsize, page, tokens, kind)
@@ -175,5 +176,4 @@ def choose(
     mostly_empty = 2 * expected * one.token_bytes < one.pieces(expected) * page
     if alone or not mostly_empty:
         return one
-    group = min(layers, (INT32 - 1) // (tokens * one.token_stride))
-    return Geometry(group, batch, heads, k_dim, v_dim, itemsize, page, tokens, kind)
+    return replace(one, layers=min(layers, (INT32 - 1) // (tokens * one.token_stride)))

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from ballonet.allocator import _native, companion, runtime
 from ballonet.allocator.companion import Companion, CompanionUnavailable
+from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 # Calls the companion as torch does: with a std::function by value, and catching what is thrown.
 PROBE = r"""
+#include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <cstring>
 #include <functional>
@@ -38,6 +41,16 @@ template <class Call> static int caught(Call call) {
   catch (const c10::Error& e) { std::strncpy(text, e.what_without_backtrace(), sizeof text - 1); return 2; }
   catch (const std::exception& e) { std::strncpy(text, e.what(), sizeof text - 1); return 3; }
 }
+struct Other final : c10::Allocator {  // another library's, over the one that was there
+  c10::Allocator* below = nullptr;
+  c10::DataPtr allocate(size_t size) override { return below->allocate(size); }
+  c10::DeleterFnPtr raw_deleter() const override { return below->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t count) const override { default_copy_data(to, from, count); }
+};
+static Other other;
+extern "C" bool stock_in_place() { return c10::GetCPUAllocator() == c10::GetDefaultCPUAllocator(); }
+extern "C" void displace() { other.below = c10::GetCPUAllocator(); c10::SetCPUAllocator(&other); }
+extern "C" void give_way() { c10::SetCPUAllocator(other.below); }
 extern "C" const char* message() { return text; }
 extern "C" bool filter_alive() { return !held.expired(); }
 extern "C" int allocate(void* (*f)(size_t, int, void*), size_t size, int device, void* stream, void** out) {
@@ -90,6 +103,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library))
     loaded.message.restype = ctypes.c_char_p
     loaded.filter_alive.restype = ctypes.c_bool
+    loaded.stock_in_place.restype = ctypes.c_bool
     return loaded
 
 
@@ -183,6 +197,32 @@ def test_a_core_of_another_version_is_refused(cache: Path) -> None:
     table = (ctypes.c_uint64 * 16)(999)
     with pytest.raises(CompanionUnavailable, match="different versions"):
         Companion(companion.build(cache), ctypes.addressof(table), 0)
+
+
+def test_torchs_own_cpu_allocator_is_put_back(probe: ctypes.CDLL) -> None:
+    assert probe.stock_in_place()
+    install(budget="4MiB", page_size="64KiB", device="cpu")
+    assert not probe.stock_in_place()
+    tensor = torch.ones(10)
+    restore()
+    assert not probe.stock_in_place()  # a block of the pool lives
+    del tensor
+    restore()
+    assert probe.stock_in_place()
+
+
+def test_another_librarys_cpu_allocator_is_left_alone(probe: ctypes.CDLL) -> None:
+    install(budget="4MiB", page_size="64KiB", device="cpu")
+    probe.displace()
+    restore()
+    assert torch.ones(10).sum() == 10
+    with pytest.raises(InstallError, match="another library"):
+        install(budget="4MiB", page_size="64KiB", device="cpu")
+    assert torch.ones(10).sum() == 10
+    probe.give_way()
+    install(budget="4MiB", page_size="64KiB", device="cpu")
+    restore()
+    assert probe.stock_in_place()
 
 
 def test_every_hook_has_its_function(loaded: Companion) -> None:

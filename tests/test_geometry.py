@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from ballonet.offload.geometry import ALIGNMENT, INT32, Geometry, choose, longest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
+from ballonet.offload.geometry import ALIGNMENT, INT32, Geometry, choose, longest
 
 PAGE = 4096
 geometries = st.builds(
@@ -75,7 +76,7 @@ def test_the_mapped_pieces_are_exactly_those_that_tokens_touch(g: Geometry) -> N
 @settings(max_examples=150, deadline=None)
 @given(geometries, st.data())
 def test_growing_maps_each_piece_once_and_in_order(g: Geometry, data: st.DataObject) -> None:
-    lengths = sorted(data.draw(st.lists(st.integers(0, g.tokens), max_size=6))) + [g.tokens]
+    lengths = [*sorted(data.draw(st.lists(st.integers(0, g.tokens), max_size=6))), g.tokens]
     mapped: list[int] = []
     at = 0
     for length in lengths:

@@ -181,7 +181,9 @@ Blocks::Placement Blocks::place(std::uint64_t size) const {
     if (const std::uint64_t need = pages_up(size - std::min(size, front)); need <= hole->size) {
       offer(hole, begin, begin + need, front + need - size);
     }
-    if (const std::uint64_t need = pages_up(size - std::min(size, back)); need <= hole->size) {
+    // Not at the end of the addresses: that would spread blocks, and what describes them, over all of these.
+    if (const std::uint64_t need = pages_up(size - std::min(size, back));
+        need <= hole->size && hole->after != nullptr) {
       offer(hole, end - need, end, back + need - size);
     }
     offer(hole, begin, end, front + hole->size + back - size);

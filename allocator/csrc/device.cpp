@@ -4,11 +4,20 @@ namespace ballonet {
 
 Device::Device(const Mapper::Options& options) : mapper(std::make_shared<Mapper>(options)), heap(mapper) {}
 
+Device::~Device() {
+  try {
+    close();
+  } catch (const std::exception&) {
+    // Whoever drops a device that still has blocks in use has nobody to tell; its pages go as its ranges do.
+  }
+}
+
 void Device::map(Range& range, std::size_t first, std::size_t count, Place place) {
   try {
     mapper->map(range, first, count, place);
     return;
-  } catch (const PoolExhausted&) {
+  } catch (const PoolExhausted& reason) {
+    if (place == Place::kHost) throw PoolExhausted(host_exhausted(count, reason.what()));
     heap.trim_and_wait();
   }
   try {
@@ -17,6 +26,18 @@ void Device::map(Range& range, std::size_t first, std::size_t count, Place place
     std::lock_guard<std::mutex> lock(heap.mutex);
     throw PoolExhausted(heap.exhausted(count * mapper->page_size, reason.what()));
   }
+}
+
+// The heap has no host pages, so there is nothing to trim for them.
+std::string Device::host_exhausted(std::size_t pages, const std::string& reason) {
+  const auto numbers = mapper->numbers();
+  const std::size_t page = mapper->page_size;
+  return format(
+      "ballonet: tried to map %s of host memory. Host budget %s in pages of %s, of which %s exist. %s. To go on: give "
+      "a larger host budget (ballonet.install(host_budget=...), or BALLONET_HOST_BUDGET), or drop models and caches "
+      "that have pages there",
+      in_units(pages * page).c_str(), in_units(numbers.host_budget * page).c_str(), in_units(page).c_str(),
+      in_units(numbers.host_created * page).c_str(), reason.c_str());
 }
 
 void Device::set_budget(std::size_t bytes) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "heap.h"
 
@@ -11,6 +12,7 @@ namespace ballonet {
 class Device {
  public:
   explicit Device(const Mapper::Options& options);
+  ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
@@ -31,6 +33,8 @@ class Device {
   Heap heap;
 
  private:
+  std::string host_exhausted(std::size_t pages, const std::string& reason);
+
   bool closed_ = false;
 };
 

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <mutex>
+#include <set>
 
 namespace ballonet {
 namespace {
@@ -16,13 +17,9 @@ constexpr const char* kNames[] = {
 
 std::array<std::atomic<unsigned long long>, kFnCount> g_calls{};
 
-struct ArmedFault {
-  Fn function;
-  unsigned long long nth;
-  bool fired;
-};
+// Faults that are still to come: (function, nth call of it).
 std::mutex g_faults_mutex;
-std::vector<ArmedFault> g_faults;
+std::set<std::pair<Fn, unsigned long long>> g_faults;
 std::atomic<bool> g_any_armed{false};
 std::atomic<unsigned long long> g_fired{0};
 
@@ -40,15 +37,11 @@ Fn function_named(const std::string& name) {
 const char* name_of(Fn function) { return kNames[static_cast<unsigned>(function)]; }
 
 void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& faults) {
-  std::vector<ArmedFault> parsed;
-  for (const auto& [name, nth] : faults) parsed.push_back({function_named(name), nth, false});
+  std::set<std::pair<Fn, unsigned long long>> parsed;
+  for (const auto& [name, nth] : faults) parsed.insert({function_named(name), nth});
   std::lock_guard<std::mutex> lock(g_faults_mutex);
-  for (const ArmedFault& fault : parsed) {
-    bool known = false;
-    for (const ArmedFault& armed : g_faults) {
-      known = known || (armed.function == fault.function && armed.nth == fault.nth);
-    }
-    if (!known) g_faults.push_back(fault);
+  for (const auto& [function, nth] : parsed) {
+    if (nth > g_calls[static_cast<unsigned>(function)]) g_faults.insert({function, nth});
   }
   g_any_armed = !g_faults.empty();
 }
@@ -65,13 +58,10 @@ bool Driver::counted_fault(Fn function) {
   const auto call = g_calls[static_cast<unsigned>(function)].fetch_add(1, std::memory_order_relaxed) + 1;
   if (!g_any_armed.load(std::memory_order_relaxed)) return false;
   std::lock_guard<std::mutex> lock(g_faults_mutex);
-  for (ArmedFault& armed : g_faults) {
-    if (armed.fired || armed.function != function || armed.nth != call) continue;
-    armed.fired = true;
-    ++g_fired;
-    return true;
-  }
-  return false;
+  const bool fires = g_faults.erase({function, call}) == 1;
+  if (fires) ++g_fired;
+  g_any_armed = !g_faults.empty();
+  return fires;
 }
 
 Driver::Driver(const std::string& library) : library_(library) {

@@ -24,7 +24,7 @@ constexpr unsigned kFnCount = static_cast<unsigned>(Fn::kCount);
 
 const char* name_of(Fn function);
 
-// Arms faults: the nth call of a function since the process started fails, once. Those already armed keep their state.
+// Arms faults: the nth call of a function since the process started fails, once. One that lies in the past never comes.
 // Throws UsageError where a name is not a driver function.
 void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& faults);
 unsigned long long faults_fired();

@@ -21,7 +21,9 @@ int allocate(std::size_t size, int device, void* stream, void** out) {
   try {
     Device* const bound = bound_device(device);
     if (bound == nullptr)
-      return fail(2, "ballonet is not installed for this device: call ballonet.install() with it first");
+      return fail(2,
+                  "ballonet serves one device, and not this one: show torch no other (CUDA_VISIBLE_DEVICES), or "
+                  "install() for it");
     *out = bound->heap.allocate(size, static_cast<CUstream>(stream));
     return 0;
   } catch (const PoolExhausted& error) {

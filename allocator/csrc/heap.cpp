@@ -47,11 +47,20 @@ void Heap::deallocate(void* address) {
   numbers_.requested -= block->requested;
   if (!block->shared) {
     static_cast<Arena*>(block->tag)->blocks.release(block);
-    return;
+  } else {
+    const auto users = users_.find(block);
+    waiting_.push_back({mapper_->fence_over(users->second), block});
+    users_.erase(users);
   }
-  const auto users = users_.find(block);
-  waiting_.push_back({mapper_->fence_over(users->second), block});
-  users_.erase(users);
+  if (mapper_->above_budget()) give_back();
+}
+
+// While more exists than the budget allows, pages leave as soon as nothing lies on them.
+void Heap::give_back() {
+  reuse_passed();
+  const auto numbers = mapper_->numbers();
+  const std::size_t leaving = numbers.budget + numbers.pages[static_cast<std::size_t>(Owner::kRetiring)];
+  if (numbers.created > leaving) harvest(numbers.created - leaving, nullptr, nullptr);
 }
 
 void Heap::record_stream(void* address, CUstream stream) {
@@ -103,11 +112,29 @@ MempoolId Heap::pool_for(CUstream stream) const {
   return {};
 }
 
-// Bytes that may exist before idle pages are moved rather than new ones made.
+// Bytes that may exist for activations before idle pages are moved rather than new ones made.
 std::uint64_t Heap::allowance() const { return numbers_.requested_peak + numbers_.requested_peak / 64 + 3 * page_; }
 
 Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
   reuse_passed();
+  if (size > mapper_->numbers().budget * page_) throw PoolExhausted(exhausted(size, "It exceeds the whole budget"));
+  try {
+    return fit(arenas, key, size, arena);
+  } catch (const std::runtime_error&) {
+    // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had.
+  }
+  try {
+    if (!mapper_->capturing()) settle();
+    return fit(arenas, key, size, arena);
+  } catch (const PoolExhausted& reason) {
+    throw PoolExhausted(exhausted(size, reason.what()));
+  } catch (const DriverError& reason) {
+    throw PoolExhausted(exhausted(size, reason.what()));
+  }
+}
+
+// A free block to cut `size` from, backed for it where there is none.
+Blocks::Block* Heap::fit(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
   Blocks::Placement placement;
   for (auto& candidate : arenas) {
     arena = candidate.get();
@@ -115,42 +142,37 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
     placement = arena->blocks.place(size);
     if (placement.hole != nullptr) break;
   }
-  try {
-    if (placement.hole == nullptr) {
-      arena = &add_arena(arenas, key, size);
-      placement = arena->blocks.place(size);
-    }
-    back(*arena, placement);
-  } catch (const PoolExhausted& reason) {
-    throw PoolExhausted(exhausted(size, reason.what()));
-  } catch (const DriverError& reason) {
-    throw PoolExhausted(exhausted(size, reason.what()));
+  if (placement.hole == nullptr) {
+    arena = &add_arena(arenas, key, size);
+    placement = arena->blocks.place(size);
   }
+  back(*arena, placement);
   return arena->blocks.best_fit(size);
 }
 
-// Backs a hole: with pages that lie idle, then with new ones, then with whatever waiting can free.
+// Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
+// hole, so that the placement stays true.
 void Heap::back(Arena& arena, const Blocks::Placement& placement) {
   const std::size_t first = placement.from / page_, count = (placement.to - placement.from) / page_;
   const auto numbers = mapper_->numbers();
-  const std::size_t idle = numbers.pages[static_cast<std::size_t>(Owner::kFree)];
+  const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
+  const std::size_t idle = pages(Owner::kFree);
   const std::size_t growth = count > idle ? count - idle : 0;
-  if (growth > 0 && (numbers.created + growth) * page_ > allowance() && !mapper_->capturing()) {
+  const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
+  if (growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
     if (harvest(growth, placement.hole->before, placement.hole->after) > 0) mapper_->reap(true);
   }
-  const auto map = [&] { mapper_->map(*arena.range, first, count, Place::kDevice); };
-  try {
-    map();
-  } catch (const UsageError&) {
-    throw;
-  } catch (const std::runtime_error&) {
-    // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had. The blocks
-    // beside the hole stay as they are, so that the placement stays true.
-    if (!mapper_->capturing() && harvest(~std::size_t{0}, placement.hole->before, placement.hole->after) > 0)
-      mapper_->reap(true);
-    map();
-  }
+  mapper_->map(*arena.range, first, count, Place::kDevice);
   arena.blocks.fill(placement.hole, placement.from, placement.to);
+}
+
+// Everything that waiting can free, and every page that nothing lies on, goes to the pool.
+void Heap::settle() {
+  for (Waiting& waiting : waiting_) mapper_->fence_wait(waiting.fence);
+  reuse_passed();
+  drop_released();
+  harvest(~std::size_t{0}, nullptr, nullptr);
+  mapper_->reap(true);
 }
 
 // Takes up to `pages` whole pages out of free blocks; they retire. Returns how many. Small blocks go first: they are
@@ -189,21 +211,9 @@ void Heap::reuse_passed() {
   }
 }
 
-std::size_t Heap::trim() {
-  std::lock_guard<std::mutex> lock(mutex);
-  reuse_passed();
-  return harvest(~std::size_t{0}, nullptr, nullptr);
-}
-
 void Heap::trim_and_wait() {
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (mapper_->capturing()) return;
-    for (Waiting& waiting : waiting_) mapper_->fence_wait(waiting.fence);
-    reuse_passed();
-    harvest(~std::size_t{0}, nullptr, nullptr);
-  }
-  mapper_->reap(true);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!mapper_->capturing()) settle();
 }
 
 void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
@@ -222,7 +232,20 @@ void Heap::end_pool(MempoolId pool) {
 void Heap::release_pool(MempoolId pool) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto found = pools_.find(pool);
-  if (found != pools_.end() && --found->second == 0) pools_.erase(found);
+  if (found == pools_.end() || --found->second > 0) return;
+  pools_.erase(found);
+  drop_released();
+}
+
+// Nobody will allocate from a released pool again: its arenas go as soon as no block of theirs is live.
+void Heap::drop_released() {
+  for (auto entry = arenas_.begin(); entry != arenas_.end();) {
+    const bool released = !(entry->first.pool == MempoolId{}) && pools_.count(entry->first.pool) == 0;
+    const bool idle = std::all_of(entry->second.begin(), entry->second.end(),
+                                  [](const auto& arena) { return arena->blocks.empty(); });
+    entry = released && idle ? arenas_.erase(entry) : std::next(entry);
+  }
+  hot_[0] = hot_[1] = nullptr;
 }
 
 std::string Heap::exhausted(std::size_t asked, const std::string& reason) {

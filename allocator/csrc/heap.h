@@ -65,9 +65,8 @@ class Heap {
   void end_pool(MempoolId pool);
   void release_pool(MempoolId pool);
 
-  // Pages given up (they retire; `Mapper::reap` frees them).
-  std::size_t trim();
-  // The last resort before an allocation fails, and what a range may call that finds no page: trims and waits.
+  // Every page that no live block lies on goes to the pool. Waits for the streams that used it; does nothing during a
+  // stream capture.
   void trim_and_wait();
   // What an allocation that failed tells the user. Pre: the caller holds `mutex`.
   std::string exhausted(std::size_t asked, const std::string& reason);
@@ -121,7 +120,11 @@ class Heap {
   Arena& add_arena(Arenas& arenas, const Key& key, std::uint64_t size);
   MempoolId pool_for(CUstream stream) const;
   Blocks::Block* allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena);
+  Blocks::Block* fit(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena);
   void back(Arena& arena, const Blocks::Placement& placement);
+  void settle();
+  void give_back();
+  void drop_released();
   std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after);
   void reuse_passed();
   bool held(const Arena& arena) const;

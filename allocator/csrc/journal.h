@@ -1,12 +1,12 @@
-// Who owned how many pages, and when: a ring of samples that costs a clock read per change and no memory beyond its
-// size.
+// Who owned how many pages, and when: the newest samples, at the cost of a clock read per change.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <ctime>
+#include <deque>
 #include <mutex>
-#include <vector>
+#include <utility>
 
 namespace ballonet {
 
@@ -26,33 +26,23 @@ class Journal {
     clock_gettime(CLOCK_MONOTONIC, &now);
     const std::int64_t time_ns = now.tv_sec * 1'000'000'000LL + now.tv_nsec;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (count_ > 0 && time_ns - newest().time_ns < kResolutionNs) {
-      newest().pages = pages;
+    if (!samples_.empty() && time_ns - samples_.back().time_ns < kResolutionNs) {
+      samples_.back().pages = pages;
       return;
     }
-    if (ring_.size() < kCapacity) ring_.resize(kCapacity);
-    ring_[next_] = {time_ns, pages};
-    next_ = (next_ + 1) % kCapacity;
-    if (count_ < kCapacity) ++count_;
+    if (samples_.size() == kCapacity) samples_.pop_front();
+    samples_.push_back({time_ns, pages});
   }
 
-  // Takes the samples, oldest first; where more than the ring holds came, the oldest are gone.
-  std::vector<Sample> drain() {
+  // Takes the samples, oldest first; where more came than are kept, the oldest are gone.
+  std::deque<Sample> drain() {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<Sample> samples;
-    samples.reserve(count_);
-    for (std::size_t i = 0; i < count_; ++i) samples.push_back(ring_[(next_ + kCapacity - count_ + i) % kCapacity]);
-    count_ = 0;
-    return samples;
+    return std::exchange(samples_, {});
   }
 
  private:
-  Sample& newest() { return ring_[(next_ + kCapacity - 1) % kCapacity]; }
-
   std::mutex mutex_;
-  std::vector<Sample> ring_;
-  std::size_t next_ = 0;
-  std::size_t count_ = 0;
+  std::deque<Sample> samples_;
 };
 
 }  // namespace ballonet

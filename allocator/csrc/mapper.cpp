@@ -72,6 +72,8 @@ Mapper::Mapper(const Options& options)
 
 Mapper::~Mapper() {
   DriverScope scope(driver_, opened_.context);
+  device_.release_free();
+  host_.release_free();
   streams_.close();
 }
 
@@ -89,12 +91,13 @@ Range::Piece& Range::at(std::size_t piece) {
 
 std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group) {
   if (pieces == 0) throw UsageError("a range needs at least one page");
+  std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, opened_.context);
   CUdeviceptr base = 0;
   driver_.cuMemAddressReserve(&base, pieces * page_size, std::size_t{0}, CUdeviceptr{0}, 0ULL)
       .or_throw(format("reserving %s of addresses", in_units(pieces * page_size).c_str()));
-  auto range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group));
+  range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group));
   ranges_.insert(range.get());
   return range;
 }
@@ -141,6 +144,7 @@ void Mapper::back(Range& range, const std::vector<std::size_t>& pieces, Pool& po
       to = from + 1;
       while (to < pieces.size() && pieces[to] == pieces[to - 1] + 1) ++to;
       allow_access(address(range, pieces[from]), to - from);
+      for (std::size_t i = from; i < to; ++i) range.at(pieces[i]).open = true;
     }
   } catch (...) {
     Spans undone;
@@ -183,9 +187,14 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     const Range::Piece& before = range.at(unbacked.front() - 1);
     if (before.backing == wanted) hint = before.page + 1;
   }
+  for (std::size_t i : readopted) {  // a mapping that failed half way may have left a page without access
+    Range::Piece& piece = range.at(i);
+    if (!piece.open) allow_access(address(range, i), 1);
+    piece.open = true;
+  }
   std::vector<PageId> pages;
   if (!unbacked.empty()) {
-    if (pool.available() < unbacked.size()) reap_locked(true, done);
+    if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);
     pages = pool.take(unbacked.size(), range.owner, hint);
     back(range, unbacked, pool, pages, wanted);
   }
@@ -305,6 +314,7 @@ bool Mapper::unmap_piece(Range& range, std::size_t index) {
   piece.page = kNoPage;
   piece.backing = piece.retiring_from = Backing::kNone;
   piece.ticket = 0;
+  piece.open = false;
   --pool.mappings(page);
   release_page(pool, page);
   return true;
@@ -345,7 +355,12 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   DriverScope scope(driver_, opened_.context);
   if (streams_.capturing()) return false;
   Fence fence = streams_.fence();
-  streams_.wait(fence);
+  try {
+    streams_.wait(fence);
+  } catch (...) {
+    streams_.recycle(fence);
+    throw;
+  }
   reap_locked(false, done);
   Pool& source = pool_of(piece);
   Pool& target = pool_of(to);
@@ -392,7 +407,20 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   } catch (...) {
     target.relabel(fresh, Owner::kRetiring);
     release_page(target, fresh);
-    settle(source, old);
+    for (int left = 3; left > 0; --left) {
+      try {
+        settle(source, old);
+        break;
+      } catch (...) {
+        if (left > 1) continue;
+        // The driver refuses every mapping. The bytes are lost; the books are not.
+        piece.page = kNoPage;
+        piece.backing = Backing::kNone;
+        piece.open = false;
+        source.relabel(old, Owner::kRetiring);
+        release_page(source, old);
+      }
+    }
     throw;
   }
   const Place from = piece.backing == Backing::kDevice ? Place::kDevice : Place::kHost;
@@ -424,6 +452,10 @@ void Mapper::close(Range& range) {
 void Mapper::pin(Range& range, std::size_t offset, std::size_t size) {
   std::lock_guard<std::mutex> lock(mutex);
   if (size == 0) return;
+  const std::size_t extent = range.pieces * page_size;
+  if (offset > extent || size > extent - offset) {
+    throw UsageError(format("%zu bytes at %zu lie outside a range of %zu bytes", size, offset, extent));
+  }
   const std::size_t first = offset / page_size, last = (offset + size - 1) / page_size;
   check_span(range, first, last - first + 1);
   for (std::size_t i = first; i <= last; ++i) {
@@ -507,7 +539,7 @@ void Mapper::set_budget(std::size_t pages) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, opened_.context);
-  if (pages < device_.created()) reap_locked(true, done);
+  if (pages < device_.created() && !streams_.capturing()) reap_locked(true, done);
   device_.set_budget(pages);
 }
 
@@ -528,8 +560,10 @@ std::pair<std::size_t, std::size_t> Mapper::free_memory() {
 Mapper::Numbers Mapper::numbers() {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
-  reap_locked(false, done);
+  if (!retiring_.empty()) {
+    DriverScope scope(driver_, opened_.context);
+    reap_locked(false, done);
+  }
   return {device_.budget(), device_.created(), device_.created_peak(), host_.created(),
           host_.budget(),   ranges_.size(),    device_.counts(),       copied_};
 }
@@ -593,12 +627,15 @@ void Mapper::shutdown() {
   if (shut_) return;
   DriverScope scope(driver_, opened_.context);
   reap_locked(true, done);
+  if (!retiring_.empty()) reap_locked(true, done);  // an unmap that failed once
   const std::size_t open = static_cast<std::size_t>(
       std::count_if(ranges_.begin(), ranges_.end(), [](Range* range) { return !range->closed_; }));
   if (open > 0) throw UsageError(format("%zu ranges are still open: release the models and caches first", open));
-  const bool cleared = clear_scratch();
+  const bool cleared = clear_scratch() || clear_scratch();
   const std::size_t left = device_.release_free() + host_.release_free();
-  if (!cleared || left > 0) throw UsageError(format("the driver did not take back %zu pages; close again", left));
+  if (!cleared || !retiring_.empty() || left > 0) {
+    throw UsageError("the driver did not take back all pages; close the device again");
+  }
   device_.set_budget(0);  // what a tensor that is still alive gives back later goes to the driver
   host_.set_budget(0);
   shut_ = true;

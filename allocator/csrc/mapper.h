@@ -57,6 +57,7 @@ class Range : public std::enable_shared_from_this<Range> {
     std::uint16_t pins = 0;
     Backing backing = Backing::kNone;
     Backing retiring_from = Backing::kNone;
+    bool open = false;    // access was given
     bool doomed = false;  // to be retired when the last pin goes
   };
   // Grows on demand: a heap's range is far longer than what it ever uses.
@@ -134,6 +135,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Numbers numbers();
   void reset_peak();
   std::size_t available();
+  bool above_budget() const { return device_.above_budget(); }
 
   Journal journal;
   const std::size_t page_size;

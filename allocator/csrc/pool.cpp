@@ -98,11 +98,13 @@ void Pool::set_budget(std::size_t pages) {
 void Pool::shrink() {
   while (created_ > budget_ && !free_.empty() && release_one(*free_.rbegin())) {
   }
+  above_.store(created_ > budget_, std::memory_order_relaxed);
 }
 
 std::size_t Pool::release_free() {
   while (!free_.empty() && release_one(*free_.rbegin())) {
   }
+  shrink();
   return free_.size();
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <set>
 #include <vector>
@@ -37,6 +38,8 @@ class Pool {
   void reset_peak() { created_peak_ = created_; }
   const std::array<std::size_t, kOwners>& counts() const { return counts_; }
   std::size_t count(Owner owner) const { return counts_[static_cast<std::size_t>(owner)]; }
+  // More exists than the budget allows: what is given back goes to the driver. May be read without the mapper's lock.
+  bool above_budget() const { return above_.load(std::memory_order_relaxed); }
   // Pages that `take` can give without anyone giving one back.
   std::size_t available() const;
 
@@ -78,6 +81,7 @@ class Pool {
   Journal* journal_;
   std::size_t created_ = 0;
   std::size_t created_peak_ = 0;
+  std::atomic<bool> above_{false};
   std::array<std::size_t, kOwners> counts_{};
   std::vector<Page> pages_;
   std::set<PageId> free_;

@@ -33,12 +33,13 @@ class Streams {
   // Blocks. Post: passed. Throws UsageError while a stream is being captured, DriverError.
   void wait(Fence& fence);
   bool capturing() const;
+  // Takes back the events of a fence that nobody will look at again.
+  void recycle(Fence& fence);
   // Destroys spare events. Call once, before the context goes.
   void close();
 
  private:
   bool record(Fence& fence, const std::vector<CUstream>& streams);
-  void recycle(Fence& fence);
 
   const Driver& driver_;
   std::vector<CUstream> seen_{nullptr};

@@ -58,9 +58,14 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
   for (std::size_t i = 0; i < shape.size(); ++i) {
     if (shape[i] < 0 || strides[i] < 0) throw UsageError("shapes and strides must not be negative");
     if (shape[i] == 0) elements = 0;
-    if (elements > 0) elements += static_cast<std::size_t>(shape[i] - 1) * static_cast<std::size_t>(strides[i]);
+    if (elements == 0) continue;
+    std::size_t reach = 0;
+    if (__builtin_mul_overflow(shape[i] - 1, strides[i], &reach) || __builtin_add_overflow(elements, reach, &elements))
+      throw UsageError("the tensor spans more than any memory has");
   }
-  const std::size_t size = elements * static_cast<std::size_t>(bits / 8);
+  std::size_t size = 0;
+  if (__builtin_mul_overflow(elements, static_cast<std::size_t>(bits / 8), &size))
+    throw UsageError("the tensor spans more than any memory has");
   range->mapper->pin(*range, offset, size);
   auto* held = new Held{{}, range, offset, size, shape, strides};
   Mapper& mapper = *range->mapper;

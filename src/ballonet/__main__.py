@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         args.command(args)
     except (BallonetError, PoolExhausted) as error:
-        print(f"ballonet: {error}", file=sys.stderr)
+        print(f"ballonet: {str(error).removeprefix('ballonet: ')}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | TraceError) else 1
     if args.command is _prepare:
         from .hooks.run import run
@@ -32,12 +32,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from .allocator.install import install
     from .hooks.run import find
 
     if problem := find(args.program, module=args.module):
         print(f"{sys.executable}: {problem}", file=sys.stderr)
         sys.exit(1 if args.module else 2)  # as Python does
+    from .allocator.install import install
+
     install(budget=args.budget, page_size=args.page_size)
 
 
@@ -50,7 +51,7 @@ def _replay(args: argparse.Namespace) -> None:
 def _info(args: argparse.Namespace) -> None:
     from .allocator.info import gather, show
 
-    facts = gather(Config.from_env())
+    facts = gather(Config.from_env(), __version__)
     if args.json:
         print(json.dumps(facts))
     else:

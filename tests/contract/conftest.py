@@ -8,28 +8,22 @@ import pytest
 from .driver import Driver, private_standin
 
 
-@pytest.fixture(scope="session")
-def loaded_standin(tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    return Driver(private_standin(tmp_path_factory.mktemp("standin")))
-
-
-@pytest.fixture
-def standin(loaded_standin: Driver) -> Iterator[Driver]:
-    """A started stand-in of the suite's own, link unthrottled; everything made in it must be gone at the end."""
-    loaded_standin.start()
-    loaded_standin.configure()
-    free, total = loaded_standin.memory()
-    assert free == total
-    yield loaded_standin
-    loaded_standin.configure()
-    assert loaded_standin.memory() == (total, total)
-    loaded_standin.finish()
-
-
 @pytest.fixture
 def standin_library(tmp_path: Path) -> Path:
-    """A stand-in that nobody has loaded yet."""
+    """A stand-in that nobody has loaded yet: it has a state of its own."""
     return private_standin(tmp_path)
+
+
+@pytest.fixture
+def standin(standin_library: Path) -> Iterator[Driver]:
+    """A started stand-in, link unthrottled; everything made in it must be gone at the end."""
+    driver = Driver(standin_library)
+    driver.start()
+    yield driver
+    driver.configure()
+    free, total = driver.memory()
+    assert free == total, f"{total - free} bytes of device memory are left"
+    driver.finish()
 
 
 @pytest.fixture(params=["standin", pytest.param("cuda", marks=pytest.mark.gpu)])

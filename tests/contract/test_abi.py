@@ -31,6 +31,7 @@ CONSTANTS = {
     "CUDA_ERROR_NOT_PERMITTED": "kNotPermitted",
     "CUDA_ERROR_NOT_SUPPORTED": "kNotSupported",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "kStreamCaptureUnsupported",
+    "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": "kStreamCaptureImplicit",
     "CUDA_ERROR_UNKNOWN": "kUnknown",
     "CU_MEM_ALLOCATION_TYPE_PINNED": "kAllocationPinned",
     "CU_MEM_HANDLE_TYPE_NONE": "kHandleNone",

@@ -134,6 +134,7 @@ def test_mapping_outside_a_reservation_is_refused(driver: Driver, page: int) -> 
 def test_unmapping_part_of_a_mapping_is_refused_and_harms_nothing(driver: Driver, page: int) -> None:
     with driver.mapped(2 * page) as address:
         driver.write(address, pattern(3, 2 * page))
+        driver.ok("cuCtxSynchronize")
         assert driver.result("cuMemUnmap", address, page) != SUCCESS
         assert driver.result("cuMemUnmap", address + page, page) != SUCCESS
         assert driver.read(address, 2 * page) == pattern(3, 2 * page)

@@ -332,6 +332,28 @@ def test_the_calling_threads_copies_are_complete_on_return(standin: Driver) -> N
         assert ctypes.string_at(address, PAGE) == b"\5" * PAGE
 
 
+def test_whoever_waits_for_an_event_finds_the_bytes(standin: Driver) -> None:
+    with (
+        standin.mapped(PAGE, HOST) as source,
+        standin.mapped(PAGE) as middle,
+        standin.mapped(PAGE) as target,
+        standin.stream() as first,
+        standin.stream() as second,
+        standin.event() as event,
+    ):
+        for data, waiter in ((b"1" * PAGE, second), (b"2" * PAGE, 0)):
+            standin.configure()
+            standin.write(source, data)
+            standin.ok("cuCtxSynchronize")
+            standin.configure(latency_ns=SLOW // 8)
+            standin.ok("cuMemcpyAsync", middle, source, PAGE, first)
+            standin.ok("cuEventRecord", event, first)
+            standin.ok("cuStreamWaitEvent", waiter, event, 0)
+            standin.ok("cuMemcpyAsync", target, middle, PAGE, waiter)
+            standin.ok("cuStreamSynchronize", waiter)
+            assert ctypes.string_at(target, PAGE) == data
+
+
 def test_a_copy_between_shared_bytes_is_refused(standin: Driver) -> None:
     address, handle = standin.reserve(2 * PAGE), standin.create(PAGE)
     for alias in (address, address + PAGE):

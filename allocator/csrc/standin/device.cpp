@@ -10,11 +10,6 @@ namespace cuda = ballonet::cuda;
 
 namespace {
 
-CUresult check_device(CUdevice device, const char* function) {
-  if (device == 0) return cuda::kSuccess;
-  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0 only", function, device);
-}
-
 struct ResultText {
   CUresult result;
   const char *name, *meaning;
@@ -37,6 +32,8 @@ constexpr ResultText kResults[] = {
     {cuda::kNotSupported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {cuda::kStreamCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
      "operation not permitted when stream is capturing"},
+    {cuda::kStreamCaptureImplicit, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
+     "operation would make the legacy stream depend on a capturing blocking stream"},
     {cuda::kUnknown, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 

@@ -49,14 +49,11 @@ void Engine::submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::uniq
   Op& held = *op;  // stays in the queue while it is held
   held.state = Op::kHeld;
   enqueue(stream, std::move(op));
-  ++moving_;
   lock.unlock();
   std::memset(held.destination, kPoison, held.size);
   lock.lock();
-  --moving_;
   held.state = Op::kReady;
   work_.notify_all();
-  reached_.notify_all();
 }
 
 std::shared_ptr<Marker> Engine::mark(const std::shared_ptr<Stream>& stream, Clock clock) {
@@ -88,10 +85,6 @@ void Engine::drain(Lock& lock) {
   std::vector<std::shared_ptr<Marker>> markers;
   for (const auto& stream : std::vector<std::shared_ptr<Stream>>(busy_)) markers.push_back(mark(stream, {}));
   for (const auto& marker : markers) wait(lock, marker);
-}
-
-void Engine::settle(Lock& lock) {
-  reached_.wait(lock, [&] { return moving_ == 0; });
 }
 
 void Engine::enqueue(const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op) {
@@ -197,7 +190,6 @@ void Engine::begin(Op& op, Time now) {
 // place.
 void Engine::move(Lock& lock, Op& op) {
   const std::uint64_t piece = next_piece(op);
-  ++moving_;
   lock.unlock();
   if (op.state == Op::kPoisonFirst) {
     std::memset(op.destination, kPoison, op.size);
@@ -207,13 +199,11 @@ void Engine::move(Lock& lock, Op& op) {
     std::memset(op.destination + op.done, op.value, piece);
   }
   lock.lock();
-  --moving_;
   if (op.state == Op::kPoisonFirst) {
     op.state = Op::kReady;
   } else {
     op.done += piece;
   }
-  reached_.notify_all();
 }
 
 }  // namespace ballonet::standin

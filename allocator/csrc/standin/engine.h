@@ -63,9 +63,8 @@ class Engine {
   std::shared_ptr<Marker> mark(const std::shared_ptr<Stream>& stream, Clock clock);
   void wait_for(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Marker>& marker);  // the stream waits
   void wait(Lock& lock, const std::shared_ptr<Marker>& marker);                                 // the caller waits
-  void drain(Lock& lock);   // the caller waits for all
-  void settle(Lock& lock);  // until nobody moves bytes; holds as long as the lock is kept
-  void stop();              // ends the thread; the next submission starts another
+  void drain(Lock& lock);  // the caller waits for all
+  void stop();             // ends the thread; the next submission starts another
 
  private:
   using Time = std::chrono::steady_clock::time_point;
@@ -80,9 +79,8 @@ class Engine {
 
   std::mutex& mutex_;
   std::condition_variable work_;               // for the thread: something was queued
-  std::condition_variable reached_;            // for callers: a marker was reached, or bytes came to rest
+  std::condition_variable reached_;            // for callers: a marker was reached
   std::vector<std::shared_ptr<Stream>> busy_;  // those with a queue
-  int moving_ = 0;                             // threads that touch bytes without the lock
   std::thread thread_;
   bool stopping_ = false;
   std::uint64_t bandwidth_ = 0, latency_ns_ = 0;

@@ -3,10 +3,10 @@
 // Note [Eager copies]. The pool's pages are shared mappings, so after a fork both processes would write into the same
 // memory. A private mapping of the memfd is no cure: it shows the parent's later writes until the child writes itself.
 // So the child copies every visible page before fork() returns in it, and the parent waits for that inside its own
-// fork(), holding the lock: nothing is remapped meanwhile and no copy is under way. Other threads of the parent go on;
-// what they write during the copy may or may not be seen. Aliases part: two addresses of one page become two pages.
-// Where RAM does not suffice for the copies the child's pages are inaccessible: a child that only calls exec does not
-// notice, another faults rather than computing with its parent's later bytes.
+// fork(), holding the lock: nothing is remapped meanwhile. Other threads of the parent go on, and so does a copy that
+// is under way; what they write during that time may or may not be seen. Aliases part: two addresses of one page become
+// two pages. Where RAM does not suffice for the copies the child's pages are inaccessible: a child that only calls exec
+// does not notice, another faults rather than computing with its parent's later bytes.
 //
 // The pipe tells the parent that the child is done, or dead: it reads the end of file. Nothing here allocates, so that
 // the child stays within what is allowed after a fork of a process with several threads.
@@ -33,10 +33,8 @@ void close_both() {
 
 void before() {
   State& all = state();
-  std::unique_lock<std::mutex> lock(all.mutex);
-  all.engine.settle(lock);
+  all.mutex.lock();  // kept until the fork is over, on both sides
   if (!all.forked && ::pipe2(done_pipe, O_CLOEXEC) != 0) done_pipe[0] = done_pipe[1] = -1;
-  lock.release();  // kept until the fork is over, on both sides
 }
 
 void in_parent() {

@@ -49,15 +49,6 @@ bool read_all(int fd, std::uint64_t address, const Run& run) {
 
 }  // namespace
 
-bool overlap(const std::vector<Run>& left, const std::vector<Run>& right) {
-  for (const Run& a : left) {
-    for (const Run& b : right) {
-      if (a.store == b.store && a.offset < b.offset + b.size && b.offset < a.offset + a.size) return true;
-    }
-  }
-  return false;
-}
-
 CUresult Mappings::open() {
   CUresult failed = extents(Store::kDevice).open("ballonet-device");
   if (failed == cuda::kSuccess) failed = extents(Store::kHost).open("ballonet-host");
@@ -193,7 +184,7 @@ CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size) {
   for (auto at = first; at != last; ++at) {
     if (at->second.accessible) continue;
     const Handle& backing = handles_.at(at->second.handle);
-    show(at->first, Run{backing.store, backing.offset, backing.size});
+    visible_.show(at->first, Run{backing.store, backing.offset, backing.size});
     at->second.accessible = true;
   }
   return cuda::kSuccess;
@@ -208,50 +199,10 @@ CUresult Mappings::unmap(std::uint64_t address, std::uint64_t size) {
   // punched out.
   if (!covered && ::mprotect(pointer(address), size, PROT_NONE) != 0) return refuse_errno("cuMemUnmap", "mmap", errno);
   cushion_.fill(fd(Store::kHost));
-  hide(address, size);
+  visible_.hide(address, size);
   const auto last = mappings_.lower_bound(address + size);
   for (auto at = mappings_.find(address); at != last; at = mappings_.erase(at)) --handles_.at(at->second.handle).mapped;
   return cuda::kSuccess;
-}
-
-void Mappings::show(std::uint64_t address, const Run& run) {
-  visible_bytes_ += run.size;
-  const auto goes_on = [](const auto& left, std::uint64_t at, const Run& right) {
-    const Run& run = left.second;
-    return left.first + run.size == at && run.store == right.store && run.offset + run.size == right.offset;
-  };
-  auto here = visible_.upper_bound(address);
-  if (here != visible_.begin() && goes_on(*std::prev(here), address, run)) {
-    here = std::prev(here);
-    here->second.size += run.size;
-  } else {
-    here = visible_.emplace_hint(here, address, run);
-  }
-  const auto next = std::next(here);
-  if (next != visible_.end() && goes_on(*here, next->first, next->second)) {
-    here->second.size += next->second.size;
-    visible_.erase(next);
-  }
-}
-
-void Mappings::hide(std::uint64_t address, std::uint64_t size) {
-  const std::uint64_t end = address + size;
-  auto at = visible_.upper_bound(address);
-  if (at != visible_.begin() && std::prev(at)->first + std::prev(at)->second.size > address) --at;
-  while (at != visible_.end() && at->first < end) {
-    const std::uint64_t start = at->first;
-    const Run run = at->second;
-    const std::uint64_t from = std::max(start, address);
-    const std::uint64_t to = std::min(start + run.size, end);
-    if (to < start + run.size) visible_[to] = Run{run.store, run.offset + (to - start), start + run.size - to};
-    if (from > start) {
-      at->second.size = from - start;
-      ++at;
-    } else {
-      at = visible_.erase(at);
-    }
-    visible_bytes_ -= to - from;
-  }
 }
 
 CUresult Mappings::locate(std::uint64_t address, std::uint64_t size, CUresult code, const char* function,
@@ -269,27 +220,17 @@ CUresult Mappings::locate(std::uint64_t address, std::uint64_t size, CUresult co
     runs->push_back(Run{Store::kPlain, address, size});
     return cuda::kSuccess;
   }
-  auto at = visible_.upper_bound(address);
-  if (at != visible_.begin()) --at;
-  for (std::uint64_t reached = address; reached < end; ++at) {
-    if (at == visible_.end() || reached < at->first || reached >= at->first + at->second.size) {
-      return refuse(code, "%s: [%#llx, +%llu) has no accessible mapping at %#llx (not mapped, or no cuMemSetAccess)",
-                    function, ull{address}, ull{size}, ull{reached});
-    }
-    const Run& run = at->second;
-    const std::uint64_t skip = reached - at->first;
-    const std::uint64_t bytes = std::min(end - reached, run.size - skip);
-    runs->push_back(Run{run.store, run.offset + skip, bytes});
-    reached += bytes;
-  }
-  return cuda::kSuccess;
+  const std::uint64_t missing = visible_.find(address, size, runs);
+  if (missing == end) return cuda::kSuccess;
+  return refuse(code, "%s: [%#llx, +%llu) has no accessible mapping at %#llx (not mapped, or no cuMemSetAccess)",
+                function, ull{address}, ull{size}, ull{missing});
 }
 
 void Mappings::privatize(bool copy) {
   for (const auto& [address, mapping] : mappings_) {
     if (!mapping.accessible && !cover(address, mapping.size)) ::munmap(pointer(address), mapping.size);
   }
-  for (const auto& [address, run] : visible_) {
+  for (const auto& [address, run] : visible_.runs()) {
     const int access = copy ? PROT_READ | PROT_WRITE : PROT_NONE;
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (::mmap(pointer(address), run.size, access, kFlags, -1, 0) == MAP_FAILED) {

@@ -1,10 +1,5 @@
 // Handles, reserved addresses and what is mapped where.
 //
-// Words
-//   store   where bytes are: the device memfd, the host memfd, or plain memory of the process
-//   run     bytes that are contiguous in one store
-//   visible address that may be used: mapped, and given access
-//
 // Note [Never a hole]. A reservation is PROT_NONE memory, and unmapping puts PROT_NONE memory back in one
 // mmap(MAP_FIXED). An address that munmap() had freed could be given to anyone by the next mmap() of any library, and
 // the next cuMemMap would destroy what lies there.
@@ -17,20 +12,11 @@
 #include "../driver_abi.h"
 #include "cushion.h"
 #include "extents.h"
+#include "visible.h"
 
 namespace ballonet::standin {
 
 constexpr std::uint64_t kGranularity = 4096;
-
-enum class Store { kDevice, kHost, kPlain };
-
-struct Run {
-  Store store;
-  std::uint64_t offset;  // in the memfd; for plain memory the address
-  std::uint64_t size;
-};
-
-bool overlap(const std::vector<Run>& left, const std::vector<Run>& right);
 
 class Mappings {
  public:
@@ -54,7 +40,7 @@ class Mappings {
 
   // In the child of a fork: every mapped page becomes private to it, a copy where `copy`, inaccessible otherwise.
   void privatize(bool copy);
-  std::uint64_t visible_bytes() const { return visible_bytes_; }
+  std::uint64_t visible_bytes() const { return visible_.bytes(); }
 
  private:
   struct Handle {
@@ -69,8 +55,6 @@ class Mappings {
 
   Extents& extents(Store store) { return stores_[static_cast<int>(store)]; }
   bool reserved(std::uint64_t address, std::uint64_t size) const;
-  void show(std::uint64_t address, const Run& run);
-  void hide(std::uint64_t address, std::uint64_t size);
 
   Extents stores_[2];
   Cushion cushion_;
@@ -78,8 +62,7 @@ class Mappings {
   std::uint64_t next_handle_ = 1;                        // never reused: a stale handle is always refused
   std::map<std::uint64_t, std::uint64_t> reservations_;  // address -> bytes
   std::map<std::uint64_t, Mapping> mappings_;            // by address
-  std::map<std::uint64_t, Run> visible_;                 // by address; joined where address, store and offset go on
-  std::uint64_t visible_bytes_ = 0;
+  Visible visible_;
 };
 
 }  // namespace ballonet::standin

@@ -12,11 +12,6 @@ CUcontext primary(const State& all) {
   return reinterpret_cast<CUcontext>(kBase + all.context_serial * 16);
 }
 
-CUresult check_device(CUdevice device, const char* function) {
-  if (device == 0) return cuda::kSuccess;
-  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0 only", function, device);
-}
-
 // At exit, or when the library is closed.
 __attribute__((destructor)) void stop_engine() {
   if (!state().forked) state().engine.stop();  // a child has inherited no thread
@@ -29,7 +24,10 @@ State& state() {
   return all;
 }
 
-bool context_is_current(const State& all) { return all.retained > 0 && current == primary(all); }
+CUresult check_device(CUdevice device, const char* function) {
+  if (device == 0) return cuda::kSuccess;
+  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0 only", function, device);
+}
 
 CUresult admit(const State& all, Needs needs, const char* function) {
   if (all.forked) {
@@ -41,7 +39,7 @@ CUresult admit(const State& all, Needs needs, const char* function) {
   if (needs != Needs::kNothing && !all.initialized) {
     return refuse(cuda::kNotInitialized, "%s: cuInit was not called", function);
   }
-  if (needs == Needs::kContext && !context_is_current(all)) {
+  if (needs == Needs::kContext && (all.retained == 0 || current != primary(all))) {
     return refuse(cuda::kInvalidContext,
                   "%s: this thread has no current context; retain the primary context and call "
                   "cuCtxSetCurrent",

@@ -33,10 +33,11 @@ struct State {
 };
 
 State& state();  // made on first use, never destroyed: threads may outlive the program's destructors
-bool context_is_current(const State& state);
+CUresult check_device(CUdevice device, const char* function);
 
 enum class Needs { kNothing, kInit, kContext };
 
+// Success where `function` may be called now by this thread.
 CUresult admit(const State& state, Needs needs, const char* function);
 
 // Runs `body(state, lock)` under the lock if `function` may be called now. No exception leaves.

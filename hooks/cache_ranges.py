@@ -1,0 +1,81 @@
+"""Which layers of a cache share a range, and how long the ranges are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final
+
+from ..allocator._native import Device, Group
+from ..offload.geometry import Geometry, choose, longest
+from .compat import full_attention_layers, longest_sequence, one_shape
+from .kv_range import KVRange, Shape
+
+# Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.
+_AT_LEAST: Final = 4096
+
+
+class CacheRanges:
+    """What the layers of one cache share: their ranges, and one lease group. A copy of a cache gets one of its own."""
+
+    def __init__(self, layers: int = 1, longest: int = 0, expected: int = 0, alone: bool = False) -> None:
+        """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: tokens likely to come;
+        0 if unknown. `alone`: something acts on single layers."""
+        self._layers = max(1, layers)
+        self._longest = longest
+        self._expected = expected
+        self._alone = alone
+        self._device: Device | None = None
+        self._group: Group | None = None
+        self._ranges: list[weakref.ref[KVRange]] = []
+
+    @classmethod
+    def of(cls, config: Any, expected: int = 0, alone: bool = False) -> CacheRanges:
+        """For a cache of the model of this configuration (None: nothing is known of it)."""
+        if config is None:
+            return cls(1, expected, expected, alone)
+        layers = full_attention_layers(config) if one_shape(config) else 1
+        return cls(layers, expected or longest_sequence(config), expected, alone)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
+        make, settings = self.__reduce__()
+        return make(*settings)
+
+    def __reduce__(self) -> tuple[type[CacheRanges], tuple[int, int, int, bool]]:
+        return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
+
+    def group(self, device: Device) -> Group:
+        """The lease group of this cache on `device`."""
+        if self._group is None or self._device is not device:
+            self._device, self._group = device, device.group()
+        return self._group
+
+    def join(self, device: Device, shape: Shape, tokens: int) -> tuple[KVRange, int] | None:
+        """A place for a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new one.
+
+        None where attention kernels could not index so many tokens (`geometry`, Note [int32]). DriverError.
+        """
+        self._ranges = [each for each in self._ranges if each() is not None]
+        for home in (each() for each in self._ranges):
+            if home is not None and home.shape == shape and home.geometry.tokens >= tokens:
+                place = home.join()
+                if place is not None:
+                    return home, place
+        geometry = self._geometry(device, shape, tokens)
+        if geometry is None:
+            return None
+        home = KVRange(device, self.group(device), geometry, shape)
+        self._ranges.append(weakref.ref(home))
+        place = home.join()
+        assert place is not None
+        return home, place
+
+    def _geometry(self, device: Device, shape: Shape, tokens: int) -> Geometry | None:
+        sizes = (shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize)
+        most = longest(*sizes)
+        if tokens > most:
+            return None
+        # No sequence outgrows the budget, so that reserving more would only cost bookkeeping.
+        affordable = max(device.budget // Geometry(1, *sizes, device.page_size, 1).token_bytes, 2 * tokens)
+        room = min(max(self._longest, _AT_LEAST, 2 * tokens), affordable, most)
+        expected = max(self._expected, tokens)
+        return choose(self._layers, *sizes, device.page_size, room, expected=expected, alone=self._alone)

