@@ -92,14 +92,9 @@ def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
 
 
 def forward_entered(model: nn.Module) -> ForwardLease:
-    """The forward of a managed model begins on this thread. Returns its lease, for `forward_left`."""
+    """The forward of a managed model begins on this thread. Returns its lease, to be closed when it ends."""
     known = _attached.get(id(model))
     return _Forward(None if known is None else Building(*known))
-
-
-def forward_left(lease: ForwardLease) -> None:
-    """That forward has ended, with a result or an exception."""
-    lease.close()
 
 
 class _Forward(ForwardLease):

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.jit._trace import is_tracing
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ..allocator import runtime
 from .cache_ranges import CacheRanges

@@ -2,11 +2,12 @@
 would do.
 
 Note [Working room]
-  Beside its weights a model needs its KV cache and its activations. What is asked for here is what a short
-  `generate()` takes, of `SHORT` tokens of one sequence: the cache, in which each layer begins a page of its own and a
-  token is at most two hidden states wide; two float32 copies of the widest activation, as a rule the logits, which
-  are as wide as the largest dimension of any weight; and a few pages for the allocator's small blocks. A longer
-  prompt or a larger batch needs more, and is told so by torch.OutOfMemoryError when there is no more.
+    Beside its weights a model needs its KV cache and its activations. What is asked for here is what a short
+    `generate()` takes, of `SHORT` tokens of one sequence. The cache: a token of a layer is at most two hidden states
+    wide, layers share pages that would be mostly empty (geometry.choose), so pages are at least half full, but for
+    the last. The activations: two float32 copies of the widest, as a rule the logits, which are as wide as the
+    largest dimension of any weight, and a few pages for the allocator's small blocks. A longer prompt or a larger
+    batch needs more, and is told so by torch.OutOfMemoryError when there is no more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int)
     widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
     itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
     token = 2 * itemsize * getattr(text_config(model), "hidden_size", 1)  # bytes of one layer's keys and values
-    cache = len(layers) * -(-SHORT * token // page_size)
+    cache = -(-2 * len(layers) * SHORT * token // page_size) + 1
     return cache + -(-SHORT * widest * _LOGITS // page_size) + _SMALL_BLOCKS
 
 

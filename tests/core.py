@@ -154,7 +154,8 @@ def disarm() -> None:
             core.occupy(core.stream(), 0.02)
             one.close()
             core.device.reap(wait=True)
-            core.device.synchronize()
+            core.finish()
+            core.device.close()
     _armed.clear()
     for core in used:
         core.finish()

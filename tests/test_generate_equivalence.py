@@ -1,339 +1,101 @@
-"""`generate()` of an attached model: tokens equal to stock on many architectures, and nothing stays behind."""
+"""`generate()` of a managed model: the tokens of stock on many architectures, plain and while pages move."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import inspect
-import pickle
-import random
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation.utils import GenerationMixin
 
-from ballonet.allocator import runtime
-from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
-from ballonet.allocator.errors import AlreadyManaged
-from ballonet.hooks import compat, generation
-from ballonet.hooks.kv import ElasticLayer, KVCache
-from ballonet.hooks.layers import decoder_layers
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.kv import ElasticLayer
 
 from .models import ARCHITECTURES, LAYERS, MODES, Output, before_each_forward, build, generate, prompts
+from .pool import bytes_that_exist, in_pool
 
 INPUTS = prompts(batch=3, longest=12)
-Act = Callable[[int, Any], None]
+BUDGET = 2**25
 
 
-@pytest.fixture(scope="module", params=[4096, 65536], ids=["4KiB", "64KiB"])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+@pytest.fixture(scope="module", params=[4096, 65536], ids=["4KiB", "64KiB"], autouse=True)
+def installed(request: pytest.FixtureRequest) -> Iterator[None]:
     """With small pages each layer has a range of its own and several pages; with large ones all layers share one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=request.param))
-    yield opened
+    ballonet.install(BUDGET, page_size=request.param, device="cpu")
+    yield
     gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    assert opened.snapshot()["pages"]["kv"] == 0
-    del opened
-    runtime.stop()
+    runtime.require().check()
+    assert bytes_that_exist() <= BUDGET
+    ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"
     torch.set_num_threads(threads)
-
-
-@contextmanager
-def attached(model: torch.nn.Module) -> Iterator[None]:
-    detach = generation.attach(model)
-    try:
-        yield
-    finally:
-        detach()
 
 
 @functools.cache
 def model_of(name: str) -> PreTrainedModel:
-    return build(name)
+    with install.stock():
+        return build(name)
 
 
 @functools.cache
 def stock(name: str, mode: str) -> Output:
-    return generate(model_of(name), mode, INPUTS)
+    """What the model says on its own, in torch's memory."""
+    with install.stock():
+        return generate(model_of(name), mode, INPUTS)
 
 
-def elastic(name: str, mode: str, act: Act = lambda step, cache: None) -> Output:
-    """Output of the attached model; `act` is called before each forward, and has seen at least one elastic cache."""
+def managed(
+    name: str, mode: str, act: Callable[[int, Any], None] = lambda step, cache: None, chaos: int | None = None
+) -> tuple[Output, dict[str, int]]:
+    """What the managed model says, and what chaos has moved. `act` is called before each forward."""
     model = model_of(name)
-    seen = 0
+    elastic = 0
 
     def check_then_act(step: int, cache: Any) -> None:
-        nonlocal seen
+        nonlocal elastic
         assert type(cache) is DynamicCache
         assert [type(layer) for layer in cache.layers] == [ElasticLayer] * LAYERS
         if step:
-            assert all(layer.elastic for layer in cache.layers)
-            seen += 1
+            elastic += all(layer.elastic for layer in cache.layers)
+            if chaos is None:  # else it may be on the host now
+                assert in_pool(cache.layers[step % LAYERS].keys)
         act(step, cache)
 
-    with attached(model), before_each_forward(model, check_then_act):
+    with ballonet.manage(model, chaos=chaos) as handle, before_each_forward(model, check_then_act):
         output = generate(model, mode, INPUTS)
-    assert seen
-    return output
+        moved = {} if handle.chaos is None else dict(handle.chaos.moved)
+    assert elastic == output.logits.shape[0] - 1
+    return output, moved
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_equal_stock(device: Device, name: str, mode: str) -> None:
-    assert elastic(name, mode).agrees(stock(name, mode))
-
-
-def mover(cache_ranges: Callable[[], list[Any]], seed: int, moved: list[int]) -> Callable[[], None]:
-    """Moves random mapped pieces of random ranges to other pages, some of them to the host and some back."""
-    random_ = random.Random(seed)
-
-    def move() -> None:
-        for kv in cache_ranges():
-            pieces = [piece for piece in range(kv.pieces) if kv.backing(piece) in ("device", "host")]
-            for piece in random_.sample(pieces, min(2, len(pieces))):
-                moved.append(kv.move(piece, random_.choice(["device", "host"])))
-
-    return move
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_equal_stock_while_pages_move_at_every_layer(device: Device, name: str, mode: str) -> None:
-    ranges: list[Any] = []
-    moved: list[int] = []
-    move = mover(lambda: ranges, seed=len(name), moved=moved)
-
-    def remember(step: int, cache: Any) -> None:
-        ranges[:] = {id(layer._home): layer._home.range for layer in cache.layers if layer._home is not None}.values()
-
-    layers = decoder_layers(model_of(name))
-    assert len(layers) == LAYERS
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_pre_hook(lambda *_: move()))
-        output = elastic(name, mode, remember)
-    ranges.clear()
+def test_tokens_equal_stock(name: str, mode: str) -> None:
+    output, _ = managed(name, mode)
     assert output.agrees(stock(name, mode))
-    assert sum(moved) > 10
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_one_wrong_row_is_noticed(device: Device, name: str, mode: str) -> None:
+def test_tokens_equal_stock_under_chaos(name: str, mode: str) -> None:
+    output, moved = managed(name, mode, chaos=len(name))
+    assert output.agrees(stock(name, mode))
+    assert min(moved["weights"], moved["kv_device"], moved["kv_host"]) > 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_one_wrong_row_is_noticed(name: str, mode: str) -> None:
     def plant(step: int, cache: Any) -> None:
-        if step == 3:
+        if step == 3:  # one token of one sequence in one layer gets what its neighbour has
             layer = cache.layers[1]
             layer.keys[0, :, 10], layer.values[0, :, 10] = layer.keys[0, :, 9], layer.values[0, :, 9]
 
-    assert not elastic(name, mode, plant).agrees(stock(name, mode))
-
-
-def kinds(cache: Any) -> set[type]:
-    return {type(layer) for layer in cache.layers}
-
-
-def test_only_this_thread_and_this_model_get_elastic_layers(device: Device) -> None:
-    managed, other = model_of("llama"), build("llama")
-    copied = copy.deepcopy(managed)
-    caches: dict[str, set[type]] = {}
-    leases: list[Any] = []
-
-    def look(name: str) -> Act:
-        return lambda step, cache: caches.setdefault(name, kinds(cache)) and None
-
-    def elsewhere() -> None:
-        caches["constructed"] = kinds(DynamicCache(config=managed.config))
-        generate(other, "greedy", INPUTS)
-
-    def in_the_middle(step: int, cache: Any) -> None:
-        look("managed")(step, cache)
-        if step == 2:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-            generate(copied, "greedy", INPUTS)  # on this thread, inside the forward of the managed one
-
-    with (
-        attached(managed),
-        managed.register_forward_pre_hook(lambda *_: leases.append(generation.forward_entered(managed))),
-        managed.register_forward_hook(lambda *_: generation.forward_left(leases.pop()), always_call=True),
-        before_each_forward(managed, in_the_middle),
-        before_each_forward(other, look("other")),
-        before_each_forward(copied, look("copied")),
-    ):
-        output = generate(managed, "greedy", INPUTS)
-    assert caches["managed"] == {ElasticLayer}
-    assert caches["other"] == caches["copied"] == caches["constructed"] == {DynamicLayer}
-    assert output.agrees(stock("llama", "greedy"))
-    assert not leases
-
-
-def test_nothing_is_left_behind() -> None:
-    before = GenerationMixin._prepare_cache_for_generation
-    signature = inspect.signature(before)
-    models = [build("llama"), build("gpt2")]
-    attributes = [set(vars(model)) for model in models]
-    detach = [generation.attach(model) for model in models]
-    assert compat.layer_types()["full_attention"] is not DynamicLayer
-    assert inspect.signature(GenerationMixin._prepare_cache_for_generation) == signature
-    assert [set(vars(model)) for model in models] == attributes
-    assert generate(pickle.loads(pickle.dumps(models[0])), "greedy", INPUTS).agrees(stock("llama", "greedy"))
-    with pytest.raises(AlreadyManaged):
-        generation.attach(models[0])
-    detach[0]()
-    detach[0]()
-    assert compat.layer_types()["full_attention"] is not DynamicLayer
-    del models[1]  # collected without being detached
-    gc.collect()
-    assert compat.layer_types()["full_attention"] is DynamicLayer
-    assert GenerationMixin._prepare_cache_for_generation is before
-
-
-def test_who_wrapped_ours_keeps_his_wrapper(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    detach = generation.attach(model)
-    ours = compat.layer_types()["full_attention"]
-    made: list[Any] = []
-
-    def theirs(**kwargs: Any) -> Any:
-        made.append(ours(**kwargs))
-        return made[-1]
-
-    monkeypatch.setitem(compat.layer_types(), "full_attention", theirs)
-    detach()
-    assert compat.layer_types()["full_attention"] is theirs
-    assert generate(model, "greedy", INPUTS).agrees(stock("llama", "greedy"))
-    assert {type(layer) for layer in made} == {DynamicLayer}
-    detach = generation.attach(model)
-    assert generate(model, "greedy", INPUTS).agrees(stock("llama", "greedy"))
-    detach()
-    assert compat.layer_types()["full_attention"] is theirs
-    monkeypatch.undo()
-    compat.layer_types()["full_attention"] = DynamicLayer
-
-
-def test_a_cache_that_a_forward_makes_for_itself_is_elastic(device: Device) -> None:
-    model = model_of("llama")
-    with attached(model):
-        lease = generation.forward_entered(model)
-        with torch.no_grad():
-            cache = model(**INPUTS, use_cache=True).past_key_values
-        assert cache.layers[0]._home.group.leases == 1
-        generation.forward_left(lease)
-        generation.forward_left(lease)
-        assert cache.layers[0]._home.group.leases == 0
-        assert kinds(cache) == {ElasticLayer}
-        assert kinds(DynamicCache(config=model.config)) == {DynamicLayer}
-
-
-def test_training_an_attached_model_gives_the_gradients_of_stock(device: Device) -> None:
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        lease = generation.forward_entered(model)
-        first = model(INPUTS["input_ids"], use_cache=True)
-        second = model(INPUTS["input_ids"][:, :4], past_key_values=first.past_key_values)
-        generation.forward_left(lease)
-        (first.logits.square().mean() + second.logits.square().mean()).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    model = build("llama")
-    expected = gradients()
-    with attached(model):
-        assert all(torch.equal(*pair) for pair in zip(gradients(), expected, strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_explicit_cache(device: Device, mode: str) -> None:
-    model = model_of("qwen2")
-    cache = KVCache(model.config, max_length=40)
-    assert generate(model, mode, INPUTS, past_key_values=cache).agrees(stock("qwen2", mode))
-    assert all(layer.elastic for layer in cache.layers)
-    assert cache.get_seq_length() == 12 + 14 - 1
-
-
-def test_a_prefix_is_reused_by_deepcopy(device: Device) -> None:
-    """The way that transformers documents."""
-    model = model_of("llama")
-    prefix = {name: tensor[:, :8] for name, tensor in INPUTS.items()}
-
-    def answers(empty: Any) -> list[Output]:
-        with torch.no_grad():
-            filled = model(**prefix, past_key_values=empty).past_key_values
-        outputs = [generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(filled)) for _ in range(2)]
-        outputs.append(generate(model, "greedy", INPUTS, past_key_values=filled))
-        return outputs
-
-    ours, theirs = answers(KVCache(model.config)), answers(DynamicCache(config=model.config))
-    assert all(mine.agrees(other) for mine, other in zip(ours, theirs, strict=True))
-
-
-def test_assisted_decoding_crops_every_round(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, one = model_of("llama"), {name: tensor[:1] for name, tensor in INPUTS.items()}
-    plain = generate(model, "greedy", one, tokens=30)
-    cuts: list[int] = []
-    crop = ElasticLayer.crop
-    monkeypatch.setattr(ElasticLayer, "crop", lambda layer, count: (cuts.append(count), crop(layer, count))[1])
-    helper = build("llama", num_hidden_layers=1)
-    with attached(model), attached(helper):
-        drafted = generate(model, "greedy", one, tokens=30, prompt_lookup_num_tokens=4)
-        assisted = generate(model, "greedy", one, tokens=30, assistant_model=helper)
-    assert any(cuts)
-    assert torch.equal(drafted.tokens, plain.tokens)
-    assert torch.equal(assisted.tokens, plain.tokens)
-
-
-def test_a_mixed_model_keeps_its_sliding_layers(device: Device) -> None:
-    model = build("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    expected = generate(model, "beam", INPUTS)
-    seen: set[tuple[type, ...]] = set()
-    before_each_forward(model, lambda step, cache: seen.add(tuple(type(layer) for layer in cache.layers)))
-    with attached(model):
-        assert generate(model, "beam", INPUTS).agrees(expected)
-    assert seen == {(ElasticLayer, DynamicSlidingWindowLayer, DynamicSlidingWindowLayer)}
-
-
-@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized"])
-def test_other_kinds_of_cache_stay_what_they_are(
-    device: Device, implementation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = model_of("llama")
-    made: list[ElasticLayer] = []
-
-    def outcome() -> Any:
-        try:
-            return generate(model, "greedy", INPUTS, cache_implementation=implementation).tokens.tolist()
-        except Exception as error:  # some need a GPU or a package that is not here
-            return type(error), str(error)
-
-    expected = outcome()
-    monkeypatch.setattr(generation, "ElasticLayer", lambda *args, **kwargs: made.append(ElasticLayer()) or made[-1])
-    with attached(model):
-        assert outcome() == expected
-        assert not made
-        generate(model, "greedy", INPUTS, cache_implementation="dynamic")
-        assert made
-
-
-def test_an_encoder_decoder_and_what_is_no_decoder_are_left_alone() -> None:
-    t5 = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
-    bert = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
-    for module in (
-        transformers.T5ForConditionalGeneration(transformers.T5Config(**t5, decoder_start_token_id=0)),
-        transformers.BertModel(transformers.BertConfig(**bert)),
-        torch.nn.Linear(2, 2),
-    ):
-        with attached(module):
-            assert compat.layer_types()["full_attention"] is DynamicLayer
-            generation.forward_left(generation.forward_entered(module))
+    output, _ = managed(name, mode, plant)
+    assert not output.agrees(stock(name, mode))

@@ -1,4 +1,4 @@
-"""`manage()` and `release()`: where the weights lie, that nothing else about a model changes, and that no page is lost."""
+"""`manage()` and `release()`: where weights lie, that nothing else about a model changes, that no page is lost."""
 
 from __future__ import annotations
 

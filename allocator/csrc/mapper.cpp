@@ -332,6 +332,7 @@ Pool& Mapper::pool_of(const Range::Piece& piece) {
 
 bool Mapper::clear_scratch() {
   if (scratch_pool_ == nullptr) return true;
+  if (!driver_.cuStreamSynchronize(opened_.copy_stream).ok()) return false;  // no fence covers the copy stream
   if (!driver_.cuMemUnmap(opened_.scratch, page_size).ok()) return false;
   --scratch_pool_->mappings(scratch_page_);
   release_page(*scratch_pool_, scratch_page_);
@@ -381,9 +382,10 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     scratch_page_ = fresh;
     allow_access(opened_.scratch, 1);
     driver_.cuMemcpyAsync(opened_.scratch, here, page_size, opened_.copy_stream).or_throw("copying a page");
-    driver_.cuStreamSynchronize(opened_.copy_stream).or_throw("waiting for the copy of a page");
-    if (!clear_scratch())
-      throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure", "clearing the scratch addresses");
+    if (!clear_scratch()) {
+      throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure",
+                        "waiting for the copy of a page and clearing its addresses");
+    }
     driver_.cuMemUnmap(here, page_size).or_throw("taking a page from its address");
   } catch (...) {
     target.relabel(fresh, Owner::kRetiring);

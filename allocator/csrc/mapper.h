@@ -170,6 +170,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool unmap_retired(Retirement& retirement, std::size_t& freed);
   bool unmap_piece(Range& range, std::size_t piece);
   void release_page(Pool& pool, PageId page);
+  // Waits for the copy stream and frees the scratch addresses; false where the driver refuses one of the two now.
   bool clear_scratch();
   void check_span(const Range& range, std::size_t first, std::size_t count) const;
   void forget(Range& range);

@@ -1,0 +1,198 @@
+"""Chaos mode: pages move under a running model, and no one can tell."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.offload.chaos import MOVES, Chaos
+
+from . import models
+
+PAGE = 16 * 2**10
+
+
+class Pieces:
+    """Pages as `Chaos` sees them: where each piece lies, and what was asked for."""
+
+    def __init__(self, backing: list[str], moves: bool = True) -> None:
+        self.places = list(backing)
+        self.moves = moves
+        self.asked: list[tuple[int, str]] = []
+
+    @property
+    def pieces(self) -> int:
+        return len(self.places)
+
+    def backing(self, piece: int) -> str:
+        return self.places[piece]
+
+    def move(self, piece: int, to: Literal["device", "host"]) -> bool:
+        assert self.places[piece] in ("device", "host")
+        self.asked.append((piece, to))
+        if self.moves:
+            self.places[piece] = to
+        return self.moves
+
+
+BACKINGS = st.lists(st.sampled_from(["none", "device", "host", "retiring", "alias"]), max_size=5)
+
+
+@given(st.integers(0, 99), st.lists(BACKINGS, max_size=3), st.lists(BACKINGS, max_size=3), st.booleans(), st.booleans())
+def test_weights_stay_on_the_device_and_only_what_moved_is_counted(
+    seed: int, weights: list[list[str]], caches: list[list[str]], host: bool, moves: bool
+) -> None:
+    heavy, light = [Pieces(each, moves) for each in weights], [Pieces(each, moves) for each in caches]
+    chaos = Chaos(seed, host)
+    for _ in range(5):
+        chaos.act(heavy, light)
+    asked = {
+        "weights": [to for pieces in heavy for _, to in pieces.asked],
+        "kv": [to for pieces in light for _, to in pieces.asked],
+    }
+    assert set(asked["weights"]) <= {"device"}
+    assert set(asked["kv"]) <= ({"device", "host"} if host else {"device"})
+    for name, ranges in (("weights", heavy), ("kv", light)):
+        some = any(place in ("device", "host") for pieces in ranges for place in pieces.places)
+        assert len(asked[name]) == (5 * MOVES if some else 0)
+    places = Counter(asked["kv"])
+    expected = {"weights": len(asked["weights"]), "kv_device": places["device"], "kv_host": places["host"]}
+    assert dict(chaos.moved) == (expected if moves else dict.fromkeys(expected, 0))
+
+
+def test_it_repeats_itself_and_draws_from_no_one_elses_generator() -> None:
+    def asked(seed: int) -> list[list[tuple[int, str]]]:
+        ranges = [Pieces(["device"] * 9) for _ in range(4)]
+        chaos = Chaos(seed, host=True)
+        for _ in range(20):
+            chaos.act(ranges[:2], ranges[2:])
+        return [pieces.asked for pieces in ranges]
+
+    states = random.getstate(), torch.get_rng_state()
+    first = asked(3)
+    assert random.getstate() == states[0]
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert asked(3) == first
+    assert asked(4) != first
+    assert {to for _, to in first[2]} == {"device", "host"}
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    ballonet.install(budget=2**26, page_size=PAGE, host_budget=2**24, device="cpu")
+    device = runtime.require()
+    yield device
+    device.check()
+    gc.collect()
+    ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"
+
+
+def moved(managed: ballonet.Managed) -> dict[str, int]:
+    assert managed.chaos is not None
+    return dict(managed.chaos.moved)
+
+
+@pytest.mark.parametrize("mode", models.MODES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_logits_are_the_same_to_the_bit(device: Device, mode: str, seed: int) -> None:
+    model = models.build("llama")
+    inputs = models.prompts(3, 17)
+    stock = models.generate(model, mode, inputs)
+    with ballonet.manage(model):
+        calm = models.generate(model, mode, inputs)
+    assert torch.equal(calm.tokens, stock.tokens)
+    pages = {}
+    with ballonet.manage(model, chaos=seed) as managed:
+        before = _pages(managed)
+        wild = models.generate(model, mode, inputs)
+        pages = moved(managed)
+        assert _pages(managed) != before
+    assert torch.equal(wild.tokens, calm.tokens)
+    assert torch.equal(wild.logits, calm.logits)
+    assert min(pages.values()) > 10, pages
+    copied = ballonet.stats().copied
+    assert (copied.weights_d2h, copied.weights_h2d) == (0, 0)
+    assert copied.kv_d2h >= PAGE
+    assert copied.kv_h2d >= PAGE
+
+
+def _pages(managed: ballonet.Managed) -> list[int]:
+    ranges = managed._weights.ranges.values()
+    return [each.page(piece) for each in ranges for piece in range(each.pieces)]
+
+
+def test_pages_move_to_others_and_keep_their_addresses(device: Device) -> None:
+    model = models.build("llama", hidden_size=64)
+    with ballonet.manage(model, chaos=1) as managed:
+        addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+        values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        models.generate(model, "greedy", models.prompts(1, 9), tokens=30)
+        assert moved(managed)["weights"] > 4 * managed.pages
+        for name, tensor in model.state_dict().items():
+            assert tensor.data_ptr() == addresses[name]
+            assert torch.equal(tensor, values[name])
+
+
+def test_two_threads_on_one_model_and_two_models_beside_each_other(device: Device) -> None:
+    """A page that another thread's forward leases is left alone; what is leased by no one else keeps moving."""
+    one, other = models.build("llama"), models.build("qwen2")
+    inputs = models.prompts(2, 11)
+    expected = {model: models.generate(model, "greedy", inputs, tokens=24) for model in (one, other)}
+    handles = {model: ballonet.manage(model, chaos=7) for model in (one, other)}
+    calm = {model: _without_chaos(handles[model], model, inputs) for model in (one, other)}
+    wrong: list[str] = []
+
+    def work(model: Any) -> None:
+        for _ in range(4):
+            result = models.generate(model, "greedy", inputs, tokens=24)
+            if not (torch.equal(result.logits, calm[model].logits) and result.agrees(expected[model])):
+                wrong.append(type(model).__name__)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in (one, one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for model, managed in handles.items():
+        assert min(moved(managed).values()) > 10, type(model).__name__
+        assert managed._weights.group.leases == 0
+        managed.release()
+
+
+def _without_chaos(managed: ballonet.Managed, model: Any, inputs: Any) -> models.Output:
+    chaos, managed._forwards.chaos = managed._forwards.chaos, None
+    try:
+        return models.generate(model, "greedy", inputs, tokens=24)
+    finally:
+        managed._forwards.chaos = chaos
+
+
+def test_a_full_pool_stops_the_moves_and_nothing_else(device: Device) -> None:
+    model = models.build("llama")
+    inputs = models.prompts(1, 9)
+    expected = models.generate(model, "greedy", inputs)
+    with ballonet.manage(model, chaos=1) as managed:
+        models.generate(model, "greedy", inputs)
+        device.trim()
+        ballonet.set_budget(sum(ballonet.stats().pages.values()) * PAGE)
+        before = moved(managed)["weights"]
+        with torch.no_grad():
+            model(**inputs, use_cache=False)
+        assert moved(managed)["weights"] == before
+        ballonet.set_budget(2**26)
+        assert models.generate(model, "greedy", inputs).agrees(expected)
+        assert moved(managed)["weights"] > before

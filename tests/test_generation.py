@@ -1,0 +1,266 @@
+"""How caches of attached models become elastic: only theirs, on their thread, and nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.generation.utils import GenerationMixin
+
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import AlreadyManaged
+from ballonet.hooks import compat, generation
+from ballonet.hooks.kv import ElasticLayer, KVCache
+
+from .models import MODES, Output, before_each_forward, build, generate, prompts
+
+INPUTS = prompts(batch=3, longest=12)
+Act = Callable[[int, Any], None]
+
+
+@pytest.fixture(scope="module", params=[4096, 65536], ids=["4KiB", "64KiB"])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """With small pages each layer has a range of its own and several pages; with large ones all layers share one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=request.param))
+    yield opened
+    gc.collect()
+    opened.reap(wait=True)
+    opened.check()
+    assert opened.snapshot()["pages"]["kv"] == 0
+    del opened
+    runtime.stop()
+    torch.set_num_threads(threads)
+
+
+@contextmanager
+def attached(model: torch.nn.Module) -> Iterator[None]:
+    detach = generation.attach(model)
+    try:
+        yield
+    finally:
+        detach()
+
+
+@functools.cache
+def model_of(name: str) -> PreTrainedModel:
+    return build(name)
+
+
+@functools.cache
+def stock(name: str, mode: str) -> Output:
+    return generate(model_of(name), mode, INPUTS)
+
+
+def kinds(cache: Any) -> set[type]:
+    return {type(layer) for layer in cache.layers}
+
+
+def test_only_this_thread_and_this_model_get_elastic_layers(device: Device) -> None:
+    managed, other = model_of("llama"), build("llama")
+    copied = copy.deepcopy(managed)
+    caches: dict[str, set[type]] = {}
+    leases: list[Any] = []
+
+    def look(name: str) -> Act:
+        return lambda step, cache: caches.setdefault(name, kinds(cache)) and None
+
+    def elsewhere() -> None:
+        caches["constructed"] = kinds(DynamicCache(config=managed.config))
+        generate(other, "greedy", INPUTS)
+
+    def in_the_middle(step: int, cache: Any) -> None:
+        look("managed")(step, cache)
+        if step == 2:
+            thread = threading.Thread(target=elsewhere)
+            thread.start()
+            thread.join()
+            generate(copied, "greedy", INPUTS)  # on this thread, inside the forward of the managed one
+
+    with (
+        attached(managed),
+        managed.register_forward_pre_hook(lambda *_: leases.append(generation.forward_entered(managed))),
+        managed.register_forward_hook(lambda *_: leases.pop().close(), always_call=True),
+        before_each_forward(managed, in_the_middle),
+        before_each_forward(other, look("other")),
+        before_each_forward(copied, look("copied")),
+    ):
+        output = generate(managed, "greedy", INPUTS)
+    assert caches["managed"] == {ElasticLayer}
+    assert caches["other"] == caches["copied"] == caches["constructed"] == {DynamicLayer}
+    assert output.agrees(stock("llama", "greedy"))
+    assert not leases
+
+
+def test_nothing_is_left_behind() -> None:
+    before = GenerationMixin._prepare_cache_for_generation
+    signature = inspect.signature(before)
+    models = [build("llama"), build("gpt2")]
+    attributes = [set(vars(model)) for model in models]
+    detach = [generation.attach(model) for model in models]
+    assert compat.layer_types()["full_attention"] is not DynamicLayer
+    assert inspect.signature(GenerationMixin._prepare_cache_for_generation) == signature
+    assert [set(vars(model)) for model in models] == attributes
+    assert generate(pickle.loads(pickle.dumps(models[0])), "greedy", INPUTS).agrees(stock("llama", "greedy"))
+    with pytest.raises(AlreadyManaged):
+        generation.attach(models[0])
+    detach[0]()
+    detach[0]()
+    assert compat.layer_types()["full_attention"] is not DynamicLayer
+    del models[1]  # collected without being detached
+    gc.collect()
+    assert compat.layer_types()["full_attention"] is DynamicLayer
+    assert GenerationMixin._prepare_cache_for_generation is before
+
+
+def test_who_wrapped_ours_keeps_his_wrapper(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("llama")
+    detach = generation.attach(model)
+    ours = compat.layer_types()["full_attention"]
+    made: list[Any] = []
+
+    def theirs(**kwargs: Any) -> Any:
+        made.append(ours(**kwargs))
+        return made[-1]
+
+    monkeypatch.setitem(compat.layer_types(), "full_attention", theirs)
+    detach()
+    assert compat.layer_types()["full_attention"] is theirs
+    assert generate(model, "greedy", INPUTS).agrees(stock("llama", "greedy"))
+    assert {type(layer) for layer in made} == {DynamicLayer}
+    detach = generation.attach(model)
+    assert generate(model, "greedy", INPUTS).agrees(stock("llama", "greedy"))
+    detach()
+    assert compat.layer_types()["full_attention"] is theirs
+    monkeypatch.undo()
+    compat.layer_types()["full_attention"] = DynamicLayer
+
+
+def test_a_cache_that_a_forward_makes_for_itself_is_elastic(device: Device) -> None:
+    model = model_of("llama")
+    with attached(model):
+        lease = generation.forward_entered(model)
+        with torch.no_grad():
+            cache = model(**INPUTS, use_cache=True).past_key_values
+        assert cache.layers[0]._home.group.leases == 1
+        lease.close()
+        lease.close()
+        assert cache.layers[0]._home.group.leases == 0
+        assert kinds(cache) == {ElasticLayer}
+        assert kinds(DynamicCache(config=model.config)) == {DynamicLayer}
+
+
+def test_training_an_attached_model_gives_the_gradients_of_stock(device: Device) -> None:
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        lease = generation.forward_entered(model)
+        first = model(INPUTS["input_ids"], use_cache=True)
+        second = model(INPUTS["input_ids"][:, :4], past_key_values=first.past_key_values)
+        lease.close()
+        (first.logits.square().mean() + second.logits.square().mean()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    model = build("llama")
+    expected = gradients()
+    with attached(model):
+        assert all(torch.equal(*pair) for pair in zip(gradients(), expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_explicit_cache(device: Device, mode: str) -> None:
+    model = model_of("qwen2")
+    cache = KVCache(model.config, max_length=40)
+    assert generate(model, mode, INPUTS, past_key_values=cache).agrees(stock("qwen2", mode))
+    assert all(layer.elastic for layer in cache.layers)
+    assert cache.get_seq_length() == 12 + 14 - 1
+
+
+def test_a_prefix_is_reused_by_deepcopy(device: Device) -> None:
+    """The way that transformers documents."""
+    model = model_of("llama")
+    prefix = {name: tensor[:, :8] for name, tensor in INPUTS.items()}
+
+    def answers(empty: Any) -> list[Output]:
+        with torch.no_grad():
+            filled = model(**prefix, past_key_values=empty).past_key_values
+        outputs = [generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(filled)) for _ in range(2)]
+        outputs.append(generate(model, "greedy", INPUTS, past_key_values=filled))
+        return outputs
+
+    ours, theirs = answers(KVCache(model.config)), answers(DynamicCache(config=model.config))
+    assert all(mine.agrees(other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_assisted_decoding_crops_every_round(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, one = model_of("llama"), {name: tensor[:1] for name, tensor in INPUTS.items()}
+    plain = generate(model, "greedy", one, tokens=30)
+    cuts: list[int] = []
+    crop = ElasticLayer.crop
+    monkeypatch.setattr(ElasticLayer, "crop", lambda layer, count: (cuts.append(count), crop(layer, count))[1])
+    helper = build("llama", num_hidden_layers=1)
+    with attached(model), attached(helper):
+        drafted = generate(model, "greedy", one, tokens=30, prompt_lookup_num_tokens=4)
+        assisted = generate(model, "greedy", one, tokens=30, assistant_model=helper)
+    assert any(cuts)
+    assert torch.equal(drafted.tokens, plain.tokens)
+    assert torch.equal(assisted.tokens, plain.tokens)
+
+
+def test_a_mixed_model_keeps_its_sliding_layers(device: Device) -> None:
+    model = build("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1)
+    expected = generate(model, "beam", INPUTS)
+    seen: set[tuple[type, ...]] = set()
+    before_each_forward(model, lambda step, cache: seen.add(tuple(type(layer) for layer in cache.layers)))
+    with attached(model):
+        assert generate(model, "beam", INPUTS).agrees(expected)
+    assert seen == {(ElasticLayer, DynamicSlidingWindowLayer, DynamicSlidingWindowLayer)}
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized"])
+def test_other_kinds_of_cache_stay_what_they_are(
+    device: Device, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama")
+    made: list[ElasticLayer] = []
+
+    def outcome() -> Any:
+        try:
+            return generate(model, "greedy", INPUTS, cache_implementation=implementation).tokens.tolist()
+        except Exception as error:  # some need a GPU or a package that is not here
+            return type(error), str(error)
+
+    expected = outcome()
+    monkeypatch.setattr(generation, "ElasticLayer", lambda *args, **kwargs: made.append(ElasticLayer()) or made[-1])
+    with attached(model):
+        assert outcome() == expected
+        assert not made
+        generate(model, "greedy", INPUTS, cache_implementation="dynamic")
+        assert made
+
+
+def test_an_encoder_decoder_and_what_is_no_decoder_are_left_alone() -> None:
+    t5 = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+    bert = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+    for module in (
+        transformers.T5ForConditionalGeneration(transformers.T5Config(**t5, decoder_start_token_id=0)),
+        transformers.BertModel(transformers.BertConfig(**bert)),
+        torch.nn.Linear(2, 2),
+    ):
+        with attached(module):
+            assert compat.layer_types()["full_attention"] is DynamicLayer
+            generation.forward_entered(module).close()
