@@ -1,7 +1,7 @@
 """The native core: driver, pages, ranges and the caching allocator. Sizes are bytes, counts are pages, times are ns.
 
-Errors are the classes of `ballonet.allocator.errors`; `PoolExhausted` is what an allocation that does not fit raises here (the Python
-layers turn it into `torch.OutOfMemoryError`).
+Errors are the classes of `ballonet.allocator.errors`; `PoolExhausted` is what an allocation that does not fit raises
+here (the Python layers turn it into `torch.OutOfMemoryError`).
 """
 
 from typing import Any, Literal
@@ -12,8 +12,9 @@ Backing = Literal["none", "device", "host", "alias", "retiring"]
 def probe(library: str, ordinal: int) -> dict[str, Any]:
     """What the driver in `library` says of device `ordinal`; creates no context.
 
-    Keys: library, kind ("cuda" | "standin"), driver_version (int), devices (int), name, total_memory, virtual_memory (bool),
-    host_pages (bool), posix_handles (bool), context_active (bool). Raises DriverUnavailable where it cannot be loaded.
+    Keys: library, kind ("cuda" | "standin"), driver_version (int), devices (int), name, total_memory,
+    virtual_memory (bool), host_pages (bool), posix_handles (bool), context_active (bool). Raises DriverUnavailable
+    where it cannot be loaded.
     """
 
 class Device:
@@ -49,9 +50,10 @@ class Device:
     def snapshot(self) -> dict[str, Any]:
         """Consistent numbers taken under the locks.
 
-        Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_budget, copied
-        {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults, heap {live, live_peak, requested,
-        requested_peak, allocated_total, freed_total, reserved, cached, blocks, allocations, frees, hits}, physical_peak (bytes).
+        Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_budget,
+        copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults, physical_peak
+        (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved, cached,
+        blocks, allocations, frees, hits}.
         """
     def reset_peaks(self) -> None: ...
     def trim(self) -> int:
@@ -102,7 +104,8 @@ class Range:
     @property
     def owner(self) -> Owner: ...
     def map(self, first: int, count: int) -> None:
-        """Backs `count` unbacked (or retiring) pieces with device pages, all or none. Raises PoolExhausted, DriverError."""
+        """Backs `count` unbacked (or retiring) pieces with device pages, all or none. Raises PoolExhausted,
+        DriverError."""
     def map_host(self, first: int, count: int) -> None:
         """The same with host pages."""
     def alias(self, first: int, source: Range, source_first: int, count: int) -> None:
@@ -131,13 +134,15 @@ def core_table() -> int:
     """Address of the `BallonetCore` table (entry.h) for the companion."""
 
 def entry_points() -> dict[str, int]:
-    """Addresses of ballonet_cuda_{alloc,free,record_stream,trim,...} for a pluggable allocator without the companion."""
+    """Addresses of the functions alloc, free, record_stream and trim, for a pluggable allocator without the
+    companion."""
 
 def bench_hit_path(device: Device, nbytes: int, rounds: int) -> float:
     """ns per allocate+deallocate pair of one size on the hit path, measured inside the core."""
 
 def replay(device: Device, ops: bytes) -> dict[str, int | float]:
-    """Runs a packed trace. Rows are little-endian (op: u8, pad: 7, id: u64, size: u64, stream: u64); op 1 = alloc, 2 = free.
+    """Runs a packed trace. Rows are little-endian (op: u8, pad: 7, id: u64, size: u64, stream: u64); op 1 = alloc, 2
+    = free.
 
     Returns peak_live, peak_physical, driver_calls, ns_per_op, ops.
     """

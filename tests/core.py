@@ -80,7 +80,7 @@ class Map:
 
     @property
     def place(self) -> str | None:
-        """"device" or "host" where it shows this stand-in's memory."""
+        """ "device" or "host" where it shows this stand-in's memory."""
         for place in ("device", "host"):
             if f"/memfd:ballonet-{place}" in self.name and self.inode == memfd(place).st_ino:
                 return place
@@ -210,7 +210,7 @@ class Core:
         return made.value
 
     def occupy(self, stream: int, seconds: float) -> None:
-        """Work on the stream that takes this long; until `finish`, as long as any other copy between host and device."""
+        """Work on the stream that takes this long; so does any other copy between host and device until `finish`."""
         (lane, source) = next((lane, source) for known, lane, source in self._lanes if known == stream)
         with current_context() as it:
             it.configure(latency_ns=round(seconds * 1e9))

@@ -440,20 +440,20 @@ def test_an_empty_span_is_no_work() -> None:
         assert core.created() == 0
 
 
-def test_neighbouring_pieces_move_apart_and_together_many_times(core_page: int = PAGE) -> None:
+def test_neighbouring_pieces_move_apart_and_together_many_times() -> None:
     """Every round moves every other page to the host and back; the bytes stay."""
     with opened(budget=20, host_budget=8) as core:
         some = core.range(16)
         some.map(0, 16)
         for piece in range(16):
-            write(some.address + piece * core_page, piece + 1)
+            write(some.address + piece * PAGE, piece + 1)
         for _ in range(5):
             for piece in range(0, 16, 2):
                 assert some.move(piece, "host")
             for piece in range(0, 16, 2):
                 assert some.move(piece, "device")
         for piece in range(16):
-            assert holds(some.address + piece * core_page, piece + 1)
+            assert holds(some.address + piece * PAGE, piece + 1)
         assert _offsets(core, some) == 16
 
 

@@ -138,15 +138,18 @@ def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
 def test_each_layer_has_pages_of_its_own_and_the_rest_shares_the_resident_ones(device: Device) -> None:
     model = models.build("llama", **WIDE)
     with ballonet.manage(model) as managed:
-        pages: dict[int | None, set[int]] = {}
+        ranges = managed._weights.ranges
+        used: dict[int | None, set[int]] = {layer: set() for layer in ranges}
         for name, tensor in tensors(model).items():
             assert tensor.data_ptr() % 512 == 0
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
             layer = int(name.split(".")[2]) if ".layers." in name and tensor.nbytes >= 2**20 else None
-            span = range(tensor.data_ptr() // PAGE, (tensor.data_ptr() + tensor.nbytes - 1) // PAGE + 1)
-            pages.setdefault(layer, set()).update(span)
-        assert pages.keys() == {None, 0, 1, 2}
-        assert sum(map(len, pages.values())) == len(set().union(*pages.values())) == managed.pages
+            first = tensor.data_ptr() - ranges[layer].address
+            assert 0 <= first <= first + tensor.nbytes <= ranges[layer].nbytes
+            used[layer].update(range(first // PAGE, (first + tensor.nbytes - 1) // PAGE + 1))
+        assert ranges.keys() == {None, 0, 1, 2}
+        assert {layer: len(pages) for layer, pages in used.items()} == {at: r.pieces for at, r in ranges.items()}
+        assert sum(map(len, used.values())) == managed.pages
         assert ballonet.stats().pages.weights == managed.pages
         assert bytes_that_exist() >= managed.pages * PAGE
 
@@ -218,6 +221,9 @@ class Oddities(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         shared = torch.randn(100)
+        # As safetensors makes them of a mapped file: storages of their own over the same memory.
+        file = torch.randn(100).untyped_storage()
+        halves = [torch.empty(0).set_(file[first:end], 0, (60,)) for first, end in ((0, 240), (160, 400))]
         self.transposed = nn.Parameter(torch.randn(6, 4).t())
         self.frozen = nn.Parameter(torch.randn(5, 5).bfloat16(), requires_grad=False)
         self.tied = self.frozen
@@ -226,6 +232,9 @@ class Oddities(nn.Module):
         for name, tensor in {
             "window": shared[10:20],
             "overlapping": shared[15:60:3],
+            "apart": shared[90:95],
+            "mapped": halves[0],
+            "mapped_too": halves[1],
             "expanded": torch.randn(1, 5).expand(7, 5),
             "fp8": torch.randn(33).to(torch.float8_e4m3fn),
             "mask": torch.rand(17) > 0.5,
@@ -258,6 +267,9 @@ def test_every_kind_of_tensor_keeps_its_values_its_strides_and_its_ties(device: 
     for state in ("managed", "released"):
         model.window[5:6] = 77.0 if state == "managed" else 78.0
         assert model.overlapping[0] == model.window[5]
+        assert model.apart.untyped_storage().data_ptr() == model.window.untyped_storage().data_ptr()
+        model.mapped[45] = model.window[5]
+        assert model.mapped_too[5] == model.window[5]
         model.expanded[0, 0] = model.window[5]
         assert model.expanded[6, 0] == model.window[5]
         with warnings.catch_warnings():
@@ -624,6 +636,7 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
         assert "3 decoder layers" in repr(managed)
         assert str(managed.pages) in repr(managed)
     assert managed.released
+    assert managed.pages == 0
     assert "released" in repr(managed)
     assert before.is_of(model)
     managed.release()

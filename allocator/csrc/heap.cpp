@@ -160,7 +160,9 @@ void Heap::back(Arena& arena, const Blocks::Placement& placement) {
   const std::size_t growth = count > idle ? count - idle : 0;
   const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
   if (growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
-    if (harvest(growth, placement.hole->before, placement.hole->after) > 0) mapper_->reap(true);
+    // The block behind the hole may grow the hole when it gives pages; the one before it would take the hole's place.
+    const bool to_the_end = placement.to == placement.hole->offset + placement.hole->size;
+    if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) mapper_->reap(true);
   }
   mapper_->map(*arena.range, first, count, Place::kDevice);
   arena.blocks.fill(placement.hole, placement.from, placement.to);

@@ -3,75 +3,17 @@
 #include <algorithm>
 
 namespace ballonet {
-namespace {
-
-int attribute(const Driver& driver, int which, CUdevice device) {
-  int value = 0;
-  // A driver that does not know an attribute does not have what it stands for.
-  return driver.cuDeviceGetAttribute(&value, which, device).ok() ? value : 0;
-}
-
-}  // namespace
-
-Mapper::Opened::Opened(const Driver& driver_, const Options& options) : driver(driver_), page_size(options.page_size) {
-  driver.configure(options.standin);
-  driver.cuInit(0U).or_throw("starting the driver");
-  driver.cuDeviceGet(&device, options.ordinal).or_throw(format("looking for device %d", options.ordinal));
-  if (attribute(driver, cuda::kAttributeVirtualMemory, device) == 0) {
-    throw DriverUnavailable(
-        format("device %d cannot map memory (cuMemMap): ballonet cannot run on it. Some virtual GPUs and "
-               "WSL2 set-ups refuse this; use torch's own allocator there",
-               options.ordinal));
-  }
-  driver.cuDeviceTotalMem(&total_memory, device).or_throw("reading the device's size");
-  device_place.type = cuda::kAllocationPinned;
-  device_place.requestedHandleTypes =
-      attribute(driver, cuda::kAttributePosixFd, device) != 0 ? cuda::kHandlePosixFd : cuda::kHandleNone;
-  device_place.location = {cuda::kLocationDevice, device};
-  host_place = device_place;
-  host_place.location = {cuda::kLocationHostNuma, std::max(0, attribute(driver, cuda::kAttributeHostNumaId, device))};
-  host_pages = attribute(driver, cuda::kAttributeHostNumaVirtualMemory, device) != 0;
-  access = {{cuda::kLocationDevice, device}, cuda::kAccessReadWrite};
-
-  driver.cuDevicePrimaryCtxRetain(&context, device).or_throw("opening the device's primary context");
-  try {
-    DriverScope scope(driver, context);
-    std::size_t granularity = 0;
-    driver.cuMemGetAllocationGranularity(&granularity, &device_place, cuda::kGranularityMinimum).or_throw();
-    if (page_size == 0 || page_size % granularity != 0) {
-      throw UsageError(format("the page size must be a multiple of %s on this device, not %s",
-                              in_units(granularity).c_str(), in_units(page_size).c_str()));
-    }
-    driver.cuStreamCreate(&copy_stream, cuda::kStreamNonBlocking).or_throw("creating the copy stream");
-    const auto reserved = driver.cuMemAddressReserve(&scratch, page_size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
-    if (!reserved.ok()) driver.cuStreamDestroy(copy_stream);
-    reserved.or_throw("reserving addresses for one page");
-  } catch (...) {
-    driver.cuDevicePrimaryCtxRelease(device);
-    throw;
-  }
-}
-
-Mapper::Opened::~Opened() {
-  {
-    DriverScope scope(driver, context);
-    driver.cuMemAddressFree(scratch, page_size);
-    driver.cuStreamDestroy(copy_stream);
-  }
-  driver.cuDevicePrimaryCtxRelease(device);
-}
-
 Mapper::Mapper(const Options& options)
     : page_size(options.page_size),
       ordinal(options.ordinal),
       driver_(options.library),
-      opened_(driver_, options),
-      device_(driver_, opened_.device_place, options.page_size, options.budget, &journal),
-      host_(driver_, opened_.host_place, options.page_size, options.host_budget, nullptr),
+      context_(driver_, options.ordinal, options.page_size, options.standin),
+      device_(driver_, context_.device_place, options.page_size, options.budget, &journal),
+      host_(driver_, context_.host_place, options.page_size, options.host_budget, nullptr),
       streams_(driver_) {}
 
 Mapper::~Mapper() {
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   device_.release_free();
   host_.release_free();
   streams_.close();
@@ -93,7 +35,7 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   if (pieces == 0) throw UsageError("a range needs at least one page");
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   CUdeviceptr base = 0;
   driver_.cuMemAddressReserve(&base, pieces * page_size, std::size_t{0}, CUdeviceptr{0}, 0ULL)
       .or_throw(format("reserving %s of addresses", in_units(pieces * page_size).c_str()));
@@ -104,7 +46,7 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
 
 void Mapper::forget(Range& range) {
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   ranges_.erase(&range);
   const std::size_t size = range.pieces * page_size;
   // Addresses that the driver does not take back are lost as addresses only; no memory is behind them.
@@ -124,7 +66,7 @@ void Mapper::map_page(CUdeviceptr at, Pool& pool, PageId page) {
 }
 
 void Mapper::allow_access(CUdeviceptr at, std::size_t pages) {
-  driver_.cuMemSetAccess(at, pages * page_size, &opened_.access, std::size_t{1})
+  driver_.cuMemSetAccess(at, pages * page_size, &context_.access, std::size_t{1})
       .or_throw(format("opening %zu pages", pages));
 }
 
@@ -161,13 +103,13 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   check_span(range, first, count);
-  if (place == Place::kHost && !opened_.host_pages) {
+  if (place == Place::kHost && !context_.host_pages) {
     throw UsageError(
         "this driver cannot map host memory at a device address; `python -m ballonet info` says what it can");
   }
   const Backing wanted = place == Place::kDevice ? Backing::kDevice : Backing::kHost;
   Pool& pool = pool_of(place);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   reap_locked(false, done);
 
   std::vector<std::size_t> unbacked, readopted;
@@ -213,7 +155,7 @@ void Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
   std::lock_guard<std::mutex> lock(mutex);
   check_span(range, first, count);
   check_span(source, source_first, count);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   reap_locked(false, done);
   std::vector<std::size_t> pieces;
   std::vector<PageId> pages;
@@ -229,223 +171,16 @@ void Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
   back(range, pieces, device_, pages, Backing::kAlias);
 }
 
-void Mapper::retire(Range& range, const Spans& spans) {
-  Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
-  for (const Span& span : spans) check_span(range, span.first, span.count);
-  DriverScope scope(driver_, opened_.context);
-  retire_locked(range, spans);
-  reap_locked(false, done);
-}
-
-void Mapper::retire_locked(Range& range, const Spans& spans) {
-  const std::uint32_t ticket = next_ticket_++;
-  bool any = false;
-  for (const Span& span : spans) {
-    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
-      Range::Piece& piece = range.at(i);
-      if (piece.backing == Backing::kNone || piece.backing == Backing::kRetiring) continue;
-      if (piece.pins > 0) {
-        piece.doomed = true;
-        continue;
-      }
-      if (piece.backing != Backing::kAlias) pool_of(piece).relabel(piece.page, Owner::kRetiring);
-      piece.retiring_from = piece.backing;
-      piece.backing = Backing::kRetiring;
-      piece.ticket = ticket;
-      piece.doomed = false;
-      any = true;
-    }
-  }
-  if (any) retiring_.push_back({streams_.fence(), range.shared_from_this(), spans, ticket});
-}
-
-std::size_t Mapper::reap(bool wait) {
-  Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
-  return reap_locked(wait, done);
-}
-
-std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
-  std::size_t freed = 0;
-  // A retirement whose unmap fails goes to the back of the queue, and is met once per reap.
-  for (std::size_t left = retiring_.size(); left > 0; --left) {
-    Retirement& oldest = retiring_.front();
-    if (wait) {
-      streams_.wait(oldest.fence);
-    } else if (!streams_.passed(oldest.fence)) {
-      break;
-    }
-    Retirement current = std::move(oldest);
-    retiring_.pop_front();
-    if (unmap_retired(current, freed)) {
-      done.push_back(std::move(current.range));
-    } else {
-      retiring_.push_back(std::move(current));
-    }
-  }
-  return freed;
-}
-
-// False where a page could not be unmapped now.
-bool Mapper::unmap_retired(Retirement& retirement, std::size_t& freed) {
-  bool all = true;
-  Range& range = *retirement.range;
-  for (const Span& span : retirement.spans) {
-    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
-      const Range::Piece& piece = range.at(i);
-      if (piece.backing != Backing::kRetiring || piece.ticket != retirement.ticket) continue;  // taken back meanwhile
-      if (unmap_piece(range, i)) {
-        ++freed;
-      } else {
-        all = false;
-      }
-    }
-  }
-  return all;
-}
-
-bool Mapper::unmap_piece(Range& range, std::size_t index) {
-  if (!driver_.cuMemUnmap(address(range, index), page_size).ok()) return false;
-  Range::Piece& piece = range.at(index);
-  Pool& pool = pool_of(piece);
-  const PageId page = piece.page;
-  piece.page = kNoPage;
-  piece.backing = piece.retiring_from = Backing::kNone;
-  piece.ticket = 0;
-  piece.open = false;
-  --pool.mappings(page);
-  release_page(pool, page);
-  return true;
-}
-
-// A retiring page is free once nothing leads to it any more.
-void Mapper::release_page(Pool& pool, PageId page) {
-  if (pool.owner(page) == Owner::kRetiring && pool.mappings(page) == 0) pool.give(page);
-}
-
 Pool& Mapper::pool_of(const Range::Piece& piece) {
   const Backing backing = piece.backing == Backing::kRetiring ? piece.retiring_from : piece.backing;
   return backing == Backing::kHost ? host_ : device_;
-}
-
-bool Mapper::clear_scratch() {
-  if (scratch_pool_ == nullptr) return true;
-  if (!driver_.cuStreamSynchronize(opened_.copy_stream).ok()) return false;  // no fence covers the copy stream
-  if (!driver_.cuMemUnmap(opened_.scratch, page_size).ok()) return false;
-  --scratch_pool_->mappings(scratch_page_);
-  release_page(*scratch_pool_, scratch_page_);
-  scratch_pool_ = nullptr;
-  scratch_page_ = kNoPage;
-  return true;
-}
-
-bool Mapper::move(Range& range, std::size_t index, Place to) {
-  Ranges done;
-  std::unique_lock<std::mutex> lease;
-  if (range.group) lease = std::unique_lock<std::mutex>(range.group->mutex);
-  if (range.group && range.group->leased_by_others()) return false;
-  std::lock_guard<std::mutex> lock(mutex);
-  check_span(range, index, 1);
-  if (to == Place::kHost && !opened_.host_pages) return false;
-  Range::Piece& piece = range.at(index);
-  const bool movable = (piece.backing == Backing::kDevice || piece.backing == Backing::kHost) && !piece.doomed;
-  if (!movable || pool_of(piece).mappings(piece.page) != 1) return false;
-
-  DriverScope scope(driver_, opened_.context);
-  if (streams_.capturing()) return false;
-  Fence fence = streams_.fence();
-  try {
-    streams_.wait(fence);
-  } catch (...) {
-    streams_.recycle(fence);
-    throw;
-  }
-  reap_locked(false, done);
-  Pool& source = pool_of(piece);
-  Pool& target = pool_of(to);
-  if (!clear_scratch() || target.available() == 0) return false;
-  const PageId old = piece.page;
-  PageId fresh;
-  try {
-    fresh = target.take(1, range.owner).front();
-  } catch (const PoolExhausted&) {
-    return false;
-  }
-
-  // Fill the new page at the scratch addresses.
-  const CUdeviceptr here = address(range, index);
-  try {
-    map_page(opened_.scratch, target, fresh);
-    scratch_pool_ = &target;
-    scratch_page_ = fresh;
-    allow_access(opened_.scratch, 1);
-    driver_.cuMemcpyAsync(opened_.scratch, here, page_size, opened_.copy_stream).or_throw("copying a page");
-    if (!clear_scratch()) {
-      throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure",
-                        "waiting for the copy of a page and clearing its addresses");
-    }
-    driver_.cuMemUnmap(here, page_size).or_throw("taking a page from its address");
-  } catch (...) {
-    target.relabel(fresh, Owner::kRetiring);
-    if (clear_scratch() && target.owner(fresh) == Owner::kRetiring) release_page(target, fresh);
-    throw;
-  }
-  --source.mappings(old);
-
-  // From here on the piece is bare: put the new page there, or, where that fails, the old one.
-  const auto settle = [&](Pool& pool, PageId page) {
-    map_page(here, pool, page);
-    try {
-      allow_access(here, 1);
-    } catch (...) {
-      if (driver_.cuMemUnmap(here, page_size).ok()) --pool.mappings(page);
-      throw;
-    }
-  };
-  try {
-    settle(target, fresh);
-  } catch (...) {
-    target.relabel(fresh, Owner::kRetiring);
-    release_page(target, fresh);
-    for (int left = 3; left > 0; --left) {
-      try {
-        settle(source, old);
-        break;
-      } catch (...) {
-        if (left > 1) continue;
-        // The driver refuses every mapping. The bytes are lost; the books are not.
-        piece.page = kNoPage;
-        piece.backing = Backing::kNone;
-        piece.open = false;
-        source.relabel(old, Owner::kRetiring);
-        release_page(source, old);
-      }
-    }
-    throw;
-  }
-  const Place from = piece.backing == Backing::kDevice ? Place::kDevice : Place::kHost;
-  count_copy(range.owner, from, to);
-  piece.page = fresh;
-  piece.backing = to == Place::kDevice ? Backing::kDevice : Backing::kHost;
-  source.relabel(old, Owner::kRetiring);
-  release_page(source, old);
-  return true;
-}
-
-void Mapper::count_copy(Owner owner, Place from, Place to) {
-  if (from == to) return;
-  const bool down = to == Place::kHost;
-  if (owner == Owner::kWeights) (down ? copied_.weights_d2h : copied_.weights_h2d) += page_size;
-  if (owner == Owner::kKv) (down ? copied_.kv_d2h : copied_.kv_h2d) += page_size;
 }
 
 void Mapper::close(Range& range) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   if (range.closed_) return;
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   retire_locked(range, {{0, range.pieces}});
   range.closed_ = true;
   reap_locked(false, done);
@@ -482,7 +217,7 @@ void Mapper::unpin(Range& range, std::size_t offset, std::size_t size) {
     if (--piece.pins == 0 && piece.doomed) doomed.push_back({i, 1});
   }
   if (doomed.empty()) return;
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   retire_locked(range, doomed);
   reap_locked(false, done);
 }
@@ -502,58 +237,65 @@ void Mapper::note_stream(CUstream stream) {
   streams_.note(stream);
 }
 
+CUstream Mapper::create_stream() {
+  DriverScope scope(driver_, context_.handle);
+  CUstream stream = nullptr;
+  driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking).or_throw("creating a stream");
+  return stream;
+}
+
 void Mapper::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) {
   if (!driver_.is_standin()) return;
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   driver_.note_use(address, size, stream, write);
 }
 
 void Mapper::synchronize() {
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   driver_.cuCtxSynchronize().or_throw("waiting for the device");
 }
 
 Fence Mapper::fence_over(const std::vector<CUstream>& streams) {
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   return streams_.fence(streams);
 }
 
 bool Mapper::fence_passed(Fence& fence) {
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   return streams_.passed(fence);
 }
 
 void Mapper::fence_wait(Fence& fence) {
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   streams_.wait(fence);
 }
 
 bool Mapper::capturing() {
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   return streams_.capturing();
 }
 
 void Mapper::set_budget(std::size_t pages) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   if (pages < device_.created() && !streams_.capturing()) reap_locked(true, done);
   device_.set_budget(pages);
 }
 
 void Mapper::release_free() {
   std::lock_guard<std::mutex> lock(mutex);
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   device_.release_free();
   host_.release_free();
 }
 
 std::pair<std::size_t, std::size_t> Mapper::free_memory() {
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   std::size_t free = 0, total = 0;
   driver_.cuMemGetInfo(&free, &total).or_throw("reading the device's free memory");
   return {free, total};
@@ -563,7 +305,7 @@ Mapper::Numbers Mapper::numbers() {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   if (!retiring_.empty()) {
-    DriverScope scope(driver_, opened_.context);
+    DriverScope scope(driver_, context_.handle);
     reap_locked(false, done);
   }
   return {device_.budget(), device_.created(), device_.created_peak(), host_.created(),
@@ -580,54 +322,11 @@ std::size_t Mapper::available() {
   return device_.available();
 }
 
-void Mapper::check() {
-  std::lock_guard<std::mutex> lock(mutex);
-  device_.check();
-  host_.check();
-  std::map<std::pair<Pool*, PageId>, unsigned> seen, owned;
-  for (Range* range : ranges_) {
-    for (std::size_t i = 0; i < range->table_.size(); ++i) {
-      const Range::Piece& piece = range->table_[i];
-      if (piece.backing == Backing::kNone) {
-        if (piece.page != kNoPage) throw InvariantBroken(format("unbacked piece %zu names page %u", i, piece.page));
-        continue;
-      }
-      Pool* pool = &pool_of(piece);
-      ++seen[{pool, piece.page}];
-      const bool retiring = piece.backing == Backing::kRetiring;
-      if ((retiring ? piece.retiring_from : piece.backing) == Backing::kAlias) continue;
-      ++owned[{pool, piece.page}];
-      if (pool->owner(piece.page) != (retiring ? Owner::kRetiring : range->owner)) {
-        throw InvariantBroken(format("page %u behind piece %zu has another owner than its range", piece.page, i));
-      }
-    }
-  }
-  if (scratch_pool_ != nullptr) ++seen[{scratch_pool_, scratch_page_}], ++owned[{scratch_pool_, scratch_page_}];
-  for (const auto& [key, mappings] : seen) {
-    if (key.first->mappings(key.second) != mappings) {
-      throw InvariantBroken(format("page %u is mapped %u times, its book says %u", key.second, mappings,
-                                   key.first->mappings(key.second)));
-    }
-  }
-  for (const auto& [key, owners] : owned) {
-    if (owners != 1) throw InvariantBroken(format("page %u is behind %u pieces that own it", key.second, owners));
-  }
-  for (Pool* pool : {&device_, &host_}) {
-    const std::size_t used = pool->created() - pool->count(Owner::kFree);
-    const auto backed =
-        std::count_if(seen.begin(), seen.end(), [pool](const auto& entry) { return entry.first.first == pool; });
-    if (used != static_cast<std::size_t>(backed)) {
-      throw InvariantBroken(
-          format("%zu pages have an owner, %zu are behind an address", used, static_cast<std::size_t>(backed)));
-    }
-  }
-}
-
 void Mapper::shutdown() {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   if (shut_) return;
-  DriverScope scope(driver_, opened_.context);
+  DriverScope scope(driver_, context_.handle);
   reap_locked(true, done);
   if (!retiring_.empty()) reap_locked(true, done);  // an unmap that failed once
   const std::size_t open = static_cast<std::size_t>(

@@ -19,6 +19,7 @@
 #include <set>
 #include <vector>
 
+#include "context.h"
 #include "group.h"
 #include "pool.h"
 #include "streams.h"
@@ -110,6 +111,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   PageId page(Range& range, std::size_t piece);
 
   void note_stream(CUstream stream);
+  // A stream of the device's context, which it lives as long as.
+  CUstream create_stream();
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write);
   void synchronize();
   // A fence over some streams, for blocks used across streams; see heap.h.
@@ -141,8 +144,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   const std::size_t page_size;
   const int ordinal;
   bool is_standin() const { return driver_.is_standin(); }
-  bool has_host_pages() const { return opened_.host_pages; }
-  std::size_t total_memory() const { return opened_.total_memory; }
+  bool has_host_pages() const { return context_.host_pages; }
+  std::size_t total_memory() const { return context_.total_memory; }
 
   // Held across a fork by the atfork handlers.
   std::mutex mutex;
@@ -176,25 +179,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void forget(Range& range);
   void count_copy(Owner owner, Place from, Place to);
 
-  // The driver's side of a device, opened in the order that CUDA asks for and closed in the reverse.
-  struct Opened {
-    Opened(const Driver& driver, const Options& options);
-    ~Opened();
-    const Driver& driver;
-    CUdevice device = 0;
-    CUcontext context = nullptr;
-    std::size_t total_memory = 0;
-    bool host_pages = false;
-    CUmemAllocationProp device_place{};
-    CUmemAllocationProp host_place{};
-    CUmemAccessDesc access{};
-    CUstream copy_stream = nullptr;
-    CUdeviceptr scratch = 0;  // addresses of one page, where `move` fills a page before it takes its place
-    std::size_t page_size;
-  };
-
   Driver driver_;
-  Opened opened_;
+  Context context_;
   Pool device_;
   Pool host_;
   Streams streams_;

@@ -105,6 +105,7 @@ std::size_t Pool::release_free() {
   while (!free_.empty() && release_one(*free_.rbegin())) {
   }
   shrink();
+  if (journal_ != nullptr) journal_->note(counts_);
   return free_.size();
 }
 

@@ -15,11 +15,12 @@ struct Step {
   CUstream stream;
 };
 
-// Ids become slots ahead of time, so that the clock sees the heap and not a table.
-std::vector<Step> parse(std::string_view rows, std::uint64_t& peak_live, std::size_t& slots) {
+// Ids become slots and the trace's streams real ones ahead of time, so that the clock sees the heap and not a table.
+std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& peak_live, std::size_t& slots) {
   if (rows.size() % 32 != 0) throw UsageError("a packed trace has rows of 32 bytes");
   std::vector<Step> steps;
   std::unordered_map<std::uint64_t, Step> live;
+  std::unordered_map<std::uint64_t, CUstream> streams{{0, nullptr}};
   std::uint64_t bytes = 0;
   for (std::size_t at = 0; at < rows.size(); at += 32) {
     std::uint64_t id, size, stream;
@@ -27,7 +28,8 @@ std::vector<Step> parse(std::string_view rows, std::uint64_t& peak_live, std::si
     std::memcpy(&size, rows.data() + at + 16, 8);
     std::memcpy(&stream, rows.data() + at + 24, 8);
     if (rows[at] == 1) {
-      const Step step{true, slots++, size, reinterpret_cast<CUstream>(stream)};
+      if (streams.count(stream) == 0) streams[stream] = mapper.create_stream();
+      const Step step{true, slots++, size, streams[stream]};
       if (!live.emplace(id, step).second)
         throw UsageError(format("block %llu is allocated twice", static_cast<unsigned long long>(id)));
       steps.push_back(step);
@@ -51,7 +53,7 @@ std::uint64_t all_driver_calls() {
 Replayed replay(Device& device, std::string_view rows) {
   Replayed result{};
   std::size_t slots = 0;
-  const std::vector<Step> steps = parse(rows, result.peak_live, slots);
+  const std::vector<Step> steps = parse(rows, *device.mapper, result.peak_live, slots);
   std::vector<void*> blocks(slots, nullptr);
   device.mapper->reset_peak();
   device.heap.reset_peaks();

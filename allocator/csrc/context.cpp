@@ -1,0 +1,65 @@
+#include "context.h"
+
+#include <algorithm>
+
+namespace ballonet {
+namespace {
+
+int attribute(const Driver& driver, int which, CUdevice device) {
+  int value = 0;
+  // A driver that does not know an attribute does not have what it stands for.
+  return driver.cuDeviceGetAttribute(&value, which, device).ok() ? value : 0;
+}
+
+}  // namespace
+
+Context::Context(const Driver& driver_, int ordinal, std::size_t page_size_, const BallonetStandinConfig& standin)
+    : driver(driver_), page_size(page_size_) {
+  driver.configure(standin);
+  driver.cuInit(0U).or_throw("starting the driver");
+  driver.cuDeviceGet(&device, ordinal).or_throw(format("looking for device %d", ordinal));
+  if (attribute(driver, cuda::kAttributeVirtualMemory, device) == 0) {
+    throw DriverUnavailable(
+        format("device %d cannot map memory (cuMemMap): ballonet cannot run on it. Some virtual GPUs and "
+               "WSL2 set-ups refuse this; use torch's own allocator there",
+               ordinal));
+  }
+  driver.cuDeviceTotalMem(&total_memory, device).or_throw("reading the device's size");
+  device_place.type = cuda::kAllocationPinned;
+  device_place.requestedHandleTypes =
+      attribute(driver, cuda::kAttributePosixFd, device) != 0 ? cuda::kHandlePosixFd : cuda::kHandleNone;
+  device_place.location = {cuda::kLocationDevice, device};
+  host_place = device_place;
+  host_place.location = {cuda::kLocationHostNuma, std::max(0, attribute(driver, cuda::kAttributeHostNumaId, device))};
+  host_pages = attribute(driver, cuda::kAttributeHostNumaVirtualMemory, device) != 0;
+  access = {{cuda::kLocationDevice, device}, cuda::kAccessReadWrite};
+
+  driver.cuDevicePrimaryCtxRetain(&handle, device).or_throw("opening the device's primary context");
+  try {
+    DriverScope scope(driver, handle);
+    std::size_t granularity = 0;
+    driver.cuMemGetAllocationGranularity(&granularity, &device_place, cuda::kGranularityMinimum).or_throw();
+    if (page_size == 0 || page_size % granularity != 0) {
+      throw UsageError(format("the page size must be a multiple of %s on this device, not %s",
+                              in_units(granularity).c_str(), in_units(page_size).c_str()));
+    }
+    driver.cuStreamCreate(&copy_stream, cuda::kStreamNonBlocking).or_throw("creating the copy stream");
+    const auto reserved = driver.cuMemAddressReserve(&scratch, page_size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
+    if (!reserved.ok()) driver.cuStreamDestroy(copy_stream);
+    reserved.or_throw("reserving addresses for one page");
+  } catch (...) {
+    driver.cuDevicePrimaryCtxRelease(device);
+    throw;
+  }
+}
+
+Context::~Context() {
+  {
+    DriverScope scope(driver, handle);
+    driver.cuMemAddressFree(scratch, page_size);
+    driver.cuStreamDestroy(copy_stream);
+  }
+  driver.cuDevicePrimaryCtxRelease(device);
+}
+
+}  // namespace ballonet

@@ -1,0 +1,31 @@
+// The driver's side of a device, opened in the order that CUDA asks for and closed in the reverse: the primary context,
+// what the device can do, and the two things of the driver's that ballonet keeps for itself, a copy stream and one page
+// of addresses.
+#pragma once
+
+#include "driver.h"
+
+namespace ballonet {
+
+struct Context {
+  // Throws DriverUnavailable where the device cannot map memory, UsageError for a page size that it cannot have,
+  // DriverError.
+  Context(const Driver& driver, int ordinal, std::size_t page_size, const BallonetStandinConfig& standin);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  const Driver& driver;
+  CUdevice device = 0;
+  CUcontext handle = nullptr;
+  std::size_t total_memory = 0;
+  bool host_pages = false;
+  CUmemAllocationProp device_place{};
+  CUmemAllocationProp host_place{};
+  CUmemAccessDesc access{};
+  CUstream copy_stream = nullptr;
+  CUdeviceptr scratch = 0;  // addresses of one page, where `move` fills a page before it takes its place
+  std::size_t page_size;
+};
+
+}  // namespace ballonet

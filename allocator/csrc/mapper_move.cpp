@@ -1,0 +1,117 @@
+// How the bytes behind an address move to another page.
+#include "mapper.h"
+
+namespace ballonet {
+
+bool Mapper::clear_scratch() {
+  if (scratch_pool_ == nullptr) return true;
+  if (!driver_.cuStreamSynchronize(context_.copy_stream).ok()) return false;  // no fence covers the copy stream
+  if (!driver_.cuMemUnmap(context_.scratch, page_size).ok()) return false;
+  --scratch_pool_->mappings(scratch_page_);
+  release_page(*scratch_pool_, scratch_page_);
+  scratch_pool_ = nullptr;
+  scratch_page_ = kNoPage;
+  return true;
+}
+
+bool Mapper::move(Range& range, std::size_t index, Place to) {
+  Ranges done;
+  std::unique_lock<std::mutex> lease;
+  if (range.group) lease = std::unique_lock<std::mutex>(range.group->mutex);
+  if (range.group && range.group->leased_by_others()) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  check_span(range, index, 1);
+  if (to == Place::kHost && !context_.host_pages) return false;
+  Range::Piece& piece = range.at(index);
+  const bool movable = (piece.backing == Backing::kDevice || piece.backing == Backing::kHost) && !piece.doomed;
+  if (!movable || pool_of(piece).mappings(piece.page) != 1) return false;
+
+  DriverScope scope(driver_, context_.handle);
+  if (streams_.capturing()) return false;
+  Fence fence = streams_.fence();
+  try {
+    streams_.wait(fence);
+  } catch (...) {
+    streams_.recycle(fence);
+    throw;
+  }
+  reap_locked(false, done);
+  Pool& source = pool_of(piece);
+  Pool& target = pool_of(to);
+  if (!clear_scratch() || target.available() == 0) return false;
+  const PageId old = piece.page;
+  PageId fresh;
+  try {
+    fresh = target.take(1, range.owner).front();
+  } catch (const PoolExhausted&) {
+    return false;
+  }
+
+  // Fill the new page at the scratch addresses.
+  const CUdeviceptr here = address(range, index);
+  try {
+    map_page(context_.scratch, target, fresh);
+    scratch_pool_ = &target;
+    scratch_page_ = fresh;
+    allow_access(context_.scratch, 1);
+    driver_.cuMemcpyAsync(context_.scratch, here, page_size, context_.copy_stream).or_throw("copying a page");
+    if (!clear_scratch()) {
+      throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure",
+                        "waiting for the copy of a page and clearing its addresses");
+    }
+    driver_.cuMemUnmap(here, page_size).or_throw("taking a page from its address");
+  } catch (...) {
+    target.relabel(fresh, Owner::kRetiring);
+    if (clear_scratch() && target.owner(fresh) == Owner::kRetiring) release_page(target, fresh);
+    throw;
+  }
+  --source.mappings(old);
+
+  // From here on the piece is bare: put the new page there, or, where that fails, the old one.
+  const auto settle = [&](Pool& pool, PageId page) {
+    map_page(here, pool, page);
+    try {
+      allow_access(here, 1);
+    } catch (...) {
+      if (driver_.cuMemUnmap(here, page_size).ok()) --pool.mappings(page);
+      throw;
+    }
+  };
+  try {
+    settle(target, fresh);
+  } catch (...) {
+    target.relabel(fresh, Owner::kRetiring);
+    release_page(target, fresh);
+    for (int left = 3; left > 0; --left) {
+      try {
+        settle(source, old);
+        break;
+      } catch (...) {
+        if (left > 1) continue;
+        // The driver refuses every mapping. The bytes are lost; the books are not.
+        piece.page = kNoPage;
+        piece.backing = Backing::kNone;
+        piece.open = false;
+        source.relabel(old, Owner::kRetiring);
+        release_page(source, old);
+      }
+    }
+    throw;
+  }
+  const Place from = piece.backing == Backing::kDevice ? Place::kDevice : Place::kHost;
+  count_copy(range.owner, from, to);
+  piece.page = fresh;
+  piece.backing = to == Place::kDevice ? Backing::kDevice : Backing::kHost;
+  source.relabel(old, Owner::kRetiring);
+  release_page(source, old);
+  return true;
+}
+
+void Mapper::count_copy(Owner owner, Place from, Place to) {
+  if (from == to) return;
+  const bool down = to == Place::kHost;
+  if (owner == Owner::kWeights) (down ? copied_.weights_d2h : copied_.weights_h2d) += page_size;
+  if (owner == Owner::kKv) (down ? copied_.kv_d2h : copied_.kv_h2d) += page_size;
+}
+
+}  // namespace ballonet

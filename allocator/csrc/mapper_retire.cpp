@@ -1,0 +1,104 @@
+// How pages leave their addresses. See Note [Retiring] in mapper.h.
+#include <algorithm>
+
+#include "mapper.h"
+
+namespace ballonet {
+
+void Mapper::retire(Range& range, const Spans& spans) {
+  Ranges done;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (const Span& span : spans) check_span(range, span.first, span.count);
+  DriverScope scope(driver_, context_.handle);
+  retire_locked(range, spans);
+  reap_locked(false, done);
+}
+
+void Mapper::retire_locked(Range& range, const Spans& spans) {
+  const std::uint32_t ticket = next_ticket_++;
+  bool any = false;
+  for (const Span& span : spans) {
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
+      Range::Piece& piece = range.at(i);
+      if (piece.backing == Backing::kNone || piece.backing == Backing::kRetiring) continue;
+      if (piece.pins > 0) {
+        piece.doomed = true;
+        continue;
+      }
+      if (piece.backing != Backing::kAlias) pool_of(piece).relabel(piece.page, Owner::kRetiring);
+      piece.retiring_from = piece.backing;
+      piece.backing = Backing::kRetiring;
+      piece.ticket = ticket;
+      piece.doomed = false;
+      any = true;
+    }
+  }
+  if (any) retiring_.push_back({streams_.fence(), range.shared_from_this(), spans, ticket});
+}
+
+std::size_t Mapper::reap(bool wait) {
+  Ranges done;
+  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  return reap_locked(wait, done);
+}
+
+std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
+  std::size_t freed = 0;
+  // A retirement whose unmap fails goes to the back of the queue, and is met once per reap.
+  for (std::size_t left = retiring_.size(); left > 0; --left) {
+    Retirement& oldest = retiring_.front();
+    if (wait) {
+      streams_.wait(oldest.fence);
+    } else if (!streams_.passed(oldest.fence)) {
+      break;
+    }
+    Retirement current = std::move(oldest);
+    retiring_.pop_front();
+    if (unmap_retired(current, freed)) {
+      done.push_back(std::move(current.range));
+    } else {
+      retiring_.push_back(std::move(current));
+    }
+  }
+  return freed;
+}
+
+// False where a page could not be unmapped now.
+bool Mapper::unmap_retired(Retirement& retirement, std::size_t& freed) {
+  bool all = true;
+  Range& range = *retirement.range;
+  for (const Span& span : retirement.spans) {
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
+      const Range::Piece& piece = range.at(i);
+      if (piece.backing != Backing::kRetiring || piece.ticket != retirement.ticket) continue;  // taken back meanwhile
+      if (unmap_piece(range, i)) {
+        ++freed;
+      } else {
+        all = false;
+      }
+    }
+  }
+  return all;
+}
+
+bool Mapper::unmap_piece(Range& range, std::size_t index) {
+  if (!driver_.cuMemUnmap(address(range, index), page_size).ok()) return false;
+  Range::Piece& piece = range.at(index);
+  Pool& pool = pool_of(piece);
+  const PageId page = piece.page;
+  piece.page = kNoPage;
+  piece.backing = piece.retiring_from = Backing::kNone;
+  piece.ticket = 0;
+  piece.open = false;
+  --pool.mappings(page);
+  release_page(pool, page);
+  return true;
+}
+
+// A retiring page is free once nothing leads to it any more.
+void Mapper::release_page(Pool& pool, PageId page) {
+  if (pool.owner(page) == Owner::kRetiring && pool.mappings(page) == 0) pool.give(page);
+}
+
+}  // namespace ballonet

@@ -1,0 +1,210 @@
+"""A fault at every driver call of a life of a device, one at a time: the work is done or a typed error says why not.
+
+Afterwards the books are right, every byte that was written is still there, and every page comes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExhausted
+
+from .core import PAGE, all_calls, arm, behind, calls, clean, driver, faults_fired, holds, make, physical, write
+
+ERRORS = (BallonetError, PoolExhausted)
+
+
+@dataclass
+class Life:
+    """What one device did, in order. Everything in use is in a field, so that what a fault leaves can be looked at."""
+
+    device: _native.Device | None = None
+    ranges: list[_native.Range] = field(default_factory=list)
+    blocks: dict[int, tuple[int, int]] = field(default_factory=dict)  # address -> bytes, and the byte they hold
+    pieces: dict[int, int] = field(default_factory=dict)  # address of a mapped piece -> the byte it holds
+    tensors: list[object] = field(default_factory=list)
+    done: bool = False
+
+    def block(self, nbytes: int, value: int, stream: int = 0) -> int:
+        assert self.device is not None
+        address = self.device.allocate(nbytes, stream)
+        write(address, value, nbytes)
+        self.blocks[address] = nbytes, value
+        return address
+
+    def free(self, address: int) -> None:
+        assert self.device is not None
+        nbytes, value = self.blocks.pop(address)
+        assert holds(address, value, nbytes)
+        self.device.deallocate(address)
+
+    def put(self, one: _native.Range, piece: int, value: int) -> None:
+        write(one.address + piece * PAGE, value)
+        self.pieces[one.address + piece * PAGE] = value
+
+    def retire(self, one: _native.Range, piece: int) -> None:
+        self.pieces.pop(one.address + piece * PAGE)
+        one.retire(piece, 1)
+
+    def live(self) -> None:
+        before = faults_fired()
+        device = self.device = make(PAGE, 16, 4)
+        big, small, shared = self.block(3 * PAGE, 1), self.block(100, 2), self.block(5 * PAGE, 3)
+        device.record_stream(shared, 0)
+        kv = device.reserve(6 * PAGE, "kv", device.group())
+        self.ranges.append(kv)
+        for piece in range(4):
+            kv.map(piece, 1)
+            self.put(kv, piece, piece + 10)
+        self.tensors.append(kv.tensor(PAGE, (PAGE,), (1,), 1, 8))
+        self.free(big)
+        slot = device.reserve(2 * PAGE, "weights", device.group())
+        self.ranges.append(slot)
+        slot.map(0, 1)
+        self.put(slot, 0, 20)
+        slot.alias(1, slot, 0, 1)
+        assert holds(slot.address + PAGE, 20)
+        device.trim()
+        moved = [kv.move(2, "host"), kv.move(0, "device"), kv.move(2, "device")]
+        assert all(moved) or faults_fired() > before  # one that was not made has changed nothing
+        self.free(shared)
+        late = self.block(7 * PAGE, 4)  # needs what the freed block had
+        self.retire(kv, 0)
+        kv.retire(1, 1)  # is under a tensor, and stays
+        self.retire(kv, 3)
+        self.free(late)
+        device.set_budget(9 * PAGE)
+        kv.map(3, 1)
+        self.put(kv, 3, 30)
+        device.set_budget(4 * PAGE)
+        self.pieces.pop(kv.address + PAGE)
+        self.tensors.clear()
+        device.reap(wait=True)
+        self.free(small)
+        assert device.snapshot()["created"] <= 4
+        device.free_memory()
+        device.synchronize()
+        self.done = True
+
+    def intact(self) -> None:
+        """What is in use is there, with the bytes that were written."""
+        if self.device is None:
+            return
+        self.device.check()
+        created = self.device.snapshot()["created"]
+        assert physical() == created * PAGE
+        for address, (nbytes, value) in self.blocks.items():
+            assert holds(address, value, nbytes)
+        for address, value in self.pieces.items():
+            assert behind(address)[1] == "rw-s"
+            assert holds(address, value)
+
+    def end(self) -> None:
+        """Gives everything back, as a program that goes on after an error does, and closes."""
+        if self.device is None:
+            return
+        for address in list(self.blocks):
+            self.free(address)
+        self.tensors.clear()
+        for one in self.ranges:
+            one.close()
+        self.ranges.clear()
+        self.device.check()
+        try:
+            self.device.close()
+        except ERRORS:
+            self.device.check()
+            self.device.close()
+        self.device = None
+
+
+def live_and_end() -> Life:
+    life = Life()
+    life.live()
+    life.intact()
+    life.end()
+    return life
+
+
+def test_without_a_fault_nothing_is_refused() -> None:
+    clean()
+    before = faults_fired()
+    assert live_and_end().done
+    assert faults_fired() == before
+    assert physical() == physical("host") == 0
+
+
+def life_calls() -> dict[str, int]:
+    clean()
+    live_and_end()
+    return all_calls(live_and_end)
+
+
+def test_a_fault_at_every_driver_call() -> None:
+    assert driver().is_standin
+    made = life_calls()
+    assert {"cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemcpyAsync"} <= set(made)
+    went_on = 0
+    for function, count in made.items():
+        for ahead in range(1, count + 1):
+            fired = faults_fired()
+            arm(function, ahead)
+            life = Life()
+            where = f"{function}, call {ahead} of {count}"
+            try:
+                life.live()
+            except ERRORS:
+                if faults_fired() == fired:
+                    raise
+            else:
+                went_on += 1
+            life.intact()
+            life.end()
+            assert physical() == physical("host") == 0, where
+            driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's context current
+            assert faults_fired() == fired + 1, f"{where}: the life made fewer calls"
+    assert went_on > sum(made.values()) // 4  # most of them are survived without anyone noticing
+
+
+@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+def test_an_allocation_survives_one_fault(function: str) -> None:
+    """The second try has a driver that works again; nobody needs to hear of the first."""
+    clean()
+    device = make(PAGE, 8)
+    arm(function)
+    block = device.allocate(3 * PAGE)
+    write(block, 1, 3 * PAGE)
+    device.deallocate(block)
+    device.close()
+    assert physical() == 0
+
+
+def test_a_constructor_that_fails_leaves_nothing() -> None:
+    clean()
+    for function, count in all_calls(lambda: make(PAGE, 8).close()).items():
+        for ahead in range(1, count + 1):
+            fired = faults_fired()
+            arm(function, ahead)
+            with contextlib.suppress(BallonetError):
+                make(PAGE, 8).close()
+            assert faults_fired() == fired + 1, (function, ahead)
+            driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's context current
+    assert physical() == 0
+
+
+def test_faults_have_names_and_strike_once() -> None:
+    with pytest.raises(BallonetError, match="no driver function is called 'cuMemMapp'"):
+        make(faults=[("cuMemMapp", 1)])
+    with pytest.raises(DriverUnavailable, match="cannot be loaded"):
+        make(path="/nonexistent")
+    device = make(PAGE, 8, faults=[("cuMemMap", calls()["cuMemMap"] + 1)])
+    one = device.reserve(PAGE, "kv", device.group())
+    with pytest.raises(BallonetError, match="cuMemMap failed with CUDA_ERROR_UNKNOWN"):
+        one.map(0, 1)
+    one.map(0, 1)
+    one.close()
+    device.close()

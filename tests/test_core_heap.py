@@ -1,0 +1,624 @@
+"""The caching allocator: how it packs, when it calls the driver, what streams may rely on, what it says at the end."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import struct
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, PoolExhausted
+
+from .core import (
+    PAGE,
+    Core,
+    all_calls,
+    arm,
+    behind,
+    current_context,
+    holds,
+    library,
+    opened,
+    page_calls,
+    physical,
+    write,
+)
+
+MIB = 2**20
+
+
+def heap(core: Core) -> dict[str, int]:
+    numbers: dict[str, int] = core.device.snapshot()["heap"]
+    return numbers
+
+
+# -- Packing ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_share_pages_and_begin_at_512_bytes() -> None:
+    with opened() as core:
+        blocks = [core.device.allocate(1500) for _ in range(8)]
+        assert core.created() == 3
+        assert all(block % 512 == 0 for block in blocks)
+        assert [core.device.block_size(block) for block in blocks] == [1536] * 8
+        assert len({*range(blocks[0], blocks[0] + 8 * 1536, 1536)} & {*blocks}) == 8
+        for block in blocks:
+            core.device.deallocate(block)
+
+
+def test_a_large_block_takes_no_more_pages_than_its_bytes() -> None:
+    with opened(page=65536, budget=512) as core:
+        blocks = [core.device.allocate(65536 * 17 + 512) for _ in range(20)]
+        assert core.created() == (20 * (65536 * 17 + 512) + 65535) // 65536
+        for block in blocks:
+            core.device.deallocate(block)
+
+
+def packed(ops: list[tuple[int, int, int]]) -> bytes:
+    """(1 = alloc or 2 = free, id, bytes), as `_native.replay` reads them."""
+    return b"".join(struct.pack("<B7xQQQ", op, block, nbytes, 0) for op, block, nbytes in ops)
+
+
+def prefills(seed: int, cached: bool, layers: int = 16, hidden: int = 2048) -> list[tuple[int, int, int]]:
+    """What prefills of varied lengths allocate: weights that stay, activations, and where `cached` the stock KV cache.
+
+    The cache is the harder case: small blocks that stay, each cut from among large ones that go.
+    """
+    draw = random.Random(seed)
+    ops: list[tuple[int, int, int]] = []
+    fresh = iter(range(10**6))
+
+    def put(nbytes: int) -> tuple[int, int]:
+        block = next(fresh), nbytes
+        ops.append((1, *block))
+        return block
+
+    for _ in range(layers):
+        for shape in (3 * hidden * hidden, hidden * hidden, 4 * hidden, 512):
+            put(shape)
+    for _ in range(10):
+        tokens = draw.randint(64, 2048)
+        residual, cache = put(tokens * hidden * 2), []
+        for _ in range(layers):
+            norm, qkv = put(tokens * hidden * 2), put(tokens * hidden * 6)
+            if cached:
+                cache.append(put(tokens * hidden))
+            ops.append((2, *norm))
+            scores = put(tokens * draw.choice([128, 512, 4096]))
+            ops += [(2, *qkv), (2, *scores)]
+            wide = put(tokens * hidden * 8)
+            out = put(tokens * hidden * 2)
+            ops += [(2, *wide), (2, *residual)]
+            residual = out
+        ops.append((2, *residual))
+        draw.shuffle(cache)
+        ops += [(2, *block) for block in cache]
+    return ops
+
+
+@pytest.mark.parametrize(("cached", "bound"), [(False, 1.02), (True, 1.06)])
+@pytest.mark.parametrize("seed", range(3))
+def test_physical_memory_follows_what_is_live(seed: int, cached: bool, bound: float) -> None:
+    page = 2 * MIB
+    with opened(page=page, budget=1024) as core:
+        result = _native.replay(core.device, packed(prefills(seed, cached)))
+        assert result["peak_live"] >= 64 * page
+        assert result["peak_physical"] <= bound * result["peak_live"] + 4 * page
+        assert result["peak_physical"] >= result["peak_live"]
+
+
+# -- Driver calls -----------------------------------------------------------------------------------------------------
+
+
+def test_a_hit_makes_no_driver_call_at_all() -> None:
+    with opened() as core:
+        core.device.deallocate(core.device.allocate(3000))
+        hits = heap(core)["hits"]
+
+        def again() -> None:
+            for _ in range(100):
+                core.device.deallocate(core.device.allocate(3000))
+
+        assert all_calls(again) == {}
+        assert heap(core)["hits"] == hits + 100
+
+
+def decode_step(core: Core, live: dict[int, int], step: int) -> None:
+    """One token: small and large activations that overlap, and a logits buffer that the next step frees."""
+    device = core.device
+    for layer in range(4):
+        held = [device.allocate(size) for size in (900, 70_000, 5000, 2 * MIB, 40_000, 512)]
+        for block in held[:: 1 if layer % 2 else -1]:
+            device.deallocate(block)
+    if step in live:
+        device.deallocate(live.pop(step))
+    live[step + 1] = device.allocate(600_000)
+
+
+@pytest.mark.parametrize("weights", [0, 300])
+def test_steady_state_makes_no_driver_call(weights: int) -> None:
+    """Also beside a managed model: its pages are no reason to move those of the activations."""
+    with opened(page=65536, budget=400) as core:
+        if weights:
+            core.range(weights, "weights").map(0, weights)
+        live: dict[int, int] = {}
+        for step in range(5):
+            decode_step(core, live, step)
+        assert all_calls(lambda: [decode_step(core, live, step) for step in range(5, 50)]) == {}
+        for block in live.values():
+            core.device.deallocate(block)
+
+
+def test_growth_beside_weights_does_not_move_pages() -> None:
+    """Two sizes in turn, neither of which fits where the other lies, in arenas of their own: both stay backed."""
+    with opened(page=65536, budget=400) as core:
+        core.range(200, "weights").map(0, 200)
+        stream = core.stream()
+        peak = core.device.allocate(60 * 65536)  # once so much was live
+        core.device.deallocate(peak)
+        core.device.trim()
+
+        def turn() -> None:
+            core.device.deallocate(core.device.allocate(20 * 65536))
+            core.device.deallocate(core.device.allocate(20 * 65536, stream))
+
+        turn()
+        assert all_calls(turn) == {}
+
+
+def test_looking_at_the_numbers_makes_no_driver_call() -> None:
+    with opened() as core:
+        core.range(4).map(0, 4)
+        assert all_calls(core.device.snapshot) == {}
+
+
+# -- Budget -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_come_back_as_they_become_free_below_a_lowered_budget() -> None:
+    with opened(budget=32) as core:
+        blocks = [core.device.allocate(4 * PAGE) for _ in range(4)]
+        kv = core.range(12)
+        kv.map(0, 12)
+        before = page_calls(lambda: core.device.set_budget(8 * PAGE))
+        assert "cuMemCreate" not in before
+        assert physical() == 28 * PAGE  # all in use
+        seen = [physical()]
+        for block in blocks:
+            core.device.deallocate(block)
+            seen.append(physical())
+        assert seen == [28 * PAGE, 24 * PAGE, 20 * PAGE, 16 * PAGE, 12 * PAGE]
+        with pytest.raises(PoolExhausted):
+            core.device.allocate(PAGE)
+        kv.retire(0, 3)
+        assert physical() == 9 * PAGE
+        with pytest.raises(PoolExhausted):
+            kv.map(0, 1)
+        kv.retire(3, 3)
+        assert physical() == 8 * PAGE  # two of these are free, and may stay
+        core.device.deallocate(core.device.allocate(2 * PAGE))
+        assert physical() == 8 * PAGE
+
+
+def test_a_budget_may_be_lowered_while_a_stream_is_busy_and_raised_again() -> None:
+    with opened(budget=32) as core:
+        stream = core.stream()
+        kv = core.range(10)
+        kv.map(0, 10)
+        core.occupy(stream, 0.05)
+        kv.retire(0, 10)
+        core.device.set_budget(3 * PAGE)
+        assert physical() <= 3 * PAGE
+        core.device.set_budget(32 * PAGE)
+        kv.map(0, 10)
+        assert core.device.budget == 32 * PAGE
+
+
+def test_lowering_the_budget_gives_back_idle_pages_at_once() -> None:
+    with opened(budget=64) as core:
+        keep = core.device.allocate(PAGE)
+        core.device.deallocate(core.device.allocate(40 * PAGE))
+        assert physical() == 41 * PAGE
+        core.device.set_budget(4 * PAGE)
+        assert physical() <= 4 * PAGE
+        core.device.deallocate(keep)
+
+
+@pytest.mark.parametrize("function", ["cuMemRelease", "cuMemUnmap"])
+def test_a_release_that_fails_once_does_not_leave_more_than_the_budget(function: str) -> None:
+    with opened(budget=16) as core:
+        core.device.deallocate(core.device.allocate(16 * PAGE))
+        arm(function)
+        core.device.set_budget(5 * PAGE)
+        core.device.reap(wait=True)
+        assert physical() <= 5 * PAGE
+
+
+def test_trim_gives_back_whole_pages_and_keeps_the_rest() -> None:
+    with opened() as core:
+        first, second, third = (core.device.allocate(size) for size in (PAGE // 2, 6 * PAGE, PAGE // 2))
+        write(first, 1, PAGE // 2)
+        write(third, 3, PAGE // 2)
+        core.device.deallocate(second)
+        assert core.device.trim() == 5 * PAGE
+        assert physical() == 2 * PAGE
+        assert behind((first // PAGE + 1) * PAGE)[:2] == (None, "---p")
+        assert holds(first, 1, PAGE // 2)
+        assert holds(third, 3, PAGE // 2)
+        core.device.deallocate(first)
+        core.device.deallocate(third)
+
+
+# -- Exhaustion -------------------------------------------------------------------------------------------------------
+
+
+def test_the_message_names_the_budget_the_owners_and_what_to_do() -> None:
+    with opened(page=65536, budget=16) as core:
+        core.range(3, "weights").map(0, 3)
+        core.range(5, "kv").map(0, 5)
+        block = core.device.allocate(2 * 65536)
+        with pytest.raises(PoolExhausted) as caught:
+            core.device.allocate(8 * 65536)
+        said = str(caught.value)
+        for part in (
+            "tried to allocate 512.00 KiB",
+            "Budget 1.00 MiB in pages of 64.00 KiB",
+            "weights 192.00 KiB",
+            "activations 128.00 KiB (of which 128.00 KiB in live tensors)",
+            "KV cache 320.00 KiB",
+            "set_budget",
+            "BALLONET_BUDGET",
+        ):
+            assert part in said
+        with pytest.raises(PoolExhausted, match=r"KV cache 320\.00 KiB"):
+            core.range(8, "weights").map(0, 8)
+        core.device.deallocate(block)
+        with pytest.raises(PoolExhausted, match="No device"):
+            core.device.allocate(2**60)
+
+
+def test_an_allocation_takes_every_page_that_nothing_lies_on() -> None:
+    """Idle pages on both sides of the hole it is meant for, in other arenas, and retiring: all of it serves."""
+    with opened(budget=16) as core:
+        stream = core.stream()  # one page
+        left, wall, right = core.device.allocate(4 * PAGE), core.device.allocate(PAGE), core.device.allocate(4 * PAGE)
+        core.device.deallocate(left)
+        core.device.deallocate(right)
+        core.device.deallocate(core.device.allocate(2 * PAGE, stream))
+        kv = core.range(3)
+        kv.map(0, 3)
+        core.occupy(stream, 0.05)
+        kv.retire(0, 3)
+        block = core.device.allocate(14 * PAGE)
+        write(block, 1, 14 * PAGE)
+        for one in (block, wall):
+            core.device.deallocate(one)
+
+
+def test_an_allocation_waits_for_blocks_that_other_streams_still_use() -> None:
+    with opened(budget=12) as core:
+        stream = core.stream()  # one page
+        block = core.device.allocate(10 * PAGE)
+        core.device.record_stream(block, stream)
+        core.occupy(stream, 0.05)
+        core.device.deallocate(block)
+        again = core.device.allocate(10 * PAGE)
+        core.device.deallocate(again)
+
+
+def test_the_heap_and_ranges_take_from_each_other() -> None:
+    """Inflation, both ways: the pages of one serve the other, and none is created for it."""
+    with opened(budget=12) as core:
+        core.device.deallocate(core.device.allocate(12 * PAGE))
+        kv = core.range(12)
+        assert "cuMemCreate" not in page_calls(lambda: kv.map(0, 12))
+        kv.retire(0, 10)
+        assert "cuMemCreate" not in page_calls(lambda: core.device.deallocate(core.device.allocate(10 * PAGE)))
+
+
+# -- Streams ----------------------------------------------------------------------------------------------------------
+
+
+def ordered_after(core: Core, earlier: int, later: int) -> None:
+    event = ctypes.c_void_p()
+    with current_context() as it:
+        it.ok("cuEventCreate", ctypes.byref(event), 2)
+        it.ok("cuEventRecord", event, earlier)
+        it.ok("cuStreamWaitEvent", later, event, 0)
+        it.ok("cuEventDestroy", event)
+
+
+def test_a_block_used_elsewhere_is_not_handed_out_while_it_is_used() -> None:
+    with opened() as core:
+        device, stream = core.device, core.stream()
+        block = device.allocate(PAGE)
+        device.note_use(block, PAGE, 0, True)
+        ordered_after(core, 0, stream)
+        device.record_stream(block, stream)
+        device.note_use(block, PAGE, stream, False)
+        core.occupy(stream, 1.0)
+        device.deallocate(block)
+        other = device.allocate(PAGE)
+        assert other != block
+        device.deallocate(other)
+        with current_context() as it:
+            it.ok("cuStreamSynchronize", stream)
+        held = [device.allocate(PAGE) for _ in range(3)]
+        assert block in held
+        for one in held:
+            device.note_use(one, PAGE, 0, True)  # the order checker would refuse a write that nothing orders
+            device.deallocate(one)
+
+
+def test_streams_do_not_share_what_they_free() -> None:
+    """A block freed on its own stream is reused by it at once and by no other: nothing orders the other."""
+    with opened() as core:
+        device, stream = core.device, core.stream()
+        block = device.allocate(PAGE)
+        device.deallocate(block)
+        other = device.allocate(PAGE, stream)
+        assert other != block
+        assert device.allocate(PAGE) == block
+        for one in (block, other):
+            device.deallocate(one)
+
+
+def test_pages_that_change_streams_wait_for_those_that_used_them() -> None:
+    with opened(budget=9) as core:
+        device, stream = core.device, core.stream()  # one page
+        block = device.allocate(8 * PAGE)
+        device.note_use(block, 8 * PAGE, 0, True)
+        device.deallocate(block)
+        other = device.allocate(8 * PAGE, stream)
+        device.note_use(other, 8 * PAGE, stream, True)
+        device.deallocate(other)
+
+
+def test_recording_a_stream_twice_or_its_own_is_free() -> None:
+    with opened() as core:
+        device, stream = core.device, core.stream()
+        block = device.allocate(PAGE, stream)
+        device.record_stream(block, stream)
+        device.deallocate(block)
+        assert device.allocate(PAGE, stream) == block
+        device.record_stream(block, 0)
+        device.record_stream(block, 0)
+        device.record_stream(block + 512, 0)  # no block begins there
+        device.deallocate(block)
+
+
+# -- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_the_heap() -> None:
+    with opened() as core:
+        a, b = core.device.allocate(1000), core.device.allocate(3 * PAGE)
+        now = heap(core)
+        assert (now["blocks"], now["live"], now["requested"]) == (2, 1024 + 3 * PAGE, 1000 + 3 * PAGE)
+        assert now["reserved"] == core.created() * PAGE
+        core.device.deallocate(b)
+        now = heap(core)
+        assert (now["live"], now["live_peak"], now["requested_peak"]) == (1024, 1024 + 3 * PAGE, 1000 + 3 * PAGE)
+        assert (now["allocations"], now["frees"]) == (2, 1)
+        assert (now["allocated_total"], now["freed_total"]) == (1024 + 3 * PAGE, 3 * PAGE)
+        assert now["live"] + now["cached"] == now["reserved"]
+        core.device.reset_peaks()
+        assert heap(core)["live_peak"] == 1024
+        core.device.deallocate(a)
+
+
+def test_unknown_addresses_are_ignored() -> None:
+    with opened() as core:
+        block = core.device.allocate(PAGE)
+        for wrong in (0, 512, block + 512, block - 512, 2**63):
+            core.device.deallocate(wrong)
+            assert core.device.block_size(wrong) == 0
+        assert heap(core)["blocks"] == 1
+        core.device.deallocate(block)
+
+
+def test_a_device_with_blocks_in_use_does_not_close() -> None:
+    with opened() as core:
+        block = core.device.allocate(PAGE)
+        with pytest.raises(BallonetError, match="1 blocks are still in use"):
+            core.device.close()
+        core.device.deallocate(block)
+
+
+def test_sizes_that_make_no_sense() -> None:
+    with opened() as core:
+        with pytest.raises(BallonetError, match="one byte"):
+            core.device.allocate(0)
+        with pytest.raises(BallonetError, match="one byte"):
+            _native.bench_hit_path(core.device, 0, 1)
+        with pytest.raises(BallonetError, match="page size"):
+            _native.Device(library=str(library()), ordinal=0, page_size=5000, budget=10**6, host_budget=0)
+
+
+def test_small_pages_cost_memory_for_what_exists_only() -> None:
+    """The addresses of an arena are many: blocks stay at their front, and so does what describes them."""
+    with opened(budget=64) as core:
+        blocks = [core.device.allocate(size) for size in (700, PAGE + 700, 3 * PAGE - 512, 5 * PAGE, 300, 9 * PAGE)]
+        assert max(blocks) - min(blocks) < 64 * PAGE
+        for block in blocks:
+            core.device.deallocate(block)
+
+
+# -- The entry points under torch -------------------------------------------------------------------------------------
+
+ENTRY = """
+import ctypes, os, sys
+from ballonet.allocator import _native, runtime
+
+class Pool(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
+
+FILTER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
+
+class Core(ctypes.Structure):
+    P, I, C = ctypes.c_void_p, ctypes.c_int, ctypes.CFUNCTYPE
+    _fields_ = [
+        ("version", ctypes.c_uint32),
+        ("allocate", C(I, ctypes.c_size_t, I, P, ctypes.POINTER(P))),
+        ("deallocate", C(None, P)),
+        ("record_stream", C(None, P, P)),
+        ("trim", C(None, I)),
+        ("begin_pool", C(None, I, Pool, FILTER, P)),
+        ("end_pool", C(None, I, Pool)),
+        ("release_pool", C(None, I, Pool)),
+        ("owns", C(ctypes.c_bool, P)),
+        ("serving", C(ctypes.c_bool)),
+        ("last_error", C(ctypes.c_char_p)),
+    ]
+
+core = Core.from_address(_native.core_table())
+device = _native.Device(library=runtime.standin_library(), ordinal=0, page_size=4096, budget=64 * 4096, host_budget=0)
+assert not core.serving()
+device.bind()
+assert core.serving()
+
+def allocate(nbytes, stream=None):
+    out = ctypes.c_void_p()
+    assert core.allocate(nbytes, 0, stream, ctypes.byref(out)) == 0, core.last_error()
+    return out.value
+
+def pages():
+    return device.snapshot()["pages"]["activations"]
+
+"""
+
+
+def entry(code: str) -> None:
+    """Runs code against the table of the entry points, in a process of its own: a bound device stays for ever."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENTRY + textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_child_of_a_fork_has_copies_and_allocates_elsewhere() -> None:
+    entry(
+        """
+        address = allocate(8192)
+        ctypes.memset(address, 7, 8192)
+        kv = device.reserve(4096, "kv", device.group())
+        kv.map(0, 1)
+        ctypes.memset(kv.address, 5, 4096)
+        held = kv.tensor(0, (16,), (1,), 1, 8)
+        ready, go = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.read(go[0], 1)  # the parent has written over its pages
+            assert not core.serving()
+            assert core.owns(address)
+            assert ctypes.string_at(address, 8192) == b"\\7" * 8192
+            assert ctypes.string_at(kv.address, 4096) == b"\\5" * 4096
+            ctypes.memset(address, 9, 8192)
+            ctypes.memset(kv.address, 9, 4096)
+            core.deallocate(address)  # of the parent: ignored
+            out = ctypes.c_void_p()
+            assert core.allocate(512, 0, None, ctypes.byref(out)) == 2
+            del held, kv  # neither hangs nor harms
+            os.write(ready[1], b"x")
+            os._exit(0)
+        ctypes.memset(address, 1, 8192)
+        ctypes.memset(kv.address, 2, 4096)
+        os.write(go[1], b"x")
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.read(ready[0], 1) == b"x"
+        assert ctypes.string_at(address, 8192) == b"\\1" * 8192
+        assert ctypes.string_at(kv.address, 4096) == b"\\2" * 4096
+        assert core.serving()
+        core.deallocate(address)
+        del held, kv
+        device.check()
+        device.unbind()
+        device.close()
+        """
+    )
+
+
+def test_a_graphs_pool_keeps_its_pages_until_it_is_released() -> None:
+    entry(
+        """
+        pool = Pool(1, 2)
+        everything = FILTER(lambda context, stream: True)
+        outside = allocate(4096)
+        core.begin_pool(0, pool, everything, None)
+        inside = allocate(5 * 4096)
+        core.end_pool(0, pool)
+        assert abs(inside - outside) > 64 * 4096  # an arena of its own
+        core.deallocate(inside)
+        core.trim(0)
+        assert pages() == 6  # the graph replays from those addresses
+        other = allocate(4096)
+        assert abs(other - outside) < 64 * 4096
+        core.deallocate(other)
+        core.release_pool(0, pool)
+        core.trim(0)
+        assert pages() == 1
+        assert not core.owns(inside)  # its addresses went, too
+        core.deallocate(outside)
+        device.unbind()
+        device.close()
+        """
+    )
+
+
+def test_a_released_pool_with_a_live_block_goes_with_the_block() -> None:
+    entry(
+        """
+        pool = Pool(3, 4)
+        everything = FILTER(lambda context, stream: True)
+        core.begin_pool(0, pool, everything, None)
+        inside = allocate(4096)
+        core.end_pool(0, pool)
+        core.release_pool(0, pool)
+        core.trim(0)
+        ctypes.memset(inside, 1, 4096)
+        assert core.owns(inside)
+        core.deallocate(inside)
+        core.trim(0)
+        assert not core.owns(inside)
+        device.unbind()
+        device.close()
+        """
+    )
+
+
+def test_thousands_of_graphs_do_not_use_up_the_addresses() -> None:
+    entry(
+        """
+        everything = FILTER(lambda context, stream: True)
+        for n in range(1, 5000):
+            pool = Pool(n, 0)
+            core.begin_pool(0, pool, everything, None)
+            core.deallocate(allocate(4096))
+            core.end_pool(0, pool)
+            core.release_pool(0, pool)
+        device.check()
+        device.unbind()
+        device.close()
+        """
+    )
+
+
+def test_reasons_of_failures_reach_the_caller() -> None:
+    entry(
+        """
+        out = ctypes.c_void_p()
+        assert core.allocate(65 * 4096, 0, None, ctypes.byref(out)) == 1
+        assert b"Budget 256.00 KiB" in core.last_error()
+        assert core.allocate(512, 1, None, ctypes.byref(out)) == 2
+        assert b"one device" in core.last_error()
+        assert not core.owns(id(out))
+        device.unbind()
+        assert not core.serving()
+        device.close()
+        """
+    )
