@@ -10,7 +10,7 @@ JOBS ?= 2
 CSRC := $(shell find allocator/csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build check format sanitize bench gpu clean
+.PHONY: help demo test build check format sanitize bench figures gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 
 bench: build  ## the benchmarks: tables here, JSON in build/
 	@for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program || exit 1; done
+
+figures: build  ## puts what make bench measured into benchmarks/results, the README and docs/measuring.md
+	@$(PY) benchmarks/figures.py
 
 gpu:  ## the tests that need an NVIDIA device, with the machine's own Python and torch
 	@$(PYTHON) setup.py -q build_ext --inplace

@@ -48,7 +48,7 @@ class Forwards:
         self._handles: list[RemovableHandle] = []
 
     def hook(self, entries: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
-        """`entries`: the modules that a forward may begin with. The lease spans their other hooks too."""
+        """`entries`: the modules that a forward may begin with. The lease spans the hooks that they have already."""
         for entry in entries:
             self._handles += (
                 entry.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
@@ -66,6 +66,10 @@ class Forwards:
         """Whether a forward of the model runs now, on any thread."""
         self._forget_interrupted(sys._getframe())
         return self._weights.group.leases > 0
+
+    def forget(self) -> None:
+        """The model is gone, so no forward of it runs: what this thread still holds for one was interrupted."""
+        self._forget_interrupted(None)
 
     def _enter(self) -> None:
         frame = _call_frame()

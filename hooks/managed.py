@@ -72,9 +72,7 @@ class Managed:
         chaos = None if seed is None else Chaos(seed, device.host_pages)
         self._forwards = Forwards(self._weights, chaos, open_lease)
         self._forwards.hook(dict.fromkeys((model, model if generator is None else generator)), layers)
-        # Where the model is collected its ranges go with its tensors, also those that no tensor has been in for a
-        # while.
-        self._finalizer = weakref.finalize(model, self._weights.forget)
+        self._finalizer = weakref.finalize(model, self._collected)
         self._finalizer.atexit = False
 
     @property
@@ -119,6 +117,11 @@ class Managed:
             self._forwards.unhook()
             self._finalizer.detach()
             _managed.pop(model, None)
+
+    def _collected(self) -> None:
+        """The model is gone; its ranges go with its tensors, and those that none lies in any more go now."""
+        self._forwards.forget()
+        self._weights.forget()
 
     def __enter__(self) -> Self:
         return self

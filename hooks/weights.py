@@ -1,13 +1,13 @@
 """Weights in ranges: moving a model's parameters and buffers into the pool, and back out.
 
 Note [Moving a model]
-  Objects stay, memory moves: a tensor keeps its identity, its names, its gradient and its hooks, and `tensor.data` is
-  pointed at other bytes, as `Module.to` does. The move goes step by step (a layer, or one block of no layer): map the
-  pages, copy, swap, let go of the source, and give the source's pages back before the next step, so that no more than
-  one step exists twice even where the sources lie in the same pool. A step that fails has changed nothing; the steps
-  before it are undone by moving out again. Pages are never taken from under a tensor: a range is dropped, not closed,
-  and its pages leave once the last tensor over it is gone. A view that someone took of a weight keeps its memory, and
-  so does a model that outlives its `Managed`.
+    Objects stay, memory moves: a tensor keeps its identity, its names, its gradient and its hooks, and `tensor.data` is
+    pointed at other bytes, as `Module.to` does. The move goes step by step (a layer, or one block of no layer): map the
+    pages, copy, swap, let go of the source, and give the source's pages back before the next step, so that no more than
+    one step exists twice even where the sources lie in the same pool. A step that fails has changed nothing, and those
+    before it are undone in reverse. Moving out is the same with the sides exchanged. No page is taken from under a
+    tensor: a piece that is given up is retired when the last tensor over it is gone. So a view that someone took of a
+    weight keeps its memory, and so does a weight that outlives its model.
 """
 
 from __future__ import annotations
@@ -180,8 +180,9 @@ def _swapping() -> Iterator[Pairs]:
     try:
         yield pairs
         for tensor, new in pairs:
-            before.append((tensor, tensor.data))
+            old = tensor.data
             tensor.data = new
+            before.append((tensor, old))
     except BaseException:
         for tensor, old in reversed(before):
             tensor.data = old

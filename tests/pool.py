@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
 
 
 def mapped() -> list[tuple[int, int]]:
@@ -34,8 +41,26 @@ def bytes_that_exist() -> int:
     """What the memfds of the device hold, as the kernel counts it."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink() and "memfd:ballonet-device" in os.readlink(link):
-            status = os.stat(link)
-            found[status.st_ino] = status.st_blocks * 512
+        with suppress(FileNotFoundError):  # another thread may close one between the listing and the look
+            if "memfd:ballonet-device" in os.readlink(link):
+                status = os.stat(link)
+                found[status.st_ino] = status.st_blocks * 512
     assert found, "there is no memfd named ballonet-device"
     return sum(found.values())
+
+
+@contextmanager
+def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
+    """Hands out what installs; what was installed is taken out at the end, by when nothing of it may be in use."""
+
+    def install() -> Device:
+        ballonet.install(budget=budget, page_size=page_size, device="cpu")
+        return runtime.require()
+
+    yield install
+    gc.collect()
+    if (device := runtime.current()) is not None:
+        device.check()
+        assert bytes_that_exist() <= budget
+        ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"

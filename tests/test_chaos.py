@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import threading
 from collections import Counter
@@ -15,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ballonet
-from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.offload.chaos import MOVES, Chaos
 
 from . import models
+from .pool import installing
 
 PAGE = 16 * 2**10
 
@@ -91,13 +90,8 @@ def test_it_repeats_itself_and_draws_from_no_one_elses_generator() -> None:
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    ballonet.install(budget=2**26, page_size=PAGE, host_budget=2**24, device="cpu")
-    device = runtime.require()
-    yield device
-    device.check()
-    gc.collect()
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    with installing(2**26, PAGE) as install:
+        yield install()
 
 
 def moved(managed: ballonet.Managed) -> dict[str, int]:

@@ -124,6 +124,50 @@ def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables()
         assert holds(some.address, 9, 3 * PAGE)
 
 
+def test_what_is_taken_back_stays_while_the_rest_waits_for_pages() -> None:
+    """The wait for other pages completes every retirement, but not of those that this call has taken back."""
+    with opened(budget=7) as core:
+        stream = core.stream()  # one page
+        some, other = core.range(6), core.range(1)
+        some.map(0, 4)
+        other.map(0, 1)
+        write(some.address, 8, 4 * PAGE)
+        core.occupy(stream, 0.2)
+        some.retire(0, 4)
+        other.retire(0, 1)
+        some.map(0, 6)
+        assert [some.backing(piece) for piece in range(6)] == ["device"] * 6
+        assert {one.access for one in maps(some.address, 6 * PAGE)} == {"rw-s"}
+        assert holds(some.address, 8, 4 * PAGE)
+        assert core.device.reap(wait=True) == 0
+
+
+def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
+    with opened(budget=6) as core:
+        stream = core.stream()
+        some = core.range(6)
+        some.map(0, 4)
+        core.occupy(stream, LONG)
+        some.retire(0, 4)
+        with pytest.raises(PoolExhausted):
+            some.map(0, 6)
+        core.device.reap(wait=True)
+        assert [some.backing(piece) for piece in range(6)] == ["none"] * 6
+
+
+def test_a_mix_of_retiring_device_and_host_pages_is_mapped_anew() -> None:
+    with opened() as core:
+        stream = core.stream()
+        some = core.range(4)
+        some.map(0, 2)
+        some.map_host(2, 2)
+        core.occupy(stream, 0.2)
+        some.retire(0, 4)
+        some.map(0, 4)
+        assert [some.backing(piece) for piece in range(4)] == ["device"] * 4
+        write(some.address, 1, 4 * PAGE)
+
+
 def test_a_page_that_never_got_access_is_not_taken_back_closed() -> None:
     """A mapping that fails half way leaves retiring pages that nobody can read; mapping again must open them."""
     with opened() as core:

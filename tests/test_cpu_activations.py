@@ -23,30 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 from ballonet.allocator import _native, runtime
 from ballonet.allocator.install import install, restore, stock
 
+from .pool import bytes_that_exist, in_pool
+
 BUDGET = 64 * 2**20
-
-
-def in_pool(tensor: torch.Tensor) -> bool:
-    """Whether the kernel says that the tensor's first and last byte are mapped from the device's memfd."""
-    first = tensor.untyped_storage().data_ptr()
-    return all(_from_pool(address) for address in (first, first + max(tensor.untyped_storage().nbytes(), 1) - 1))
-
-
-def _from_pool(address: int) -> bool:
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "memfd:ballonet-device" in line:
-            begin, end = (int(bound, 16) for bound in line.split()[0].split("-"))
-            if begin <= address < end:
-                return True
-    return False
-
-
-def bytes_that_exist() -> int:
-    """What the memfd of the device holds, as the kernel counts it."""
-    for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink() and "memfd:ballonet-device" in os.readlink(link):
-            return os.stat(link).st_blocks * 512
-    raise AssertionError("there is no memfd named ballonet-device")
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import AlreadyManaged, BudgetError, ManageError, WrongDevice
-from ballonet.hooks.layers import decoder_layers
 from ballonet.hooks.storages import survey
 
 from . import models
-from .pool import bytes_that_exist, in_pool, mapped
+from .pool import bytes_that_exist, in_pool, installing, mapped
+from .portrait import Portrait, all_in_pool, bits, none_in_pool, tensors
 
 BUDGET = 96 * 2**20
 PAGE = 64 * 2**10
@@ -34,73 +34,13 @@ WIDE = {"hidden_size": 256, "intermediate_size": 1100}  # the MLP's matrices are
 
 @pytest.fixture
 def install() -> Iterator[Callable[[], Device]]:
-    """Installs when it is called; what was installed goes after the test, when nothing of it is left."""
-
-    def now() -> Device:
-        ballonet.install(budget=BUDGET, page_size=PAGE, device="cpu")
-        return runtime.require()
-
-    yield now
-    gc.collect()
-    if (device := runtime.current()) is not None:
-        device.check()
-        assert bytes_that_exist() <= BUDGET
-        ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    with installing(BUDGET, PAGE) as now:
+        yield now
 
 
 @pytest.fixture
 def device(install: Callable[[], Device]) -> Device:
     return install()
-
-
-def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return dict(named)
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The values as bytes outside of the pool; NaN and -0.0 count too."""
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-class Portrait:
-    """Everything about a model's tensors that must be the same later."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = tensors(model)
-        self.bits = {name: bits(tensor) for name, tensor in named.items()}
-        self.rest = {
-            name: (id(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, id(tensor.grad), tensor._version)
-            for name, tensor in named.items()
-        }
-        self.strides = {name: tensor.stride() for name, tensor in named.items() if tensor.layout is torch.strided}
-        self.hooks = [
-            (name, *map(list, (module._forward_hooks, module._forward_pre_hooks, module._forward_hooks_always_called)))
-            for name, module in model.named_modules()
-        ]
-
-    def is_of(self, model: nn.Module, hooks: bool = True) -> bool:
-        other = Portrait(model)
-        return (
-            self.rest == other.rest
-            and self.strides == other.strides
-            and self.bits == other.bits
-            and (not hooks or self.hooks == other.hooks)
-        )
-
-
-def all_in_pool(model: nn.Module) -> bool:
-    now = mapped()
-    return all(in_pool(tensor, now) for tensor in tensors(model).values())
-
-
-def none_in_pool(model: nn.Module) -> bool:
-    now = mapped()
-    return not any(in_pool(tensor, now) for tensor in tensors(model).values())
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -363,6 +303,33 @@ def test_inference_mode_at_birth_or_when_managed(device: Device, born: bool, man
     assert not in_pool(model.weight)
 
 
+class Stubborn(nn.Parameter):
+    """Does not let its memory be exchanged."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise RuntimeError("stubborn")
+
+
+def test_a_tensor_that_cannot_be_moved_keeps_those_beside_it_too(device: Device) -> None:
+    model = nn.Sequential(nn.Linear(100, 100), nn.Module())
+    shared = torch.randn(40)
+    model[1].first = nn.Parameter(shared[:20])
+    model[1].second = Stubborn(shared[20:])
+    before = Portrait(model)
+    addresses = model[1].first.data_ptr(), model[1].second.data_ptr()
+    with pytest.raises(RuntimeError, match="stubborn"):
+        ballonet.manage(model)
+    assert before.is_of(model)
+    assert (model[1].first.data_ptr(), model[1].second.data_ptr()) == addresses
+    assert not in_pool(model[0].weight)
+    assert ballonet.stats().pages.weights == 0
+
+
 # What users do with a managed model
 
 
@@ -477,150 +444,6 @@ def test_a_view_outlives_the_release(device: Device) -> None:
     assert 0 < held <= -(-model.weight.nbytes // PAGE) + 1
     del view
     assert ballonet.stats().pages.weights == 0
-
-
-def test_torch_compile_makes_one_graph_of_it(device: Device) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with ballonet.manage(model, chaos=1):
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        inputs = torch.randn(3, 8)
-        assert torch.equal(compiled(inputs), model(inputs))
-
-
-# Leases
-
-
-def test_a_forward_holds_a_lease_from_entry_to_exit(device: Device) -> None:
-    model = models.build("llama")
-    managed = ballonet.manage(model)
-    group = managed._weights.group
-    seen = []
-    handles = [
-        model.register_forward_pre_hook(lambda *_: seen.append(group.leases), prepend=False),
-        model.model.layers[1].register_forward_hook(lambda *_: seen.append(group.leases)),
-        model.register_forward_hook(lambda *_: seen.append(group.leases)),
-    ]
-    logits(model)
-    # The last of them runs after ours, as everything that was registered later does.
-    assert seen == [1, 1, 0]
-    assert group.leases == 0
-    for handle in handles:
-        handle.remove()
-
-
-class Recursive(nn.Module):
-    """Calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.inside: Callable[[int], None] = lambda depth: None
-
-    def forward(self, inputs: torch.Tensor, depth: int) -> torch.Tensor:
-        self.inside(depth)
-        outputs: torch.Tensor = self.linear(inputs if depth == 0 else self(inputs, depth - 1))
-        return outputs
-
-
-def test_nested_forwards_and_exceptions_release_the_lease_at_the_outermost_exit(device: Device) -> None:
-    model = Recursive()
-    managed = ballonet.manage(model)
-    group = managed._weights.group
-    seen: list[int] = []
-    model.inside = lambda depth: seen.append(group.leases)
-    model(torch.ones(4), 2)
-    assert seen == [1, 1, 1]
-    assert group.leases == 0
-
-    def fail(depth: int) -> None:
-        if depth == 0:
-            raise ValueError("deep inside")
-
-    model.inside = fail
-    with pytest.raises(ValueError, match="deep inside"):
-        model(torch.ones(4), 2)
-    assert group.leases == 0
-    with pytest.raises(TypeError):
-        model(torch.ones(4), 2, "one argument too many")
-    assert group.leases == 0
-
-
-def test_an_interrupt_leaves_no_lease_behind_the_next_forward(device: Device) -> None:
-    model = Recursive()
-    managed = ballonet.manage(model)
-    group = managed._weights.group
-
-    def interrupt(depth: int) -> None:
-        if depth == 0:
-            raise KeyboardInterrupt
-
-    for _ in range(3):
-        model.inside = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.ones(4), 2)
-        seen: list[int] = []
-        model.inside = lambda depth, seen=seen: seen.append(group.leases)  # type: ignore[misc]
-        model(torch.ones(4), 2)
-        assert seen == [1, 1, 1]
-        assert group.leases == 0
-    model.inside = interrupt
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(4), 2)
-    managed.release()
-    assert group.leases == 0
-    assert not in_pool(model.linear.weight)
-
-
-def test_release_waits_for_no_one_and_refuses_while_a_forward_runs(device: Device) -> None:
-    model = Recursive()
-    managed = ballonet.manage(model)
-    entered, leave = threading.Event(), threading.Event()
-
-    def wait(depth: int) -> None:
-        entered.set()
-        assert leave.wait(60)
-
-    model.inside = wait
-    other = threading.Thread(target=model, args=(torch.ones(4), 0))
-    other.start()
-    assert entered.wait(60)
-    with pytest.raises(ManageError, match="is running"):
-        managed.release()
-    assert in_pool(model.linear.weight)
-    leave.set()
-    other.join()
-
-    errors = []
-
-    def release(depth: int) -> None:
-        with pytest.raises(ManageError, match="is running") as caught:
-            managed.release()
-        errors.append(caught.value)
-
-    model.inside = release
-    model(torch.ones(4), 0)
-    assert len(errors) == 1
-    managed.release()
-    assert not in_pool(model.linear.weight)
-
-
-def test_several_threads_at_once(device: Device) -> None:
-    model = models.build("llama")
-    expected = logits(model)
-    managed = ballonet.manage(model)
-    results: list[torch.Tensor] = []
-
-    def run() -> None:
-        results.extend(logits(model) for _ in range(5))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 15
-    assert all(torch.equal(result, expected) for result in results)
-    assert managed._weights.group.leases == 0
 
 
 # Managing and releasing
@@ -776,55 +599,3 @@ def test_the_smallest_budget_it_names_is_enough_and_one_page_less_is_not(
         assert all_in_pool(model)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), expected)
         assert bytes_that_exist() <= smallest
-
-
-# Finding decoder layers
-
-
-@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-def test_decoder_layers_of_transformers_models(architecture: str) -> None:
-    model = models.build(architecture)
-    layers = decoder_layers(model)
-    assert len(layers) == models.LAYERS
-    assert {type(layer).__name__ for layer in layers} <= set(model._no_split_modules or ())
-    assert list(decoder_layers(nn.Sequential(model))) == []
-
-
-class Shell(nn.Module):
-    """A model with a configuration of its own making."""
-
-    def __init__(self, lists: dict[str, nn.ModuleList], length: int, named: list[str] | None = None) -> None:
-        super().__init__()
-        for name, each in lists.items():
-            self.add_module(name, each)
-        self.config = type("Config", (), {"num_hidden_layers": length})()
-        self._no_split_modules = named
-
-
-def linears(count: int) -> nn.ModuleList:
-    return nn.ModuleList([nn.Linear(1, 1) for _ in range(count)])
-
-
-def test_decoder_layers_of_unusual_models() -> None:
-    layers, others = linears(3), nn.ModuleList([nn.ReLU() for _ in range(3)])
-    assert decoder_layers(Shell({"layers": layers, "others": others}, 3, ["Linear"])) == tuple(layers)
-    assert decoder_layers(Shell({"layers": layers, "others": others}, 3)) == (*layers, *others)
-    assert decoder_layers(Shell({"layers": layers}, 4)) == ()
-    nested = nn.ModuleList([nn.ModuleDict({"experts": linears(3)}) for _ in range(3)])
-    assert decoder_layers(Shell({"layers": nested}, 3)) == tuple(nested)
-    same = nn.ModuleList([nn.Linear(1, 1)] * 3)
-    assert decoder_layers(Shell({"layers": same}, 3)) == (same[0],)
-    assert decoder_layers(nn.Linear(1, 1)) == ()
-
-
-def test_a_tensor_of_two_layers_is_of_none(device: Device) -> None:
-    layers = nn.ModuleList([nn.Linear(600, 600, bias=False) for _ in range(3)])
-    layers[2].weight = layers[0].weight
-    model = Shell({"layers": layers}, 3)
-    model.also = layers[1]  # reached around the layers, but still nothing but layer 1
-    found = survey(model, decoder_layers(model), torch.device("cpu"))
-    assert [span.layer for span in found.spans] == [None, 1]
-    model.first = nn.Sequential(nn.Linear(600, 600, bias=False))
-    model.first[0].weight = layers[1].weight
-    found = survey(model, decoder_layers(model), torch.device("cpu"))
-    assert {span.layer for span in found.spans} == {None}

@@ -112,15 +112,19 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   DriverScope scope(driver_, context_.handle);
   reap_locked(false, done);
 
-  std::vector<std::size_t> unbacked, readopted;
+  const auto retires = [&](std::size_t i) { return range.at(i).backing == Backing::kRetiring; };
   for (std::size_t i = first; i < first + count; ++i) {
-    Range::Piece& piece = range.at(i);
-    if (piece.backing == Backing::kRetiring && piece.retiring_from != wanted) reap_locked(true, done);
+    if (retires(i) && range.at(i).retiring_from != wanted) reap_locked(true, done);
+  }
+  std::vector<std::size_t> unbacked;
+  Spans adopted;  // pieces that take back the page they were about to lose
+  for (std::size_t i = first; i < first + count; ++i) {
+    const Range::Piece& piece = range.at(i);
     if (piece.backing == Backing::kNone) {
       unbacked.push_back(i);
-    } else if (piece.backing == wanted || (piece.backing == Backing::kRetiring && piece.retiring_from == wanted)) {
-      readopted.push_back(i);
-    } else {
+    } else if (retires(i) && piece.retiring_from == wanted) {
+      adopted.push_back({i, 1});
+    } else if (piece.backing != wanted) {
       throw UsageError(format("piece %zu already has another backing", i));
     }
   }
@@ -129,25 +133,28 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     const Range::Piece& before = range.at(unbacked.front() - 1);
     if (before.backing == wanted) hint = before.page + 1;
   }
-  for (std::size_t i : readopted) {  // a mapping that failed half way may have left a page without access
-    Range::Piece& piece = range.at(i);
-    if (!piece.open) allow_access(address(range, i), 1);
-    piece.open = true;
-  }
-  std::vector<PageId> pages;
-  if (!unbacked.empty()) {
-    if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);
-    pages = pool.take(unbacked.size(), range.owner, hint);
-    back(range, unbacked, pool, pages, wanted);
-  }
-  for (std::size_t i : readopted) {
-    Range::Piece& piece = range.at(i);
-    piece.doomed = false;
-    if (piece.backing != Backing::kRetiring) continue;
+  // First of all, or the wait for other pages would take these away.
+  for (const Span& span : adopted) {
+    Range::Piece& piece = range.at(span.first);
     piece.backing = wanted;
     piece.ticket = 0;
     pool.relabel(piece.page, range.owner);
   }
+  try {
+    for (const Span& span : adopted) {  // a mapping that failed half way may have left a page without access
+      Range::Piece& piece = range.at(span.first);
+      if (!piece.open) allow_access(address(range, span.first), 1);
+      piece.open = true;
+    }
+    if (!unbacked.empty()) {
+      if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);
+      back(range, unbacked, pool, pool.take(unbacked.size(), range.owner, hint), wanted);
+    }
+  } catch (...) {
+    retire_locked(range, adopted);
+    throw;
+  }
+  for (std::size_t i = first; i < first + count; ++i) range.at(i).doomed = false;
 }
 
 void Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count) {

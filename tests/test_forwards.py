@@ -1,0 +1,213 @@
+"""What happens around the forwards of a managed model: leases that are held exactly as long as they must be."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ballonet
+from ballonet.allocator._native import Device
+from ballonet.allocator.errors import ManageError
+from ballonet.hooks.lease import current
+
+from . import models
+from .pool import in_pool, installing
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with installing(96 * 2**20, 64 * 2**10) as install:
+        yield install()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(**models.prompts(2, 9)).logits
+    return found
+
+
+def test_a_forward_holds_a_lease_from_entry_to_exit(device: Device) -> None:
+    model = models.build("llama")
+    managed = ballonet.manage(model)
+    group = managed._weights.group
+    seen = []
+    handles = [
+        model.register_forward_pre_hook(lambda *_: seen.append(group.leases), prepend=False),
+        model.model.layers[1].register_forward_hook(lambda *_: seen.append(group.leases)),
+        model.register_forward_hook(lambda *_: seen.append(group.leases)),
+    ]
+    logits(model)
+    # The last of them runs after ours, as everything that was registered later does.
+    assert seen == [1, 1, 0]
+    assert group.leases == 0
+    for handle in handles:
+        handle.remove()
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.inside: Callable[[int], None] = lambda depth: None
+
+    def forward(self, inputs: torch.Tensor, depth: int) -> torch.Tensor:
+        self.inside(depth)
+        outputs: torch.Tensor = self.linear(inputs if depth == 0 else self(inputs, depth - 1))
+        return outputs
+
+
+def test_nested_forwards_and_exceptions_release_the_lease_at_the_outermost_exit(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    group = managed._weights.group
+    seen: list[int] = []
+    model.inside = lambda depth: seen.append(group.leases)
+    model(torch.ones(4), 2)
+    assert seen == [1, 1, 1]
+    assert group.leases == 0
+
+    def fail(depth: int) -> None:
+        if depth == 0:
+            raise ValueError("deep inside")
+
+    model.inside = fail
+    with pytest.raises(ValueError, match="deep inside"):
+        model(torch.ones(4), 2)
+    assert group.leases == 0
+    with pytest.raises(TypeError):
+        model(torch.ones(4), 2, "one argument too many")
+    assert group.leases == 0
+
+
+def test_a_call_that_a_hook_of_someone_else_refuses_takes_no_lease_with_it(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    seen: list[int] = []
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        if args[1] == 0:
+            raise ValueError("refused before our hook ran")
+
+    def inside(depth: int) -> None:
+        if depth == 5:
+            with pytest.raises(ValueError, match="refused"):
+                model(torch.ones(4), 0)
+            seen.append(managed._weights.group.leases)
+
+    model.inside = inside
+    model.register_forward_pre_hook(refuse, prepend=True)
+    with pytest.raises(ValueError, match="refused"):
+        model(torch.ones(4), 5)
+    assert seen == [1]
+    assert managed._weights.group.leases == 0
+
+
+def test_an_interrupt_leaves_no_lease_behind_the_next_forward(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    group = managed._weights.group
+
+    def interrupt(depth: int) -> None:
+        if depth == 0:
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        model.inside = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(4), 2)
+        seen: list[int] = []
+        model.inside = lambda depth, seen=seen: seen.append(group.leases)  # type: ignore[misc]
+        model(torch.ones(4), 2)
+        assert seen == [1, 1, 1]
+        assert group.leases == 0
+    model.inside = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(4), 2)
+    managed.release()
+    assert group.leases == 0
+    assert not in_pool(model.linear.weight)
+
+
+def test_an_interrupted_model_that_is_collected_leaves_no_lease_either(device: Device) -> None:
+    model: Any = Recursive()
+    group = ballonet.manage(model)._weights.group
+
+    def interrupt(depth: int) -> None:
+        raise KeyboardInterrupt
+
+    model.inside = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(4), 2)
+    assert group.leases == 1
+    model = None
+    gc.collect()
+    assert group.leases == 0
+    assert current() is None
+
+
+def test_release_waits_for_no_one_and_refuses_while_a_forward_runs(device: Device) -> None:
+    model = Recursive()
+    managed = ballonet.manage(model)
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait(depth: int) -> None:
+        entered.set()
+        assert leave.wait(60)
+
+    model.inside = wait
+    other = threading.Thread(target=model, args=(torch.ones(4), 0))
+    other.start()
+    assert entered.wait(60)
+    with pytest.raises(ManageError, match="is running"):
+        managed.release()
+    assert in_pool(model.linear.weight)
+    leave.set()
+    other.join()
+
+    errors = []
+
+    def release(depth: int) -> None:
+        with pytest.raises(ManageError, match="is running") as caught:
+            managed.release()
+        errors.append(caught.value)
+
+    model.inside = release
+    model(torch.ones(4), 0)
+    assert len(errors) == 1
+    managed.release()
+    assert not in_pool(model.linear.weight)
+
+
+def test_several_threads_at_once(device: Device) -> None:
+    model = models.build("llama")
+    expected = logits(model)
+    managed = ballonet.manage(model)
+    results: list[torch.Tensor] = []
+
+    def run() -> None:
+        results.extend(logits(model) for _ in range(5))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 15
+    assert all(torch.equal(result, expected) for result in results)
+    assert managed._weights.group.leases == 0
+
+
+def test_torch_compile_makes_one_graph_of_it(device: Device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with ballonet.manage(model, chaos=1):
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        inputs = torch.randn(3, 8)
+        assert torch.equal(compiled(inputs), model(inputs))
