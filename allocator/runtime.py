@@ -3,10 +3,11 @@
 Note [Page size]
     A call of the driver costs the same for a page of any size (create and map about 8 µs, access 20 µs, unmap 14 µs on
     an H200), so large pages make mapping cheap: 31 ms per GiB at 2 MiB, 7.3 ms at 8 MiB, 1.8 ms at 32 MiB. What they
-    cost is waste: the last page of every range, of every cache and of the activations is partly empty. An 8B layer is
-    416 MiB and 16 KiB, which wastes under 2 % at 8 MiB and nearly 8 % at 32 MiB. On CUDA the default is therefore
-    8 MiB. On the stand-in a call costs a few microseconds and the models are small: 2 MiB, which is also the smallest
-    page that CUDA has.
+    cost is waste: the last page of every range, of every cache and of the activations is partly empty. The layers of an
+    8B model are 416 MiB, which wastes nothing at 8 or at 32 MiB, but a cache of 1,000 tokens with a range per layer
+    wastes 131 MiB at 8 MiB and 899 MiB at 32 MiB. On CUDA the default is therefore 8 MiB. On the stand-in most of a
+    mapping's time goes into the bytes, so that nothing is won beyond 1 MiB, and the models are small: 2 MiB, the
+    smallest page that CUDA has. benchmarks/bench_page_size.py measures both; docs/measuring.md has the table.
 """
 
 from __future__ import annotations

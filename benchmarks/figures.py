@@ -1,4 +1,4 @@
-"""Keeps the figures of the last `make bench` in benchmarks/results/, and puts them into the README and docs/measuring.md.
+"""Keeps the figures of the last `make bench` in benchmarks/results/ and puts them into README and docs/measuring.md.
 
 Each document has a section between two marks; what stands between them is made here and nowhere else.
 """
@@ -28,9 +28,9 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     for document, names in SHOWN.items():
         tables = [table(each) for name in names for each in results if each["benchmark"] == name]
-        text = document.read_text()
-        marked = re.compile(r"(<!-- figures -->\n).*?(<!-- end of figures -->)", re.DOTALL)
-        document.write_text(marked.sub(lambda found: found[1] + "\n".join(tables) + found[2], text))
+        before, opening, rest = document.read_text().partition("<!-- figures -->\n")
+        _, closing, after = rest.partition("<!-- end of figures -->")
+        document.write_text(before + opening + "\n".join(tables) + closing + after)
 
 
 def slug(machine: dict[str, Any]) -> str:
@@ -57,7 +57,7 @@ def table(result: dict[str, Any]) -> str:
 def cell(value: Any) -> str:
     """A median with its spread, or a plain value."""
     if isinstance(value, dict):
-        return f"{value['median']:.4g} ({value['least']:.4g} – {value['most']:.4g})"
+        return f"{value['median']:.4g} ({value['least']:.4g} to {value['most']:.4g})"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

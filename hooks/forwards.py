@@ -48,8 +48,13 @@ class Forwards:
         self._handles: list[RemovableHandle] = []
 
     def hook(self, entries: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
-        """`entries`: the modules that a forward may begin with. The lease spans the hooks that they have already."""
+        """`entries`: the modules that a forward may begin with. The lease spans the hooks that they have already.
+
+        Scripted modules can have no hooks; their forwards hold no lease.
+        """
         for entry in entries:
+            if isinstance(entry, torch.jit.ScriptModule):
+                continue
             self._handles += (
                 entry.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
                 entry.register_forward_hook(_Hook(self._leave), always_call=True),

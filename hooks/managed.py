@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -63,15 +64,16 @@ class Managed:
         self._layers = len(layers)
         self._model = weakref.ref(model)
         generator = _generator(model)
-        open_lease, self._detach = (ForwardLease, _nothing) if generator is None else _attach_cache(generator)
-        try:
+        with ExitStack() as undo:
+            open_lease, self._detach = (ForwardLease, _nothing) if generator is None else _attach_cache(generator)
+            undo.callback(self._detach)
             self._weights = adopt(model, layers, device)
-        except BaseException:
-            self._detach()
-            raise
-        chaos = None if seed is None else Chaos(seed, device.host_pages)
-        self._forwards = Forwards(self._weights, chaos, open_lease)
-        self._forwards.hook(dict.fromkeys((model, model if generator is None else generator)), layers)
+            undo.callback(self._weights.restore, model)
+            chaos = None if seed is None else Chaos(seed, device.host_pages)
+            self._forwards = Forwards(self._weights, chaos, open_lease)
+            undo.callback(self._forwards.unhook)
+            self._forwards.hook(dict.fromkeys((model, model if generator is None else generator)), layers)
+            undo.pop_all()
         self._finalizer = weakref.finalize(model, self._collected)
         self._finalizer.atexit = False
 
