@@ -19,7 +19,7 @@ class ConfigError(BallonetError, ValueError):
 
 
 class BudgetError(BallonetError):
-    """The budget is smaller than what must be resident. All three are bytes."""
+    """The budget is smaller than what must be resident. In bytes: `required` by all weights, `smallest` that works."""
 
     def __init__(self, required: int, budget: int, smallest: int) -> None:
         super().__init__(required, budget, smallest)
@@ -29,8 +29,9 @@ class BudgetError(BallonetError):
 
     def __str__(self) -> str:
         return (
-            f"{format_size(self.required)} are needed, the budget is {format_size(self.budget)} ({self.budget} bytes). "
-            f"The smallest budget that works is {self.smallest} bytes: ballonet.set_budget({self.smallest})."
+            f"the weights take {format_size(self.required)} of pages, and a forward needs room beside them, but the "
+            f"budget is {format_size(self.budget)} ({self.budget} bytes). The smallest budget that works is "
+            f"{format_size(self.smallest)}: ballonet.set_budget({self.smallest})."
         )
 
 

@@ -12,15 +12,20 @@ def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
 
     They are the children of the outermost ModuleLists as long as the configuration's `num_hidden_layers` (of its text
     part in a multimodal model): those whose children the model names in `_no_split_modules` where there are such,
-    else all of them. A module without a configuration has none, and all of it stays resident.
+    else all of them. A module that has no such configuration may contain modules that do.
     """
+    layers = _layers_of(model) or [layer for child in model.children() for layer in decoder_layers(child)]
+    return tuple(dict.fromkeys(layers))
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
     length = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(length, int) or length < 1:
-        return ()
+        return []
     candidates = list(_outermost_lists(model, length))
     named = set(getattr(model, "_no_split_modules", None) or ())
     chosen = [each for each in candidates if all(type(child).__name__ in named for child in each)] or candidates
-    return tuple(dict.fromkeys(layer for each in chosen for layer in each))
+    return [layer for each in chosen for layer in each]
 
 
 def text_config(model: nn.Module) -> object:

@@ -121,8 +121,10 @@ class Managed:
             _managed.pop(model, None)
 
     def _collected(self) -> None:
-        """The model is gone; its ranges go with its tensors, and those that none lies in any more go now."""
+        """The model is gone. Its ranges go with its tensors; what it was made of may live on, without hooks."""
         self._forwards.forget()
+        self._forwards.unhook()
+        self._detach()
         self._weights.forget()
 
     def __enter__(self) -> Self:

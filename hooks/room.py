@@ -31,7 +31,9 @@ def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int)
     """Pages that a short use of `model` takes beside its weights; see Note [Working room]."""
     widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
     itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
-    token = 2 * itemsize * getattr(text_config(model), "hidden_size", 1)  # bytes of one layer's keys and values
+    configs = map(text_config, model.modules())
+    hidden = next((config.hidden_size for config in configs if hasattr(config, "hidden_size")), 1)
+    token = 2 * itemsize * hidden  # bytes of one layer's keys and values
     cache = -(-2 * len(layers) * SHORT * token // page_size) + 1
     return cache + -(-SHORT * widest * _LOGITS // page_size) + _SMALL_BLOCKS
 

@@ -18,7 +18,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(tensor.reshape(-1).view(torch.uint8).numpy())
+    return bytes(tensor.reshape(-1).view(torch.uint8).cpu().numpy())
 
 
 class Portrait:

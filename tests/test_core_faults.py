@@ -13,7 +13,7 @@ import pytest
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExhausted
 
-from .core import PAGE, all_calls, arm, behind, calls, clean, driver, faults_fired, holds, make, physical, write
+from .core import PAGE, all_calls, arm, behind, calls, clean, disarm, driver, faults_fired, holds, make, physical, write
 
 ERRORS = (BallonetError, PoolExhausted)
 
@@ -208,3 +208,30 @@ def test_faults_have_names_and_strike_once() -> None:
     one.map(0, 1)
     one.close()
     device.close()
+
+
+@pytest.mark.parametrize("second", ["cuMemUnmap", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("first", ["cuMemMap", "cuMemSetAccess"])
+def test_two_faults_in_a_move_lose_neither_bytes_nor_pages(first: str, second: str) -> None:
+    """The new page cannot be put in place, and what undoes that fails as well."""
+    clean()
+    for ahead in (1, 2, 3):
+        device = make(PAGE, 4, 4)
+        some = device.reserve(PAGE, "kv", device.group())
+        some.map(0, 1)
+        write(some.address, 5)
+        arm(first, 2)  # the first of them is for the scratch addresses
+        arm(second, ahead + (first == second))
+        with contextlib.suppress(BallonetError):
+            some.move(0, "host")
+        device.check()
+        disarm()
+        if some.backing(0) == "device":
+            some.map(0, 1)
+        else:
+            some.map_host(0, 1)
+        assert behind(some.address)[1] == "rw-s"
+        assert holds(some.address, 5)
+        some.close()
+        device.close()
+        assert physical() == physical("host") == 0

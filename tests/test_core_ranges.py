@@ -69,6 +69,19 @@ def test_growth_at_the_tail_stays_one_memory_map() -> None:
         assert len(maps(some.address, some.nbytes)) == 1
 
 
+def test_growth_takes_the_page_after_its_last_one_where_that_is_free() -> None:
+    with opened() as core:
+        first, grows, third = core.range(10), core.range(8), core.range(4)
+        first.map(0, 10)
+        grows.map(0, 4)
+        third.map(0, 4)
+        first.retire(0, 10)
+        third.retire(0, 4)
+        assert core.device.reap(wait=True) == 0  # nothing was busy: they are free, on both sides of the range's pages
+        grows.map(4, 4)
+        assert len(maps(grows.address, grows.nbytes)) == 1
+
+
 def test_growth_of_the_heap_stays_one_memory_map() -> None:
     with opened(budget=400) as core:
         blocks = [core.device.allocate(PAGE * 3 // 2) for _ in range(200)]

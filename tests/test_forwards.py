@@ -186,6 +186,31 @@ def test_release_waits_for_no_one_and_refuses_while_a_forward_runs(device: Devic
     assert not in_pool(model.linear.weight)
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device, wrapped: bool) -> None:
+    model = models.build("llama")
+    inputs = models.prompts(2, 9)
+    expected = models.generate(model, "greedy", inputs)
+    outer = nn.Sequential(model) if wrapped else model
+    managed = ballonet.manage(outer, chaos=1)
+    seen: set[int] = set()
+    kept = model.model.layers[1].register_forward_hook(lambda *_: seen.add(managed._weights.group.leases))
+    assert models.generate(model, "greedy", inputs).agrees(expected)
+    assert seen == {1}
+    assert managed.chaos is not None
+    assert min(managed.chaos.moved.values()) > 0
+    kept.remove()
+    if wrapped:
+        moved = dict(managed.chaos.moved)
+        del outer
+        gc.collect()
+        assert managed.released
+        assert models.generate(model, "greedy", inputs).agrees(expected)
+        assert dict(managed.chaos.moved) == moved
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+        ballonet.manage(model).release()
+
+
 def test_several_threads_at_once(device: Device) -> None:
     model = models.build("llama")
     expected = logits(model)

@@ -18,7 +18,7 @@ def test_decoder_layers_of_transformers_models(architecture: str) -> None:
     layers = decoder_layers(model)
     assert len(layers) == models.LAYERS
     assert {type(layer).__name__ for layer in layers} <= set(model._no_split_modules or ())
-    assert list(decoder_layers(nn.Sequential(model))) == []
+    assert decoder_layers(nn.Sequential(model, nn.Linear(1, 1))) == layers
 
 
 class Shell(nn.Module):

@@ -267,9 +267,11 @@ ANY: dict[str, Callable[[], nn.Module]] = {
     "a module used twice": lambda: nn.Sequential(*[nn.Linear(64, 64)] * 2),
     "convolutions": lambda: nn.Sequential(nn.Conv1d(64, 8, 1), nn.BatchNorm1d(8), nn.Flatten()),
     "a list": lambda: nn.ModuleList([nn.Linear(4, 4)]),
+    "a script": lambda: torch.jit.script(nn.Linear(64, 3)),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("make", ANY.values(), ids=ANY.keys())
 def test_any_module_is_accepted(device: Device, make: Callable[[], nn.Module]) -> None:
     model = make()
@@ -526,6 +528,24 @@ def test_manage_installs_where_that_was_not_done(
     assert managed.chaos.seed == 17
     assert in_pool(model.weight)
     managed.release()
+
+
+def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no more hooks")
+
+    model = models.build("llama")
+    before = Portrait(model)
+    last = model.model.layers[2]
+    last.register_forward_pre_hook = refuse
+    with pytest.raises(RuntimeError, match="no more hooks"):
+        ballonet.manage(model)
+    assert before.is_of(model)
+    assert none_in_pool(model)
+    assert ballonet.stats().pages.weights == 0
+    del last.register_forward_pre_hook
+    with ballonet.manage(model):
+        assert all_in_pool(model)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,9 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   CUdeviceptr base = 0;
-  driver_.cuMemAddressReserve(&base, pieces * page_size, std::size_t{0}, CUdeviceptr{0}, 0ULL)
+  // Pages begin at multiples of their size wherever that is an alignment, so that an address says which page it is in.
+  const std::size_t alignment = (page_size & (page_size - 1)) == 0 ? page_size : 0;
+  driver_.cuMemAddressReserve(&base, pieces * page_size, alignment, CUdeviceptr{0}, 0ULL)
       .or_throw(format("reserving %s of addresses", in_units(pieces * page_size).c_str()));
   range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group));
   ranges_.insert(range.get());
@@ -141,10 +143,10 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     pool.relabel(piece.page, range.owner);
   }
   try {
-    for (const Span& span : adopted) {  // a mapping that failed half way may have left a page without access
-      Range::Piece& piece = range.at(span.first);
-      if (!piece.open) allow_access(address(range, span.first), 1);
-      piece.open = true;
+    for (std::size_t i = first; i < first + count; ++i) {  // what failed half way may have left pages without access
+      Range::Piece& piece = range.at(i);
+      if (piece.backing == wanted && !piece.open) allow_access(address(range, i), 1);
+      piece.open = piece.backing == wanted;
     }
     if (!unbacked.empty()) {
       if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);

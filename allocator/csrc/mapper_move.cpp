@@ -1,4 +1,7 @@
 // How the bytes behind an address move to another page.
+#include <exception>
+#include <utility>
+
 #include "mapper.h"
 
 namespace ballonet {
@@ -67,43 +70,41 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   }
   --source.mappings(old);
 
-  // From here on the piece is bare: put the new page there, or, where that fails, the old one.
-  const auto settle = [&](Pool& pool, PageId page) {
-    map_page(here, pool, page);
-    try {
-      allow_access(here, 1);
-    } catch (...) {
-      if (driver_.cuMemUnmap(here, page_size).ok()) --pool.mappings(page);
-      throw;
+  // From here on the piece is bare: put the new page there, or, where that fails, the old one. Both hold the bytes.
+  Pool* shown = nullptr;  // the page that is mapped at the address, and its pool
+  PageId page = kNoPage;
+  const auto show = [&](Pool& pool, PageId wanted) {
+    if (shown != nullptr) {
+      driver_.cuMemUnmap(here, page_size).or_throw("taking a page from its address");
+      --shown->mappings(page);
+      shown = nullptr;
     }
+    map_page(here, pool, wanted);
+    shown = &pool;
+    page = wanted;
+    allow_access(here, 1);
   };
-  try {
-    settle(target, fresh);
-  } catch (...) {
-    target.relabel(fresh, Owner::kRetiring);
-    release_page(target, fresh);
-    for (int left = 3; left > 0; --left) {
-      try {
-        settle(source, old);
-        break;
-      } catch (...) {
-        if (left > 1) continue;
-        // The driver refuses every mapping. The bytes are lost; the books are not.
-        piece.page = kNoPage;
-        piece.backing = Backing::kNone;
-        piece.open = false;
-        source.relabel(old, Owner::kRetiring);
-        release_page(source, old);
-      }
-    }
-    throw;
-  }
   const Place from = piece.backing == Backing::kDevice ? Place::kDevice : Place::kHost;
+  std::exception_ptr failed;
+  piece.open = false;
+  for (int attempt = 0; attempt < 4 && !piece.open; ++attempt) {
+    try {
+      attempt == 0 ? show(target, fresh) : show(source, old);
+      piece.open = true;
+    } catch (const DriverError&) {
+      if (!failed) failed = std::current_exception();
+    }
+  }
+  // A driver that refuses again and again leaves a page without access, which the next `map` gives, or none.
+  piece.page = shown == nullptr ? kNoPage : page;
+  piece.backing = shown == nullptr ? Backing::kNone : shown == &host_ ? Backing::kHost : Backing::kDevice;
+  for (const auto& [pool, spare] : {std::pair{&target, fresh}, std::pair{&source, old}}) {
+    if (shown == pool && page == spare) continue;
+    pool->relabel(spare, Owner::kRetiring);
+    release_page(*pool, spare);
+  }
+  if (failed) std::rethrow_exception(failed);
   count_copy(range.owner, from, to);
-  piece.page = fresh;
-  piece.backing = to == Place::kDevice ? Backing::kDevice : Backing::kHost;
-  source.relabel(old, Owner::kRetiring);
-  release_page(source, old);
   return true;
 }
 

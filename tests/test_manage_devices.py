@@ -1,0 +1,88 @@
+"""The life of a managed model by the same code on every kind of device, in a process of its own: what GPUs need."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
+
+from . import models
+from .portrait import Portrait, tensors
+
+PAGE = 2 * 2**20
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_life(device: str) -> None:
+    code = f"from tests.test_manage_devices import live; live({device!r})"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def live(kind: str) -> None:
+    """In a process of its own, because torch changes its CUDA allocator once."""
+    ballonet.install(budget=128 * PAGE, page_size=PAGE, device=kind)
+    device = runtime.require()
+    model = models.build("llama", hidden_size=512, intermediate_size=1536).to(kind)
+    inputs = {name: tensor.to(kind) for name, tensor in models.prompts(2, 9).items()}
+    before = Portrait(model)
+    expected = {mode: models.generate(model, mode, inputs) for mode in models.MODES}
+    for chaos in (None, 4):
+        managed = ballonet.manage(model, chaos=chaos)
+        assert before.is_of(model, hooks=False)
+        ranges = managed._weights.ranges
+        assert ranges.keys() == {None, 0, 1, 2}
+        for tensor in tensors(model).values():
+            assert any(0 <= tensor.data_ptr() - each.address < each.nbytes for each in ranges.values())
+        weights = [each.page(piece) for each in ranges.values() for piece in range(each.pieces)]
+        assert ballonet.stats().pages.weights == managed.pages == len(set(weights))
+        for mode, result in expected.items():
+            found = models.generate(model, mode, inputs)
+            assert torch.equal(found.tokens, result.tokens), (mode, chaos)
+        if managed.chaos is not None:
+            assert managed.chaos.moved["weights"] > managed.pages
+            assert managed.chaos.moved["kv_device"] > 0
+            assert managed.chaos.moved["kv_host"] > 0 or not device.host_pages
+            assert ballonet.stats().copied.weights_d2h == 0
+        managed.release()
+        assert before.is_of(model)
+        del found
+        gc.collect()
+        device.trim()
+        device.reap(wait=True)
+        device.check()
+        pages = ballonet.stats().pages
+        assert pages.weights == pages.kv == pages.retiring == 0, pages
+    if kind == "cpu":
+        return
+    # Graph capture runs the hooks once; replay reads the same addresses whatever page is behind them.
+    managed = ballonet.manage(model)
+    with torch.no_grad():
+        warm = model(inputs["input_ids"], use_cache=False).logits.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(inputs["input_ids"], use_cache=False)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(inputs["input_ids"], use_cache=False).logits
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, warm)
+    for each in managed._weights.ranges.values():
+        for piece in range(each.pieces):
+            assert each.move(piece, "device")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, warm)
+    del graph
+    managed.release()
