@@ -72,7 +72,7 @@ def choose(config: Config, torch_has_cuda: bool | None = None) -> Target:
         target = _probe(config.libcuda or LIBCUDA, ordinal)
         if ordinal >= target.facts["devices"]:
             raise DriverUnavailable(
-                f"{target.library} counts its devices from 0 to {target.facts['devices'] - 1}: there is no device {ordinal}"
+                f"there is no device {ordinal}: {target.library} has {target.facts['devices']}, counted from 0"
             )
     except DriverUnavailable as error:
         if wanted or config.libcuda is not None:

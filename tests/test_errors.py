@@ -12,7 +12,7 @@ from ballonet.allocator.errors import BallonetError, BudgetError, DriverError, P
 WITH_FIELDS = [
     (
         BudgetError(3 * 2**30, 2**30, 3 * 2**30 + 4096),
-        "the weights take 3GiB of pages, and a forward needs room beside them, but the budget is 1GiB (1073741824 bytes). ",
+        "the weights take 3GiB of pages, and a forward needs room beside them, but the budget is 1GiB (1073741824 ",
     ),
     (DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN"), "cuMemMap failed with CUDA_ERROR_UNKNOWN (999)"),
     (

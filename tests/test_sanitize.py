@@ -1,4 +1,4 @@
-"""The core and the stand-in under ASan/UBSan and TSan: the stress program and the property test, a short run of each."""
+"""The core and the stand-in under ASan/UBSan and TSan: the stress program and the property test, briefly."""
 
 from __future__ import annotations
 
