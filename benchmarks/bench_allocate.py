@@ -31,7 +31,7 @@ def main() -> None:
     ballonet.restore()
     report(
         "allocate",
-        "ns per allocation and free (limits: core 100 ns; torch.empty 1.10 x stock)",
+        "allocating: ns per allocation and free (limits: core 100 ns; torch.empty 1.10 x stock)",
         ["bytes", "core alone", "torch.empty, stock", "torch.empty, ballonet", "ratio"],
         rows,
     )

@@ -33,7 +33,12 @@ class Figure:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.4g} ({self.least:.4g} to {self.most:.4g})"
+        return f"{short(self.median)} ({short(self.least)} to {short(self.most)})"
+
+
+def short(value: float) -> str:
+    """Three digits, and never an exponent: `'43.2'`, `'6,832'`."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REPETITIONS) -> dict[str, Figure]:

@@ -10,6 +10,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from common import Figure
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
@@ -57,7 +59,7 @@ def table(result: dict[str, Any]) -> str:
 def cell(value: Any) -> str:
     """A median with its spread, or a plain value."""
     if isinstance(value, dict):
-        return f"{value['median']:.4g} ({value['least']:.4g} to {value['most']:.4g})"
+        return str(Figure(**value))
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
