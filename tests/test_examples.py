@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,41 @@ def test_a_script_that_knows_nothing_of_ballonet_gives_the_same_text(tmp_path: P
     assert pooled.stdout == stock.stdout
 
 
+def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
+    """Watched from outside, from the first page to the last."""
+    folder = made_model(tmp_path)
+    command = [
+        "-m",
+        "ballonet",
+        "run",
+        "--budget",
+        "8MiB",
+        "examples/generate.py",
+        str(folder),
+        "Once",
+        "--tokens",
+        "400",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "BALLONET_PAGE_SIZE": "64KiB", "BALLONET_CHAOS": "2"}
+    seen = [0]
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            seen += bytes_that_exist(process.pid)
+            time.sleep(0.002)
+    assert process.returncode == 0
+    assert 2**20 < max(seen) <= 8 * 2**20
+
+
+def bytes_that_exist(pid: int) -> list[int]:
+    """What each memfd of the pretended device in that process holds, as the kernel counts it."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if "memfd:ballonet-device" in os.readlink(link):
+                found.append(os.stat(link).st_blocks * 512)
+    return found
+
+
 def made_model(folder: Path) -> Path:
     """A tiny model and a tokenizer of words, in `folder`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -49,7 +86,7 @@ def made_model(folder: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **sizes)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

@@ -94,6 +94,17 @@ def test_each_layer_has_pages_of_its_own_and_the_rest_shares_the_resident_ones(d
         assert bytes_that_exist() >= managed.pages * PAGE
 
 
+def test_moving_in_never_takes_more_than_the_weights_and_one_layer(device: Device) -> None:
+    model = models.build("llama", **WIDE)  # in the pool, as activations
+    device.trim()
+    before = bytes_that_exist()
+    step = max(sum(weight.nbytes for weight in part.parameters()) for part in [*model.model.layers, model.lm_head])
+    assert step + 4 * PAGE < sum(tensor.nbytes for tensor in tensors(model).values()) // 2
+    device.reset_peaks()
+    with ballonet.manage(model):
+        assert device.snapshot()["physical_peak"] <= before + step + 4 * PAGE
+
+
 def test_pages_are_conserved_and_the_memfd_shrinks(device: Device) -> None:
     model = models.build("llama", **WIDE)
     weights = sum(tensor.nbytes for tensor in tensors(model).values())
