@@ -37,10 +37,12 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   CUdeviceptr base = 0;
-  // Pages begin at multiples of their size wherever that is an alignment, so that an address says which page it is in.
+  // Pages begin at multiples of their size where that is an alignment and the driver gives it.
   const std::size_t alignment = (page_size & (page_size - 1)) == 0 ? page_size : 0;
-  driver_.cuMemAddressReserve(&base, pieces * page_size, alignment, CUdeviceptr{0}, 0ULL)
-      .or_throw(format("reserving %s of addresses", in_units(pieces * page_size).c_str()));
+  const std::size_t size = pieces * page_size;
+  auto reserved = driver_.cuMemAddressReserve(&base, size, alignment, CUdeviceptr{0}, 0ULL);
+  if (!reserved.ok()) reserved = driver_.cuMemAddressReserve(&base, size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
+  reserved.or_throw(format("reserving %s of addresses", in_units(size).c_str()));
   range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group));
   ranges_.insert(range.get());
   return range;
