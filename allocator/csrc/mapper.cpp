@@ -41,7 +41,8 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   const std::size_t alignment = (page_size & (page_size - 1)) == 0 ? page_size : 0;
   const std::size_t size = pieces * page_size;
   auto reserved = driver_.cuMemAddressReserve(&base, size, alignment, CUdeviceptr{0}, 0ULL);
-  if (!reserved.ok()) reserved = driver_.cuMemAddressReserve(&base, size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
+  const bool refused = reserved.code() == cuda::kInvalidValue || reserved.code() == cuda::kNotSupported;
+  if (refused) reserved = driver_.cuMemAddressReserve(&base, size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
   reserved.or_throw(format("reserving %s of addresses", in_units(size).c_str()));
   range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group));
   ranges_.insert(range.get());
