@@ -134,7 +134,7 @@ def core_table() -> int:
     """Address of the `BallonetCore` table (entry.h) for the companion."""
 
 def entry_points() -> dict[str, int]:
-    """Addresses of the functions alloc, free, record_stream and trim, for a pluggable allocator without the
+    """Addresses of the functions alloc, segment, free, record_stream and trim, for a pluggable allocator without the
     companion."""
 
 def bench_hit_path(device: Device, nbytes: int, rounds: int) -> float:

@@ -1,7 +1,8 @@
 """Puts the pool under torch and takes it away again: `install`, `allocator`, `restore`, `set_budget`, `stock`.
 
-On a GPU the pool becomes torch's CUDA allocator, which torch lets one do once, before its own has been used. With no
-GPU the device is the host stand-in, and what torch allocates on the CPU from then on lies in the pool.
+On a GPU the pool becomes torch's CUDA allocator, which torch lets one do once, before its own has been used. Where it
+was used, what the calling thread allocates from then on lies in the pool, through `torch.cuda.MemPool`. With no GPU the
+device is the host stand-in, and what torch allocates on the CPU from then on lies in the pool.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from . import _native, runtime
 from .companion import Companion, CompanionUnavailable, load
 from .config import Config, cache_dir, parse_size
 from .errors import BallonetError, DriverError, InstallError, UnsupportedVersion
-from .pluggable import CudaAllocator, check_cuda_unused
+from .mempool import MemPoolRoute
+from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
 from .torch_stats import TorchStatistics
 
 OLDEST_TORCH: Final = (2, 11)
@@ -27,12 +29,14 @@ OLDEST_TORCH: Final = (2, 11)
 
 @dataclass
 class _Installed:
-    """What `install()` put where. `cuda` is None on the stand-in, `companion` where there is no compiler."""
+    """What `install()` put where. `companion` is None where there is no compiler; on CUDA there is one of `cuda` and
+    `route`, on the stand-in neither."""
 
     device: _native.Device
     companion: Companion | None
     statistics: TorchStatistics
     cuda: CudaAllocator | None
+    route: MemPoolRoute | None
     paused: bool = False  # restore() was called while memory of the pool was in use
 
 
@@ -54,9 +58,10 @@ def install(
     pages. `device`: "auto", "cpu", "cuda" or "cuda:N". What is not given comes from the environment (`BALLONET_BUDGET`,
     …), then from the machine.
 
-    Called again with the same settings, or none, it does nothing. If it fails, nothing has changed. Raises ConfigError,
-    InstallError (torch has used CUDA already; installed with other settings), UnsupportedVersion, DriverUnavailable,
-    DriverError.
+    Where torch has used CUDA already it warns: then only what the calling thread allocates from now on, and what
+    `manage()` moves, lies in the pool. Called again with the same settings, or none, it does nothing. If it fails,
+    nothing has changed. Raises ConfigError, InstallError (another pluggable allocator is in place; installed with other
+    settings), UnsupportedVersion, DriverUnavailable, DriverError.
     """
     with _lock:
         asked = Config().merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device)
@@ -68,7 +73,7 @@ def allocator() -> CudaAllocator:
     """The pool as an argument for `torch.cuda.memory.change_current_allocator`, which then does what `install()` does.
 
     Starts the device, with the settings of the environment, where `install()` did not. InstallError on a machine with
-    no GPU.
+    no GPU, and where torch has used CUDA already.
     """
     with _lock:
         settings = Config.from_env()
@@ -77,14 +82,17 @@ def allocator() -> CudaAllocator:
                 "there is no CUDA device here, so there is no CUDA allocator to change: call ballonet.install(), "
                 "which puts what torch allocates on the CPU into the pool"
             )
+        if _installed is None:
+            check_cuda_unused()
         cuda = _started(Config(), settings).cuda
         if cuda is None:
-            raise InstallError("ballonet is installed for the CPU: call ballonet.restore() first")
+            raise InstallError("ballonet is installed in another way: call ballonet.restore() first")
         return cuda
 
 
 def restore() -> None:
-    """Puts torch's own CPU allocator back; does nothing where nothing is installed.
+    """Puts torch's own CPU allocator back, or ends the use of `torch.cuda.MemPool`; does nothing where nothing is
+    installed.
 
     Tensors that lie in the pool stay as they are. The device is closed at once if there are none, otherwise by the next
     `restore()` or `install()` that finds them gone. InstallError on a GPU: torch cannot change its CUDA allocator a
@@ -111,6 +119,13 @@ def set_budget(size: int | str) -> None:
     device.set_budget(runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget"))
 
 
+def reclaim() -> bool:
+    """Has torch give back memory of the pool that it caches itself, as it does for `torch.cuda.MemPool`. Says whether
+    there is anything that does."""
+    installed = _installed
+    return installed is not None and installed.route is not None and installed.route.renew()
+
+
 def stock() -> AbstractContextManager[None]:
     """Inside, what this thread allocates on the CPU comes from torch's own allocator (twins, staging)."""
     installed = _installed
@@ -126,8 +141,9 @@ def _started(asked: Config, settings: Config) -> _Installed:
         _check_same(asked, _installed)
         return _installed
     _check_torch()
-    if runtime.choose(settings, _torch_has_cuda()).kind == "cuda":
-        check_cuda_unused()
+    late = runtime.choose(settings, _torch_has_cuda()).kind == "cuda" and cuda_used()
+    if late:
+        torch.cuda.empty_cache()  # what torch caches is none of the free memory that a default budget is made of
     with ExitStack() as undo:
         device = runtime.start(settings, _torch_has_cuda())
         undo.callback(runtime.stop)
@@ -135,8 +151,9 @@ def _started(asked: Config, settings: Config) -> _Installed:
         undo.callback(device.unbind)
         companion = _companion(settings, device)
         statistics = TorchStatistics(device)
-        cuda = CudaAllocator(companion, statistics) if device.kind == "cuda" else None
-        _installed = _Installed(device, companion, statistics, cuda)
+        cuda = CudaAllocator(companion, statistics) if device.kind == "cuda" and not late else None
+        route = mem_pool_route(companion, device.ordinal) if late else None
+        _installed = _Installed(device, companion, statistics, cuda, route)
         undo.pop_all()
     return _installed
 
@@ -147,6 +164,16 @@ def _put(installed: _Installed) -> None:
         if installed.cuda is not None:
             if not installed.cuda.in_place:
                 torch.cuda.memory.change_current_allocator(installed.cuda)
+        elif installed.route is not None:
+            if not installed.route.is_open:
+                installed.route.open()
+                warnings.warn(
+                    "torch has used CUDA before ballonet.install(): in the pool is what this thread allocates from now "
+                    "on, and what manage() moves there. Other threads, and what exists, stay with torch's own "
+                    "allocator; install first in a new process to have all in one pool.",
+                    UserWarning,
+                    stacklevel=3,
+                )
         elif installed.companion is not None and not installed.companion.install_cpu():
             raise InstallError(
                 "another library has put its own CPU allocator over ballonet's since: import or set up that one before "
@@ -160,6 +187,8 @@ def _put(installed: _Installed) -> None:
 
 
 def _pause(installed: _Installed) -> None:
+    if installed.route is not None:
+        installed.route.close()
     if installed.companion is not None:
         installed.companion.pause_cpu()
     installed.paused = True

@@ -10,6 +10,7 @@ import torch
 from . import _native, runtime
 from .companion import Companion
 from .errors import InstallError
+from .mempool import MemPoolRoute
 from .torch_stats import TorchStatistics
 
 # What torch's pluggable allocator lets one set, and to what: a function of the companion, without it of the core.
@@ -55,19 +56,31 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
 
 def check_cuda_unused() -> None:
     """InstallError where torch would refuse another CUDA allocator."""
+    if cuda_used():
+        raise InstallError(
+            "torch has used CUDA in this process, and then its allocator cannot be changed any more: do it before "
+            "anything is moved to the GPU, or call ballonet.install(), which from then on gives this thread's tensors "
+            "memory of the pool through torch.cuda.MemPool"
+        )
+
+
+def cuda_used() -> bool:
+    """Has torch used its own CUDA allocator? InstallError where it has a pluggable one already."""
     if torch._C._cuda_getAllocator() is not None:
         raise InstallError(
             "torch has a pluggable CUDA allocator already, which cannot be changed again in this process"
         )
-    if torch._C._accelerator_isAllocatorInitialized():
-        raise InstallError(
-            "torch has used CUDA in this process, and then its allocator cannot be changed any more: call "
-            "ballonet.install() before anything is moved to the GPU (in a notebook: restart the kernel first)"
-        )
+    return torch._C._accelerator_isAllocatorInitialized()
+
+
+def mem_pool_route(companion: Companion | None, ordinal: int) -> MemPoolRoute:
+    """The pool under `torch.cuda.MemPool`, not yet open."""
+    functions = _functions(companion)
+    return MemPoolRoute(functions["segment"], functions["free"], ordinal)
 
 
 def _functions(companion: Companion | None) -> dict[str, int]:
     """The functions torch's CUDA allocator is to call, and their addresses."""
     if companion is None:
         return _native.entry_points()
-    return {name: companion.address(f"ballonet_cuda_{name}") for name in ("alloc", "free", *HOOKS.values())}
+    return {name: companion.address(f"ballonet_cuda_{name}") for name in ("alloc", "segment", "free", *HOOKS.values())}

@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from . import runtime
+from .display import table
+from .units import format_size
 
 
 class _Counts(Mapping[str, int]):
@@ -98,6 +100,19 @@ class Stats:
         """Plain dicts and ints, ready for JSON."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: who owns how much, and what was copied."""
+        rows: list[tuple[str, int | str, str]] = [
+            (owner, pages, format_size(pages * self.page_size)) for owner, pages in self.pages.items()
+        ]
+        exist = sum(self.pages.values())
+        rows.append(("all pages", exist, format_size(exist * self.page_size)))
+        if self.host_pages:
+            rows.append(("on the host", self.host_pages, format_size(self.host_pages * self.page_size)))
+        rows += [(f"copied: {name}", "", format_size(nbytes)) for name, nbytes in self.copied.items() if nbytes]
+        title = f"ballonet: {format_size(exist * self.page_size)} of a budget of {format_size(self.budget)}"
+        return table(title, ("owner", "pages", "memory"), rows)
 
 
 def stats() -> Stats:

@@ -15,14 +15,13 @@ Note [What the numbers mean here]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, Final
 
 import torch
 
 from . import _native
+from .patches import Patches
 
-_MISSING: Final = object()
 _TOTALS: Final = ("allocations", "frees", "allocated_total", "freed_total")
 _NEVER: Final = dict.fromkeys(_TOTALS, 0)
 _SIZES: Final = ("requested_bytes", "allocated_bytes", "active_bytes", "reserved_bytes", "inactive_split_bytes")
@@ -89,20 +88,22 @@ class TorchStatistics:
     def __init__(self, device: _native.Device) -> None:
         self.device = device
         self._totals = _NEVER
-        self._replaced: list[tuple[ModuleType, str, object]] = []
+        self._patches = Patches()
 
     def patch(self) -> None:
         """Puts this device's numbers under torch's functions. Does nothing where that was done."""
-        if self._replaced:
+        if self._patches:
             return
         for name in ("_cuda_memoryStats", "_accelerator_getDeviceStats"):
-            self._replace(torch._C, name, self._stats)
+            self._patches.replace(torch._C, name, self._stats)
         for name in ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"):
-            self._replace(torch._C, name, self._reset_peak)
+            self._patches.replace(torch._C, name, self._reset_peak)
         for name in ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"):
-            self._replace(torch._C, name, self._reset_accumulated)
+            self._patches.replace(torch._C, name, self._reset_accumulated)
         accelerator_info = torch._C._accelerator_getMemoryInfo
-        self._replace(torch._C, "_accelerator_getMemoryInfo", lambda index: self._memory_info(index, accelerator_info))
+        self._patches.replace(
+            torch._C, "_accelerator_getMemoryInfo", lambda index: self._memory_info(index, accelerator_info)
+        )
         public = torch.cuda.memory.mem_get_info
 
         def mem_get_info(device: Any = None) -> tuple[int, int]:
@@ -110,20 +111,11 @@ class TorchStatistics:
 
         mem_get_info.__doc__ = public.__doc__
         for module in (torch.cuda, torch.cuda.memory):
-            self._replace(module, "mem_get_info", mem_get_info)
+            self._patches.replace(module, "mem_get_info", mem_get_info)
 
     def restore(self) -> None:
         """torch's own functions again."""
-        while self._replaced:
-            module, name, original = self._replaced.pop()
-            if original is _MISSING:
-                delattr(module, name)
-            else:
-                setattr(module, name, original)
-
-    def _replace(self, module: ModuleType, name: str, function: Callable[..., Any]) -> None:
-        self._replaced.append((module, name, getattr(module, name, _MISSING)))
-        setattr(module, name, function)
+        self._patches.restore()
 
     # Nothing can be allocated on another device while this is torch's allocator: its numbers are those of an empty one.
 

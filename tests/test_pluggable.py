@@ -187,11 +187,11 @@ def test_gpu_already_in_use_is_refused() -> None:
     on_gpu(f"""{GPU}
 torch.ones(1, device="cuda")
 try:
-    ballonet.install()
+    torch.cuda.memory.change_current_allocator(ballonet.allocator())
 except ballonet.BallonetError as error:
     assert "before anything is moved" in str(error), error
 else:
-    raise AssertionError("installed after CUDA was used")
+    raise AssertionError("changed after CUDA was used")
 assert runtime.current() is None
 assert torch.ones(10, device="cuda").sum().item() == 10
 """)

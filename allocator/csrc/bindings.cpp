@@ -334,6 +334,7 @@ py::dict replayed(Device& device, const py::bytes& ops) {
 
 extern "C" {
 void* ballonet_plain_alloc(std::ptrdiff_t size, int device, void* stream);
+void* ballonet_plain_segment(std::ptrdiff_t size, int device, void* stream);
 void ballonet_plain_free(void* pointer, std::ptrdiff_t size, int device, void* stream);
 void ballonet_plain_record_stream(void* pointer, void* stream);
 void ballonet_plain_trim();
@@ -349,6 +350,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("entry_points", [] {
     py::dict points;
     points["alloc"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_alloc);
+    points["segment"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_segment);
     points["free"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_free);
     points["record_stream"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_record_stream);
     points["trim"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_trim);

@@ -33,11 +33,9 @@ namespace {
 const BallonetCore* core = nullptr;  // set once, before anything that reads it is given to torch
 int ordinal = 0;                     // of the device that the core serves
 
-constexpr int kExhausted = 1;  // what BallonetCore::allocate returns when the memory does not suffice
-
 [[noreturn]] void fail(int reason) {
   const c10::SourceLocation here{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
-  if (reason == kExhausted) throw c10::OutOfMemoryError(here, core->last_error());
+  if (reason == BALLONET_EXHAUSTED) throw c10::OutOfMemoryError(here, core->last_error());
   throw c10::Error(here, core->last_error());
 }
 
@@ -206,6 +204,15 @@ BALLONET_EXPORT void ballonet_cpu_stock_end() { cpu.stock_end(); }
 
 BALLONET_EXPORT void* ballonet_cuda_alloc(std::size_t size, int device, CudaStream stream) {
   return size == 0 ? nullptr : take(size, device, stream);
+}
+
+// A segment for torch's own caching allocator (torch.cuda.MemPool), to which a null pointer is memory that ran out: it
+// gives back what it caches and asks once more.
+BALLONET_EXPORT void* ballonet_cuda_segment(std::size_t size, int device, CudaStream stream) {
+  void* block = nullptr;
+  const int failed = size == 0 ? 0 : core->allocate(size, device, stream, &block);
+  if (failed && failed != BALLONET_EXHAUSTED) fail(failed);
+  return block;
 }
 
 BALLONET_EXPORT void ballonet_cuda_free(void* block, std::size_t, int, CudaStream) {

@@ -27,7 +27,7 @@ int allocate(std::size_t size, int device, void* stream, void** out) {
     *out = bound->heap.allocate(size, static_cast<CUstream>(stream));
     return 0;
   } catch (const PoolExhausted& error) {
-    return fail(1, error.what());
+    return fail(BALLONET_EXHAUSTED, error.what());
   } catch (const std::exception& error) {
     return fail(2, error.what());
   }
@@ -95,6 +95,16 @@ __attribute__((visibility("default"))) void* ballonet_plain_alloc(std::ptrdiff_t
     throw std::runtime_error(ballonet::kCore.last_error());
   }
   return out;
+}
+
+// A segment for torch's own caching allocator (torch.cuda.MemPool), to which a null pointer is memory that ran out: it
+// gives back what it caches and asks once more.
+__attribute__((visibility("default"))) void* ballonet_plain_segment(std::ptrdiff_t size, int device, void* stream) {
+  if (size <= 0) return nullptr;
+  void* out = nullptr;
+  const int failed = ballonet::kCore.allocate(static_cast<std::size_t>(size), device, stream, &out);
+  if (failed == 0 || failed == BALLONET_EXHAUSTED) return out;
+  throw std::runtime_error(ballonet::kCore.last_error());
 }
 
 __attribute__((visibility("default"))) void ballonet_plain_free(void* pointer, std::ptrdiff_t, int, void*) {

@@ -16,12 +16,14 @@ struct BallonetMempool {
 // Says whether an allocation on this stream belongs to the pool being filled.
 using BallonetStreamFilter = bool (*)(void* context, void* stream);
 
+enum { BALLONET_EXHAUSTED = 1 };
+
 struct BallonetCore {
   std::uint32_t version;  // of this table: kBallonetCoreVersion
 
-  // Allocates `size` > 0 bytes for `stream` of device `device`. Returns 0 and sets *out, or returns 1 when the memory
-  // is exhausted or 2 on any other failure; `last_error` then says why. Callable from any thread, with or without the
-  // GIL.
+  // Allocates `size` > 0 bytes for `stream` of device `device`. Returns 0 and sets *out, or leaves it alone and returns
+  // BALLONET_EXHAUSTED when the memory does not suffice, 2 on any other failure; `last_error` then says why. Callable
+  // from any thread, with or without the GIL.
   int (*allocate)(std::size_t size, int device, void* stream, void** out);
   // Gives a block back. Unknown pointers are ignored (after a fork a child frees what its parent allocated). Never
   // throws.
