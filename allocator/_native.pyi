@@ -6,6 +6,8 @@ here (the Python layers turn it into `torch.OutOfMemoryError`).
 
 from typing import Any, Literal
 
+from typing_extensions import Buffer
+
 Owner = Literal["weights", "activations", "kv"]
 Backing = Literal["none", "device", "host", "alias", "retiring"]
 
@@ -66,8 +68,9 @@ class Device:
     def block_size(self, address: int) -> int:
         """Bytes of the live block at `address`, 0 where there is none."""
     def group(self) -> Group: ...
-    def reserve(self, nbytes: int, owner: Owner, group: Group) -> Range:
-        """A range of ceil(nbytes / page) pieces, nothing mapped."""
+    def reserve(self, nbytes: int, owner: Owner, group: Group, auto_retire: bool = False) -> Range:
+        """A range of ceil(nbytes / page) pieces, nothing mapped. `auto_retire`: a piece is retired when the last tensor
+        over it is gone."""
     def note_stream(self, stream: int) -> None:
         """This stream may touch pages: a retirement waits for it."""
     def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:
@@ -88,9 +91,13 @@ class Group:
 
     def enter(self) -> None:
         """This thread's forward uses the group's pages from here on (counts)."""
-    def leave(self) -> None: ...
+    def leave(self, thread: int = ...) -> None:
+        """`thread`: `threading.get_ident()` of who entered, where it is another."""
     @property
     def leases(self) -> int: ...
+    @property
+    def unpinned(self) -> int:
+        """How many tensors over ranges of the group are gone so far."""
 
 class Range:
     """Reserved addresses in page-sized pieces. Collecting it closes it, after every tensor made from it is gone."""
@@ -102,14 +109,25 @@ class Range:
     @property
     def pieces(self) -> int: ...
     @property
+    def backed(self) -> int:
+        """Pieces that lead to a page, those that are retiring not counted."""
+    @property
     def owner(self) -> Owner: ...
     def map(self, first: int, count: int) -> None:
         """Backs `count` unbacked (or retiring) pieces with device pages, all or none. Raises PoolExhausted,
         DriverError."""
     def map_host(self, first: int, count: int) -> None:
         """The same with host pages."""
-    def alias(self, first: int, source: Range, source_first: int, count: int) -> None:
-        """Backs unbacked pieces with the device pages of `source` (slots)."""
+    def alias(self, first: int, source: Range, source_first: int, count: int) -> bool:
+        """Pieces lead to the pages of `source`, of the device or the host, whatever they led to before; pages of their
+        own become free.
+
+        Tensors may lie there: they show what `source` holds. False, and nothing changed, where pieces led elsewhere and
+        another thread holds a lease on the group or a stream is being captured.
+        """
+    def own(self, first: int, count: int) -> bool:
+        """The reverse: aliased pieces get new device pages, whose contents are undefined. PoolExhausted; False as for
+        `alias`."""
     def retire(self, first: int, count: int) -> None:
         """The pieces' pages leave once every stream seen has passed; unbacked pieces are skipped."""
     def move(self, piece: int, to: Literal["device", "host"]) -> bool:
@@ -125,8 +143,50 @@ class Range:
 
         Raises BallonetError where any byte of it is not backed.
         """
+    def note_use(self, stream: int, write: bool) -> None:
+        """`Device.note_use` for whatever is backed of the range, on CUDA `Device.note_stream`."""
     def close(self) -> None:
         """Retires everything; the addresses are freed when the last tensor and the last retirement are gone."""
+    @property
+    def closed(self) -> bool: ...
+
+class Transfer:
+    """A stream of copies between host and device, carried out in the order of their submission."""
+
+    def __init__(self, device: Device) -> None: ...
+    def copy(
+        self, parts: list[tuple[int, int, int]], *, after: int, owner: Owner, to: Literal["device", "host"]
+    ) -> Done:
+        """Copies (to, from, nbytes) by address once what the stream `after` was given so far has passed.
+
+        Counted in `Stats.copied` for `owner`. Raises BallonetError while a graph is being captured, DriverError.
+        """
+
+class Done:
+    """The end of the copies of one call."""
+
+    def before(self, stream: int) -> None:
+        """What `stream` is given from now on waits for them. On the stand-in stream 0 is the calling thread."""
+    def passed(self) -> bool: ...
+    def wait(self) -> None:
+        """The host waits."""
+
+class HostMemory:
+    """Part of a buffer, registered with the device for reading: copies from it run at the speed of the link.
+
+    A read-only buffer stays mapped for as long as this is open. Registering pins the pages of the machine under it;
+    two of these must not share one. Collecting it closes it.
+    """
+
+    def __init__(self, device: Device, buffer: Buffer, offset: int, nbytes: int) -> None:
+        """Raises BallonetError where the bytes are not in the buffer; DriverError where the driver does not support
+        it, may not pin as much, or has registered some of it before."""
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def close(self) -> None:
+        """Unregisters, once the copies are done that were submitted. DriverError; it may be tried again."""
     @property
     def closed(self) -> bool: ...
 

@@ -81,6 +81,22 @@ class WrongDevice(ManageError):
     """The model lies on a device other than the one ballonet was installed for."""
 
 
+class WeightsFileError(ManageError):
+    """A file of weights cannot be used."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class WeightsFileChanged(WeightsFileError):
+    """A file that weights are copied from is no longer what it was."""
+
+
 class TraceError(BallonetError):
     """A recorded trace is damaged. `line` counts from 1, 0 where no line is to blame."""
 

@@ -189,9 +189,15 @@ class Core:
     _ranges: list[_native.Range] = field(default_factory=list)
     _lanes: list[tuple[int, _native.Range, ctypes.Array[ctypes.c_char]]] = field(default_factory=list)
 
-    def range(self, pieces: int, owner: _native.Owner = "kv", group: _native.Group | None = None) -> _native.Range:
+    def range(
+        self,
+        pieces: int,
+        owner: _native.Owner = "kv",
+        group: _native.Group | None = None,
+        auto_retire: bool = False,
+    ) -> _native.Range:
         """A range that is closed at the end, if it was not before."""
-        made = self.device.reserve(pieces * self.page, owner, group or self.device.group())
+        made = self.device.reserve(pieces * self.page, owner, group or self.device.group(), auto_retire)
         self._ranges.append(made)
         return made
 

@@ -327,20 +327,23 @@ def test_an_alias_shows_the_same_bytes_and_parts_with_them_last() -> None:
         assert core.pages()["free"] == 2
 
 
-def test_only_unbacked_pieces_take_an_alias_and_only_of_device_pages() -> None:
+def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
     with opened() as core:
         slot, layer = core.range(2, "weights"), core.range(2, "weights")
         slot.map(0, 1)
         slot.map_host(1, 1)
-        layer.map(1, 1)
-        for first, source in ((1, 0), (0, 1)):
-            with pytest.raises(BallonetError):
-                layer.alias(first, slot, source, 1)
-        layer.alias(0, slot, 0, 1)
-        with pytest.raises(BallonetError):
-            slot.alias(1, layer, 0, 1)
+        assert layer.alias(0, slot, 0, 2)
+        assert [behind(layer.address + piece * PAGE)[0] for piece in (0, 1)] == ["device", "host"]
         assert not slot.move(0, "host")  # it would leave the alias behind
         assert not layer.move(0, "host")
+        bare = core.range(1, "weights")
+        for source, piece in ((layer, 0), (bare, 0)):
+            with pytest.raises(BallonetError, match="no page of its own"):
+                bare.alias(0, source, piece, 1)
+        with pytest.raises(BallonetError, match="itself"):
+            slot.alias(0, slot, 0, 1)
+        with pytest.raises(BallonetError, match="others lead"):
+            slot.alias(0, slot, 1, 1)
 
 
 def test_a_host_page_takes_a_device_pages_place() -> None:

@@ -3,9 +3,11 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "host_memory.h"
 #include "registry.h"
 #include "replay.h"
 #include "tensor.h"
+#include "transfer.h"
 
 namespace py = pybind11;
 
@@ -50,6 +52,37 @@ struct RangeHandle {
   std::shared_ptr<Device> device;
   std::shared_ptr<Range> range;
   bool closed = false;
+};
+
+// Part of a Python buffer, registered: it stays where it is for as long as it is.
+struct BufferHandle {
+  BufferHandle(const std::shared_ptr<Device>& device, const py::buffer& buffer, std::size_t offset, std::size_t size)
+      : view(std::make_unique<py::buffer_info>(buffer.request())) {
+    if (view->ndim != 1 || view->strides[0] != view->itemsize) throw UsageError("the buffer is not one run of bytes");
+    const std::size_t whole = static_cast<std::size_t>(view->size * view->itemsize);
+    if (offset > whole || size > whole - offset) throw UsageError("these bytes are not all in the buffer");
+    const void* address = static_cast<const char*>(view->ptr) + offset;
+    py::gil_scoped_release release;
+    memory = std::make_unique<HostMemory>(device->mapper, address, size);
+  }
+  ~BufferHandle() {
+    py::gil_scoped_release release;
+    if (memory->let_go()) return;
+    view.release();  // what is still registered stays where it is
+  }
+  BufferHandle(const BufferHandle&) = delete;
+  BufferHandle& operator=(const BufferHandle&) = delete;
+
+  void close() {
+    {
+      py::gil_scoped_release release;
+      memory->close();
+    }
+    view.reset();
+  }
+
+  std::unique_ptr<py::buffer_info> view;
+  std::unique_ptr<HostMemory> memory;
 };
 
 void translate(std::exception_ptr thrown) {
@@ -222,14 +255,14 @@ void bind_device(py::module_& module) {
       .def("group", [](Device&) { return std::make_shared<Group>(); })
       .def(
           "reserve",
-          [](const std::shared_ptr<Device>& d, std::size_t size, const std::string& owner,
-             std::shared_ptr<Group> group) {
+          [](const std::shared_ptr<Device>& d, std::size_t size, const std::string& owner, std::shared_ptr<Group> group,
+             bool auto_retire) {
             const std::size_t page = d->mapper->page_size;
             const std::size_t pieces = size / page + (size % page != 0 ? 1 : 0);
-            auto range = d->mapper->reserve(pieces, owner_named(owner), std::move(group));
+            auto range = d->mapper->reserve(pieces, owner_named(owner), std::move(group), auto_retire);
             return std::make_unique<RangeHandle>(d, std::move(range));
           },
-          py::arg("nbytes"), py::arg("owner"), py::arg("group"))
+          py::arg("nbytes"), py::arg("owner"), py::arg("group"), py::arg("auto_retire") = false)
       .def(
           "note_stream", [](Device& d, std::uint64_t stream) { d.mapper->note_stream(stream_at(stream)); },
           py::arg("stream"))
@@ -251,13 +284,19 @@ void bind_device(py::module_& module) {
 void bind_range(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
       .def("enter", &Group::enter, ReleaseGil())
-      .def("leave", &Group::leave, ReleaseGil())
-      .def_property_readonly("leases", &Group::leases);
+      .def(
+          "leave", [](Group& g, std::uint64_t thread) { g.leave(static_cast<pthread_t>(thread)); }, py::arg("thread"),
+          ReleaseGil())
+      .def(
+          "leave", [](Group& g) { g.leave(); }, ReleaseGil())
+      .def_property_readonly("leases", &Group::leases)
+      .def_property_readonly("unpinned", [](Group& g) { return g.unpinned.load(); });
 
   py::class_<RangeHandle>(module, "Range")
       .def_property_readonly("address", [](RangeHandle& r) { return r.range->base; })
       .def_property_readonly("nbytes", [](RangeHandle& r) { return r.range->pieces * r.mapper().page_size; })
       .def_property_readonly("pieces", [](RangeHandle& r) { return r.range->pieces; })
+      .def_property_readonly("backed", [](RangeHandle& r) { return r.mapper().backed(*r.range); })
       .def_property_readonly("owner", [](RangeHandle& r) { return name_of(r.range->owner); })
       .def_property_readonly("closed", [](RangeHandle& r) { return r.closed; })
       .def(
@@ -275,9 +314,13 @@ void bind_range(py::module_& module) {
       .def(
           "alias",
           [](RangeHandle& r, std::size_t first, RangeHandle& source, std::size_t source_first, std::size_t count) {
-            r.mapper().alias(*r.range, first, *source.range, source_first, count);
+            return r.mapper().alias(*r.range, first, *source.range, source_first, count);
           },
           py::arg("first"), py::arg("source"), py::arg("source_first"), py::arg("count"), ReleaseGil())
+      .def(
+          "own",
+          [](RangeHandle& r, std::size_t first, std::size_t count) { return r.device->own(*r.range, first, count); },
+          py::arg("first"), py::arg("count"), ReleaseGil())
       .def(
           "retire",
           [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().retire(*r.range, {{first, count}}); },
@@ -305,12 +348,52 @@ void bind_range(py::module_& module) {
              int bits) { return make_tensor(r.range, offset, shape, strides, code, bits); },
           py::arg("offset"), py::arg("shape"), py::arg("strides"), py::arg("code"), py::arg("bits"))
       .def(
+          "note_use",
+          [](RangeHandle& r, std::uint64_t stream, bool write) {
+            r.mapper().note_use(*r.range, stream_at(stream), write);
+          },
+          py::arg("stream"), py::arg("write"))
+      .def(
           "close",
           [](RangeHandle& r) {
             r.mapper().close(*r.range);
             r.closed = true;
           },
           ReleaseGil());
+}
+
+void bind_transfer(py::module_& module) {
+  py::class_<Transfer::Done, std::shared_ptr<Transfer::Done>>(module, "Done")
+      .def(
+          "before", [](Transfer::Done& d, std::uint64_t stream) { d.before(stream_at(stream)); }, py::arg("stream"),
+          ReleaseGil())
+      .def("passed", &Transfer::Done::passed, ReleaseGil())
+      .def("wait", &Transfer::Done::wait, ReleaseGil());
+
+  py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
+      .def(py::init([](const std::shared_ptr<Device>& d) { return std::make_shared<Transfer>(d->mapper); }),
+           py::arg("device"))
+      .def(
+          "copy",
+          [](Transfer& t, const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::size_t>>& parts,
+             std::uint64_t after, const std::string& owner, const std::string& to) {
+            std::vector<Copy> copies;
+            copies.reserve(parts.size());
+            for (const auto& [target, source, size] : parts) copies.push_back({target, source, size});
+            return t.copy(copies, stream_at(after), owner_named(owner), place_named(to));
+          },
+          py::arg("parts"), py::kw_only(), py::arg("after"), py::arg("owner"), py::arg("to"), ReleaseGil());
+}
+
+void bind_host_memory(py::module_& module) {
+  py::class_<BufferHandle>(module, "HostMemory")
+      .def(py::init<const std::shared_ptr<Device>&, const py::buffer&, std::size_t, std::size_t>(), py::arg("device"),
+           py::arg("buffer"), py::arg("offset"), py::arg("nbytes"))
+      .def_property_readonly("address",
+                             [](BufferHandle& h) { return reinterpret_cast<std::uintptr_t>(h.memory->address()); })
+      .def_property_readonly("nbytes", [](BufferHandle& h) { return h.memory->size(); })
+      .def_property_readonly("closed", [](BufferHandle& h) { return h.memory->closed(); })
+      .def("close", &BufferHandle::close);
 }
 
 py::dict replayed(Device& device, const py::bytes& ops) {
@@ -345,6 +428,8 @@ PYBIND11_MODULE(_native, module) {
   py::register_exception_translator(&translate);
   bind_device(module);
   bind_range(module);
+  bind_transfer(module);
+  bind_host_memory(module);
   module.def("probe", &probe, py::arg("library"), py::arg("ordinal"));
   module.def("core_table", [] { return reinterpret_cast<std::uintptr_t>(core_table()); });
   module.def("entry_points", [] {

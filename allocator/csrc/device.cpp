@@ -13,18 +13,31 @@ Device::~Device() {
 }
 
 void Device::map(Range& range, std::size_t first, std::size_t count, Place place) {
+  if (place == Place::kDevice) return with_idle_pages(count, [&] { mapper->map(range, first, count, place); });
   try {
     mapper->map(range, first, count, place);
-    return;
   } catch (const PoolExhausted& reason) {
-    if (place == Place::kHost) throw PoolExhausted(host_exhausted(count, reason.what()));
+    throw PoolExhausted(host_exhausted(count, reason.what()));
+  }
+}
+
+bool Device::own(Range& range, std::size_t first, std::size_t count) {
+  return with_idle_pages(count, [&] { return mapper->own(range, first, count); });
+}
+
+// Attempts what takes so many device pages, and once more after the heap gave up what it could.
+template <class Attempt>
+auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt()) {
+  try {
+    return attempt();
+  } catch (const PoolExhausted&) {
     heap.trim_and_wait();
   }
   try {
-    mapper->map(range, first, count, place);
+    return attempt();
   } catch (const PoolExhausted& reason) {
     std::lock_guard<std::mutex> lock(heap.mutex);
-    throw PoolExhausted(heap.exhausted(count * mapper->page_size, reason.what()));
+    throw PoolExhausted(heap.exhausted(pages * mapper->page_size, reason.what()));
   }
 }
 

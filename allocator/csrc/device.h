@@ -18,6 +18,8 @@ class Device {
 
   // Mapper::map, and once more after the heap gave up what it could. Throws PoolExhausted with a message for the user.
   void map(Range& range, std::size_t first, std::size_t count, Place place);
+  // Mapper::own in the same way.
+  bool own(Range& range, std::size_t first, std::size_t count);
   // In bytes. Lowering gives free pages back at once and the others as they become free.
   void set_budget(std::size_t bytes);
   // torch's empty_cache: idle pages go back to the pool, and free ones to the driver.
@@ -33,6 +35,8 @@ class Device {
   Heap heap;
 
  private:
+  template <class Attempt>
+  auto with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt());
   std::string host_exhausted(std::size_t pages, const std::string& reason);
 
   bool closed_ = false;

@@ -64,6 +64,8 @@ enum Result : CUresult {
   kIllegalState = 401,
   kNotReady = 600,
   kIllegalAddress = 700,
+  kAlreadyRegistered = 712,
+  kNotRegistered = 713,
   kNotPermitted = 800,
   kNotSupported = 801,
   kStreamCaptureUnsupported = 900,
@@ -80,6 +82,7 @@ constexpr int kAccessReadWrite = 3;          // CU_MEM_ACCESS_FLAGS_PROT_READWRI
 constexpr int kGranularityMinimum = 0;       // CU_MEM_ALLOC_GRANULARITY_MINIMUM
 constexpr unsigned kEventDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 constexpr unsigned kStreamNonBlocking = 1;   // CU_STREAM_NON_BLOCKING
+constexpr unsigned kRegisterReadOnly = 8;    // CU_MEMHOSTREGISTER_READ_ONLY
 constexpr int kCaptureNone = 0;              // CU_STREAM_CAPTURE_STATUS_NONE
 constexpr int kCaptureModeRelaxed = 2;       // CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -89,6 +92,7 @@ enum Attribute : int {
   kAttributeComputeMinor = 76,
   kAttributeVirtualMemory = 102,
   kAttributePosixFd = 103,
+  kAttributeReadOnlyRegister = 113,
   kAttributeHostNumaId = 134,
   kAttributeHostNumaVirtualMemory = 141,
 };
@@ -120,6 +124,8 @@ enum Attribute : int {
   X(cuMemMap,                      "cuMemMap",                      CUdeviceptr, std::size_t, std::size_t, CUmemGenericAllocationHandle, unsigned long long) \
   X(cuMemUnmap,                    "cuMemUnmap",                    CUdeviceptr, std::size_t)                         \
   X(cuMemSetAccess,                "cuMemSetAccess",                CUdeviceptr, std::size_t, const CUmemAccessDesc*, std::size_t) \
+  X(cuMemHostRegister,             "cuMemHostRegister_v2",          void*, std::size_t, unsigned)                     \
+  X(cuMemHostUnregister,           "cuMemHostUnregister",           void*)                                            \
   X(cuMemcpyHtoD,                  "cuMemcpyHtoD_v2",               CUdeviceptr, const void*, std::size_t)            \
   X(cuMemcpyDtoH,                  "cuMemcpyDtoH_v2",               void*, CUdeviceptr, std::size_t)                  \
   X(cuMemcpyAsync,                 "cuMemcpyAsync",                 CUdeviceptr, CUdeviceptr, std::size_t, CUstream)  \

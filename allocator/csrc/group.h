@@ -7,9 +7,12 @@
 // begins in the middle.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
 #include <map>
 #include <mutex>
-#include <thread>
 
 #include "errors.h"
 
@@ -19,12 +22,13 @@ class Group {
  public:
   void enter() {
     std::lock_guard<std::mutex> lock(mutex);
-    ++leases_[std::this_thread::get_id()];
+    ++leases_[pthread_self()];
   }
 
-  void leave() {
+  // `thread`: who entered, where it is not the caller.
+  void leave(pthread_t thread = pthread_self()) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto mine = leases_.find(std::this_thread::get_id());
+    const auto mine = leases_.find(thread);
     if (mine == leases_.end()) throw UsageError("this thread holds no lease on the group");
     if (--mine->second == 0) leases_.erase(mine);
   }
@@ -39,15 +43,18 @@ class Group {
   // Pre: the caller holds `mutex`.
   bool leased_by_others() const {
     for (const auto& [thread, count] : leases_) {
-      if (thread != std::this_thread::get_id()) return true;
+      if (pthread_equal(thread, pthread_self()) == 0) return true;
     }
     return false;
   }
 
+  // Tensors over ranges of the group that are gone: when it has not moved, none has lost its memory.
+  std::atomic<std::uint64_t> unpinned{0};
+
   std::mutex mutex;
 
  private:
-  std::map<std::thread::id, std::size_t> leases_;
+  std::map<pthread_t, std::size_t> leases_;
 };
 
 }  // namespace ballonet

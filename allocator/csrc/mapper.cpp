@@ -20,8 +20,13 @@ Mapper::~Mapper() {
 }
 
 Range::Range(std::shared_ptr<Mapper> mapper_, CUdeviceptr base_, std::size_t pieces_, Owner owner_,
-             std::shared_ptr<Group> group_)
-    : base(base_), pieces(pieces_), owner(owner_), group(std::move(group_)), mapper(std::move(mapper_)) {}
+             std::shared_ptr<Group> group_, bool auto_retire_)
+    : base(base_),
+      pieces(pieces_),
+      owner(owner_),
+      group(std::move(group_)),
+      auto_retire(auto_retire_),
+      mapper(std::move(mapper_)) {}
 
 // Pre: nothing is mapped: `close` retired everything, and retirements and pins keep the range alive.
 Range::~Range() { mapper->forget(*this); }
@@ -31,7 +36,8 @@ Range::Piece& Range::at(std::size_t piece) {
   return table_[piece];
 }
 
-std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group) {
+std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
+                                       bool auto_retire) {
   if (pieces == 0) throw UsageError("a range needs at least one page");
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   std::lock_guard<std::mutex> lock(mutex);
@@ -44,7 +50,7 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   const bool refused = reserved.code() == cuda::kInvalidValue || reserved.code() == cuda::kNotSupported;
   if (refused) reserved = driver_.cuMemAddressReserve(&base, size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
   reserved.or_throw(format("reserving %s of addresses", in_units(size).c_str()));
-  range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group));
+  range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group), auto_retire);
   ranges_.insert(range.get());
   return range;
 }
@@ -86,6 +92,7 @@ void Mapper::back(Range& range, const std::vector<std::size_t>& pieces, Pool& po
       Range::Piece& piece = range.at(pieces[mapped]);
       piece.page = pages[mapped];
       piece.backing = backing;
+      piece.place = &pool == &host_ ? Place::kHost : Place::kDevice;
     }
     for (std::size_t from = 0, to = 0; from < pieces.size(); from = to) {
       to = from + 1;
@@ -162,32 +169,6 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   for (std::size_t i = first; i < first + count; ++i) range.at(i).doomed = false;
 }
 
-void Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count) {
-  Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
-  check_span(range, first, count);
-  check_span(source, source_first, count);
-  DriverScope scope(driver_, context_.handle);
-  reap_locked(false, done);
-  std::vector<std::size_t> pieces;
-  std::vector<PageId> pages;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (range.at(first + i).backing == Backing::kRetiring) reap_locked(true, done);
-    if (range.at(first + i).backing != Backing::kNone) throw UsageError(format("piece %zu is backed", first + i));
-    if (source.at(source_first + i).backing != Backing::kDevice) {
-      throw UsageError(format("piece %zu of the slot has no device page", source_first + i));
-    }
-    pieces.push_back(first + i);
-    pages.push_back(source.at(source_first + i).page);
-  }
-  back(range, pieces, device_, pages, Backing::kAlias);
-}
-
-Pool& Mapper::pool_of(const Range::Piece& piece) {
-  const Backing backing = piece.backing == Backing::kRetiring ? piece.retiring_from : piece.backing;
-  return backing == Backing::kHost ? host_ : device_;
-}
-
 void Mapper::close(Range& range) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
@@ -209,7 +190,7 @@ void Mapper::pin(Range& range, std::size_t offset, std::size_t size) {
   check_span(range, first, last - first + 1);
   for (std::size_t i = first; i <= last; ++i) {
     const Range::Piece& piece = range.at(i);
-    if (piece.backing == Backing::kNone || piece.backing == Backing::kRetiring || piece.doomed) {
+    if (!leads_somewhere(piece.backing) || piece.doomed) {
       throw UsageError(
           format("bytes %zu to %zu of the range are not all backed: map piece %zu first", offset, offset + size, i));
     }
@@ -222,11 +203,12 @@ void Mapper::unpin(Range& range, std::size_t offset, std::size_t size) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   if (size == 0) return;
+  if (range.group) ++range.group->unpinned;
   const std::size_t first = offset / page_size, last = (offset + size - 1) / page_size;
   Spans doomed;
   for (std::size_t i = first; i <= last; ++i) {
     Range::Piece& piece = range.at(i);
-    if (--piece.pins == 0 && piece.doomed) doomed.push_back({i, 1});
+    if (--piece.pins == 0 && (piece.doomed || range.auto_retire)) doomed.push_back({i, 1});
   }
   if (doomed.empty()) return;
   DriverScope scope(driver_, context_.handle);
@@ -244,6 +226,12 @@ PageId Mapper::page(Range& range, std::size_t piece) {
   return piece < range.table_.size() ? range.at(piece).page : kNoPage;
 }
 
+std::size_t Mapper::backed(Range& range) {
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto counts = [](const auto& piece) { return leads_somewhere(piece.backing); };
+  return static_cast<std::size_t>(std::count_if(range.table_.begin(), range.table_.end(), counts));
+}
+
 void Mapper::note_stream(CUstream stream) {
   std::lock_guard<std::mutex> lock(mutex);
   streams_.note(stream);
@@ -253,13 +241,35 @@ CUstream Mapper::create_stream() {
   DriverScope scope(driver_, context_.handle);
   CUstream stream = nullptr;
   driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking).or_throw("creating a stream");
+  std::lock_guard<std::mutex> lock(mutex);
+  made_.push_back(stream);
   return stream;
+}
+
+void Mapper::destroy_stream(CUstream stream) {
+  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  driver_.cuStreamSynchronize(stream);
+  streams_.forget(stream);
+  made_.erase(std::find(made_.begin(), made_.end(), stream));
+  driver_.cuStreamDestroy(stream);
 }
 
 void Mapper::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) {
   if (!driver_.is_standin()) return;
   DriverScope scope(driver_, context_.handle);
   driver_.note_use(address, size, stream, write);
+}
+
+void Mapper::note_use(Range& range, CUstream stream, bool write) {
+  if (!driver_.is_standin()) return note_stream(stream);
+  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  const std::size_t end = range.table_.size();
+  for (std::size_t from = 0, to = 0; from < end; from = to + 1) {
+    for (to = from; to < end && leads_somewhere(range.at(to).backing);) ++to;
+    if (to > from) driver_.note_use(address(range, from), (to - from) * page_size, stream, write);
+  }
 }
 
 void Mapper::synchronize() {
@@ -283,6 +293,19 @@ void Mapper::fence_wait(Fence& fence) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   streams_.wait(fence);
+}
+
+void Mapper::recycle(Fence& fence) {
+  std::lock_guard<std::mutex> lock(mutex);
+  streams_.recycle(fence);
+}
+
+// Not under the lock: on the stand-in the calling thread is stream 0, and waits here.
+void Mapper::stream_waits(CUstream stream, const Fence& fence) {
+  DriverScope scope(driver_, context_.handle);
+  for (CUevent event : fence.events) {
+    driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering work after a copy");
+  }
 }
 
 bool Mapper::capturing() {

@@ -31,6 +31,9 @@ class Mapper;
 enum class Backing : std::uint8_t { kNone, kDevice, kHost, kAlias, kRetiring };
 enum class Place : std::uint8_t { kDevice, kHost };
 
+// Is there a page behind the piece that its owner has not given up?
+constexpr bool leads_somewhere(Backing backing) { return backing != Backing::kNone && backing != Backing::kRetiring; }
+
 struct Span {
   std::size_t first, count;  // pieces of a range
 };
@@ -38,8 +41,8 @@ using Spans = std::vector<Span>;
 
 class Range : public std::enable_shared_from_this<Range> {
  public:
-  Range(std::shared_ptr<Mapper> mapper, CUdeviceptr base, std::size_t pieces, Owner owner,
-        std::shared_ptr<Group> group);
+  Range(std::shared_ptr<Mapper> mapper, CUdeviceptr base, std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
+        bool auto_retire);
   ~Range();
   Range(const Range&) = delete;
   Range& operator=(const Range&) = delete;
@@ -48,6 +51,7 @@ class Range : public std::enable_shared_from_this<Range> {
   const std::size_t pieces;
   const Owner owner;
   const std::shared_ptr<Group> group;
+  const bool auto_retire;  // a piece belongs to the tensors over it: it is retired with its last pin
   const std::shared_ptr<Mapper> mapper;
 
  private:
@@ -58,13 +62,20 @@ class Range : public std::enable_shared_from_this<Range> {
     std::uint16_t pins = 0;
     Backing backing = Backing::kNone;
     Backing retiring_from = Backing::kNone;
-    bool open = false;    // access was given
-    bool doomed = false;  // to be retired when the last pin goes
+    Place place = Place::kDevice;  // of the page
+    bool open = false;             // access was given
+    bool doomed = false;           // to be retired when the last pin goes
   };
   // Grows on demand: a heap's range is far longer than what it ever uses.
   Piece& at(std::size_t piece);
   std::vector<Piece> table_;
   bool closed_ = false;
+};
+
+// A copy of bytes between two addresses that the driver knows, or host memory.
+struct Copy {
+  CUdeviceptr to, from;
+  std::size_t size;
 };
 
 struct Copied {
@@ -87,11 +98,17 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Mapper& operator=(const Mapper&) = delete;
 
   // Addresses for `pieces` pages. Throws DriverError, UsageError for 0.
-  std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group);
+  std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
+                                 bool auto_retire = false);
   // Backs pieces that are unbacked or retiring; those already backed so are skipped. All or none.
   // Throws PoolExhausted, DriverError, UsageError.
   void map(Range& range, std::size_t first, std::size_t count, Place place);
-  void alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
+  // Pieces lead to the pages of `source`, whatever they led to before; pages of their own become free. Tensors may lie
+  // there. All or none. False, and nothing changed, where pieces led elsewhere and another thread holds a lease or a
+  // stream is being captured. Throws DriverError, UsageError.
+  bool alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
+  // The reverse: aliased pieces get device pages of their own, whose contents are undefined. Throws PoolExhausted too.
+  bool own(Range& range, std::size_t first, std::size_t count);
   // Unbacked pieces are skipped, pinned ones follow when their last pin goes. Throws nothing of the driver's.
   void retire(Range& range, const Spans& spans);
   // Copies one piece to another page in `to` and maps that in its place. False where nothing was changed: no page is
@@ -109,17 +126,30 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
 
   Backing backing(Range& range, std::size_t piece);
   PageId page(Range& range, std::size_t piece);
+  // Pieces that lead to a page and are not retiring.
+  std::size_t backed(Range& range);
 
   void note_stream(CUstream stream);
   // A stream of the device's context, which it lives as long as.
   CUstream create_stream();
+  void destroy_stream(CUstream stream);  // once its work is done
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write);
+  // The same for whatever is backed of a range; where nobody checks the order, the stream is noted.
+  void note_use(Range& range, CUstream stream, bool write);
   void synchronize();
   // A fence over some streams, for blocks used across streams; see heap.h.
   Fence fence_over(const std::vector<CUstream>& streams);
   bool fence_passed(Fence& fence);
   void fence_wait(Fence& fence);
+  void recycle(Fence& fence);
+  // What `stream` is given from now on waits for the fence.
+  void stream_waits(CUstream stream, const Fence& fence);
+  // See Transfer::copy. Returns a fence behind the copies.
+  Fence copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to);
   bool capturing();
+  // See HostMemory.
+  void register_host(const void* memory, std::size_t size);
+  void unregister_host(const void* memory);
 
   void set_budget(std::size_t pages);
   // Free pages go back to the driver.
@@ -161,12 +191,23 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   };
 
   Pool& pool_of(Place place) { return place == Place::kDevice ? device_ : host_; }
-  Pool& pool_of(const Range::Piece& piece);
+  Pool& pool_of(const Range::Piece& piece) { return pool_of(piece.place); }
   CUdeviceptr address(const Range& range, std::size_t piece) const { return range.base + piece * page_size; }
+  // What a piece leads to.
+  struct Target {
+    PageId page;
+    Backing backing;
+    Place place;
+  };
   void map_page(CUdeviceptr at, Pool& pool, PageId page);
   void allow_access(CUdeviceptr at, std::size_t pages);
   void back(Range& range, const std::vector<std::size_t>& pieces, Pool& pool, const std::vector<PageId>& pages,
             Backing backing);
+  bool may_change(Range& range, std::unique_lock<std::mutex>& lease);
+  bool quiesce();
+  void exchange(Range& range, std::size_t first, const std::vector<Target>& targets);
+  void show(Range& range, std::size_t index, const Target& target);
+  void show_again(Range& range, std::size_t index, const Target& target);
   void retire_locked(Range& range, const Spans& spans);
   // Ranges whose last retirement is done go to `done`, to be destroyed once the lock is released.
   std::size_t reap_locked(bool wait, Ranges& done);
@@ -177,13 +218,14 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool clear_scratch();
   void check_span(const Range& range, std::size_t first, std::size_t count) const;
   void forget(Range& range);
-  void count_copy(Owner owner, Place from, Place to);
+  void count_copy(Owner owner, Place to, std::size_t size);
 
   Driver driver_;
   Context context_;
   Pool device_;
   Pool host_;
   Streams streams_;
+  std::vector<CUstream> made_;    // streams of `create_stream`
   Pool* scratch_pool_ = nullptr;  // what an unmap that failed left at the scratch addresses
   PageId scratch_page_ = kNoPage;
   std::deque<Retirement> retiring_;

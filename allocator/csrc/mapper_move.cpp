@@ -20,8 +20,7 @@ bool Mapper::clear_scratch() {
 bool Mapper::move(Range& range, std::size_t index, Place to) {
   Ranges done;
   std::unique_lock<std::mutex> lease;
-  if (range.group) lease = std::unique_lock<std::mutex>(range.group->mutex);
-  if (range.group && range.group->leased_by_others()) return false;
+  if (!may_change(range, lease)) return false;
   std::lock_guard<std::mutex> lock(mutex);
   check_span(range, index, 1);
   if (to == Place::kHost && !context_.host_pages) return false;
@@ -30,14 +29,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   if (!movable || pool_of(piece).mappings(piece.page) != 1) return false;
 
   DriverScope scope(driver_, context_.handle);
-  if (streams_.capturing()) return false;
-  Fence fence = streams_.fence();
-  try {
-    streams_.wait(fence);
-  } catch (...) {
-    streams_.recycle(fence);
-    throw;
-  }
+  if (!quiesce()) return false;
   reap_locked(false, done);
   Pool& source = pool_of(piece);
   Pool& target = pool_of(to);
@@ -97,6 +89,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   }
   // A driver that refuses again and again leaves a page without access, which the next `map` gives, or none.
   piece.page = shown == nullptr ? kNoPage : page;
+  piece.place = shown == &host_ ? Place::kHost : Place::kDevice;
   piece.backing = shown == nullptr ? Backing::kNone : shown == &host_ ? Backing::kHost : Backing::kDevice;
   for (const auto& [pool, spare] : {std::pair{&target, fresh}, std::pair{&source, old}}) {
     if (shown == pool && page == spare) continue;
@@ -104,15 +97,41 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     release_page(*pool, spare);
   }
   if (failed) std::rethrow_exception(failed);
-  count_copy(range.owner, from, to);
+  if (from != to) count_copy(range.owner, to, page_size);
   return true;
 }
 
-void Mapper::count_copy(Owner owner, Place from, Place to) {
-  if (from == to) return;
+Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to) {
+  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  if (streams_.capturing()) throw UsageError("nothing can be copied while a CUDA graph is being captured");
+  streams_.note(after);
+  Fence before = streams_.fence({after});
+  try {
+    if (!before.recorded) streams_.wait(before);
+    for (CUevent event : before.events) {
+      driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering a copy after what runs");
+    }
+    for (const Copy& part : parts) {
+      driver_.cuMemcpyAsync(part.to, part.from, part.size, stream)
+          .or_throw(format("copying %s", in_units(part.size).c_str()));
+      count_copy(owner, to, part.size);
+    }
+  } catch (...) {
+    driver_.cuStreamSynchronize(stream);
+    streams_.recycle(before);
+    throw;
+  }
+  streams_.recycle(before);
+  Fence done = streams_.fence({stream});
+  if (!done.recorded) streams_.wait(done);
+  return done;
+}
+
+void Mapper::count_copy(Owner owner, Place to, std::size_t size) {
   const bool down = to == Place::kHost;
-  if (owner == Owner::kWeights) (down ? copied_.weights_d2h : copied_.weights_h2d) += page_size;
-  if (owner == Owner::kKv) (down ? copied_.kv_d2h : copied_.kv_h2d) += page_size;
+  if (owner == Owner::kWeights) (down ? copied_.weights_d2h : copied_.weights_h2d) += size;
+  if (owner == Owner::kKv) (down ? copied_.kv_d2h : copied_.kv_h2d) += size;
 }
 
 }  // namespace ballonet

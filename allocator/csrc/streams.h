@@ -26,6 +26,7 @@ class Streams {
   explicit Streams(const Driver& driver) : driver_(driver) {}
 
   void note(CUstream stream);
+  void forget(CUstream stream);  // it is about to be destroyed, and its work is done
 
   Fence fence();                                   // over every stream seen
   Fence fence(const std::vector<CUstream>& some);  // over these

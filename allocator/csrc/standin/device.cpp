@@ -28,6 +28,10 @@ constexpr ResultText kResults[] = {
     {cuda::kIllegalState, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
     {cuda::kNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
     {cuda::kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {cuda::kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
+     "part or all of the requested memory range is already mapped"},
+    {cuda::kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
+     "pointer does not correspond to a registered memory region"},
     {cuda::kNotPermitted, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {cuda::kNotSupported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {cuda::kStreamCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
@@ -77,6 +81,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
     switch (attribute) {
       case cuda::kAttributeVirtualMemory:
       case cuda::kAttributePosixFd:
+      case cuda::kAttributeReadOnlyRegister:
       case cuda::kAttributeHostNumaVirtualMemory:
         *value = 1;
         break;

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
+
+#include "registered.h"
 
 namespace ballonet::standin {
 namespace {
@@ -37,14 +40,17 @@ bool Engine::touched_by_pending(const std::vector<Run>& runs) const {
   return false;
 }
 
-void Engine::submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op) {
+std::optional<Failure> Engine::submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op) {
   if (stream->index == 0) {
     enqueue(stream, std::move(op));
-    return wait(lock, mark(stream, {}));
+    const auto done = mark(stream, {});
+    wait(lock, done);
+    return done->failure;
   }
   if (touched_by_pending(op->writes)) {
     op->state = Op::kPoisonFirst;
-    return enqueue(stream, std::move(op));
+    enqueue(stream, std::move(op));
+    return std::nullopt;
   }
   Op& held = *op;  // stays in the queue while it is held
   held.state = Op::kHeld;
@@ -54,13 +60,16 @@ void Engine::submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::uniq
   lock.lock();
   held.state = Op::kReady;
   work_.notify_all();
+  return std::nullopt;
 }
 
 std::shared_ptr<Marker> Engine::mark(const std::shared_ptr<Stream>& stream, Clock clock) {
   auto marker = std::make_shared<Marker>();
   marker->clock = std::move(clock);
   marker->reached = stream->queue.empty();
-  if (!marker->reached) {
+  if (marker->reached) {
+    marker->failure = std::exchange(stream->failure, std::nullopt);
+  } else {
     auto op = std::make_unique<Op>();
     op->kind = Op::kMark;
     op->marker = marker;
@@ -70,7 +79,10 @@ std::shared_ptr<Marker> Engine::mark(const std::shared_ptr<Stream>& stream, Cloc
 }
 
 void Engine::wait_for(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Marker>& marker) {
-  if (marker->reached) return;
+  if (marker->reached) {
+    if (marker->failure) stream->failure = marker->failure;
+    return;
+  }
   auto op = std::make_unique<Op>();
   op->kind = Op::kWait;
   op->marker = marker;
@@ -81,10 +93,15 @@ void Engine::wait(Lock& lock, const std::shared_ptr<Marker>& marker) {
   reached_.wait(lock, [&] { return marker->reached; });
 }
 
-void Engine::drain(Lock& lock) {
+std::optional<Failure> Engine::drain(Lock& lock) {
   std::vector<std::shared_ptr<Marker>> markers;
   for (const auto& stream : std::vector<std::shared_ptr<Stream>>(busy_)) markers.push_back(mark(stream, {}));
-  for (const auto& marker : markers) wait(lock, marker);
+  std::optional<Failure> first;
+  for (const auto& marker : markers) {
+    wait(lock, marker);
+    if (!first) first = marker->failure;
+  }
+  return first;
 }
 
 void Engine::enqueue(const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op) {
@@ -158,7 +175,8 @@ bool Engine::advance(Lock& lock, Time* sleep_until) {
   if (chosen == nullptr || *sleep_until > now) return false;
   Op& op = *chosen->queue.front();
   move(lock, op);
-  if (op.done == op.size) chosen->queue.pop_front();
+  if (op.state == Op::kFailed) chosen->failure = Failure{reinterpret_cast<std::uint64_t>(op.source), op.size};
+  if (op.state == Op::kFailed || op.done == op.size) chosen->queue.pop_front();
   return true;
 }
 
@@ -169,7 +187,10 @@ bool Engine::pass(Stream& stream) {
     const Op& op = *stream.queue.front();
     if (op.kind == Op::kMark) {
       op.marker->reached = true;
-    } else if (op.kind != Op::kWait || !op.marker->reached) {
+      op.marker->failure = std::exchange(stream.failure, std::nullopt);
+    } else if (op.kind == Op::kWait && op.marker->reached) {
+      if (op.marker->failure) stream.failure = op.marker->failure;
+    } else {
       break;
     }
   }
@@ -190,9 +211,13 @@ void Engine::begin(Op& op, Time now) {
 // place.
 void Engine::move(Lock& lock, Op& op) {
   const std::uint64_t piece = next_piece(op);
+  bool whole = true;
   lock.unlock();
   if (op.state == Op::kPoisonFirst) {
     std::memset(op.destination, kPoison, op.size);
+  } else if (op.registered) {
+    whole = read_guarded(op.destination + op.done, op.source + op.done, piece);
+    if (!whole) std::memset(op.destination, kPoison, op.size);
   } else if (op.kind == Op::kCopy) {
     std::memcpy(op.destination + op.done, op.source + op.done, piece);
   } else {
@@ -201,8 +226,10 @@ void Engine::move(Lock& lock, Op& op) {
   lock.lock();
   if (op.state == Op::kPoisonFirst) {
     op.state = Op::kReady;
-  } else {
+  } else if (whole) {
     op.done += piece;
+  } else {
+    op.state = Op::kFailed;
   }
 }
 

@@ -6,6 +6,11 @@
 // in each direction, both directions at once; otherwise as fast as memory. The poison waits until the copy begins where
 // work that is still to come touches the destination: that work is ordered before the copy, so it must not see it.
 //
+// Registered memory is read in a way that cannot fault, see registered.h. Where it is gone when its bytes are due, the
+// copy has failed: its destination is poison as a whole, and the first marker behind it in its stream says so, each
+// time that it is asked. A stream that waits for such a marker has failed in the same way. What comes after is carried
+// out.
+//
 // Stream 0 is the calling thread: whoever submits to it waits, and there is no moment at which poison could be seen.
 #pragma once
 
@@ -15,6 +20,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -23,9 +29,14 @@
 
 namespace ballonet::standin {
 
+struct Failure {  // of a copy
+  std::uint64_t source, size;
+};
+
 struct Marker {  // a point in a stream
   bool reached = false;
   Clock clock;
+  std::optional<Failure> failure;  // of what lies before it and behind the marker before
 };
 
 enum class Link { kNone, kToDevice, kToHost };
@@ -37,18 +48,20 @@ struct Op {
   std::uint64_t size = 0;
   unsigned char value = 0;  // of a fill
   Link link = Link::kNone;
+  bool registered = false;  // the source is
   std::vector<Run> reads, writes;
   std::shared_ptr<Marker> marker;  // of kWait and kMark
 
-  enum { kHeld, kPoisonFirst, kReady, kRunning } state = kReady;
+  enum { kHeld, kPoisonFirst, kReady, kRunning, kFailed } state = kReady;
   std::uint64_t done = 0;                       // bytes delivered
   std::chrono::steady_clock::time_point begun;  // when the first byte crosses
   double ns_per_byte = 0;
 };
 
 struct Stream {
-  std::uint32_t index;
+  std::uint32_t index = 0;
   std::deque<std::unique_ptr<Op>> queue;
+  std::optional<Failure> failure;  // not told yet
 };
 
 class Engine {
@@ -57,14 +70,15 @@ class Engine {
 
   explicit Engine(std::mutex& mutex) : mutex_(mutex) {}
   void configure(std::uint64_t bandwidth, std::uint64_t latency_ns);
-  // Queues a copy or a fill. On stream 0 returns when it is done. The lock is released meanwhile.
-  void submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op);
+  // Queues a copy or a fill. On stream 0 returns when it is done, with its failure. The lock is released meanwhile.
+  std::optional<Failure> submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op);
   // A marker at the stream's present end.
   std::shared_ptr<Marker> mark(const std::shared_ptr<Stream>& stream, Clock clock);
   void wait_for(const std::shared_ptr<Stream>& stream, const std::shared_ptr<Marker>& marker);  // the stream waits
   void wait(Lock& lock, const std::shared_ptr<Marker>& marker);                                 // the caller waits
-  void drain(Lock& lock);  // the caller waits for all
-  void stop();             // ends the thread; the next submission starts another
+  std::optional<Failure> drain(Lock& lock);  // the caller waits for all
+  bool touched_by_pending(const std::vector<Run>& runs) const;
+  void stop();  // ends the thread; the next submission starts another
 
  private:
   using Time = std::chrono::steady_clock::time_point;
@@ -75,7 +89,6 @@ class Engine {
   bool pass(Stream& stream);
   void begin(Op& op, Time now);
   void move(Lock& lock, Op& op);
-  bool touched_by_pending(const std::vector<Run>& runs) const;
 
   std::mutex& mutex_;
   std::condition_variable work_;               // for the thread: something was queued

@@ -76,7 +76,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   });
 }
 
-// The last release waits for all work and takes the streams and events with it; memory stays.
+// The last release waits for all work and takes the streams, the events and what is registered with it; memory of the
+// device stays.
 CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
   return enter(Needs::kInit, "cuDevicePrimaryCtxRelease", [&](State& all, auto& lock) {
     const CUresult refused = check_device(device, "cuDevicePrimaryCtxRelease");
@@ -88,6 +89,7 @@ CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     all.events.clear();
     all.engine.drain(lock);
     all.order.join_host(now);
+    all.registered.clear();
     return CUresult{cuda::kSuccess};
   });
 }

@@ -11,6 +11,7 @@
 #include "mappings.h"
 #include "order.h"
 #include "refusal.h"
+#include "registered.h"
 
 namespace ballonet::standin {
 
@@ -23,10 +24,11 @@ struct State {
   Mappings mappings;
   Order order;
   Engine engine{mutex};
+  Registered registered;  // goes with the context
 
   unsigned retained = 0;             // of the primary context
   std::uint64_t context_serial = 0;  // changes when a new one is made
-  std::shared_ptr<Stream> null_stream = std::make_shared<Stream>(Stream{0, {}});
+  std::shared_ptr<Stream> null_stream = std::make_shared<Stream>();
   std::unordered_map<CUstream, std::shared_ptr<Stream>> streams;
   std::unordered_map<CUevent, std::shared_ptr<Marker>> events;  // the marker is null until it is recorded
   std::uint64_t next_event = 1;

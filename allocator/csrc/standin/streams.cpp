@@ -37,10 +37,19 @@ std::shared_ptr<Marker> mark(State& all, const std::shared_ptr<Stream>& stream) 
   return all.engine.mark(stream, all.order.publish(stream->index));
 }
 
-CUresult wait(State& all, Lock& lock, const std::shared_ptr<Marker>& marker) {
+// What the caller is told of a copy that failed.
+CUresult report(const char* function, const std::optional<Failure>& failure) {
+  if (!failure) return cuda::kSuccess;
+  return refuse(cuda::kIllegalAddress,
+                "%s: a copy from the registered memory [%#llx, +%llu) found part of it gone when it was due (is the "
+                "file that is mapped there shorter?), and brought nothing",
+                function, ull{failure->source}, ull{failure->size});
+}
+
+CUresult wait(State& all, Lock& lock, const char* function, const std::shared_ptr<Marker>& marker) {
   all.engine.wait(lock, marker);
   all.order.join_host(marker->clock);
-  return cuda::kSuccess;
+  return report(function, marker->failure);
 }
 
 // A range that touches host memory anywhere counts as host memory.
@@ -64,6 +73,10 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
   CUresult refused = all.mappings.locate(to, size, cuda::kInvalidValue, function, &op->writes);
   if (refused == cuda::kSuccess) refused = all.mappings.locate(from, size, cuda::kInvalidValue, function, &op->reads);
   if (refused != cuda::kSuccess) return refused;
+  bool target_registered = false;
+  refused = all.registered.may_copy(function, from, size, false, &op->registered);
+  if (refused == cuda::kSuccess) refused = all.registered.may_copy(function, to, size, true, &target_registered);
+  if (refused != cuda::kSuccess) return refused;
   if (overlap(op->reads, op->writes)) {
     return refuse(cuda::kInvalidValue, "%s: source %#llx and destination %#llx share bytes", function, ull{from},
                   ull{to});
@@ -72,8 +85,7 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
   refused = all.order.submit(function, stream->index, uses, 2);
   if (refused != cuda::kSuccess) return refused;
   op->link = link_between(op->reads, op->writes);
-  all.engine.submit(lock, stream, std::move(op));
-  return cuda::kSuccess;
+  return report(function, all.engine.submit(lock, stream, std::move(op)));
 }
 
 // Refuses what is not memory of the device's address space.
@@ -108,7 +120,7 @@ CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, std::size_t size) {
   return enter(Needs::kContext, "cuMemcpyDtoH", [&](State& all, auto& lock) {
     CUresult refused = check_reserved(all, from, size, "cuMemcpyDtoH");
     if (refused == cuda::kSuccess) refused = copy(all, lock, "cuMemcpyDtoH", number(to), from, size, all.null_stream);
-    return refused != cuda::kSuccess ? refused : wait(all, lock, mark(all, all.null_stream));
+    return refused != cuda::kSuccess ? refused : wait(all, lock, "cuMemcpyDtoH", mark(all, all.null_stream));
   });
 }
 
@@ -127,8 +139,8 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t size, 
       if (refused != cuda::kSuccess) return refused;
       const Use use{to, size, &op->writes, true};
       refused = all.order.submit("cuMemsetD8Async", stream->index, &use, 1);
-      if (refused == cuda::kSuccess) all.engine.submit(lock, stream, std::move(op));
-      return refused;
+      return refused != cuda::kSuccess ? refused
+                                       : report("cuMemsetD8Async", all.engine.submit(lock, stream, std::move(op)));
     });
   });
 }
@@ -168,17 +180,22 @@ CUresult cuStreamDestroy(CUstream handle) {
 
 CUresult cuStreamSynchronize(CUstream handle) {
   return enter(Needs::kContext, "cuStreamSynchronize", [&](State& all, auto& lock) {
-    return with_stream(all, handle, "cuStreamSynchronize",
-                       [&](const std::shared_ptr<Stream>& stream) { return wait(all, lock, mark(all, stream)); });
+    return with_stream(all, handle, "cuStreamSynchronize", [&](const std::shared_ptr<Stream>& stream) {
+      return wait(all, lock, "cuStreamSynchronize", mark(all, stream));
+    });
   });
 }
 
 CUresult cuCtxSynchronize() {
   return enter(Needs::kContext, "cuCtxSynchronize", [&](State& all, auto& lock) {
     const Clock now = all.order.publish_all();
-    all.engine.drain(lock);
+    std::optional<Failure> failure = all.engine.drain(lock);
     all.order.join_host(now);
-    return CUresult{cuda::kSuccess};
+    for (const auto& [handle, stream] : all.streams) {
+      const auto untold = std::exchange(stream->failure, std::nullopt);
+      if (!failure) failure = untold;
+    }
+    return report("cuCtxSynchronize", failure);
   });
 }
 
@@ -194,7 +211,7 @@ CUresult cuStreamWaitEvent(CUstream handle, CUevent event, unsigned flags) {
           all.engine.wait_for(stream, marker);
         }
         all.order.join_stream(stream->index, marker->clock);
-        return CUresult{cuda::kSuccess};
+        return stream->index == 0 ? report("cuStreamWaitEvent", marker->failure) : CUresult{cuda::kSuccess};
       });
     });
   });
@@ -254,8 +271,9 @@ CUresult cuEventQuery(CUevent event) {
   return enter(Needs::kContext, "cuEventQuery", [&](State& all, auto&) {
     return with_event(all, event, "cuEventQuery", [&](const std::shared_ptr<Marker>& marker) {
       if (marker != nullptr && !marker->reached) return CUresult{cuda::kNotReady};
-      if (marker != nullptr) all.order.join_host(marker->clock);
-      return CUresult{cuda::kSuccess};
+      if (marker == nullptr) return CUresult{cuda::kSuccess};
+      all.order.join_host(marker->clock);
+      return report("cuEventQuery", marker->failure);
     });
   });
 }
@@ -263,7 +281,7 @@ CUresult cuEventQuery(CUevent event) {
 CUresult cuEventSynchronize(CUevent event) {
   return enter(Needs::kContext, "cuEventSynchronize", [&](State& all, auto& lock) {
     return with_event(all, event, "cuEventSynchronize", [&](std::shared_ptr<Marker> marker) {
-      return marker == nullptr ? CUresult{cuda::kSuccess} : wait(all, lock, marker);
+      return marker == nullptr ? CUresult{cuda::kSuccess} : wait(all, lock, "cuEventSynchronize", marker);
     });
   });
 }

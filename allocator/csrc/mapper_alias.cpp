@@ -1,0 +1,153 @@
+// How pieces come to lead to the pages of another range, and to pages of their own again, under the tensors that lie
+// there.
+//
+// Note [Aliases]
+// A streamed layer has no pages of its own. Its addresses lead to a slot that it shares with others and that holds its
+// weights while it runs, or, at rest, to its twin on the host. Which it is changes only when everything that was
+// submitted has passed, and only while no other thread holds a lease on the layer. What the addresses then show is what
+// the other range holds or, with pages of their own again, nothing in particular: the caller copies in what belongs
+// there.
+#include <algorithm>
+#include <exception>
+
+#include "mapper.h"
+
+namespace ballonet {
+
+bool Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count) {
+  Ranges done;
+  std::unique_lock<std::mutex> lease;
+  const bool changeable = may_change(range, lease);
+  std::lock_guard<std::mutex> lock(mutex);
+  check_span(range, first, count);
+  check_span(source, source_first, count);
+  DriverScope scope(driver_, context_.handle);
+  reap_locked(false, done);
+  std::vector<Target> targets;
+  bool bare = true;
+  for (std::size_t i = 0; i < count; ++i) {
+    const Range::Piece& shown = source.at(source_first + i);
+    if (shown.backing != Backing::kDevice && shown.backing != Backing::kHost) {
+      throw UsageError(format("piece %zu of the other range has no page of its own", source_first + i));
+    }
+    targets.push_back({shown.page, Backing::kAlias, shown.place});
+    if (range.at(first + i).backing == Backing::kRetiring) reap_locked(true, done);
+    const Range::Piece& piece = range.at(first + i);
+    if (&piece == &shown) throw UsageError(format("piece %zu cannot lead to itself", first + i));
+    if (piece.backing == Backing::kNone) continue;
+    bare = false;
+    if (piece.doomed) throw UsageError(format("piece %zu is about to be retired", first + i));
+    if (piece.backing != Backing::kAlias && pool_of(piece).mappings(piece.page) != 1) {
+      throw UsageError(format("others lead to the page of piece %zu", first + i));
+    }
+  }
+  if (!bare && (!changeable || !quiesce())) return false;
+  exchange(range, first, targets);
+  return true;
+}
+
+bool Mapper::own(Range& range, std::size_t first, std::size_t count) {
+  Ranges done;
+  std::unique_lock<std::mutex> lease;
+  if (!may_change(range, lease)) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  check_span(range, first, count);
+  for (std::size_t i = first; i < first + count; ++i) {
+    if (range.at(i).backing != Backing::kAlias || range.at(i).doomed) {
+      throw UsageError(format("piece %zu does not lead to another range", i));
+    }
+  }
+  DriverScope scope(driver_, context_.handle);
+  if (!quiesce()) return false;
+  if (device_.available() < count) reap_locked(true, done);
+  std::vector<Target> targets;
+  for (PageId page : device_.take(count, range.owner)) targets.push_back({page, Backing::kDevice, Place::kDevice});
+  exchange(range, first, targets);
+  return true;
+}
+
+// Takes the range's lease. False where another thread holds one.
+bool Mapper::may_change(Range& range, std::unique_lock<std::mutex>& lease) {
+  if (!range.group) return true;
+  lease = std::unique_lock<std::mutex>(range.group->mutex);
+  return !range.group->leased_by_others();
+}
+
+// Waits for everything that was submitted. False, and nothing waited for, while a stream is being captured.
+bool Mapper::quiesce() {
+  if (streams_.capturing()) return false;
+  Fence fence = streams_.fence();
+  try {
+    streams_.wait(fence);
+  } catch (...) {
+    streams_.recycle(fence);
+    throw;
+  }
+  return true;
+}
+
+// Puts other pages behind pieces, all or none. Pages of the range's own that are behind no piece of it afterwards, be
+// they old or new, are free.
+void Mapper::exchange(Range& range, std::size_t first, const std::vector<Target>& targets) {
+  std::vector<Target> before;
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    const Range::Piece& piece = range.at(first + i);
+    before.push_back({piece.page, piece.backing, piece.place});
+  }
+  std::size_t reached = 0;
+  std::exception_ptr failed;
+  try {
+    for (; reached < targets.size(); ++reached) show(range, first + reached, targets[reached]);
+    if (!targets.empty()) allow_access(address(range, first), targets.size());
+    for (std::size_t i = 0; i < targets.size(); ++i) range.at(first + i).open = true;
+  } catch (...) {
+    failed = std::current_exception();
+    for (std::size_t i = 0; i < std::min(reached + 1, before.size()); ++i) show_again(range, first + i, before[i]);
+  }
+  for (std::size_t i = 0; i < targets.size(); ++i) {
+    for (const Target& side : {before[i], targets[i]}) {
+      const Range::Piece& piece = range.at(first + i);
+      if (side.page == kNoPage || (piece.page == side.page && piece.place == side.place)) continue;
+      Pool& pool = pool_of(side.place);
+      if (side.backing != Backing::kAlias) pool.relabel(side.page, Owner::kRetiring);
+      release_page(pool, side.page);  // an alias's, where its own range was closed meanwhile
+    }
+  }
+  if (failed) std::rethrow_exception(failed);
+}
+
+// Maps a page at the piece, instead of the one that is there; or none. Post, also of a failure: the piece says what is
+// mapped.
+void Mapper::show(Range& range, std::size_t index, const Target& target) {
+  Range::Piece& piece = range.at(index);
+  if (piece.page != kNoPage) {
+    driver_.cuMemUnmap(address(range, index), page_size).or_throw("taking a page from its address");
+    --pool_of(piece).mappings(piece.page);
+    piece.page = kNoPage;
+    piece.backing = Backing::kNone;
+    piece.open = false;
+  }
+  if (target.page == kNoPage) return;
+  map_page(address(range, index), pool_of(target.place), target.page);
+  piece.page = target.page;
+  piece.backing = target.backing;
+  piece.place = target.place;
+}
+
+// After a failure: what was there, with access. A driver that refuses again and again leaves a piece without access,
+// which the next `map` gives, or without a page.
+void Mapper::show_again(Range& range, std::size_t index, const Target& target) {
+  Range::Piece& piece = range.at(index);
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    try {
+      if (piece.page != target.page || piece.place != target.place) show(range, index, target);
+      if (piece.page != kNoPage && !piece.open) allow_access(address(range, index), 1);
+      piece.open = piece.page != kNoPage;
+      return;
+    } catch (const DriverError&) {
+      continue;
+    }
+  }
+}
+
+}  // namespace ballonet

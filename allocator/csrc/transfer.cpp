@@ -1,0 +1,23 @@
+#include "transfer.h"
+
+namespace ballonet {
+
+Transfer::Transfer(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)), stream_(mapper_->create_stream()) {
+  mapper_->note_stream(stream_);  // a page that is copied to or from does not leave before
+}
+
+Transfer::~Transfer() { mapper_->destroy_stream(stream_); }
+
+std::shared_ptr<Transfer::Done> Transfer::copy(const std::vector<Copy>& parts, CUstream after, Owner owner, Place to) {
+  return std::make_shared<Done>(shared_from_this(), mapper_->copy(parts, stream_, after, owner, to));
+}
+
+Transfer::Done::~Done() { transfer_->mapper_->recycle(fence_); }
+
+void Transfer::Done::before(CUstream stream) { transfer_->mapper_->stream_waits(stream, fence_); }
+
+bool Transfer::Done::passed() { return transfer_->mapper_->fence_passed(fence_); }
+
+void Transfer::Done::wait() { transfer_->mapper_->fence_wait(fence_); }
+
+}  // namespace ballonet

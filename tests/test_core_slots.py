@@ -1,0 +1,284 @@
+"""Slots and the copies that fill them: what lies behind a layer's addresses, and in which order things happen."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+
+import pytest
+from torch.utils.dlpack import from_dlpack
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+
+from .core import PAGE, Core, all_calls, arm, behind, holds, opened, physical, write
+
+
+def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
+    made = core.range(pieces, "weights")
+    made.map(0, pieces)
+    write(made.address, value, pieces * PAGE)
+    return made
+
+
+def test_a_layer_gives_its_pages_for_those_of_a_slot_and_takes_others_back() -> None:
+    with opened(budget=6) as core:
+        one, other, slot = layer(core), layer(core), layer(core, value=9)
+        tensor = from_dlpack(one.tensor(0, (2 * PAGE,), (1,), 1, 8))
+        assert one.alias(0, slot, 0, 2)
+        assert other.alias(0, slot, 0, 2)
+        assert [one.backing(piece) for piece in (0, 1)] == ["alias", "alias"]
+        assert core.pages() == {"free": 4, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
+        for piece in (0, 1):
+            shown = behind(slot.address + piece * PAGE)
+            assert behind(one.address + piece * PAGE) == behind(other.address + piece * PAGE) == shown
+        assert tensor.unique().tolist() == [9]
+        write(slot.address, 7, PAGE)
+        assert tensor[:PAGE].unique().tolist() == [7]
+        core.device.check()
+
+        assert one.own(0, 2)
+        assert one.backing(0) == "device"
+        assert behind(one.address)[2] != behind(slot.address)[2]
+        write(one.address, 3, 2 * PAGE)
+        assert holds(slot.address, 7)
+        assert holds(other.address, 7)
+        assert tensor.unique().tolist() == [3]
+        assert core.pages()["weights"] == 4
+        core.device.check()
+        del tensor
+
+
+def test_pages_come_from_what_the_heap_does_not_need_or_nothing_changes() -> None:
+    with opened(budget=4) as core:
+        one, slot = layer(core), layer(core)
+        assert one.alias(0, slot, 0, 2)
+        block = core.device.allocate(2 * PAGE)
+        with pytest.raises(PoolExhausted):
+            one.own(0, 2)
+        assert one.backing(0) == "alias"
+        core.device.deallocate(block)
+        assert one.own(0, 2)
+
+
+def test_what_cannot_be_led_elsewhere_is_refused() -> None:
+    with opened() as core:
+        one, slot = layer(core), layer(core)
+        bare = core.range(2, "weights")
+        with pytest.raises(BallonetError, match="no page of its own"):
+            one.alias(0, bare, 0, 1)
+        with pytest.raises(BallonetError, match="does not lead to another"):
+            one.own(0, 1)
+        assert one.alias(0, slot, 0, 1)
+        with pytest.raises(BallonetError, match="others lead to the page"):
+            slot.alias(0, one, 1, 1)
+        with pytest.raises(BallonetError, match="outside"):
+            one.own(0, 3)
+        assert [one.backing(piece) for piece in (0, 1)] == ["alias", "device"]
+
+
+def test_a_layer_rests_on_its_twin() -> None:
+    """Its addresses lead to the host: slow, and valid, also for writing."""
+    with opened(budget=4) as core:
+        one, slot, on_host = layer(core), layer(core, value=9), twin(core, 4)
+        assert one.alias(0, on_host, 0, 2)
+        assert core.pages()["weights"] == 2
+        assert [behind(one.address + piece * PAGE)[0] for piece in (0, 1)] == ["host", "host"]
+        assert holds(one.address, 4, 2 * PAGE)
+        write(one.address, 5)
+        assert holds(on_host.address, 5)
+        core.device.check()
+        assert one.alias(0, slot, 0, 2)
+        assert holds(one.address, 9, 2 * PAGE)
+        assert one.alias(0, on_host, 0, 2)
+        assert holds(one.address, 5)
+        core.device.check()
+
+
+def test_another_threads_lease_keeps_a_layer_as_it_is() -> None:
+    with opened() as core:
+        group = core.device.group()
+        one = core.range(1, "weights", group)
+        one.map(0, 1)
+        slot = layer(core)
+        entered, leave = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            group.enter()
+            entered.set()
+            leave.wait()
+            group.leave()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait()
+        assert not one.alias(0, slot, 0, 1)
+        assert one.backing(0) == "device"
+        leave.set()
+        thread.join()
+        group.enter()  # one's own is none to wait for
+        assert one.alias(0, slot, 0, 1)
+        assert one.own(0, 1)
+        group.leave()
+
+
+def test_a_slot_that_is_closed_stays_until_its_last_layer_leaves() -> None:
+    with opened() as core:
+        one, slot = layer(core), layer(core)
+        assert one.alias(0, slot, 0, 2)
+        slot.close()
+        core.device.reap(wait=True)
+        assert core.pages()["retiring"] == 2
+        assert one.own(0, 2)
+        assert core.pages() == {"free": 2, "weights": 2, "activations": 0, "kv": 0, "retiring": 0}
+        core.device.check()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_a_failure_leaves_the_layer_as_it_was(back: bool) -> None:
+    """At every call of the driver in turn."""
+    with opened() as core:
+        one, slot = layer(core, pieces=3, value=5), layer(core, pieces=3, value=9)
+
+        def change() -> bool:
+            return one.own(0, 3) if back else one.alias(0, slot, 0, 3)
+
+        def undo() -> None:
+            assert one.alias(0, slot, 0, 3) if back else one.own(0, 3)
+            write(one.address, 9 if back else 5, 3 * PAGE)
+
+        if back:
+            undo()
+        made = all_calls(change)
+        assert min(made["cuMemMap"], made["cuMemUnmap"]) == 3
+        refused = 0
+        for function, count in made.items():
+            for ahead in range(1, count + 1):
+                undo()
+                before = [one.page(piece) for piece in range(3)]
+                arm(function, ahead)
+                try:
+                    assert change()
+                except DriverError:
+                    refused += 1
+                    assert [one.page(piece) for piece in range(3)] == before
+                    assert holds(one.address, 9 if back else 5, 3 * PAGE)
+                    core.device.check()
+                    assert change()
+                assert behind(one.address)[1] == "rw-s"
+        assert refused >= 7
+
+
+def twin(core: Core, value: int, pieces: int = 2) -> _native.Range:
+    """A page twin: the bytes of a layer on the host."""
+    made = core.range(pieces, "weights")
+    made.map_host(0, pieces)
+    write(made.address, value, pieces * PAGE)
+    return made
+
+
+def test_a_copy_fills_a_slot_and_is_counted() -> None:
+    with opened() as core:
+        one, slot, on_host = layer(core), layer(core), twin(core, 4)
+        assert one.alias(0, slot, 0, 2)
+        transfer = _native.Transfer(core.device)
+        done = transfer.copy([(slot.address, on_host.address, 2 * PAGE)], after=0, owner="weights", to="device")
+        done.before(0)
+        assert holds(one.address, 4, 2 * PAGE)
+        done.wait()
+        assert done.passed()
+        assert core.device.snapshot()["copied"]["weights_h2d"] == 2 * PAGE
+        transfer.copy([(on_host.address, one.address, PAGE)], after=0, owner="kv", to="host").wait()
+        assert core.device.snapshot()["copied"] == {
+            "weights_h2d": 2 * PAGE, "weights_d2h": 0, "kv_h2d": 0, "kv_d2h": PAGE
+        }  # fmt: skip
+
+
+def test_copies_run_beside_the_host_and_in_their_order() -> None:
+    """The host goes on; what is not waited for is poison; the second copy of a call follows the first."""
+    with opened(link_latency_ns=200_000_000) as core:
+        slot, first, second = layer(core, value=1), twin(core, 2), twin(core, 3)
+        transfer = _native.Transfer(core.device)
+        begin = time.monotonic()
+        parts = [(slot.address, first.address, 2 * PAGE), (slot.address, second.address, PAGE)]
+        done = transfer.copy(parts, after=0, owner="weights", to="device")
+        assert time.monotonic() - begin < 0.1
+        assert not done.passed()
+        assert not holds(slot.address, 3)
+        assert not holds(slot.address + PAGE, 2)
+        done.before(0)
+        assert holds(slot.address, 3)
+        assert holds(slot.address + PAGE, 2)
+
+
+def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
+    with opened() as core:
+        slot, on_host = layer(core), twin(core, 6)
+        lane = core.stream()
+        transfer = _native.Transfer(core.device)
+        core.occupy(lane, 0.3)
+        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=lane, owner="weights", to="device")
+        assert not done.passed(), "what still runs may read it"
+        assert not holds(slot.address, 6)
+        done.before(lane)
+        done.wait()
+        assert holds(slot.address, 6)
+
+
+def test_a_read_that_waits_for_no_copy_is_seen() -> None:
+    with opened() as core:
+        slot, on_host = layer(core), twin(core, 6)
+        transfer = _native.Transfer(core.device)
+        core.device.note_use(slot.address, PAGE, 0, False)
+        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
+        with pytest.raises(DriverError, match="order"):
+            core.device.note_use(slot.address, PAGE, 0, False)
+        done.before(0)
+        core.device.note_use(slot.address, PAGE, 0, False)
+
+
+def test_a_page_does_not_leave_while_it_is_copied_to() -> None:
+    with opened(link_latency_ns=100_000_000) as core:
+        one, slot, on_host = layer(core), layer(core), twin(core, 6)
+        transfer = _native.Transfer(core.device)
+        transfer.copy([(one.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
+        assert one.alias(0, slot, 0, 2), "waits for the copy, or the order checker would refuse the unmap"
+        core.device.check()
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyAsync", "cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])
+def test_a_copy_that_fails_leaves_nothing_running(function: str) -> None:
+    with opened() as core:
+        slot, on_host = layer(core), twin(core, 6)
+        transfer = _native.Transfer(core.device)
+        parts = [(slot.address, on_host.address, PAGE)] * 3
+        arm(function)
+        try:
+            done = transfer.copy(parts, after=0, owner="weights", to="device")
+        except DriverError:
+            done = transfer.copy(parts, after=0, owner="weights", to="device")
+        done.before(0)
+        assert holds(slot.address, 6)
+
+
+def test_memory_of_the_process_can_be_copied_from() -> None:
+    with opened() as core:
+        slot = layer(core)
+        source = ctypes.create_string_buffer(b"\x05" * PAGE, PAGE)
+        transfer = _native.Transfer(core.device)
+        transfer.copy([(slot.address, ctypes.addressof(source), PAGE)], after=0, owner="weights", to="device").wait()
+        assert holds(slot.address, 5)
+
+
+def test_a_stream_of_copies_goes_with_its_last_copy() -> None:
+    with opened() as core:
+        slot, on_host = layer(core), twin(core, 6)
+        transfer = _native.Transfer(core.device)
+        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
+        del transfer
+        done.wait()
+        del done
+        slot.close()
+        core.device.reap(wait=True)
+        assert physical() == 0 or core.pages()["free"] == 2
