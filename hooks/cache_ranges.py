@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..allocator._native import Device, Group
 from ..offload.geometry import Geometry, choose, longest
-from .compat import full_attention_layers, longest_sequence, one_shape
+from .compat import longest_sequence, one_shape
 from .kv_range import KVRange, Shape
 
 # Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.
 _AT_LEAST: Final = 4096
+
+
+class Sizes(NamedTuple):
+    """Of one layer: sequences, heads, elements of a key and of a value, bytes of an element."""
+
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    itemsize: int
 
 
 class CacheRanges:
@@ -29,12 +39,12 @@ class CacheRanges:
         self._ranges: list[weakref.ref[KVRange]] = []
 
     @classmethod
-    def of(cls, config: Any, expected: int = 0, alone: bool = False) -> CacheRanges:
-        """For a cache of the model of this configuration (None: nothing is known of it)."""
+    def of(cls, config: Any, layers: int = 1, expected: int = 0, alone: bool = False) -> CacheRanges:
+        """For a cache with so many elastic layers, of the model of this configuration (None: nothing is known of
+        it)."""
         if config is None:
             return cls(1, expected, expected, alone)
-        layers = full_attention_layers(config) if one_shape(config) else 1
-        return cls(layers, expected or longest_sequence(config), expected, alone)
+        return cls(layers if one_shape(config) else 1, expected or longest_sequence(config), expected, alone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
         make, settings = self.__reduce__()
@@ -60,7 +70,16 @@ class CacheRanges:
                 place = home.join()
                 if place is not None:
                     return home, place
-        geometry = self._geometry(device, shape, tokens)
+        geometry = geometry_for(
+            Sizes(shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize),
+            self._layers,
+            tokens,
+            device.page_size,
+            device.budget,
+            longest_known=self._longest,
+            expected=self._expected,
+            alone=self._alone,
+        )
         if geometry is None:
             return None
         home = KVRange(device, self.group(device), geometry, shape)
@@ -69,13 +88,19 @@ class CacheRanges:
         assert place is not None
         return home, place
 
-    def _geometry(self, device: Device, shape: Shape, tokens: int) -> Geometry | None:
-        sizes = (shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize)
-        most = longest(*sizes)
-        if tokens > most:
-            return None
-        # No sequence outgrows the budget, so that reserving more would only cost bookkeeping.
-        affordable = max(device.budget // Geometry(1, *sizes, device.page_size, 1).token_bytes, 2 * tokens)
-        room = min(max(self._longest, _AT_LEAST, 2 * tokens), affordable, most)
-        expected = max(self._expected, tokens)
-        return choose(self._layers, *sizes, device.page_size, room, expected=expected, alone=self._alone)
+
+def geometry_for(
+    sizes: Sizes, layers: int, tokens: int, page: int, budget: int, *, longest_known: int, expected: int, alone: bool
+) -> Geometry | None:
+    """The range that layers of these sizes get when the first of them is to hold `tokens` tokens.
+
+    `budget`: bytes of all pages. `longest_known`: tokens that a sequence may reach, 0 if unknown. The others as in
+    `geometry.choose`. None where attention kernels could not index so many tokens.
+    """
+    most = longest(*sizes)
+    if tokens > most:
+        return None
+    # No sequence outgrows the budget, so that reserving more would only cost bookkeeping.
+    affordable = max(budget // Geometry(1, *sizes, page, 1).token_bytes, 2 * tokens)
+    room = min(max(longest_known, _AT_LEAST, 2 * tokens), affordable, most)
+    return choose(layers, *sizes, page, room, expected=max(expected, tokens), alone=alone)

@@ -5,14 +5,21 @@ Supported are transformers 5.17 and newer. Importing this module checks that; th
 
 from __future__ import annotations
 
+import copy
+import inspect
 import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 import transformers
+from huggingface_hub import try_to_load_from_cache
+from torch.autograd.forward_ad import unpack_dual
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..allocator.errors import UnsupportedVersion
+from ..allocator.errors import ConfigError, UnsupportedVersion
 
 OLDEST: Final = (5, 17)
 _OLDEST: Final = ".".join(map(str, OLDEST))
@@ -20,7 +27,7 @@ _OLDEST: Final = ".".join(map(str, OLDEST))
 # Where a configuration may give every layer a shape of its own.
 _SHAPES: Final = ("num_key_value_heads", "num_attention_heads", "num_kv_heads", "head_dim", "block_configs")
 # What configurations call the longest sequence that a model was made for.
-_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
 
 
 def require_supported(version: str = transformers.__version__) -> None:
@@ -36,27 +43,50 @@ def require_supported(version: str = transformers.__version__) -> None:
 require_supported()
 
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
-from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
+from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, LinearAttentionLayer  # noqa: E402
+from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
+from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode  # noqa: E402
 from transformers.generation.utils import GenerationMixin  # noqa: E402
+from transformers.modeling_outputs import BaseModelOutput  # noqa: E402
+from transformers.models.auto import modeling_auto  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig  # noqa: E402
 
 __all__ = [
-    "FULL_ATTENTION",
     "PREPARE_CACHE",
     "DynamicCache",
     "DynamicLayer",
     "GenerationMixin",
+    "HybridLayer",
+    "LinearAttentionLayer",
     "StorageWeakRef",
+    "TorchDispatchMode",
+    "builds_dynamic_cache",
+    "carries_derivatives",
+    "checkpoint_folder",
     "cropped",
-    "decodes_with_dynamic_cache",
-    "full_attention_layers",
+    "generating_class",
+    "layer_classes",
+    "layer_count",
     "layer_types",
+    "load_config",
+    "loaded_names",
     "longest_sequence",
     "one_shape",
+    "prepared_caches",
     "require_supported",
+    "run_without_values",
+    "without_modules",
 ]
 
-FULL_ATTENTION: Final = "full_attention"
 LAYER_TYPES: Final = "DYNAMIC_LAYER_TYPE_MAPPING"  # in cache_utils: layer type -> what DynamicCache calls for it
+_MAPPINGS: Final = (  # from configurations to classes that write text, the usual one first
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+)
 PREPARE_CACHE: Final = "_prepare_cache_for_generation"  # the method in which generate() builds its cache
 
 
@@ -72,31 +102,173 @@ def layer_types() -> dict[str, Any]:
     return table
 
 
-def decodes_with_dynamic_cache(model: Any) -> bool:
-    """Is this a decoder-only model for which `generate()` builds a `DynamicCache`?"""
-    if not isinstance(model, GenerationMixin):
-        return False
-    config = getattr(model, "config", None)
-    return (
-        config is not None
-        and isinstance(getattr(_text(config), "num_hidden_layers", None), int)
-        and not getattr(config, "is_encoder_decoder", False)
-        and not getattr(config, "add_cross_attention", False)
-        and bool(cast(Any, model)._supports_default_dynamic_cache())
-    )
+def builds_dynamic_cache(model_class: type[GenerationMixin]) -> bool:
+    """Does `generate()` of this class build a `DynamicCache`?"""
+    return bool(cast(Any, model_class)._supports_default_dynamic_cache())
 
 
-def full_attention_layers(config: Any) -> int:
-    """How many full-attention layers a cache for `config` has."""
+def layer_count(config: Any) -> int:
+    """Layers of the part that writes text; 0 where `config` does not say."""
+    found = getattr(_text(config), "num_hidden_layers", None)
+    return found if isinstance(found, int) else 0
+
+
+def layer_classes(config: Any) -> list[tuple[str, type | None]]:
+    """Of each layer of a `DynamicCache` for `config`: its type, and the stock class that is made of it.
+
+    None where that class is not known yet: some are once the file of their model is imported.
+    """
     types, _ = cache_utils.get_layer_types_and_kwargs(_text(config))
-    return types.count(FULL_ATTENTION)
+    table = layer_types()
+    return [(each, inspect.unwrap(table[each]) if each in table else None) for each in types]
+
+
+def prepared_caches(model: GenerationMixin, tokens: int = 1) -> list[DynamicCache]:
+    """The empty caches that `generate()` of that model starts with: one, or an encoder-decoder's two.
+
+    They come from the method that `generate()` calls. Their layers are stock, unless the caller is building.
+    """
+    prepared: dict[str, Any] = {}
+    getattr(model, PREPARE_CACHE)(GenerationConfig(), prepared, GenerationMode.GREEDY_SEARCH, 1, tokens)
+    for cache in prepared.values():
+        if isinstance(cache, EncoderDecoderCache):
+            return [cache.self_attention_cache, cache.cross_attention_cache]
+        if isinstance(cache, DynamicCache):
+            return [cache]
+    return []
+
+
+def without_modules(model_class: type[GenerationMixin], config: Any) -> GenerationMixin:
+    """A model of that class that has its configuration and nothing else."""
+    empty: Any = model_class.__new__(model_class)
+    torch.nn.Module.__init__(empty)
+    empty.config = config
+    return cast(GenerationMixin, empty)
+
+
+def load_config(name: str) -> Any:
+    """The configuration of a model: from a folder, of a bare model type with all its defaults, or from the hub.
+
+    Reads nothing else and runs no code of the model's own. ConfigError where there is none.
+    """
+    try:
+        if name in CONFIG_MAPPING and not Path(name).exists():
+            return AutoConfig.for_model(name)
+        return AutoConfig.from_pretrained(name)
+    except Exception as error:  # each configuration checks itself, in its own way
+        if "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"the configuration of {name} is code of its own, which this command does not run: give the model type "
+                "that it is based on"
+            ) from error
+        raise ConfigError(
+            f"{name!r} is no model whose configuration can be read: it is neither a folder with a config.json, nor a "
+            f"model type that transformers {transformers.__version__} knows, nor found on the hub "
+            f"({' '.join(str(error).split())})"
+        ) from error
+
+
+def checkpoint_folder(model: Any) -> Path | None:
+    """The folder that `from_pretrained` took the model from, as far as it can still be told; asks no network."""
+    config = getattr(model, "config", None)
+    name = getattr(model, "name_or_path", "") or getattr(config, "_name_or_path", "")
+    if not isinstance(name, str) or not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=getattr(config, "_commit_hash", None))
+    except ValueError:  # no name of the hub's
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
+    """Key of a checkpoint -> the parameter or buffer that `from_pretrained` put it in, alone or together with others.
+
+    A model that was loaded remembers the renamings that were used; to another, those of its class would be. A key that
+    belongs nowhere is not listed.
+    """
+    transforms = getattr(model, "_weight_conversions", None)
+    if transforms is None:
+        transforms = get_model_conversion_mapping(model) if isinstance(model, transformers.PreTrainedModel) else ()
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    members = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    known = {name: True for name, _ in members}
+    prefix = getattr(model, "base_model_prefix", None)
+    found = {}
+    for key in keys:
+        name, _ = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known:
+            name, _ = rename_source_key(key, [], [], prefix, known)
+        if name in known:
+            found[key] = name
+    return found
+
+
+def generating_class(config: Any) -> type | None:
+    """The class that models of this configuration are generated with, None where transformers has none."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, GenerationMixin):
+            return found
+    for mapping in reversed(_MAPPINGS) if getattr(config, "is_encoder_decoder", False) else _MAPPINGS:
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def run_without_values(model_class: type[GenerationMixin], config: Any) -> list[DynamicCache]:
+    """The caches that one token leaves behind, on the meta device: their shapes are right, there is nothing in them.
+
+    Raises whatever the model does where it cannot do that.
+    """
+    config = copy.deepcopy(config)
+    config._experts_implementation = "batched_mm"  # the one that does not depend on what is computed
+    with torch.device("meta"), torch.no_grad():
+        model: Any = cast(Any, model_class)(config).eval()
+        token = torch.zeros((1, 1), dtype=torch.int64)
+        caches = prepared_caches(model, 2)
+        given: dict[str, Any] = {"use_cache": True}
+        if len(caches) == 2:
+            given |= {"past_key_values": EncoderDecoderCache(*caches), "decoder_input_ids": token}
+            given |= _encoded(model, token)
+        else:
+            takes = inspect.signature(model.forward).parameters
+            name = "cache_params" if "cache_params" in takes else "past_key_values"
+            given |= {name: caches[0], "input_ids": token}
+        with _AnyAnswer():  # type: ignore[no-untyped-call]
+            model(**given)
+    return caches
+
+
+def _encoded(model: Any, token: torch.Tensor) -> dict[str, Any]:
+    """What an encoder is asked, or where it reads no tokens what it said."""
+    if model.main_input_name == "input_ids":
+        return {"input_ids": token}
+    config = getattr(model.config, "encoder", model.config)
+    return {"encoder_outputs": BaseModelOutput(last_hidden_state=torch.zeros(1, 1, config.hidden_size))}
+
+
+class _AnyAnswer(TorchDispatchMode):
+    """Answers where a model asks for a value that does not exist: a number is 1, and one element is not zero."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        if function is torch.ops.aten.nonzero.default:
+            return torch.zeros((1, args[0].dim()), dtype=torch.int64, device="meta")
+        return function(*args, **(kwargs or {}))
 
 
 def one_shape(config: Any) -> bool:
     """Are the keys and values of all those layers alike, as far as `config` tells?"""
     text = _text(config)
-    differ = any(isinstance(getattr(text, name, None), list | tuple) for name in _SHAPES)
-    return not differ and not getattr(text, "is_heterogeneous", False)
+    if getattr(text, "is_heterogeneous", False):  # and then asking for one of these is an error
+        return False
+    return not any(isinstance(getattr(text, name, None), list | tuple) for name in _SHAPES)
 
 
 def longest_sequence(config: Any) -> int:
@@ -121,3 +293,17 @@ def cropped(length: int, tokens_to_remove: int) -> int:
 
 def _text(config: Any) -> Any:
     return config.get_text_config(decoder=True)
+
+
+def carries_derivatives(*tensors: torch.Tensor) -> bool:
+    """Do gradients, tangents or a transform of `torch.func` go through any of these?"""
+    gradients = torch.is_grad_enabled()
+    for tensor in tensors:
+        if gradients and tensor.requires_grad:
+            return True
+        if _transformed(tensor) or unpack_dual(tensor).tangent is not None:
+            return True
+    return False
+
+
+_transformed = torch._C._functorch.is_functorch_wrapped_tensor

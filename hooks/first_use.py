@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from ..allocator.errors import AlreadyManaged, BallonetError
-from .managed import Managed, manage
+from .managed import Managed, manage, managed_as
 
 _ENTRIES: Final = {  # module of transformers → class and method through which a model is used
     "transformers.modeling_utils": ("PreTrainedModel", "__call__"),
@@ -79,6 +79,8 @@ class FirstUse:
         if torch.compiler.is_compiling() or not isinstance(model, torch.nn.Module):
             return
         self._seen.update(model.modules())  # a model inside this one is part of it
+        if managed_as(model) is not None:
+            return  # the program's own doing
         try:
             handle = manage(model, **self._options)
         except AlreadyManaged:

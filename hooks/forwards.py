@@ -9,20 +9,23 @@ Note [Leases and interrupts]
 Note [Compiled forwards]
     Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
     change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
-    chaos.
+    chaos. Where only `forward` is compiled (`model.forward = torch.compile(model.forward)`) the hooks of the model are
+    outside of the graph, and its lease is held.
 
 Note [Copies of a managed model]
     `copy.deepcopy` and `torch.save` copy a module with its hooks. The copy has weights of its own in ordinary memory
-    and is not managed, so the hooks that it gets do nothing.
+    and is not managed, so the hooks that it gets do nothing. They are made of the standard library, because a file may
+    be loaded where there is no ballonet.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..offload.chaos import Chaos
 from .lease import ForwardLease, current
+from .turns import Turn, Turns
 from .weights import Weights
 
 _CALL = nn.Module._call_impl.__code__
@@ -39,15 +43,25 @@ class Forwards:
     """The hooks of one model, and the forwards of it that are running."""
 
     def __init__(
-        self, weights: Weights, chaos: Chaos | None, open_lease: Callable[[], ForwardLease] = ForwardLease
+        self,
+        weights: Weights,
+        chaos: Chaos | None,
+        open_lease: Callable[[], ForwardLease],
+        catch_up: Callable[[], None],
+        turns: Turns,
     ) -> None:
+        """`catch_up` is called at the beginning of each outermost forward, under its lease."""
         self.chaos = chaos
+        self.layers = 0  # decoder layers that are hooked
         self._weights = weights
         self._open_lease = open_lease
+        self._catch_up = catch_up
+        self._turns = turns
         self._thread = _Thread()
         self._handles: list[RemovableHandle] = []
+        self._boundaries: list[RemovableHandle] = []
 
-    def hook(self, entries: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
+    def hook(self, entries: Iterable[nn.Module]) -> None:
         """`entries`: the modules that a forward may begin with. The lease spans the hooks that they have already.
 
         Scripted modules can have no hooks; their forwards hold no lease.
@@ -56,16 +70,22 @@ class Forwards:
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
             self._handles += (
-                entry.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
-                entry.register_forward_hook(_Hook(self._leave), always_call=True),
+                entry.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
+                entry.register_forward_hook(Hook(self._leave), always_call=True),
             )
+
+    def hook_layers(self, layers: Sequence[nn.Module]) -> None:
+        """`layers`: the decoder layers, in order; those that were hooked before are no more."""
+        _remove(self._boundaries)
+        self.layers = len(layers)
         for index, layer in enumerate(layers):
-            boundary = _Hook(self._boundary, index)
-            self._handles.append(layer.register_forward_pre_hook(boundary, prepend=True, with_kwargs=True))
+            if not isinstance(layer, torch.jit.ScriptModule):
+                boundary = Hook(self._boundary, index)
+                self._boundaries.append(layer.register_forward_pre_hook(boundary, prepend=True, with_kwargs=True))
 
     def unhook(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        _remove(self._handles)
+        _remove(self._boundaries)
 
     def running(self) -> bool:
         """Whether a forward of the model runs now, on any thread."""
@@ -79,11 +99,17 @@ class Forwards:
     def _enter(self) -> None:
         frame = _call_frame()
         self._forget_interrupted(frame and frame.f_back)
-        lease = None if self._thread.calls else self._open_lease()
-        self._thread.calls.append((id(frame), lease))
-        if lease is not None:
-            lease.enter_group(self._weights.group)
-            self._use(None)
+        if self._thread.calls:
+            self._thread.calls.append((id(frame), None))
+            return
+        turn = self._turns.begin(frame)  # before the lease: whoever has the turn may need pages that no one leases
+        lease = self._open_lease()
+        self._thread.calls.append((id(frame), _Outermost(lease, turn)))
+        turn.abandon = lease.close
+        lease.enter_group(self._weights.group)
+        self._catch_up()
+        self._turns.fly(turn)
+        self._weights.use(None)
 
     def _leave(self) -> None:
         if self._thread.calls and self._thread.calls[-1][0] == id(_call_frame()):
@@ -93,14 +119,8 @@ class Forwards:
         """Before a decoder layer: what may change under a running forward changes here."""
         lease = current()
         if self.chaos is not None and lease is not None:
-            self.chaos.act(list(self._weights.ranges.values()), lease.ranges)
-        self._use(layer)
-
-    def _use(self, layer: int | None) -> None:
-        """This thread is about to read the weights of `layer`, with None the resident ones."""
-        opened = self._weights.ranges.get(layer)
-        if opened is not None:
-            self._weights.note(opened.address, opened.nbytes, False)
+            self.chaos.act(self._weights.all_ranges(), lease.ranges)
+        self._weights.use(layer)
 
     def _forget_interrupted(self, frame: FrameType | None) -> None:
         """Closes the leases of this thread's calls that are not among `frame` and its callers."""
@@ -113,19 +133,28 @@ class Forwards:
                 self._close_last()
 
     def _close_last(self) -> None:
-        lease = self._thread.calls.pop()[1]
-        if lease is not None:
-            lease.close()
+        outermost = self._thread.calls.pop()[1]
+        if outermost is not None:
+            try:
+                self._turns.land(outermost.turn)
+            finally:
+                outermost.lease.close()
+                self._turns.end(outermost.turn)
+
+
+class _Outermost(NamedTuple):
+    lease: ForwardLease
+    turn: Turn
 
 
 class _Thread(threading.local):
-    """The calls of one model on this thread, outermost first: (id of the call's frame, the lease of the outermost)."""
+    """The calls of one model on this thread, outermost first: (id of the call's frame, what the outermost holds)."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, ForwardLease | None]] = []
+        self.calls: list[tuple[int, _Outermost | None]] = []
 
 
-class _Hook:
+class Hook:
     """Calls `act` and changes nothing. See Note [Compiled forwards], Note [Copies of a managed model]."""
 
     def __init__(self, act: Callable[..., None], *arguments: object) -> None:
@@ -136,12 +165,13 @@ class _Hook:
         if not torch.compiler.is_compiling():
             self._act(*self._arguments)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
-        return _Hook, (_nothing,)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
 
 
-def _nothing() -> None:
-    """What the hooks of a copy do."""
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _call_frame() -> FrameType | None:

@@ -1,13 +1,14 @@
 """How a managed model comes by elastic KV layers with no argument: in `generate()`, and when a forward makes a cache.
 
 Note [Who builds the cache]
-    Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer. While any
-    model is attached the entry for full attention is a function of ours: it makes elastic layers where an attached
-    model is building a cache on this very thread, and calls what was there before in every other case. That it is
-    building is said by two sides: by the entry and exit of its forward (`forward_entered`), and by
-    `_prepare_cache_for_generation`, which is wrapped on its class, so that the model itself carries nothing that a
-    copy or a pickle of it would take along. The cache's own type stays `DynamicCache`. With the last model both
-    entries go back to what they were; where someone else has wrapped ours meanwhile, ours stays below and passes on.
+    Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer; an
+    encoder-decoder model does so twice. While any model is attached the entries whose class has an elastic counterpart
+    (`kinds`) are functions of ours: they make elastic layers where an attached model is building a cache on this very
+    thread, and call what was there before in every other case. That it is building is said by two sides: by the entry
+    and exit of its forward (`forward_entered`), and by `_prepare_cache_for_generation`, which is wrapped on the class
+    that has it, as a rule GenerationMixin, so that the model itself carries nothing that a copy or a pickle of it would
+    take along. The cache's own type stays `DynamicCache`. With the last model all goes back to what it was; where
+    someone else has wrapped ours meanwhile, ours stays below and passes on.
 """
 
 from __future__ import annotations
@@ -25,14 +26,8 @@ from torch import nn
 
 from ..allocator.errors import AlreadyManaged
 from .cache_ranges import CacheRanges
-from .compat import (
-    FULL_ATTENTION,
-    PREPARE_CACHE,
-    GenerationMixin,
-    decodes_with_dynamic_cache,
-    full_attention_layers,
-    layer_types,
-)
+from .compat import PREPARE_CACHE, layer_types
+from .kinds import ELASTIC, elastic_layers, reason_to_leave
 from .kv import ElasticLayer
 from .lease import ForwardLease
 
@@ -40,23 +35,24 @@ _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cac
 
 
 class Building:
-    """A managed model that may be building caches: makes their full-attention layers."""
+    """A managed model that may be building caches: makes their elastic layers."""
 
     def __init__(self, config: Any, alone: bool, expected: int = 0) -> None:
-        """`expected`: tokens that a sequence will reach, 0 if unknown. `alone`: see `attach`."""
+        """`expected`: tokens that a sequence will reach in the first cache, 0 if unknown. `alone`: see `attach`."""
         self._config = config
         self._alone = alone
         self._expected = expected
         self._ranges: CacheRanges | None = None
         self._left = 0  # layers that the present cache still lacks
 
-    def layer(self, **kwargs: Any) -> ElasticLayer:
-        """The next layer; it shares ranges with the others of its cache."""
+    def layer(self, stock: type, **kwargs: Any) -> ElasticLayer:
+        """The next layer, in the place of one of the class `stock`; it shares ranges with the others of its cache."""
         if self._ranges is None or not self._left:
-            self._ranges = CacheRanges.of(self._config, self._expected, self._alone)
-            self._left = full_attention_layers(self._config)
+            self._left = max(1, elastic_layers(self._config))
+            self._ranges = CacheRanges.of(self._config, self._left, self._expected, self._alone)
+            self._expected = 0  # what comes next is as long as what an encoder says
         self._left -= 1
-        return ElasticLayer(self._ranges, **kwargs)
+        return ELASTIC[stock](self._ranges, **kwargs)
 
 
 class _Thread(threading.local):
@@ -65,30 +61,40 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.RLock()  # a model may be collected, and so detached, anywhere
-# id of a model that lives -> its configuration, and whether something acts on single layers of its caches
+# id of a model that lives -> the configuration of what writes text, and whether something acts on single layers
 _attached: dict[int, tuple[Any, bool]] = {}
 _undo: list[Callable[[], None]] = []
+_preparing: set[type] = set()  # classes whose preparation of a cache is wrapped
 
 
 def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
-    """Makes the caches that `model` builds elastic, until the returned function is called (again does nothing) or the
-    model is gone.
+    """Makes the caches that `model`, or a model inside it, builds elastic, until the returned function is called (again
+    does nothing) or the model is gone.
 
-    A model that does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops
-    single layers of the cache, which then share no pages. Raises AlreadyManaged, UnsupportedVersion.
+    What does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops single
+    layers of the cache, which then share no pages. Raises AlreadyManaged, UnsupportedVersion.
     """
-    if not decodes_with_dynamic_cache(model):
+    parts = [part for part in model.modules() if not reason_to_leave(type(part), getattr(part, "config", None))]
+    if not parts:
         return lambda: None
     table = layer_types()
     with _lock:
-        if id(model) in _attached:
+        if any(id(part) in _attached for part in (model, *parts)):
             raise AlreadyManaged(f"this {type(model).__name__} is attached already: release the first Managed before")
-        _attached[id(model)] = (model.config, alone)
         if not _undo:
-            _undo.extend((_patch_layer_types(table), _patch_preparation()))
-    detach = weakref.finalize(model, _detach, id(model))
-    detach.atexit = False
-    return detach
+            growing = [kind for kind, stock in table.items() if inspect.unwrap(stock) in ELASTIC]
+            _undo.extend(_patch_layer_type(table, kind) for kind in growing)
+        _attached[id(model)] = (parts[0].config, alone)
+        for part in parts:
+            _attached[id(part)] = (part.config, alone)
+            for owner in type(part).__mro__:
+                if PREPARE_CACHE in vars(owner) and owner not in _preparing:
+                    _preparing.add(owner)
+                    _undo.append(_patch_preparation(owner))
+    detach = [weakref.finalize(part, _detach, id(part)) for part in dict.fromkeys((model, *parts))]
+    for each in detach:
+        each.atexit = False
+    return lambda: [each() for each in detach]
 
 
 def forward_entered(model: nn.Module) -> ForwardLease:
@@ -126,29 +132,32 @@ def _detach(key: int) -> None:
     with _lock:
         del _attached[key]
         if not _attached:
+            _preparing.clear()
             while _undo:
                 _undo.pop()()
 
 
-def _patch_layer_types(table: dict[str, Any]) -> Callable[[], None]:
-    stock = table[FULL_ATTENTION]
+def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
+    stock = table[kind]
+    stock_class = inspect.unwrap(stock)
 
-    def full_attention_layer(**kwargs: Any) -> Any:
+    def layer(**kwargs: Any) -> Any:
         # Asked first, so that a compiler that traces this sees nothing else.
         if torch.compiler.is_compiling() or _thread.building is None:
             return stock(**kwargs)
-        return _thread.building.layer(**kwargs)
+        return _thread.building.layer(stock_class, **kwargs)
 
     def undo() -> None:
-        if table[FULL_ATTENTION] is full_attention_layer:
-            table[FULL_ATTENTION] = stock
+        if table[kind] is layer:
+            table[kind] = stock
 
-    table[FULL_ATTENTION] = full_attention_layer
+    vars(layer)["__wrapped__"] = stock
+    table[kind] = layer
     return undo
 
 
-def _patch_preparation() -> Callable[[], None]:
-    stock: Callable[..., Any] = getattr(GenerationMixin, PREPARE_CACHE)
+def _patch_preparation(owner: type) -> Callable[[], None]:
+    stock: Callable[..., Any] = vars(owner)[PREPARE_CACHE]
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
@@ -163,8 +172,8 @@ def _patch_preparation() -> Callable[[], None]:
             return stock(model, *args, **kwargs)
 
     def undo() -> None:
-        if getattr(GenerationMixin, PREPARE_CACHE) is prepare:
-            setattr(GenerationMixin, PREPARE_CACHE, stock)
+        if vars(owner).get(PREPARE_CACHE) is prepare:
+            setattr(owner, PREPARE_CACHE, stock)
 
-    setattr(GenerationMixin, PREPARE_CACHE, prepare)
+    setattr(owner, PREPARE_CACHE, prepare)
     return undo

@@ -13,10 +13,23 @@ Note [Two aliases]
     Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares
     versions to find out that something it saved was overwritten; appending overwrites nothing that was ever shown, so
     it must not count as such.
+
+Note [Readable at any time]
+    A compiler that traces `keys` or `values` can read a tensor, and make a view of one, but cannot make a tensor of
+    mapped memory. And whatever it reads on the way it guards, so that another cache could mean another graph. So what
+    a layer has is kept as two tensors (`Latest`), as a stock layer keeps it, and made anew at once where the range had
+    to drop them; as it drops those of all layers to find out who else looks, some may be missing until their layer's
+    next update, and are then made of the tensor over all that is mapped, which is always there.
+
+Note [Interrupts]
+    Ctrl-C may end any call between any two lines. So lengths change last when tokens come and first when they go: the
+    pieces under them are mapped at any time. What else may be mapped is remembered before it is (`_most`); mapping and
+    retiring it again does no harm. The tensor over it is replaced in one assignment, or made again where it is missing.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
@@ -24,6 +37,7 @@ from torch.utils.dlpack import from_dlpack
 
 from ..allocator._native import Device, Group
 from ..allocator.errors import PoolExhausted
+from ..allocator.install import reclaim
 from ..offload.geometry import Geometry
 from .compat import StorageWeakRef
 from .lease import Holding, current
@@ -68,6 +82,25 @@ class _Views(NamedTuple):
     write_values: torch.Tensor
 
 
+class Latest:
+    """What a layer has now, and all that the compiler sees of a range. See Note [Readable at any time]."""
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens
+        self.keys: torch.Tensor | None = None  # [batch, heads, length, k_dim]; None where the range has dropped it
+        self.values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """The pieces that are mapped, as elements, and views of them."""
+
+    pieces: int
+    flat: torch.Tensor  # over one storage, which is all that is mapped: one that spans more could not be saved
+    capacity: int  # tokens that lie wholly on it
+    views: list[_Views | None]  # by place
+
+
 class KVRange:
     """The range of a group of layers. A layer has a place in it (its index in the geometry) and its own length."""
 
@@ -78,13 +111,13 @@ class KVRange:
         self.group: Final = group
         self.range: Final = device.reserve(geometry.reservation, "kv", group)
         self._device = device
-        self._lengths = [0] * geometry.layers  # tokens
+        self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
         self._joined = 0  # places given out; one that was left is not given out again
-        self._pieces = 0  # mapped, from the start of the range
-        self._capacity = 0  # tokens that lie wholly on mapped pieces
-        self._views: list[_Views | None] = [None] * geometry.layers
         self._storages: list[StorageWeakRef] = []
+        self._most = 0  # pieces that may be mapped, from the start of the range
+        self._mapped: _Mapped | None = None
+        self._open()
 
     def join(self) -> int | None:
         """A place for one more layer, None where all are taken."""
@@ -97,13 +130,13 @@ class KVRange:
         """The layer needs its tokens no more."""
         self.cut(place, 0)
 
-    def length(self, place: int) -> int:
-        """Tokens of the layer."""
-        return self._lengths[place]
+    def latest(self, place: int) -> Latest:
+        """What the layer has; always the same object."""
+        return self._latest[place]
 
     def takes(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Can these tokens be appended here, in their shape and without changing what others look at?"""
-        start = self._lengths[place]
+        start = self._latest[place].length
         return (
             self.shape.fits(keys, values)
             and start + keys.shape[2] <= self.geometry.tokens
@@ -116,39 +149,49 @@ class KVRange:
         `takes` has said yes. Raises torch.OutOfMemoryError or DriverError, and has changed nothing, where no page is
         left to map.
         """
-        start, tokens = self._lengths[place], keys.shape[2]
+        latest, tokens = self._latest[place], keys.shape[2]
+        start = latest.length
         end = start + tokens
         with Holding(self.group):
-            if end > self._capacity:
-                self._extend(end)
-            views = self._views[place] or self._open(place)
+            mapped = self._mapped or self._open()
+            if end > mapped.capacity:
+                mapped = self._extend(mapped, end)
+            views = mapped.views[place] or self._views(mapped, place)
             self._note(start, tokens)
             views.write_keys.narrow(2, start, tokens).copy_(keys)
             views.write_values.narrow(2, start, tokens).copy_(values)
-        self._lengths[place] = self._shown[place] = end
-        return views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
+        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
+        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
+        return shown
 
     def keys(self, place: int) -> torch.Tensor:
         """[batch, heads, length, k_dim]"""
-        return (self._views[place] or self._open(place)).keys.narrow(2, 0, self._lengths[place])
+        return self._keys_in((self._mapped or self._open()).flat, place, self._latest[place].length)
 
     def values(self, place: int) -> torch.Tensor:
         """[batch, heads, length, v_dim]"""
-        return (self._views[place] or self._open(place)).values.narrow(2, 0, self._lengths[place])
+        return self._values_in((self._mapped or self._open()).flat, place, self._latest[place].length)
 
     def cut(self, place: int, length: int) -> None:
         """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back."""
-        self._lengths[place] = length
-        pieces = self.geometry.pieces(max(self._lengths))
-        if pieces < self._pieces:
-            runs = self.geometry.runs(pieces, self._pieces)
-            self._set_pieces(pieces)
-            for first, count in runs:
+        latest = self._latest[place]
+        latest.length, latest.keys, latest.values = length, None, None
+        pieces = self._needed()
+        if pieces < self._most:
+            self._drop()
+            self._open()
+            for first, count in self.geometry.runs(pieces, self._most):
                 self.range.retire(first, count)
+            self._most = pieces
+            for each in range(self._joined):
+                self._show(each)
+        else:
+            self._show(place)
 
     def reorder(self, place: int, rows: torch.Tensor) -> None:
         """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of `exclusive()`."""
-        views, length = self._views[place] or self._open(place), self._lengths[place]
+        mapped, length = self._mapped or self._open(), self._latest[place].length
+        views = mapped.views[place] or self._views(mapped, place)
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
         chunk = max(1, min(length, _SCRATCH // (token * shape.dtype.itemsize)))
@@ -162,67 +205,87 @@ class KVRange:
                     part = by_token[start : min(start + chunk, length)]
                     picked = scratch[: part.numel()].view(part.shape)
                     part.copy_(torch.ops.aten.index.Tensor_out(part, [None, rows], out=picked))
+        self._show(place)
 
     def exclusive(self) -> bool:
-        """Does nobody else hold a view, so that what was shown may change? Drops the range's own views.
+        """Does nobody else hold a view, so that what was shown may change? Drops the range's own views to find out.
 
         See Note [Who else looks].
         """
-        self._views = [None] * self.geometry.layers
-        self._storages = [storage for storage in self._storages if not storage.expired()]
-        if self._storages:
-            return False
-        self._shown = self._lengths.copy()
-        return True
+        self._drop()
+        alone = all(storage.expired() for storage in self._storages)
+        self._open()
+        if alone:
+            self._shown = [latest.length for latest in self._latest]
+        return alone
 
-    def _extend(self, tokens: int) -> None:
+    def _drop(self) -> None:
+        self._mapped = None
+        for latest in self._latest:
+            latest.keys = latest.values = None
+
+    def _show(self, place: int) -> None:
+        latest = self._latest[place]
+        latest.keys, latest.values = self.keys(place), self.values(place)
+
+    def _needed(self) -> int:
+        """Pieces under the longest layer's tokens, which are mapped."""
+        return self.geometry.pieces(max(latest.length for latest in self._latest))
+
+    def _extend(self, mapped: _Mapped, tokens: int) -> _Mapped:
         pieces = self.geometry.pieces(tokens)
+        self._most = max(self._most, pieces)
+        runs = self.geometry.runs(mapped.pieces, pieces)
         try:
-            for first, count in self.geometry.runs(self._pieces, pieces):
-                self.range.map(first, count)
+            try:
+                self._map(runs)
+            except PoolExhausted:
+                if not reclaim():
+                    raise
+                self._map(runs)
         except PoolExhausted as error:
             raise torch.OutOfMemoryError(f"no room for {tokens} tokens of KV cache: {error}") from error
-        self._set_pieces(pieces)
+        return self._open(pieces)
 
-    def _set_pieces(self, pieces: int) -> None:
-        self._pieces = pieces
-        self._capacity = self.geometry.capacity(pieces)
-        self._views = [None] * self.geometry.layers
+    def _map(self, runs: list[tuple[int, int]]) -> None:
+        for first, count in runs:
+            self.range.map(first, count)
 
-    def _open(self, place: int) -> _Views:
-        """Views over everything that is mapped, and nothing else: a storage that spans more could not be saved."""
-        geometry, shape = self.geometry, self.shape
-        sides = (
-            (shape.k_dim, geometry.k_strides, geometry.k_offset(place)),
-            (shape.v_dim, geometry.v_strides, geometry.v_offset(place)),
-        )
-        size = (shape.batch, shape.heads, self._capacity)
-        if not self._pieces:
-            empty = [torch.empty((*size, dim), dtype=shape.dtype, device=shape.device) for dim, _, _ in sides]
-            return _Views(*empty, *empty)
+    def _open(self, pieces: int | None = None) -> _Mapped:
+        """Opens the first `pieces` pieces, which are mapped. See Note [Readable at any time]."""
+        pieces = self._needed() if pieces is None else pieces
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False):
-            flat = self._flat()
+            if pieces:
+                flat = from_dlpack(self.range.tensor(0, (pieces * self.geometry.page,), (1,), *_UINT8))
+                self._storages = [storage for storage in self._storages if not storage.expired()]
+                self._storages.append(StorageWeakRef(flat.untyped_storage()))
+                flat = flat.view(self.shape.dtype)
+            else:
+                flat = torch.empty(0, dtype=self.shape.dtype, device=self.shape.device)
+        mapped = _Mapped(pieces, flat, self.geometry.capacity(pieces), [None] * self.geometry.layers)
+        self._mapped = mapped
+        return mapped
+
+    def _views(self, mapped: _Mapped, place: int) -> _Views:
+        with torch.inference_mode(False):
+            write = mapped.flat.data
             views = _Views(
-                *(
-                    alias.as_strided((*size, dim), strides, offset)
-                    for alias in (flat, flat.data)
-                    for dim, strides, offset in sides
-                )
+                self._keys_in(mapped.flat, place, mapped.capacity),
+                self._values_in(mapped.flat, place, mapped.capacity),
+                self._keys_in(write, place, mapped.capacity),
+                self._values_in(write, place, mapped.capacity),
             )
-        self._views[place] = views
+        mapped.views[place] = views
         return views
 
-    def _flat(self) -> torch.Tensor:
-        """The mapped bytes as elements, over one storage for all layers while the mapping stays as it is."""
-        nbytes = self._pieces * self.geometry.page
-        for views in self._views:
-            if views is not None:
-                return views.keys.as_strided((nbytes // self.geometry.itemsize,), (1,), 0)
-        flat = from_dlpack(self.range.tensor(0, (nbytes,), (1,), *_UINT8))
-        self._storages = [storage for storage in self._storages if not storage.expired()]
-        self._storages.append(StorageWeakRef(flat.untyped_storage()))
-        return flat.view(self.shape.dtype)
+    def _keys_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
+        size = (self.shape.batch, self.shape.heads, tokens, self.shape.k_dim)
+        return flat.as_strided(size, self.geometry.k_strides, self.geometry.k_offset(place))
+
+    def _values_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
+        size = (self.shape.batch, self.shape.heads, tokens, self.shape.v_dim)
+        return flat.as_strided(size, self.geometry.v_strides, self.geometry.v_offset(place))
 
     def _note(self, start: int, tokens: int) -> None:
         """Tells the core who is about to write where."""

@@ -8,24 +8,33 @@ from torch import nn
 
 
 def decoder_layers(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The decoder layers of `model` in order, each once; empty where it says nothing of having any.
+    """The decoder layers of `model` in order, each once; empty where it says nothing of having any."""
+    return tuple(dict.fromkeys(layer for each in layer_lists(model) for layer in each))
 
-    They are the children of the outermost ModuleLists as long as the configuration's `num_hidden_layers` (of its text
-    part in a multimodal model): those whose children the model names in `_no_split_modules` where there are such,
-    else all of them. A module that has no such configuration may contain modules that do.
+
+def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The ModuleLists that hold the decoder layers of `model`, in order.
+
+    They are the outermost ones as long as the configuration's `num_hidden_layers` (of its text part in a multimodal
+    model): those whose children the model names in `_no_split_modules` where there are such, else all of them. Where
+    none is as long, layers were added or taken out since: then those of any length whose children are all named. A
+    module that has no such configuration may contain modules that do.
     """
-    layers = _layers_of(model) or [layer for child in model.children() for layer in decoder_layers(child)]
-    return tuple(dict.fromkeys(layers))
+    return _lists_of(model) or [each for child in model.children() for each in layer_lists(child)]
 
 
-def _layers_of(model: nn.Module) -> list[nn.Module]:
+def _lists_of(model: nn.Module) -> list[nn.ModuleList]:
     length = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(length, int) or length < 1:
         return []
-    candidates = list(_outermost_lists(model, length))
     named = set(getattr(model, "_no_split_modules", None) or ())
-    chosen = [each for each in candidates if all(type(child).__name__ in named for child in each)] or candidates
-    return [layer for each in chosen for layer in each]
+    candidates = list(_outermost_lists(model, length))
+    return _only_of(candidates, named) or candidates or _only_of(_outermost_lists(model, None), named)
+
+
+def _only_of(lists: Iterable[nn.ModuleList], named: set[str]) -> list[nn.ModuleList]:
+    """Those that hold something, and nothing but modules of the classes that are named."""
+    return [each for each in lists if len(each) and all(type(child).__name__ in named for child in each)]
 
 
 def text_config(model: nn.Module) -> object:
@@ -35,9 +44,10 @@ def text_config(model: nn.Module) -> object:
     return text(decoder=True) if callable(text) else getattr(config, "text_config", config)
 
 
-def _outermost_lists(module: nn.Module, length: int) -> Iterable[nn.ModuleList]:
+def _outermost_lists(module: nn.Module, length: int | None) -> Iterable[nn.ModuleList]:
+    """Outermost among those of that length; None: of any."""
     for child in module.children():
-        if isinstance(child, nn.ModuleList) and len(child) == length:
+        if isinstance(child, nn.ModuleList) and length in (None, len(child)):
             yield child
         else:
             yield from _outermost_lists(child, length)

@@ -24,13 +24,16 @@ _current = _Current()
 class ForwardLease:
     """The groups that a forward has entered, and the KV ranges that it has written. Leases nest.
 
-    `close()` is called on the thread that made it.
+    `close()` may be called on any thread. One that was not closed, because something ended the forward that runs no
+    hooks, is closed when its thread ends.
     """
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
         self._ranges: dict[int, Range] = {}
         self._outer = _current.lease
+        self._closed = False
+        self._thread = threading.get_ident()
         _current.lease = self
 
     def enter_group(self, group: Group) -> None:
@@ -49,12 +52,18 @@ class ForwardLease:
         return tuple(self._ranges.values())
 
     def close(self) -> None:
-        """Gives every group back. Closing again does nothing."""
-        if _current.lease is self:
-            _current.lease = self._outer
+        """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
+        self._closed = True
+        lease = _current.lease
+        while lease is not None and lease._closed:
+            lease = lease._outer
+        _current.lease = lease
         self._ranges.clear()
         while self._groups:
-            self._groups.pop().leave()
+            self._groups.pop().leave(self._thread)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def current() -> ForwardLease | None:
@@ -83,5 +92,10 @@ class Holding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.__del__()
+
+    def __del__(self) -> None:
+        """Also where Ctrl-C came between the block and its end."""
         if self._alone:
+            self._alone = False
             self._group.leave()

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..allocator._native import Device
-from ..allocator.errors import BudgetError
-from ..offload.layout import Layout, smallest_budget
+from ..allocator.errors import BudgetError, ManageError
+from ..allocator.units import format_size
+from ..offload.layout import Layout
+from ..offload.plan import Plan, Rule
 from .layers import text_config
 from .storages import Span
 
@@ -38,8 +40,9 @@ def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int)
     return cache + -(-SHORT * widest * _LOGITS // page_size) + _SMALL_BLOCKS
 
 
-def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int) -> None:
-    """Raises BudgetError unless the model of `spans` can be moved in and used under the device's budget.
+def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
+    """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
+    device's budget. BudgetError where that cannot be, ManageError where the host has too little for what streams.
 
     Sources that are blocks of the pool themselves are not counted as used by others: each is given up once it is
     copied.
@@ -47,9 +50,28 @@ def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int) 
     device.trim()
     device.reap(wait=True)
     snapshot = device.snapshot()
+    page = device.page_size
     sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases())))
     used = sum(count for owner, count in snapshot["pages"].items() if owner != "free")
-    others = max(0, used - sources // device.page_size)
-    smallest = smallest_budget(layout, others=others, sources=sources > 0, working=working)
-    if device.budget < smallest:
-        raise BudgetError((others + layout.pages) * device.page_size, device.budget, smallest)
+    others = max(0, used - sources // page)
+    pages = layout.layer_pages(layers)
+    fixed = others + layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
+    plan = rule.choose(pages, device.budget // page - fixed)
+    if plan is None or fixed + plan.device_pages > device.budget // page:
+        smallest = (fixed + rule.smallest(pages)) * page
+        raise BudgetError((others + layout.pages) * page, device.budget, smallest)
+    left = host_pages_left(device)
+    if plan.host_pages > left:
+        raise ManageError(
+            f"the layers that stream need {format_size(plan.host_pages * page)} of host pages, and "
+            f"{format_size(left * page)} are left: give a larger host budget (ballonet.install(host_budget=...), or "
+            "BALLONET_HOST_BUDGET), or a larger budget for the device"
+        )
+    return plan
+
+
+def host_pages_left(device: Device) -> int:
+    """Host pages that can still be had; none where the driver cannot map them at a device address."""
+    snapshot = device.snapshot()
+    left: int = snapshot["host_budget"] // device.page_size - snapshot["host_pages"]
+    return left if device.host_pages else 0

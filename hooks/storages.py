@@ -52,42 +52,64 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor of a model. `layers`: the indices of the decoder layers that use it, None where something else does."""
+
+    name: str
+    tensor: torch.Tensor
+    layers: set[int | None]
+
+
+@dataclass(frozen=True, slots=True)
 class Survey:
-    """What was found in a model. `left`: name of a tensor -> why it stays where it is."""
+    """What tensors are for a device. `left`: name of one that cannot be moved -> why. `refused`: the error to raise
+    where all of them have to be on that device, with their values."""
 
     spans: tuple[Span, ...]
     left: Mapping[str, str]
+    refused: ManageError | None
 
 
-def survey(model: nn.Module, layers: Sequence[nn.Module], device: torch.device) -> Survey:
-    """Finds the memory of every parameter and buffer of `model`, all of which must lie on `device`.
+def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[Member]:
+    """Every parameter and buffer of `model`, each once, under its first name; of a wrapper (torchao's quantized
+    weights) every tensor inside it.
 
-    Tensors inside a wrapper (torchao's quantized weights) are found too. State that a module keeps outside of its
-    parameters and buffers (bitsandbytes' quant_state) stays where it is, and so do tensors with no plain memory of
-    their own (sparse, of torch's quantized dtypes) and those shared with other processes. WrongDevice; ManageError
-    for weights not loaded yet.
+    State that a module keeps outside of its parameters and buffers (bitsandbytes' quant_state) is not among them.
     """
-    found: dict[int, torch.Tensor] = {}
+    layer_of = _layers_by_module(model, layers)
+    found: dict[int, Member] = {}
+    for module, name, tensor in _tensors(model):
+        found.setdefault(id(tensor), Member(name, tensor, set())).layers.update(layer_of[module])
+    return list(found.values())
+
+
+def survey(found: Iterable[Member], device: torch.device) -> Survey:
+    """Which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can hold.
+
+    Left where they are: tensors with no plain memory of their own (sparse, of torch's quantized dtypes), those shared
+    with other processes, those without a value yet and those on another device.
+    """
+    movable: list[torch.Tensor] = []
     homes: dict[int, set[int | None]] = {}
     left: dict[str, str] = {}
-    layer_of = _layers_by_module(model, layers)
-    for module, name, tensor in _tensors(model):
-        _demand(name, tensor, device)
-        reason = _reason_to_leave(tensor)
+    refused: ManageError | None = None
+    for member in found:
+        error = _elsewhere(member, device)
+        reason = _reason_to_leave(member.tensor) if error is None else str(error)
+        refused = refused or error
         if reason is not None:
-            left[name] = reason
-        elif tensor.numel():
-            found[id(tensor)] = tensor
-            homes.setdefault(id(tensor), set()).update(layer_of[module])
-    return Survey(tuple(spans(found.values(), homes)), left)
+            left[member.name] = reason
+        elif member.tensor.numel():
+            movable.append(member.tensor)
+            homes[id(member.tensor)] = member.layers
+    return Survey(tuple(spans(movable, homes)), left, refused)
 
 
-def plain_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Every tensor of the model, each once, that has memory of its own to be looked at."""
-    found = {
-        id(tensor): tensor for _, _, tensor in _tensors(model) if _reason_to_leave(tensor) is None and tensor.numel()
-    }
-    return list(found.values())
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Has the tensor memory of its own that can be looked at?"""
+    if is_lazy(tensor) or tensor.device.type == "meta":
+        return False
+    return tensor.numel() > 0 and _reason_to_leave(tensor) is None
 
 
 def spans(tensors: Iterable[torch.Tensor], homes: Mapping[int, set[int | None]]) -> Iterator[Span]:
@@ -158,7 +180,9 @@ def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         yield name, tensor
         return
     for attribute in wrapper.__tensor_flatten__()[0]:
-        yield from _unwrapped(f"{name}.{attribute}", getattr(wrapper, attribute))
+        inner = getattr(wrapper, attribute)
+        if isinstance(inner, torch.Tensor):  # DTensor names its mesh, too
+            yield from _unwrapped(f"{name}.{attribute}", inner)
 
 
 def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int | None]]:
@@ -179,19 +203,23 @@ def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int
     return found
 
 
-def _demand(name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    if is_lazy(tensor):
-        raise ManageError(f"{name} has no shape yet: run the model once, so that its lazy modules know their sizes")
-    if tensor.device.type == "meta":
-        raise ManageError(
-            f"{name} is on the meta device, which holds no values: load the weights first, without offloading them "
-            f"(device_map={str(device)!r})"
+def _elsewhere(member: Member, device: torch.device) -> ManageError | None:
+    """What to say of a tensor that has no values, or not on `device`."""
+    if is_lazy(member.tensor):
+        return ManageError(
+            f"{member.name} has no shape yet: run the model once, so that its lazy modules know their sizes"
         )
-    if tensor.device != device:
-        raise WrongDevice(
-            f"{name} is on {tensor.device}, but ballonet was installed for {device}: call model.to({str(device)!r}) "
-            "first, or install(device=...) for the device that the model is on"
+    if member.tensor.device.type == "meta":
+        return ManageError(
+            f"{member.name} is on the meta device, which holds no values: load the weights first, without offloading "
+            f"them (device_map={str(device)!r})"
         )
+    if member.tensor.device != device:
+        return WrongDevice(
+            f"{member.name} is on {member.tensor.device}, but ballonet was installed for {device}: call "
+            f"model.to({str(device)!r}) first, or install(device=...) for the device that the model is on"
+        )
+    return None
 
 
 def _reason_to_leave(tensor: torch.Tensor) -> str | None:
@@ -199,10 +227,10 @@ def _reason_to_leave(tensor: torch.Tensor) -> str | None:
         return f"its layout is {tensor.layout}"
     if tensor.is_quantized:
         return f"its dtype is {tensor.dtype}, whose scales lie outside its memory"
-    if tensor.device.type == "cpu" and tensor.is_shared():
-        return "it is shared with other processes"
     if tensor.numel() and not _has_memory(tensor):
         return f"it is a {type(tensor).__name__}, which has no memory of its own"
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return "it is shared with other processes"
     return None
 
 

@@ -84,6 +84,21 @@ class Layout:
         """Bytes of the pages that hold no block."""
         return self.pages * self.page_size - self.payload
 
+    def layer_pages(self, layers: int) -> tuple[int, ...]:
+        """Pages of the range of each of so many decoder layers, 0 where a layer has none."""
+        found = {each.layer: each.pages for each in self.ranges}
+        return tuple(found.get(layer, 0) for layer in range(layers))
+
+    def spare(self, *, sources: bool, working: int) -> int:
+        """Pages that must be there beside those of the ranges.
+
+        `sources`: whether the weights to be moved lie in the same pool, so that moving needs the pages of one more
+        step. `working`: pages that using the model needs. Moving ends before use begins, so the larger of the two is
+        what counts.
+        """
+        moving = max((step.pages for step in self.steps()), default=0) + 1 if sources else 0
+        return max(moving, working)
+
     def steps(self) -> Iterator[Step]:
         """The order in which the model is moved, so that sources and ranges overlap by one step and no more.
 
@@ -144,14 +159,3 @@ def _pack(layer: int | None, blocks: Iterable[Block], page_size: int) -> RangeLa
         end = placements[-1].end if placements else 0
         placements.append(Placement(block, -(-end // ALIGNMENT) * ALIGNMENT))
     return RangeLayout(layer, tuple(placements), page_size)
-
-
-def smallest_budget(layout: Layout, *, others: int, sources: bool, working: int) -> int:
-    """The smallest budget, in bytes, under which the model can be moved in and used.
-
-    `others`: pages that stay in use by something else. `sources`: whether the weights to be moved lie in the same
-    pool, so that moving needs the pages of one more step. `working`: pages that using the model needs beside its
-    weights. Moving ends before use begins, so the larger of the two is what counts.
-    """
-    moving = max((step.pages for step in layout.steps()), default=0) + 1 if sources else 0
-    return (others + layout.pages + max(moving, working)) * layout.page_size

@@ -1,4 +1,4 @@
-"""Tiny decoder-only models of many architectures, random but reproducible, whose tokens depend on what is in the cache.
+"""Tiny models of many architectures, random but reproducible, whose tokens depend on what is in the cache.
 
 With the usual `initializer_range` of 0.02 and tied embeddings most tokens of an untrained model are decided by the last
 input token alone; so weights are drawn ten times as wide and the head has weights of its own.
@@ -6,62 +6,46 @@ input token alone; so weights are drawn ten times as wide and the head has weigh
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
-VOCABULARY: Final = 199
-LAYERS: Final = 3
-PAD: Final = 0
+from . import architectures
+from .architectures import LAYERS, PAD, VOCABULARY
 
-_GPT2: Final = {"n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 512}
-_SIZES: Final = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+__all__ = ["LAYERS", "PAD", "VOCABULARY"]
+
+ARCHITECTURES: Final = tuple(architectures.PLAIN)
+_COMMON: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": PAD,
 }
-# Model type -> its configuration: small, and with attention to everything.
-ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
-    "llama": _SIZES,
-    "mistral": _SIZES | {"sliding_window": None},
-    "qwen2": _SIZES | {"use_sliding_window": False},
-    "qwen3": _SIZES | {"head_dim": 12},
-    "gemma": _SIZES | {"head_dim": 16},
-    "olmo2": _SIZES,
-    "granite": _SIZES,
-    "phi": _SIZES | {"num_key_value_heads": 4},
-    "stablelm": _SIZES,
-    "starcoder2": _SIZES | {"sliding_window": None},
-    "gpt_neox": _SIZES,
-    "opt": _SIZES | {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gptj": _GPT2 | {"rotary_dim": 4},
-    "codegen": _GPT2 | {"rotary_dim": 4},
-    "bloom": {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4},
-    "falcon": _SIZES | {"alibi": False, "multi_query": True},
-}
+_PARTS: Final = ("text_config", "encoder", "decoder")  # of composite configurations
 
 
-def build(model_type: str, **changes: Any) -> Any:
-    """The tiny model of that type, in float32 and evaluation mode. `changes` go to its configuration."""
-    sizes = dict(ARCHITECTURES[model_type]) | {
-        "vocab_size": VOCABULARY,
-        "initializer_range": 0.2,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "pad_token_id": PAD,
-    }
-    config = transformers.AutoConfig.for_model(model_type, **(sizes | changes))
+def build(name: str, **changes: Any) -> Any:
+    """The tiny model of that name, in float32 and evaluation mode. `changes` go to its configuration."""
+    architecture = architectures.ARCHITECTURES[name]
+    settings = {**_COMMON, **copy.deepcopy(dict(architecture.config)), **changes}
+    for part in _PARTS:
+        if part in settings:
+            settings[part] = {**_COMMON, **settings[part]}
+    config = transformers.AutoConfig.for_model(architecture.model_type or name, **settings)
     torch.manual_seed(20)
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    model = getattr(transformers, architecture.auto).from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():  # some begin with what says nothing
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
 
 
 def prompts(batch: int, longest: int) -> dict[str, torch.Tensor]:
@@ -75,12 +59,35 @@ def prompts(batch: int, longest: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def questions(name: str, batch: int, longest: int = 12, *, padded: bool = False) -> dict[str, torch.Tensor]:
+    """Inputs that the architecture of that name takes, for `generate()`. Prompts repeat themselves, so that prompt
+    lookup finds something in them; with `padded` they are of different lengths."""
+    architecture = architectures.ARCHITECTURES[name]
+    extra = {} if architecture.extra is None else dict(architecture.extra(batch))
+    if not architecture.tokens:
+        return extra
+    given = prompts(batch, longest)
+    ids, mask = given["input_ids"].clamp(max=architectures.TEXT), given["attention_mask"]
+    ids[:, longest // 2 :] = torch.where(mask[:, : longest // 2] == 1, ids[:, : longest // 2], ids[:, longest // 2 :])
+    if not padded:
+        ids[mask == 0], mask[:] = 2, 1
+    first = torch.tensor(architecture.prefix, dtype=ids.dtype)
+    for row in range(batch):
+        start = int((mask[row] == 0).sum())
+        ids[row, start : start + len(first)] = first
+    return {"input_ids": ids, "attention_mask": mask, **extra}
+
+
 # How tokens are chosen -> arguments of `generate()`
 MODES: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "temperature": 1.3, "top_k": 20},
     "beam": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
 }
+
+
+# What the proof of equal tokens goes through, for each architecture
+WAYS: Final = (*MODES, "padded", "assisted", "continued")
 
 
 class Output(NamedTuple):
@@ -104,12 +111,44 @@ def generate(model: Any, mode: str, inputs: Mapping[str, torch.Tensor], tokens: 
     return Output(result.sequences, torch.stack(result.logits))
 
 
+def ask(model: Any, name: str, way: str, tokens: int = 10) -> Output:
+    """What the model of that name generates in one of `WAYS`."""
+    if way == "padded":
+        return generate(model, "greedy", questions(name, 3, 16, padded=True), tokens)
+    if way == "assisted":
+        return generate(model, "greedy", questions(name, 1), tokens, prompt_lookup_num_tokens=3)
+    if way != "continued":
+        return generate(model, way, questions(name, 2), tokens)
+    inputs, half = questions(name, 2), tokens // 2
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": half, "min_new_tokens": half}
+    begun = model.generate(**inputs, **settings, return_dict_in_generate=True)
+    if model.config.is_encoder_decoder:
+        more = inputs | {"decoder_input_ids": begun.sequences}
+    else:
+        more = {"input_ids": begun.sequences, "attention_mask": torch.ones_like(begun.sequences)}
+    takes = inspect.signature(model.forward).parameters
+    cache = "cache_params" if "cache_params" in takes else "past_key_values"
+    return generate(model, "greedy", more, half, **{cache: begun.past_key_values})
+
+
 Hook = Callable[[int, Any], None]
+_CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call it
 
 
 def before_each_forward(model: PreTrainedModel, act: Hook) -> Any:
     """Calls act(step, cache) before each forward; cache is None where there is none yet. Returns the hook's handle."""
     step = iter(range(10**9))
-    return model.register_forward_pre_hook(
-        lambda _, args, kwargs: act(next(step), kwargs.get("past_key_values")), with_kwargs=True
-    )
+
+    def hook(_: Any, args: Any, kwargs: Any) -> None:
+        act(next(step), next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None))
+
+    inner = getattr(model, "language_model", None)  # some call the `generate()` of a model inside them
+    speaker = inner if isinstance(inner, GenerationMixin) else model
+    return speaker.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def layers_of(cache: Any) -> list[Any]:
+    """The layers of a cache, in an encoder-decoder's those of self-attention first; empty for what is no `Cache`."""
+    if isinstance(cache, transformers.EncoderDecoderCache):
+        return [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+    return list(getattr(cache, "layers", ()))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from .pool import in_pool, mapped
+import ballonet
+from ballonet.allocator._native import Device
+
+from .pool import bytes_that_exist, in_pool, mapped
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -55,3 +60,31 @@ def all_in_pool(model: nn.Module) -> bool:
 def none_in_pool(model: nn.Module) -> bool:
     now = mapped()
     return not any(in_pool(tensor, now) for tensor in tensors(model).values())
+
+
+def contents(model: nn.Module) -> dict[str, Any]:
+    """Everything that a copy of the model's tensors would have to have, and which of them share memory."""
+    named = tensors(model)
+    first: dict[int, str] = {}
+    return {
+        name: (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.requires_grad,
+            bits(tensor),
+            first.setdefault(tensor.untyped_storage().data_ptr(), name),
+        )
+        for name, tensor in named.items()
+    } | {"state_dict": {name: bits(tensor) for name, tensor in model.state_dict().items()}}
+
+
+def conserved(device: Device, managed: ballonet.Managed) -> bool:
+    """Do the pages that exist add up, and are those of the weights those that the model has?"""
+    device.trim()
+    device.reap(wait=True)
+    device.check()
+    snapshot = device.snapshot()
+    pages = snapshot["pages"]
+    exist = bytes_that_exist() // device.page_size
+    return bool(sum(pages.values()) == snapshot["created"] == exist and pages["weights"] == managed.pages)

@@ -124,7 +124,7 @@ def test_logits_are_the_same_to_the_bit(device: Device, mode: str, seed: int) ->
 
 
 def _pages(managed: ballonet.Managed) -> list[int]:
-    ranges = managed._weights.ranges.values()
+    ranges = managed._weights.all_ranges()
     return [each.page(piece) for each in ranges for piece in range(each.pieces)]
 
 

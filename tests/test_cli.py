@@ -33,7 +33,11 @@ def test_every_command_has_help(command: list[str]) -> None:
     assert done.stdout.startswith(" ".join(["usage: python -m ballonet", *command]))
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["run"], ["replay"], ["info", "--yaml"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["fly"], ["run"], ["replay"], ["info", "--yaml"], ["info", "llama", "--batch", "0"], ["info", "a", "b"]],
+    ids=" ".join,
+)
 def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     done = ballonet(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
@@ -146,6 +150,34 @@ def test_info_for_people_imports_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"device +\S+", done.stdout)
     assert re.search(r"(yes|no) +CUDA", done.stdout)
+
+
+def test_info_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "gemma2", "num_hidden_layers": 4, "hidden_size": 64, "head_dim": 16, "dtype": "bfloat16"}'
+    )
+    done = ballonet("info", ".", "--json", "--batch", "2", "--tokens", "1000", cwd=tmp_path, BALLONET_PAGE_SIZE="64KiB")
+    assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    facts = json.loads(line)
+    assert (facts["batch"], facts["tokens"], facts["page_size"], facts["dtype"]) == (2, 1000, 65536, "bfloat16")
+    assert {layer["layer"]: layer["indices"] for layer in facts["layers"]} == {
+        "DynamicSlidingWindowLayer": [0, 2],
+        "ElasticLayer": [1, 3],
+    }
+    done = ballonet("info", ".", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Gemma2ForCausalLM" in done.stdout
+    assert re.search(r"DynamicSlidingWindowLayer +2 +no", done.stdout)
+    assert re.search(r"ElasticLayer +2 +yes +\S+ +1 +4MiB +\d+", done.stdout)
+    assert "ElasticLayer (1, 3) stores keys and values of every token" in " ".join(done.stdout.split())
+
+
+def test_info_of_a_model_that_is_nowhere_is_exit_code_2(tmp_path: Path) -> None:
+    done = ballonet("info", "some/model", cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ballonet: 'some/model' is no model whose configuration can be read")
+    assert len(done.stderr.splitlines()) == 1
 
 
 # -- run

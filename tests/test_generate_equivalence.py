@@ -1,34 +1,38 @@
-"""`generate()` of a managed model: the tokens of stock on many architectures, plain and while pages move."""
+"""`generate()` of a managed model: the tokens of stock on every architecture, plain and while pages move."""
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.hooks.kinds import CachePlan, plan
 from ballonet.hooks.kv import ElasticLayer
 
-from .models import ARCHITECTURES, LAYERS, MODES, Output, before_each_forward, build, generate, prompts
+from .architectures import ARCHITECTURES
+from .models import WAYS, Output, ask, before_each_forward, build, generate, layers_of, questions
 from .pool import bytes_that_exist, in_pool
 
-INPUTS = prompts(batch=3, longest=12)
 BUDGET = 2**25
+PAGES = (4096, 65536)  # with small pages layers have ranges of their own; with large ones they share one
+NAMES = list(ARCHITECTURES)
+for_each_architecture = pytest.mark.parametrize("name", NAMES)
 
 
-@pytest.fixture(scope="module", params=[4096, 65536], ids=["4KiB", "64KiB"], autouse=True)
-def installed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With small pages each layer has a range of its own and several pages; with large ones all layers share one."""
+@pytest.fixture
+def installed(name: str) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    ballonet.install(BUDGET, page_size=request.param, device="cpu")
+    ballonet.install(BUDGET, page_size=PAGES[NAMES.index(name) % 2], device="cpu")
     yield
+    model_of.cache_clear()  # some keep a tensor of their last forward
     gc.collect()
     runtime.require().check()
     assert bytes_that_exist() <= BUDGET
@@ -37,65 +41,132 @@ def installed(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@functools.cache
+@functools.lru_cache(1)
 def model_of(name: str) -> PreTrainedModel:
     with install.stock():
         return build(name)
 
 
 @functools.cache
-def stock(name: str, mode: str) -> Output:
+def stock(name: str, way: str) -> Output:
     """What the model says on its own, in torch's memory."""
     with install.stock():
-        return generate(model_of(name), mode, INPUTS)
+        return ask(model_of(name), name, way)
 
 
-def managed(
-    name: str, mode: str, act: Callable[[int, Any], None] = lambda step, cache: None, chaos: int | None = None
-) -> tuple[Output, dict[str, int]]:
-    """What the managed model says, and what chaos has moved. `act` is called before each forward."""
+def agrees(model: PreTrainedModel, name: str, way: str) -> bool:
+    """Does the model say now what it says on its own? Nothing in the pool is left when a test has failed."""
+    return ask(model, name, way).agrees(stock(name, way))
+
+
+def ways(name: str) -> list[str]:
+    return [way for way in WAYS if way not in ARCHITECTURES[name].refuses]
+
+
+class Watch:
+    """Looks before each forward whether the cache is what was planned, and counts forwards with a filled one."""
+
+    def __init__(self, planned: CachePlan, *, may_move: bool, may_be_stock: bool) -> None:
+        self._layers = (*planned.layers, *planned.cross)
+        self._made = not planned.reason
+        self._may_move = may_move
+        self._may_be_stock = may_be_stock
+        self.seen = 0
+
+    def __call__(self, step: int, cache: Any) -> None:
+        layers = layers_of(cache)
+        if not self._made:
+            assert not any(isinstance(layer, ElasticLayer) for layer in layers)
+            return
+        assert type(cache) in (DynamicCache, EncoderDecoderCache)
+        names = [type(layer).__name__ for layer in layers]
+        if not self._may_be_stock or names != [layer.stock for layer in self._layers]:
+            assert names == [layer.layer for layer in self._layers]
+            self._look_closer(
+                [layer for layer, as_planned in zip(layers, self._layers, strict=True) if as_planned.elastic]
+            )
+        self.seen += bool(step)
+
+    def _look_closer(self, layers: list[Any]) -> None:
+        used = [layer for layer in layers if layer.is_initialized]  # some wait for an image
+        assert all(layer.elastic for layer in used)
+        if self.seen == 1 and not self._may_move:  # chaos may have moved it to the host
+            assert all(in_pool(layer.values) for layer in used)
+
+
+@for_each_architecture
+def test_tokens_equal_stock(installed: None, name: str) -> None:
     model = model_of(name)
-    elastic = 0
-
-    def check_then_act(step: int, cache: Any) -> None:
-        nonlocal elastic
-        assert type(cache) is DynamicCache
-        assert [type(layer) for layer in cache.layers] == [ElasticLayer] * LAYERS
-        if step:
-            elastic += all(layer.elastic for layer in cache.layers)
-            if chaos is None:  # else it may be on the host now
-                assert in_pool(cache.layers[step % LAYERS].keys)
-        act(step, cache)
-
-    with ballonet.manage(model, chaos=chaos) as handle, before_each_forward(model, check_then_act):
-        output = generate(model, mode, INPUTS)
-        moved = {} if handle.chaos is None else dict(handle.chaos.moved)
-    assert elastic == output.logits.shape[0] - 1
-    return output, moved
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_equal_stock(name: str, mode: str) -> None:
-    output, _ = managed(name, mode)
-    assert output.agrees(stock(name, mode))
+    planned = plan(type(model), model.config)
+    for way in ways(name):
+        stock(name, way)
+    wrong = []
+    for chaos in (None, len(name)):
+        with ballonet.manage(model, chaos=chaos) as handle:
+            for way in ways(name):
+                given = way == "continued" and ARCHITECTURES[name].returns_another_cache
+                watch = Watch(planned, may_move=chaos is not None, may_be_stock=given)
+                with before_each_forward(model, watch):
+                    if not agrees(model, name, way):
+                        wrong.append(f"{name}, {way}, {'plain' if chaos is None else 'chaos'}")
+                assert planned.reason or watch.seen >= 3
+            if handle.chaos is not None:
+                moved = handle.chaos.moved
+                assert moved["weights"] > 5
+                assert min(moved["kv_device"], moved["kv_host"]) > 5 or not planned.elastic
+    assert wrong == []
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_equal_stock_under_chaos(name: str, mode: str) -> None:
-    output, moved = managed(name, mode, chaos=len(name))
-    assert output.agrees(stock(name, mode))
-    assert min(moved["weights"], moved["kv_device"], moved["kv_host"]) > 5
+@for_each_architecture
+def test_one_wrong_row_is_noticed(installed: None, name: str) -> None:
+    model = model_of(name)
+    planned = plan(type(model), model.config)
+    targets = [-1 if planned.reason else max(range(len(planned.layers)), key=lambda index: stored(planned, index))]
+    if planned.cross:
+        targets.append(len(planned.layers))
+    for target in targets:
+
+        def act(step: int, cache: Any, target: int = target) -> None:
+            if step == 3:
+                plant(layers_of(cache)[target] if layers_of(cache) else cache)
+
+        with ballonet.manage(model), before_each_forward(model, act):
+            assert not agrees(model, name, "padded"), f"{name}, layer {target}"
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_one_wrong_row_is_noticed(name: str, mode: str) -> None:
-    def plant(step: int, cache: Any) -> None:
-        if step == 3:  # one token of one sequence in one layer gets what its neighbour has
-            layer = cache.layers[1]
-            layer.keys[0, :, 10], layer.values[0, :, 10] = layer.keys[0, :, 9], layer.values[0, :, 9]
+def stored(planned: CachePlan, index: int) -> tuple[bool, bool, int]:
+    """What makes a layer one to plant something in: that it is elastic, that it stores anything, that it is late."""
+    layer = planned.layers[index]
+    return layer.elastic, layer.stock != "DummyLayer", index
 
-    output, _ = managed(name, mode, plant)
-    assert not output.agrees(stock(name, mode))
+
+def plant(layer: Any) -> None:
+    """One token of one sequence becomes another; in a layer without tokens the state is changed."""
+    if isinstance(layer, list):  # RWKV's own
+        layer[1][0] += 1
+    elif getattr(layer, "keys", None) is not None:
+        token = layer.keys.shape[-2] - 2
+        wrong = -layer.keys[0, :, token], -layer.values[0, :, token]  # which may be the same memory
+        layer.keys[0, :, token], layer.values[0, :, token] = wrong
+    else:
+        layer.recurrent_states[0][0] += 1
+
+
+@pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.refuses])
+def test_what_is_left_out_stock_refuses(name: str) -> None:
+    model = build(name)
+    for way, says in ARCHITECTURES[name].refuses.items():
+        with pytest.raises(Exception, match=says):
+            ask(model, name, way)
+
+
+@pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if architecture.extra])
+def test_what_is_given_beside_the_tokens_is_looked_at(name: str) -> None:
+    model, inputs = build(name), questions(name, 2)
+    others = {key: -value if value.is_floating_point() else value for key, value in inputs.items()}
+    assert not generate(model, "greedy", inputs, 2).agrees(generate(model, "greedy", others, 2))
+
+
+def test_at_least_sixty_architectures_have_elastic_layers() -> None:
+    elastic = [name for name in ARCHITECTURES if plan(type(model_of(name)), model_of(name).config).elastic]
+    assert len(elastic) >= 60

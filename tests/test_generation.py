@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.utils import GenerationMixin
 
@@ -24,9 +24,10 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks import compat, generation
-from ballonet.hooks.kv import ElasticLayer, KVCache
+from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv_cache import KVCache
 
-from .models import MODES, Output, before_each_forward, build, generate, prompts
+from .models import MODES, Output, ask, before_each_forward, build, generate, prompts, questions
 
 INPUTS = prompts(batch=3, longest=12)
 Act = Callable[[int, Any], None]
@@ -237,6 +238,7 @@ def test_other_kinds_of_cache_stay_what_they_are(
 ) -> None:
     model = model_of("llama")
     made: list[ElasticLayer] = []
+    layer = generation.Building.layer
 
     def outcome() -> Any:
         try:
@@ -245,7 +247,9 @@ def test_other_kinds_of_cache_stay_what_they_are(
             return type(error), str(error)
 
     expected = outcome()
-    monkeypatch.setattr(generation, "ElasticLayer", lambda *args, **kwargs: made.append(ElasticLayer()) or made[-1])
+    monkeypatch.setattr(
+        generation.Building, "layer", lambda *args, **kwargs: made.append(layer(*args, **kwargs)) or made[-1]
+    )
     with attached(model):
         assert outcome() == expected
         assert not made
@@ -253,14 +257,73 @@ def test_other_kinds_of_cache_stay_what_they_are(
         assert made
 
 
-def test_an_encoder_decoder_and_what_is_no_decoder_are_left_alone() -> None:
-    t5 = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 4, "vocab_size": 50}
+def test_what_builds_no_dynamic_cache_is_left_alone() -> None:
     bert = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
-    for module in (
-        transformers.T5ForConditionalGeneration(transformers.T5Config(**t5, decoder_start_token_id=0)),
-        transformers.BertModel(transformers.BertConfig(**bert)),
-        torch.nn.Linear(2, 2),
-    ):
+    modules = (transformers.BertModel(transformers.BertConfig(**bert)), build("minimax"), build("rwkv"))
+    for module in (*modules, torch.nn.Linear(2, 2)):
         with attached(module):
             assert compat.layer_types()["full_attention"] is DynamicLayer
             generation.forward_entered(module).close()
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "t5gemma"])
+def test_both_halves_of_an_encoder_decoder_s_cache_have_ranges_of_their_own(device: Device, name: str) -> None:
+    """T5Gemma makes the half for the encoder's output by itself, after transformers has prepared the cache."""
+    model = build(name)
+    with attached(model):
+        prepared = model.generate(**questions(name, 2), max_new_tokens=3, return_dict_in_generate=True).past_key_values
+        lease = generation.forward_entered(model)
+        forwarded = model(**questions(name, 2), decoder_input_ids=torch.tensor([[2], [2]])).past_key_values
+        lease.close()
+    assert type(prepared) is type(forwarded) is EncoderDecoderCache
+    assert {type(layer) for layer in prepared.cross_attention_cache.layers} == {ElasticLayer}
+    assert ElasticLayer in {type(layer) for layer in prepared.self_attention_cache.layers}
+    for cache in (prepared, forwarded):
+        halves = [
+            {id(layer._ranges) for layer in half.layers if isinstance(layer, ElasticLayer)}
+            for half in (cache.self_attention_cache, cache.cross_attention_cache)
+        ]
+        assert len(halves[0]) == 1
+        assert halves[0].isdisjoint(halves[1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_decoder_that_is_given_what_an_encoder_said(device: Device, name: str) -> None:
+    """Its forward makes both halves of the cache."""
+    model = build(name, add_cross_attention=True)
+    said = {"encoder_hidden_states": torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(2))}
+
+    def steps() -> tuple[Any, torch.Tensor]:
+        lease = generation.forward_entered(model)
+        with torch.no_grad():
+            cache = model(INPUTS["input_ids"], **said, use_cache=True).past_key_values
+            logits = model(INPUTS["input_ids"][:, :2], **said, past_key_values=cache, use_cache=True).logits
+        lease.close()
+        return cache, logits
+
+    stock, expected = steps()
+    with attached(model):
+        elastic, found = steps()
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert type(stock) is type(elastic) is EncoderDecoderCache
+    assert kinds(elastic.self_attention_cache) == kinds(elastic.cross_attention_cache) == {ElasticLayer}
+    assert elastic.cross_attention_cache.layers[0].keys.shape[2] == 5
+
+
+def test_a_model_inside_the_model_that_does_the_generating_is_attached_too(device: Device) -> None:
+    model = build("blip-2")
+    seen: set[frozenset[type]] = set()
+    with attached(model), before_each_forward(model, lambda step, cache: seen.add(frozenset(kinds(cache)))):
+        assert ask(model, "blip-2", "greedy").agrees(ask(build("blip-2"), "blip-2", "greedy"))
+        with pytest.raises(AlreadyManaged):
+            generation.attach(model.language_model)
+    assert seen == {frozenset([ElasticLayer])}
+
+
+def test_the_classes_with_their_own_preparation_get_it_back() -> None:
+    model = build("t5gemma")
+    owner = type(model)
+    before = vars(owner)["_prepare_cache_for_generation"]
+    with attached(model), attached(build("llama")):
+        assert vars(owner)["_prepare_cache_for_generation"] is not before
+    assert vars(owner)["_prepare_cache_for_generation"] is before

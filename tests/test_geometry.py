@@ -163,6 +163,51 @@ def test_longest_is_the_last_length_that_one_layer_can_have() -> None:
         choose(layers=32, tokens=most + 1, expected=1, alone=False, **sizes)
 
 
+def highest(g: Geometry) -> int:
+    """The largest element index that any view of the geometry reaches, counted from the view's own first element."""
+    return max(
+        sum((size - 1) * stride for size, stride in zip((g.batch, g.heads, g.tokens, dim), strides, strict=True))
+        for dim, strides in ((g.k_dim, g.k_strides), (g.v_dim, g.v_strides))
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "k_dim", "v_dim", "itemsize"),
+    [
+        (1, 8, 128, 128, 2),
+        (8, 8, 128, 128, 2),
+        (64, 8, 128, 128, 4),
+        (1, 1, 8, 8, 1),
+        (1, 128, 192, 128, 2),  # an MLA model's, expanded
+        (1, 1, 1, 1, 4),  # sections that are mostly padding
+        (3, 5, 7, 11, 2),
+        (1024, 64, 128, 128, 2),  # a token of 2**24 elements
+    ],
+)
+def test_at_below_and_above_two_to_the_31(batch: int, heads: int, k_dim: int, v_dim: int, itemsize: int) -> None:
+    most = longest(batch, heads, k_dim, v_dim, itemsize)
+    sizes = {"batch": batch, "heads": heads, "k_dim": k_dim, "v_dim": v_dim, "itemsize": itemsize, "page": 2**21}
+    below, at, above = (Geometry(1, tokens=most + more, **sizes) for more in (-1, 0, 1))
+    assert (below.int32_ok, at.int32_ok, above.int32_ok) == (True, True, False)
+    assert at.tokens * at.token_stride < INT32 <= above.tokens * above.token_stride
+    # What a kernel computes for the last token in 32 bits is the index of its first element, or of its last.
+    assert highest(at) < INT32
+    assert highest(Geometry(1, tokens=most + 2, **sizes)) >= INT32 - at.token_stride
+    with pytest.raises(ValueError, match=f"at most {most} tokens"):
+        choose(layers=4, tokens=above.tokens, expected=1, alone=False, **sizes)
+    for layers in (1, 2, 3):
+        chosen = choose(layers=layers, tokens=most // layers, expected=1, alone=False, **sizes)
+        assert chosen.int32_ok
+        assert highest(chosen) < INT32
+
+
+def test_exactly_two_to_the_31_elements_are_too_many() -> None:
+    sizes = {"batch": 8, "heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21}
+    assert Geometry(1, tokens=2**17, **sizes).token_stride * 2**17 == INT32
+    assert not Geometry(1, tokens=2**17, **sizes).int32_ok
+    assert longest(8, 8, 128, 128, 2) == 2**17 - 1
+
+
 def test_an_eight_billion_model_keeps_its_layers_apart_and_a_small_one_shares() -> None:
     llama = {"heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21, "alone": False}
     assert choose(layers=32, batch=1, tokens=8192, expected=1024, **llama).layers == 1

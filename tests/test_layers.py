@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ballonet.hooks.layers import decoder_layers
-from ballonet.hooks.storages import survey
+from ballonet.hooks.storages import members, survey
 
 from . import models
 
@@ -53,9 +53,9 @@ def test_a_tensor_of_two_layers_is_of_none() -> None:
     layers[2].weight = layers[0].weight
     model = Shell({"layers": layers}, 3)
     model.also = layers[1]  # reached around the layers, but still nothing but layer 1
-    found = survey(model, decoder_layers(model), torch.device("cpu"))
+    found = survey(members(model, decoder_layers(model)), torch.device("cpu"))
     assert [span.layer for span in found.spans] == [None, 1]
     model.first = nn.Sequential(nn.Linear(600, 600, bias=False))
     model.first[0].weight = layers[1].weight
-    found = survey(model, decoder_layers(model), torch.device("cpu"))
+    found = survey(members(model, decoder_layers(model)), torch.device("cpu"))
     assert {span.layer for span in found.spans} == {None}

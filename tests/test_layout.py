@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.layout import ALIGNMENT, LARGE, Block, Layout, place, smallest_budget
+from ballonet.offload.layout import ALIGNMENT, LARGE, Block, Layout, place
 
 PAGES = st.sampled_from([4096, 65536, 2**21])
 SIZES = st.one_of(
@@ -85,7 +85,7 @@ def test_the_smallest_budget_is_what_a_walk_through_the_move_needs(
     blocks: list[Block], page: int, others: int, sources: bool, working: int
 ) -> None:
     layout = place(blocks, page)
-    smallest = smallest_budget(layout, others=others, sources=sources, working=working)
+    smallest = (others + layout.pages + layout.spare(sources=sources, working=working)) * page
     assert smallest % page == 0
     in_use, peak = others, others
     left = layout.pages if sources else 0  # pages of sources not yet given up
@@ -123,4 +123,5 @@ def test_a_block_without_bytes_or_given_twice_is_refused(blocks: list[Block]) ->
 def test_nothing_takes_nothing() -> None:
     layout = place([], 4096)
     assert (layout.pages, layout.payload, layout.waste, list(layout.steps())) == (0, 0, 0, [])
-    assert smallest_budget(layout, others=2, sources=True, working=3) == 5 * 4096
+    assert layout.spare(sources=True, working=3) == 3
+    assert layout.layer_pages(2) == (0, 0)

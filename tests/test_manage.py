@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import re
 import threading
 import warnings
 import weakref
@@ -21,7 +22,7 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import AlreadyManaged, BudgetError, ManageError, WrongDevice
-from ballonet.hooks.storages import survey
+from ballonet.hooks.storages import members, survey
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing, mapped
@@ -78,7 +79,8 @@ def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
 def test_each_layer_has_pages_of_its_own_and_the_rest_shares_the_resident_ones(device: Device) -> None:
     model = models.build("llama", **WIDE)
     with ballonet.manage(model) as managed:
-        ranges = managed._weights.ranges
+        assert all(len(of_layer) == 1 for of_layer in managed._weights.ranges.values())
+        ranges = {layer: of_layer[0] for layer, of_layer in managed._weights.ranges.items()}
         used: dict[int | None, set[int]] = {layer: set() for layer in ranges}
         for name, tensor in tensors(model).items():
             assert tensor.data_ptr() % 512 == 0
@@ -335,7 +337,7 @@ def test_a_tensor_that_cannot_be_moved_keeps_those_beside_it_too(device: Device)
     model[1].second = Stubborn(shared[20:])
     before = Portrait(model)
     addresses = model[1].first.data_ptr(), model[1].second.data_ptr()
-    with pytest.raises(RuntimeError, match="stubborn"):
+    with pytest.raises(ManageError, match=r"Stubborn of shape \(20,\) does not let its memory.*stubborn"):
         ballonet.manage(model)
     assert before.is_of(model)
     assert (model[1].first.data_ptr(), model[1].second.data_ptr()) == addresses
@@ -486,9 +488,12 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
 
 def test_a_model_is_managed_once(device: Device) -> None:
     model = models.build("llama")
-    with ballonet.manage(model):
+    with ballonet.manage(model, chaos=3) as managed:
         before = Portrait(model)
-        for part in (model, model.model, nn.Sequential(model), nn.ModuleList([model.model.layers[1]])):
+        assert ballonet.manage(model) is ballonet.manage(model, chaos=3) is managed
+        with pytest.raises(AlreadyManaged, match="release"):
+            ballonet.manage(model, chaos=4)
+        for part in (model.model, nn.Sequential(model), nn.ModuleList([model.model.layers[1]])):
             with pytest.raises(AlreadyManaged, match="release"):
                 ballonet.manage(part)
         assert before.is_of(model)
@@ -521,8 +526,10 @@ def test_the_handle_need_not_be_kept(device: Device) -> None:
     ballonet.manage(model)
     gc.collect()
     assert all_in_pool(model)
-    with pytest.raises(AlreadyManaged):
-        ballonet.manage(model)
+    managed = ballonet.manage(model)
+    assert managed.model is model
+    managed.release()
+    assert none_in_pool(model)
 
 
 def test_manage_installs_where_that_was_not_done(
@@ -590,8 +597,10 @@ def test_what_is_no_module_or_has_no_weights_yet(device: Device) -> None:
 
 def test_a_model_on_another_device_is_told_where_to_go() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(WrongDevice, match=r"0\.weight is on cpu.*model\.to\('cuda:1'\)"):
-        survey(model, [], torch.device("cuda", 1))
+    found = survey(members(model, []), torch.device("cuda", 1))
+    assert isinstance(found.refused, WrongDevice)
+    assert re.match(r"0\.weight is on cpu.*model\.to\('cuda:1'\)", str(found.refused))
+    assert not found.spans
 
 
 # The budget
@@ -614,19 +623,19 @@ def test_the_smallest_budget_it_names_is_enough_and_one_page_less_is_not(
     first = max(4 * PAGE, bytes_that_exist())
     ballonet.set_budget(first)
     with pytest.raises(BudgetError) as caught:
-        ballonet.manage(model)
+        ballonet.manage(model, interval=None)
     smallest = caught.value.smallest
     assert caught.value.budget == first
     assert weights <= caught.value.required < smallest < 2 * weights + 40 * PAGE
     assert str(smallest) in str(caught.value)
     ballonet.set_budget(smallest - PAGE)
     with pytest.raises(BudgetError) as caught:
-        ballonet.manage(model)
+        ballonet.manage(model, interval=None)
     assert caught.value.smallest == smallest
     assert before.is_of(model)
     assert ballonet.stats().pages.weights == 0
     ballonet.set_budget(smallest)
-    with ballonet.manage(model):
+    with ballonet.manage(model, interval=None):
         assert all_in_pool(model)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=False), expected)
         assert bytes_that_exist() <= smallest

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ballonet
 from ballonet.allocator import runtime
+from ballonet.allocator._native import Range
 
 from . import models
+from .gpu.scene import PRELUDE
 from .portrait import Portrait, tensors
 
 PAGE = 2 * 2**20
@@ -21,10 +27,32 @@ PAGE = 2 * 2**20
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_life(device: str) -> None:
-    code = f"from tests.test_manage_devices import live; live({device!r})"
+    code = f"{PRELUDE}from tests.test_manage_devices import live; live({device!r})"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def lies_in(model: nn.Module, ranges: Sequence[Range]) -> bool:
+    return all(
+        any(0 <= tensor.data_ptr() - each.address < each.nbytes for each in ranges)
+        for tensor in tensors(model).values()
+    )
+
+
+def convert(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
+    """While it is managed: the old weights' pages go, the new weights get pages at the next forward."""
+    twin = copy.deepcopy(model).bfloat16()
+    expected = models.generate(twin, "greedy", inputs)
+    with ballonet.manage(model, chaos=4) as managed:
+        model.bfloat16()
+        assert managed.pages == ballonet.stats().pages.weights == 0
+        found = models.generate(model, "greedy", inputs)
+        assert torch.equal(found.tokens, expected.tokens)
+        assert lies_in(model, managed._weights.all_ranges())
+        assert not managed.left
+    assert torch.equal(models.generate(model, "greedy", inputs).tokens, expected.tokens)
+    model.float()
 
 
 def live(kind: str) -> None:
@@ -38,11 +66,10 @@ def live(kind: str) -> None:
     for chaos in (None, 4):
         managed = ballonet.manage(model, chaos=chaos)
         assert before.is_of(model, hooks=False)
-        ranges = managed._weights.ranges
-        assert ranges.keys() == {None, 0, 1, 2}
-        for tensor in tensors(model).values():
-            assert any(0 <= tensor.data_ptr() - each.address < each.nbytes for each in ranges.values())
-        weights = [each.page(piece) for each in ranges.values() for piece in range(each.pieces)]
+        assert managed._weights.ranges.keys() == {None, 0, 1, 2}
+        ranges = managed._weights.all_ranges()
+        assert lies_in(model, ranges)
+        weights = [each.page(piece) for each in ranges for piece in range(each.pieces)]
         assert ballonet.stats().pages.weights == managed.pages == len(set(weights))
         for mode, result in expected.items():
             found = models.generate(model, mode, inputs)
@@ -61,6 +88,7 @@ def live(kind: str) -> None:
         device.check()
         pages = ballonet.stats().pages
         assert pages.weights == pages.kv == pages.retiring == 0, pages
+    convert(model, inputs)
     if kind == "cpu":
         return
     # Graph capture runs the hooks once; replay reads the same addresses whatever page is behind them.
@@ -78,7 +106,7 @@ def live(kind: str) -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, warm)
-    for each in managed._weights.ranges.values():
+    for each in managed._weights.all_ranges():
         for piece in range(each.pieces):
             assert each.move(piece, "device")
     graph.replay()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .allocator.errors import BallonetError
     from .allocator.install import allocator, install, restore, set_budget
     from .allocator.stats import Stats, stats
-    from .hooks.kv import KVCache
+    from .hooks.kv_cache import KVCache
     from .hooks.managed import Managed, manage
     from .hooks.notebook import load_ipython_extension, unload_ipython_extension
 
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BallonetError": "allocator.errors",
-    "KVCache": "hooks.kv",
+    "KVCache": "hooks.kv_cache",
     "Managed": "hooks.managed",
     "Stats": "allocator.stats",
     "install": "allocator.install",

@@ -1,4 +1,4 @@
-"""The command line: `python -m ballonet run | replay | info`.
+"""The command line: `python -m ballonet run | replay | info | simulate`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input. Those of `run` are the program's own once it has started.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 from . import __version__
@@ -49,13 +50,30 @@ def _replay(args: argparse.Namespace) -> None:
 
 
 def _info(args: argparse.Namespace) -> None:
-    from .allocator.info import gather, show
+    if args.model is None:
+        from .allocator import info
 
-    facts = gather(Config.from_env(), __version__)
+        facts, show = info.gather(Config.from_env(), __version__), info.show
+    else:
+        from .hooks import model_info
+
+        facts = model_info.gather(args.model, Config.from_env(), args.batch, args.tokens)
+        show = model_info.show
     if args.json:
         print(json.dumps(facts))
     else:
         show(facts)
+
+
+def _simulate(args: argparse.Namespace) -> None:
+    from .offload import schedule, whatif
+
+    try:
+        at = schedule.evenly(args.layers, args.streamed) if args.at is None else args.at
+        facts = whatif.facts(args.layers, args.ratio, at, args.slots)
+    except ValueError as error:
+        args.wrong(str(error))
+    print(json.dumps(facts))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,9 +94,71 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizes(replay)
     replay.add_argument("trace", metavar="TRACE.csv", help="columns time_us,op,id,size,stream; ops alloc and free")
 
-    info = _command(commands, "info", _info, "what works on this machine, what does not, and why")
+    info = _command(commands, "info", _info, "what works on this machine or of a model's KV cache, what not, and why")
+    info.add_argument("model", metavar="MODEL", nargs="?", help="a folder, a name on the hub or a type such as llama")
     info.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    info.add_argument("--batch", metavar="N", type=_count, default=1, help="sequences side by side (default: 1)")
+    info.add_argument("--tokens", metavar="N", type=_count, default=4096, help="tokens of each (default: 4096)")
+
+    _add_simulate(commands)
     return parser
+
+
+def _add_simulate(commands: Any) -> None:
+    text = "what streaming layers from the host would cost; prints one line of JSON"
+    simulate = _command(commands, "simulate", _simulate, text)
+    simulate.description = f"""{simulate.description} Times are in units of what a layer computes. time_in_layers: a
+        pass over all layers, once passes repeat, if a copy may use whichever slot is free; closed_form: the same by the
+        formulas of Oneiros and Select-N, null where the streamed layers are not evenly spaced; stall: how much of it
+        compute waits for copies; freed: layers whose memory serves something else; link_busy: the share of the time in
+        which something is copied; time_with_fixed_slots: a pass if each streamed layer has one slot for good, as in
+        ballonet, where addresses do not change."""
+    simulate.add_argument("--layers", metavar="N", type=_whole(1, 1000), required=True, help="of the model, all alike")
+    simulate.add_argument(
+        "--ratio", metavar="R", type=_ratio, required=True, help="time to copy a layer over the time that it computes"
+    )
+    which = simulate.add_mutually_exclusive_group(required=True)
+    which.add_argument("--streamed", metavar="M", type=_whole(0, 1000), help="so many layers, evenly spaced")
+    which.add_argument("--at", metavar="K,K,...", type=_places, help="these layers, ascending, counted from 0")
+    simulate.add_argument(
+        "--slots",
+        metavar="B",
+        type=_whole(1, 64),
+        default=2,
+        help="layers that streamed ones take turns in (default: 2)",
+    )
+    simulate.set_defaults(wrong=simulate.error)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _whole(least: int, most: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+def _ratio(text: str) -> Fraction:
+    try:
+        if 0 < float(text) <= 1e6:
+            return Fraction(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1000000")
+
+
+def _places(text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 0,1,2,31")
+    return tuple(map(int, text.split(",")))
 
 
 def _command(commands: Any, name: str, command: Callable[..., None], text: str) -> argparse.ArgumentParser:

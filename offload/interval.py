@@ -1,0 +1,78 @@
+"""Which offloading interval meets an SLO and fits the memory (Select-N §4.3-4.5): numbers in, an interval out.
+
+An interval i streams the last of every i layers. `NONE` of n layers, n + 1, streams nothing (the paper's infinity). The
+time of an iteration at an interval is that of its schedule, with the compute of the iteration spread over the layers by
+their size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from .plan import Plan, at_interval
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """`pages` of each layer; `seconds` of an iteration with all of them resident; `page_seconds` to copy a page."""
+
+    pages: tuple[int, ...]
+    seconds: float
+    page_seconds: float
+
+    @property
+    def none(self) -> int:
+        """The interval that streams nothing."""
+        return len(self.pages) + 1
+
+    @property
+    def ratio(self) -> Fraction:
+        """Time to copy the mean layer, over its time to compute; to six digits, which is finer than any measurement."""
+        return round(sum(self.pages) * Fraction(self.page_seconds) / Fraction(self.seconds), 6)
+
+    def plan(self, interval: int) -> Plan:
+        """ValueError for an interval below 1."""
+        return Plan(self.pages) if interval >= self.none else at_interval(self.pages, interval)
+
+    def time(self, interval: int) -> float:
+        """Seconds of an iteration."""
+        return self.of(self.plan(interval))
+
+    def of(self, plan: Plan) -> float:
+        """Seconds of an iteration under any plan for these layers."""
+        if not any(self.pages) or not plan.streamed:
+            return self.seconds
+        return float(plan.steady(self.ratio).time * Fraction(self.seconds) / len(self.pages))
+
+
+def meeting(costs: Costs, slo: float) -> int | None:
+    """The smallest interval at which an iteration takes no longer than `slo` seconds; None where none does."""
+    return next((interval for interval in range(1, costs.none + 1) if costs.time(interval) <= slo), None)
+
+
+def fitting(costs: Costs, available: int) -> int | None:
+    """The largest interval whose layers and slots fit `available` device pages; None where none does."""
+    return next((i for i in range(costs.none, 0, -1) if costs.plan(i).device_pages <= available), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The interval, or None where the request is refused: then the SLO (seconds) that the memory allows and the device
+    pages that the SLO needs, None where no memory is enough."""
+
+    interval: int | None
+    slo: float
+    pages: int | None
+
+
+def choose(costs: Costs, slo: float, available: int) -> Choice:
+    """The smallest interval that meets the SLO and fits (§4.5: between the minimum and the maximum; with layers of
+    several sizes not all of those between fit)."""
+    least, most = meeting(costs, slo), fitting(costs, available)
+    needed = None if least is None else costs.plan(least).device_pages
+    if least is not None and most is not None:
+        for interval in range(least, most + 1):
+            if costs.time(interval) <= slo and costs.plan(interval).device_pages <= available:
+                return Choice(interval, costs.time(interval), needed)
+    return Choice(None, costs.time(1 if most is None else most), needed)

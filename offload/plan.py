@@ -1,0 +1,150 @@
+"""Which layers of a model stream, and through which slots: numbers in, a frozen plan out.
+
+Layers are given by their pages, so that layers of different sizes (MoE, hybrid) are spread by size and not by count.
+Times are in layers: the mean layer computes in 1 and is copied in `ratio`; each layer's own follow its pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from typing import Final
+
+from .schedule import Pass, every, simulate
+
+SLOTS: Final = (1, 2)  # what is tried: more than two never pay (Oneiros §5.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The streamed layers, ascending, and the slot of each; `pages`: of every layer of the model."""
+
+    pages: tuple[int, ...]
+    streamed: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+
+    @property
+    def slot_pages(self) -> tuple[int, ...]:
+        """Pages of each slot: as many as the largest of its layers."""
+        sizes = [0] * (max(self.slots, default=-1) + 1)
+        for layer, slot in zip(self.streamed, self.slots, strict=True):
+            sizes[slot] = max(sizes[slot], self.pages[layer])
+        return tuple(sizes)
+
+    @property
+    def device_pages(self) -> int:
+        """Pages of the device that the layers take: those that stay, and the slots."""
+        return sum(self.pages) - self.host_pages + sum(self.slot_pages)
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of the twins."""
+        return sum(self.pages[layer] for layer in self.streamed)
+
+    def steady(self, ratio: Fraction) -> Pass:
+        """A pass over the layers, in layers; `ratio` as in schedule.py."""
+        if not any(self.pages):
+            return Pass(Fraction(0), Fraction(0), Fraction(0))
+        mean = Fraction(sum(self.pages), len(self.pages))
+        compute = [pages / mean for pages in self.pages]
+        return simulate(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
+
+
+def streaming(pages: Sequence[int], streamed: Sequence[int], slots: int) -> Plan:
+    """These layers take turns in so many slots, or as many as there are layers. ValueError for no slot."""
+    if streamed and slots < 1:
+        raise ValueError(f"{len(streamed)} streamed layers need a slot")
+    return Plan(tuple(pages), tuple(streamed), tuple(j % slots for j in range(len(streamed))))
+
+
+def at_interval(pages: Sequence[int], interval: int) -> Plan:
+    """The last layer of every `interval` streams, double-buffered (Select-N §4.3). ValueError for an interval below 1
+    or above the number of layers."""
+    return streaming(pages, every(len(pages), interval), 2)
+
+
+def spread(pages: Sequence[int], count: int) -> tuple[int, ...]:
+    """`count` layers around the circle so that each is preceded by as much to compute: ⌊j·n/m⌋ for equal layers
+    (Oneiros §5.2). Fewer where a layer is larger than its share. Layers without pages are not among them."""
+    total = sum(pages)
+    ends = list(accumulate(pages))
+    found = (next(k for k, end in enumerate(ends) if end * count > j * total) for j in range(count))
+    return tuple(dict.fromkeys(found)) if total else ()
+
+
+def fewest(pages: Sequence[int], available: int, ratio: Fraction, most: int | None = None) -> Plan | None:
+    """The plan that fits `available` device pages at the smallest time per pass: of those with one slot and those with
+    two, the one that streams the fewest layers each, and no more than `most`. None where streaming as many as that does
+    not fit."""
+    most = len(pages) if most is None else most
+    fitting = [plan for slots in SLOTS if (plan := next(_fitting(pages, available, slots, most), None)) is not None]
+    return min(fitting, key=lambda plan: (plan.steady(ratio).time, plan.host_pages), default=None)
+
+
+def smallest(pages: Sequence[int], most: int | None = None) -> int:
+    """Device pages that the layers need at least, however many of them stream, up to `most`."""
+    most = len(pages) if most is None else most
+    return min(streaming(pages, spread(pages, count), 1).device_pages for count in range(most + 1))
+
+
+def _fitting(pages: Sequence[int], available: int, slots: int, most: int) -> Iterator[Plan]:
+    for count in range(most + 1):
+        plan = streaming(pages, spread(pages, count), slots)
+        if plan.device_pages <= available:
+            yield plan
+
+
+# A layer of an 8B model in bf16 takes 4 times as long over PCIe 5 as to decode one sequence eagerly on an H200: what is
+# assumed until something was measured. It decides between one slot and two and nothing else.
+ASSUMED_RATIO: Final = Fraction(4)
+
+
+@dataclass(frozen=True, slots=True)
+class Fewest:
+    """The default: as few layers stream as the memory demands."""
+
+    ratio: Fraction = ASSUMED_RATIO
+
+    def choose(self, pages: Sequence[int], available: int) -> Plan | None:
+        """A plan that fits `available` device pages, None where none does."""
+        return fewest(pages, available, self.ratio)
+
+    def smallest(self, pages: Sequence[int]) -> int:
+        """Device pages without which no plan fits."""
+        return smallest(pages)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The last layer of every so many streams, with None no layer."""
+
+    interval: int | None
+
+    def choose(self, pages: Sequence[int], available: int) -> Plan | None:
+        """As `Fewest.choose`. ValueError for an interval that the layers do not have."""
+        plan = Plan(tuple(pages)) if self.interval is None else at_interval(pages, self.interval)
+        return plan if plan.device_pages <= available else None
+
+    def smallest(self, pages: Sequence[int]) -> int:
+        """As `Fewest.smallest`."""
+        return (Plan(tuple(pages)) if self.interval is None else at_interval(pages, self.interval)).device_pages
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """The layers that stream already, and no others: for what is new in them."""
+
+    streamed: frozenset[int]
+
+    def choose(self, pages: Sequence[int], available: int) -> Plan | None:
+        """As `Fewest.choose`. New pages of a layer that streams go to the host, whatever is available."""
+        return Plan(tuple(pages), at := tuple(k for k in sorted(self.streamed) if k < len(pages)), (0,) * len(at))
+
+    def smallest(self, pages: Sequence[int]) -> int:
+        """As `Fewest.smallest`."""
+        return sum(each for layer, each in enumerate(pages) if layer not in self.streamed)
+
+
+Rule = Fewest | Interval | Same

@@ -1,0 +1,195 @@
+"""Which weights give their pages to the KV cache, and when they get them back (Oneiros §5): numbers in, plans out.
+
+Note [Algorithm 1]
+    Read here: a model is at its end when it streams as many layers as its cap, not as many as it has; the model that
+    was popped is asked again until then; what lines 7-12 do gives layers back, and remaps nothing. A cap counts the
+    layers that stream (m) and not those whose pages are free (m - β). It is the largest m with T_T·m ≤ T_compute
+    (§5.3), of a decode step for a model that runs and of a prefill for one that waits for work, and always leaves one
+    layer (§5.2). How many slots (β) is decided by the times that the schedule of either number gives (§5.4).
+
+Note [Who gives]
+    Idle models first, of them the one with the lowest priority; of equals the one used last, which in a round of models
+    is the one whose turn is farthest away. Each gives until its cap. Then those that run, by priority too, but equals
+    in turns, whoever gave the smallest part of its weights: while all run, each gives (spatial sharing).
+    Given back is in the reverse order: to those that run, first where the most time is lost; then to the idle ones.
+
+Note [Calm]
+    Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
+    spare that were free all through `dwell` seconds in which nobody waited for any, but for `mark` pages, so that the
+    next tokens find room. With a load that comes and goes faster than that nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import takewhile
+
+from .interval import Costs
+from .plan import Plan, fewest, smallest, spread
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A managed model. `plan`: what it streams; `decode`, `prefill`: of an iteration of either kind, `active`: it runs;
+    `priority`: those with the lowest give first; `used`: when it last ran, on any clock; `most`: layers that it may
+    stream, where somebody said."""
+
+    name: str
+    plan: Plan
+    decode: Costs
+    prefill: Costs
+    active: bool = False
+    priority: int = 0
+    used: float = 0.0
+    most: int | None = None
+
+    @property
+    def costs(self) -> Costs:
+        """Of the iteration that it does next."""
+        return self.decode if self.active else self.prefill
+
+    @property
+    def cap(self) -> int:
+        """Layers that it may stream."""
+        found = cap(self.costs)
+        return found if self.most is None else min(found, self.most)
+
+    @property
+    def freed(self) -> int:
+        """Device pages of its weights that serve something else."""
+        return sum(self.plan.pages) - self.plan.device_pages
+
+    @property
+    def stall(self) -> float:
+        """Seconds that the next iteration waits for copies."""
+        return self.costs.of(self.plan) - self.costs.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Remapping:
+    """New plans by model, the device pages that they free, and the pages wanted that they do not give."""
+
+    plans: Mapping[str, Plan]
+    freed: int
+    short: int
+
+
+def cap(costs: Costs) -> int:
+    """The most layers whose copies take no longer than the iteration, and not all that have pages. See Note [Algorithm
+    1]."""
+    pages = costs.pages
+
+    def hidden(count: int) -> bool:
+        return sum(pages[layer] for layer in spread(pages, count)) * costs.ratio <= sum(pages)
+
+    return max(takewhile(hidden, range(max(1, sum(map(bool, pages))))))
+
+
+def victims(models: Iterable[Model]) -> list[Model]:
+    """In the order in which they give. See Note [Who gives]."""
+    return sorted(models, key=lambda each: (each.active, each.priority, -each.used, each.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A model's next plan, and the device pages that it frees beyond those of the plan before it."""
+
+    model: str
+    plan: Plan
+    freed: int
+
+
+def reclaimable(models: Iterable[Model]) -> Iterator[Step]:
+    """All that weights can give, in the order in which they do: the list to take from while pages are wanted."""
+    giving = {each.name: each for each in victims(models)}
+    while giving:
+        giver = _next(giving.values())
+        plan = _freeing_more(giver)
+        if plan is None:
+            del giving[giver.name]
+            continue
+        yield Step(giver.name, plan, giver.plan.device_pages - plan.device_pages)
+        giving[giver.name] = replace(giver, plan=plan)
+
+
+def remap(models: Iterable[Model], wanted: int, free: int) -> Remapping:
+    """`wanted` device pages for the KV cache, of which `free` are there: while that is enough nothing is remapped
+    (§5.1)."""
+    short, freed = max(0, wanted - free), 0
+    plans: dict[str, Plan] = {}
+    steps = reclaimable(models)
+    while freed < short and (step := next(steps, None)) is not None:
+        plans[step.model] = step.plan
+        freed += step.freed
+    return Remapping(plans, freed, max(0, short - freed))
+
+
+def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
+    """Before the first decode step of an idle model that has work again: it streams no more than its decode cap, and
+    the pages for that are taken from others where fewer than that are `free`. `short`, and it must wait. `freed` is
+    what all of it leaves, and negative where it takes free pages. KeyError."""
+    model = next((each for each in models if each.name == name), None)
+    if model is None:
+        raise KeyError(name)
+    running = replace(model, active=True)
+    if len(model.plan.streamed) <= running.cap:
+        return Remapping({}, 0, 0)
+    plan = fewest(model.plan.pages, smallest(model.plan.pages, running.cap), running.costs.ratio, running.cap)
+    assert plan is not None
+    taken = plan.device_pages - model.plan.device_pages
+    others = remap([each for each in models if each.name != name], taken, free)
+    return Remapping({name: plan, **others.plans}, others.freed - taken, others.short)
+
+
+def revert(models: Iterable[Model], spare: int) -> Remapping:
+    """The plans with which weights take back up to `spare` pages. `freed` is not above 0."""
+    plans: dict[str, Plan] = {}
+    freed = 0
+    for model in sorted(models, key=_first_served):
+        if spare + freed <= 0:
+            break
+        costs, now = model.costs, model.plan
+        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, model.cap)
+        if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
+            plans[model.name] = plan
+            freed += now.device_pages - plan.device_pages
+    return Remapping(plans, freed, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """Nobody waits for pages: since when, in seconds, and the fewest that were free."""
+
+    since: float
+    free: int
+
+
+def observe(
+    calm: Calm | None, now: float, free: int, waiting: bool, mark: int, dwell: float
+) -> tuple[Calm | None, int]:
+    """Called between iterations, `now` in seconds: what to pass the next time, and how many pages may be given back.
+    See Note [Calm]."""
+    if waiting or free < mark:
+        return None, 0
+    calm = Calm(now, free) if calm is None else Calm(calm.since, min(calm.free, free))
+    return (None, calm.free - mark) if now - calm.since >= dwell else (calm, 0)
+
+
+def _next(giving: Iterable[Model]) -> Model:
+    idle = [each for each in giving if not each.active]
+    return idle[0] if idle else min(giving, key=lambda each: (each.priority, _part(each)))
+
+
+def _part(model: Model) -> Fraction:
+    return Fraction(model.freed, max(1, sum(model.plan.pages)))
+
+
+def _freeing_more(model: Model) -> Plan | None:
+    """The fastest plan under its cap that frees more than it does now."""
+    return fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap)
+
+
+def _first_served(model: Model) -> tuple[bool, float, int, float, str]:
+    return not model.active, -model.stall if model.active else 0, -model.priority, model.used, model.name

@@ -1,0 +1,76 @@
+"""What the tests of caches share: a pool under torch with pages of one size, and comparisons."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.hooks.kv import ElasticLayer
+
+from .pool import bytes_that_exist
+
+BUDGET: Final = 2**25
+# With small pages each layer has a range of its own and several pages; with large ones all layers share one.
+PAGES: Final = {"params": [4096, 65536], "ids": ["4KiB", "64KiB"]}
+
+
+@contextmanager
+def installed(page_size: int) -> Iterator[int]:
+    """Installs, for one thread of torch, and takes out what by then nothing may be in use of."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    ballonet.install(BUDGET, page_size=page_size, device="cpu")
+    yield page_size
+    torch._dynamo.reset()  # a compiled function keeps tensors
+    gc.collect()
+    device = runtime.require()
+    assert kv_pages(device) == 0
+    device.check()
+    assert bytes_that_exist() <= BUDGET
+    del device
+    ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"
+    torch.set_num_threads(threads)
+
+
+def kv_pages(device: Device) -> int:
+    device.reap(wait=True)
+    pages: int = device.snapshot()["pages"]["kv"]
+    return pages
+
+
+def is_elastic(cache: Any) -> bool:
+    return all(isinstance(layer, ElasticLayer) and layer.elastic for layer in cache.layers)
+
+
+def tensors(cache: Any) -> list[torch.Tensor]:
+    """Copies of the keys and values of all layers."""
+    return [tensor.clone() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """Nests of tensors and other things, equal to the bit."""
+    if isinstance(theirs, torch.Tensor):
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            same(mine, other)
+    else:
+        assert ours == theirs
+
+
+def forget(layer: Any) -> None:
+    """`reset()` as transformers has it from 5.23 on; before, the tokens stayed, as zeros."""
+    if isinstance(layer, ElasticLayer):
+        layer.reset()
+    else:
+        layer.keys = layer.values = None
+        layer.is_initialized = False

@@ -1,0 +1,168 @@
+"""A cache that is saved, and every call that a cache answers: as stock does it."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import ballonet
+from ballonet.hooks.kv_cache import KVCache
+
+from .caches import PAGES, installed, is_elastic, same, tensors
+from .models import build, prompts
+from .pool import in_pool
+
+ONE = {name: tensor[:1] for name, tensor in prompts(batch=3, longest=12).items()}
+
+
+@pytest.fixture(scope="module", autouse=True, **PAGES)
+def page(request: pytest.FixtureRequest) -> Iterator[int]:
+    with installed(request.param) as size:
+        yield size
+
+
+def filled(model: Any, **more: Any) -> Any:
+    """The cache of a `generate()` on that model."""
+    out = model.generate(
+        **ONE, max_new_tokens=20, min_new_tokens=20, do_sample=False, return_dict_in_generate=True, **more
+    )
+    return out.past_key_values
+
+
+LOAD_WITHOUT_BALLONET = """
+import sys
+sys.modules["ballonet"] = None
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+with torch.serialization.safe_globals([DynamicCache, DynamicLayer]):
+    saved, expected = torch.load(sys.argv[1], weights_only=True)
+assert type(saved) is DynamicCache and {type(layer) for layer in saved.layers} == {DynamicLayer}
+for (keys, values, _), (theirs, others) in zip(saved, expected, strict=True):
+    assert torch.equal(keys, theirs) and torch.equal(values, others)
+keys, values = expected[0]
+assert saved.update(keys, values, 0)[0].shape[2] == 2 * keys.shape[2]
+saved.crop(-3)
+"""
+
+
+def test_a_saved_cache_can_be_loaded_where_there_is_no_ballonet(page: int, tmp_path: Path) -> None:
+    model = build("llama")
+    with ballonet.manage(model):
+        cache = filled(model)
+    contents = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    nbytes = sum(tensor.nbytes for pair in contents for tensor in pair)
+    torch.save(cache, tmp_path / "cache")
+    assert (tmp_path / "cache").stat().st_size < 2 * nbytes + 20_000
+    for loaded in (torch.load(tmp_path / "cache", weights_only=False), pickle.loads(pickle.dumps(cache))):
+        same(tensors(loaded), tensors(cache))
+    if page == 4096:
+        torch.save((cache, contents), tmp_path / "both")
+        command = [sys.executable, "-c", LOAD_WITHOUT_BALLONET, str(tmp_path / "both")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_a_saved_kv_cache_is_elastic_again() -> None:
+    model = build("llama")
+    cache = filled(model, past_key_values=KVCache(model.config))
+    loaded = pickle.loads(pickle.dumps(cache))
+    assert type(loaded) is KVCache
+    same(tensors(loaded), tensors(cache))
+    with torch.no_grad():
+        for each in (cache, loaded):
+            model(torch.tensor([[5]]), past_key_values=each)
+    assert is_elastic(loaded)
+    same(tensors(loaded), tensors(cache))
+
+
+def test_what_is_exposed_is_mapped_and_no_more(page: int, tmp_path: Path) -> None:
+    model = build("llama")
+    cache = filled(model, past_key_values=KVCache(model.config, max_length=100_000))
+    for layer in cache.layers:
+        for tensor in (layer.keys, layer.values, layer.keys[:, :, -1:]):
+            assert in_pool(tensor)
+            storage = tensor.untyped_storage()
+            assert storage.nbytes() <= -(-2 * layer.get_seq_length() * 3 * 128 // page) * page + page
+            assert len(bytes(storage)) == storage.nbytes()  # read byte by byte
+            torch.save(tensor, tmp_path / "tensor")
+            assert (tmp_path / "tensor").stat().st_size < storage.nbytes() + 5000
+            assert torch.equal(torch.load(tmp_path / "tensor"), tensor)
+
+
+def outcome(act: Callable[[Any], Any], cache: Any) -> Any:
+    """What it returns, or the type of the error."""
+    try:
+        return act(cache)
+    except Exception as error:  # whatever stock raises is what ours has to raise
+        return type(error)
+
+
+def update(states: list[torch.Tensor], cache: Any) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in cache.update(*states, 0)]
+
+
+EMPTY = torch.zeros(0, dtype=torch.int64)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "length": lambda cache: (cache.get_seq_length(), cache.get_seq_length(2), cache.get_seq_length(7)),
+    "longest": lambda cache: (cache.get_max_length(), cache.get_max_length(1), cache.get_max_length(7)),
+    "masks": lambda cache: [cache.get_mask_sizes(n, layer) for n in (1, 5) for layer in (0, 2, 7)],
+    "flags": lambda cache: [
+        getattr(cache, name)
+        for name in ("is_compileable", "is_croppable", "is_initialized", "is_sliding", "is_linear", "batch_size")
+    ],
+    "layers": lambda cache: [(layer.dtype, layer.device, layer.is_sliding) for layer in cache.layers],
+    "recording": lambda cache: (cache.activate_past_recording(), [hasattr(x, "record_past") for x in cache.layers]),
+    "parts": lambda cache: [[part.clone() for part in parts if part is not None] for parts in cache],
+    "count": len,
+    "copied by parts": lambda cache: tensors(DynamicCache(list(cache))),
+    "offload": lambda cache: [(cache.offload(i), cache.layers[i].prefetch()) for i in range(3)],
+    "early": lambda cache: cache.early_initialization(3, 2, 8, torch.float32, torch.device("cpu")),
+    "crop": lambda cache: cache.crop(-3),
+    "crop by nothing": lambda cache: cache.crop(0),
+    "crop by everything": lambda cache: cache.crop(-cache.get_seq_length()),
+    "crop to": lambda cache: cache.crop(4),
+    "crop to more": lambda cache: cache.crop(400),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])),
+    "reorder to one": lambda cache: cache.reorder_cache(torch.tensor([1])),
+    "reorder wrongly": lambda cache: cache.reorder_cache(torch.tensor([9, 0, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(3),
+    "repeat never": lambda cache: cache.batch_repeat_interleave(0),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([2, 0])),
+    "select by mask": lambda cache: cache.batch_select_indices(torch.tensor([True, False, True])),
+    "select none": lambda cache: cache.batch_select_indices(EMPTY),
+    "select by slice": lambda cache: cache.batch_select_indices(slice(1, None)),
+    "select one": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "select wrongly": lambda cache: cache.batch_select_indices(torch.tensor([5])),
+    "linear state": lambda cache: cache.has_previous_state(0),
+    "indexer": lambda cache: cache.update_indexer(torch.ones(1, 1, 4), 0),
+    "other methods": lambda cache: sorted(name for name in dir(cache) if not name.startswith("_")),
+}
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["filled", "empty"])
+@pytest.mark.parametrize("call", CALLS)
+def test_every_call_answers_as_stock_does(call: str, empty: bool) -> None:
+    """And the cache takes more tokens afterwards, as stock does, or fails as it does."""
+    config = build("llama").config
+    ours, stock = KVCache(config), DynamicCache(config=config)
+    found: list[Any] = []
+    for cache in (ours, stock):
+        torch.manual_seed(1)
+        for index in range(0 if empty else 3):
+            cache.update(torch.randn(3, 2, 20, 8), torch.randn(3, 2, 20, 8), index)
+        answers = [outcome(CALLS[call], cache), cache.get_seq_length(), outcome(tensors, cache)]
+        batch = 3 if empty or not cache.layers[0].get_seq_length() else cache.layers[0].keys.shape[0]
+        more = [torch.randn(batch, 2, 4, 8) for _ in range(2)]
+        answers.append(outcome(functools.partial(update, more), cache))
+        found.append(answers)
+    same(*found)

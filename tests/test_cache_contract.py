@@ -1,0 +1,309 @@
+"""Everything that transformers and its users do with a cache, on a managed model: the tokens of stock."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, TextIteratorStreamer
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.kv_cache import KVCache
+
+from .caches import BUDGET, PAGES, forget, installed, is_elastic, same, tensors
+from .models import build, generate, prompts
+from .pool import in_pool
+
+INPUTS = prompts(batch=3, longest=12)
+ONE = {name: tensor[:1] for name, tensor in INPUTS.items()}
+Run = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module", autouse=True, **PAGES)
+def page(request: pytest.FixtureRequest) -> Iterator[int]:
+    with installed(request.param) as size:
+        yield size
+
+
+def as_stock(run: Run, name: str = "llama", chaos: int | None = None, **changes: Any) -> None:
+    """`run(model)` gives the same with the model managed, plain or under chaos, as it does with stock."""
+    with install.stock():
+        model = build(name, **changes)
+        expected = run(model)
+    with ballonet.manage(model, chaos=chaos) as handle:
+        same(run(model), expected)
+        if handle.chaos is not None:
+            assert handle.chaos.moved["weights"] > 0
+            assert handle.chaos.moved["kv_device"] + handle.chaos.moved["kv_host"] > 0
+
+
+def managed(model: Any) -> bool:
+    return any(module._forward_pre_hooks for module in model.modules())
+
+
+plain_and_chaos = pytest.mark.parametrize("chaos", [None, 11], ids=["plain", "chaos"])
+
+
+@plain_and_chaos
+@pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+def test_assisted_decoding(how: str, chaos: int | None) -> None:
+    with install.stock():
+        helper = build("llama", num_hidden_layers=1)
+
+    def run(model: Any) -> torch.Tensor:
+        more = {"prompt_lookup_num_tokens": 4} if how == "prompt lookup" else {"assistant_model": helper}
+        if not managed(model) or how == "prompt lookup":
+            return generate(model, "greedy", ONE, tokens=30, **more).tokens
+        with ballonet.manage(helper, chaos=chaos):
+            return generate(model, "greedy", ONE, tokens=30, **more).tokens
+
+    as_stock(run, chaos=chaos)
+
+
+def drop_last(cache: Any) -> None:
+    cache.crop(-5)
+
+
+def drop_all(cache: Any) -> None:
+    cache.crop(-cache.get_seq_length())
+
+
+def drop_more_than_all(cache: Any) -> None:
+    cache.crop(-1000)
+
+
+def start_again(cache: Any) -> None:
+    for layer in cache.layers:
+        forget(layer)
+
+
+def swap(cache: Any) -> None:
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+
+
+def thrice(cache: Any) -> None:
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2, 5]))
+
+
+def by_mask(cache: Any) -> None:
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([True, False, True, False, False, True]))
+
+
+def nothing(cache: Any) -> None:
+    cache.crop(0)
+
+
+@plain_and_chaos
+@pytest.mark.parametrize(
+    "between", [nothing, drop_last, drop_all, drop_more_than_all, start_again, swap, thrice, by_mask]
+)
+@pytest.mark.parametrize("make", [None, KVCache])
+def test_a_conversation_goes_on_from_its_cache(
+    make: type[KVCache] | None, between: Callable[[Any], None], chaos: int | None
+) -> None:
+    """Three turns; between them the cache is changed, and whoever looked at it before still sees what was there."""
+
+    def run(model: Any) -> list[torch.Tensor]:
+        cache = KVCache(model.config) if make and managed(model) else None
+        ids, found = INPUTS["input_ids"], []
+        for turn in range(3):
+            out = model.generate(
+                ids, past_key_values=cache, max_new_tokens=9, do_sample=False, return_dict_in_generate=True
+            )
+            cache = out.past_key_values
+            assert is_elastic(cache) == managed(model)
+            views = [(layer.keys, layer.values) for layer in cache.layers] if turn else []
+            before = [(keys.clone(), values.clone()) for keys, values in views]
+            between(cache)
+            length = cache.get_seq_length()
+            ids = torch.cat([out.sequences[:, :length], out.sequences[:, 3:7]], dim=1)
+            found += [out.sequences, *[layer.keys.clone() for layer in cache.layers if length]]
+            with torch.no_grad():
+                model(ids[:, length : length + 1], past_key_values=cache)
+            cache.crop(-1)
+            same(views, before)
+        return found
+
+    as_stock(run, chaos=chaos)
+
+
+@plain_and_chaos
+def test_embeddings_instead_of_tokens(chaos: int | None) -> None:
+    def run(model: Any) -> torch.Tensor:
+        embeddings = model.get_input_embeddings()(INPUTS["input_ids"]).detach()
+        found: torch.Tensor = model.generate(
+            inputs_embeds=embeddings, attention_mask=INPUTS["attention_mask"], max_new_tokens=14, do_sample=False
+        )
+        return found
+
+    as_stock(run, chaos=chaos)
+
+
+@plain_and_chaos
+@pytest.mark.parametrize("size", [1, 5, 12, 100])
+def test_prefill_in_chunks(size: int, chaos: int | None) -> None:
+    def run(model: Any) -> list[torch.Tensor]:
+        found = [generate(model, "greedy", INPUTS, prefill_chunk_size=size).tokens]
+        cache = KVCache(model.config) if managed(model) else DynamicCache(config=model.config)
+        for start in range(0, 12, size):
+            part = slice(start, start + size)
+            with torch.no_grad():
+                out = model(
+                    INPUTS["input_ids"][:, part],
+                    attention_mask=INPUTS["attention_mask"][:, : start + size],
+                    past_key_values=cache,
+                )
+            found.append(out.logits)
+        return [*found, generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(cache)).tokens]
+
+    as_stock(run, chaos=chaos)
+
+
+class Letters:
+    """The part of a tokenizer that a streamer asks for."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(f"{int(each)} " for each in ids)
+
+
+@plain_and_chaos
+def test_a_streamer_in_a_thread(chaos: int | None) -> None:
+    def run(model: Any) -> list[torch.Tensor]:
+        streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=60)  # type: ignore[arg-type]
+        arguments = {**ONE, "streamer": streamer, "max_new_tokens": 20, "do_sample": False}
+        thread = threading.Thread(target=model.generate, kwargs=arguments)
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+        return [torch.tensor([int(word) for word in text.split()])]
+
+    as_stock(run, chaos=chaos)
+
+
+def greedy_loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """A decoding of one's own, for `custom_generate=`."""
+    cache = kwargs["past_key_values"]
+    step = input_ids
+    for _ in range(15):
+        step = model(step, past_key_values=cache).logits[:, -1:].argmax(-1)
+        input_ids = torch.cat([input_ids, step], dim=1)
+    return input_ids
+
+
+@plain_and_chaos
+def test_a_decoding_of_ones_own(chaos: int | None) -> None:
+    def run(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model.generate(INPUTS["input_ids"], custom_generate=greedy_loop, max_new_tokens=15)
+        return found
+
+    as_stock(run, chaos=chaos)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@plain_and_chaos
+@pytest.mark.parametrize("mode", ["greedy", "beam"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        torch.inference_mode,
+        deterministic,
+        functools.partial(FlopCounterMode, display=False),
+        torch.autograd.detect_anomaly,
+    ],
+    ids=["inference mode", "deterministic", "dispatch mode", "anomaly"],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_surroundings(around: Callable[[], Any], mode: str, chaos: int | None) -> None:
+    def run(model: Any) -> torch.Tensor:
+        with around():
+            return generate(model, mode, INPUTS).tokens
+
+    as_stock(run, chaos=chaos)
+
+
+def test_autocast() -> None:
+    """Keys come in float32 from the rotation and values in bfloat16: two widths, which is the stock layer's work."""
+
+    def run(model: Any) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            cache = filled(model)
+        assert not managed(model) or not is_elastic(cache)
+        return tensors(cache)
+
+    as_stock(run)
+
+
+def filled(model: Any, **more: Any) -> Any:
+    """The cache of a `generate()` on that model."""
+    out = model.generate(
+        **ONE, max_new_tokens=20, min_new_tokens=20, do_sample=False, return_dict_in_generate=True, **more
+    )
+    return out.past_key_values
+
+
+def test_a_cache_outlives_its_model_and_serves_an_equal_one() -> None:
+    model = build("llama")
+    more = torch.arange(2, 9).expand(1, 7)
+    device = runtime.require()
+    ballonet.manage(model)
+    cache = filled(model)
+    before = tensors(cache)
+    model = None
+    gc.collect()
+    device.reap(wait=True)
+    assert device.snapshot()["pages"]["weights"] == 0
+    assert is_elastic(cache)
+    assert all(in_pool(layer.keys) for layer in cache.layers)
+    same(tensors(cache), before)
+
+    def go_on(model: Any) -> torch.Tensor:
+        mine = copy.deepcopy(cache) if managed(model) else DynamicCache(list(cache), config=model.config)
+        ids = torch.cat([torch.zeros(1, mine.get_seq_length(), dtype=torch.int64), more], dim=1)
+        found: torch.Tensor = model.generate(ids, past_key_values=mine, max_new_tokens=9, do_sample=False)
+        return found
+
+    as_stock(go_on, chaos=3)
+    same(tensors(cache), before)
+
+
+def test_a_cache_is_usable_after_the_release_and_after_restore(page: int) -> None:
+    def use() -> None:
+        model = build("llama")
+        with ballonet.manage(model):
+            cache = filled(model)
+        before = tensors(cache)
+        stock = DynamicCache(list(cache), config=model.config)
+        with torch.no_grad():
+            expected = model(torch.tensor([[5]]), past_key_values=stock).logits
+        ballonet.restore()  # puts torch's allocator back; the device stays for what lies in it
+        for _ in range(2):
+            assert is_elastic(cache)
+            same(tensors(cache), before)
+            with torch.no_grad():
+                same(model(torch.tensor([[5]]), past_key_values=cache).logits, expected)
+            cache.crop(-1)
+
+    use()
+    gc.collect()
+    ballonet.restore()
+    assert runtime.current() is None
+    ballonet.install(BUDGET, page_size=page, device="cpu")

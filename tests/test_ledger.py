@@ -1,0 +1,266 @@
+"""Models that share a link: what they stream against brute force, and that no SLO is missed whatever the link does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ballonet.offload.interval import Costs, meeting
+from ballonet.offload.ledger import Client, Option, Refusal, Shares, options, settle, share
+
+PAGE = 1000  # bytes
+LINK = 10**6  # bytes per second: a page in a millisecond
+
+
+def client(
+    name: str,
+    pages: tuple[int, ...] = (10,) * 8,
+    seconds: float = 0.08,
+    slo: float = 0.1,
+    available: int = 80,
+    idle: bool = False,
+) -> Client:
+    return Client(name, Costs(pages, seconds, PAGE / LINK), PAGE, slo, available, idle)
+
+
+SHAPES = [(4,) * 6, (1,) * 5, (5, 5), (2, 5, 1, 4), (3, 0, 3, 3), (6,), (0, 0)]
+
+
+@st.composite
+def clients(draw: st.DrawFn, counts: Sequence[int] = (1, 2, 2, 3, 3)) -> list[Client]:
+    """Models with much or little to hide copies behind. Drawn from lists, as what is drawn from a range is mostly at
+    its ends, where nobody streams or nobody can."""
+    found = []
+    for name in "abc"[: draw(st.sampled_from(counts))]:
+        pages = draw(st.sampled_from(SHAPES))
+        total = sum(pages)
+        seconds = max(1, total) * PAGE / LINK * draw(st.sampled_from([0.4, 1, 2, 3]))
+        slo = seconds * draw(st.sampled_from([1.1, 1.5, 3.0, 4.0, math.inf, 1.0] * 3 + [0.9]))
+        available = total - draw(st.sampled_from([0, total // 8, total // 4, total // 3] * 6 + [total // 2, total]))
+        found.append(client(name, pages, seconds, slo, available, draw(st.sampled_from([False] * 6 + [True]))))
+    return found
+
+
+bandwidths = st.sampled_from([0, 999, *range(LINK // 10, 2 * LINK, LINK // 20)])
+traffics = st.sampled_from([0, LINK // 10, LINK // 3, LINK])
+
+
+def works(chosen: tuple[Option, ...], left: int) -> bool:
+    level = max((option.need for option in chosen), default=0)
+    return sum(min(option.rate, level) for option in chosen) <= left
+
+
+def best_of_all(tables: list[tuple[Option, ...]], left: int) -> tuple[Option, ...] | None:
+    def key(chosen: tuple[Option, ...]) -> tuple[int, int, int, tuple[int, ...]]:
+        level = max((option.need for option in chosen), default=0)
+        rate = sum(min(option.rate, level) for option in chosen)
+        return -sum(option.host for option in chosen), level, rate, tuple(option.interval for option in chosen)
+
+    return min((chosen for chosen in product(*tables) if works(chosen, left)), key=key, default=None)
+
+
+def fair(wanted: list[float], link: float) -> list[float]:
+    """What each gets of a link that serves all alike, worked out by filling: equal parts until somebody has enough."""
+    got = [0.0] * len(wanted)
+    hungry = {n for n, want in enumerate(wanted) if want > 0}
+    while hungry and link > 1e-9:
+        part = min(link / len(hungry), min(wanted[n] - got[n] for n in hungry))
+        for n in hungry:
+            got[n] += part
+        link -= part * len(hungry)
+        hungry = {n for n in hungry if wanted[n] - got[n] > 1e-9}
+    return got
+
+
+def meets(it: Client, interval: int, bandwidth: float) -> bool:
+    return it.time(interval, math.floor(bandwidth + 1e-6)) <= it.slo
+
+
+@settings(max_examples=120)
+@given(clients(), bandwidths, traffics)
+def test_the_choice_is_the_best_of_all_combinations(them: list[Client], bandwidth: int, traffic: int) -> None:
+    """Select-N, coordinator: equals brute force."""
+    found = share(them, bandwidth, traffic)
+    active = [each for each in them if not each.idle]
+    best = best_of_all([options(each) for each in active], max(0, bandwidth - traffic))
+    if best is None:
+        assert isinstance(found, Refusal)
+    else:
+        assert isinstance(found, Shares)
+        assert found.options == {each.name: option for each, option in zip(active, best, strict=True)}
+        assert found.rate <= max(0, bandwidth - traffic)
+        assert found.host == sum(option.host for option in best)
+        assert found.level == max((option.need for option in best), default=0)
+
+
+@settings(max_examples=50)
+@given(clients(counts=(1,)))
+def test_options_are_the_intervals_that_fit_and_meet_the_slo(them: list[Client]) -> None:
+    (it,) = them
+    every = range(1, it.costs.none + 1)
+    fits = [i for i in every if it.costs.plan(i).device_pages <= it.available]
+    valid = [i for i in fits if it.costs.time(i) <= it.slo]
+    if it.slo == math.inf:
+        valid = sorted(fits, key=lambda i: (it.costs.plan(i).host_pages, i))[:1]
+    assert [option.interval for option in options(it)] == valid
+    for option in options(it):
+        assert option.host == it.costs.plan(option.interval).host_pages * PAGE
+        assert option.rate >= option.host / it.costs.time(option.interval) - 1
+        assert it.time(option.interval, option.need) <= it.slo, "what it needs is enough"
+        finest = LINK // 1024
+        assert option.need <= finest or it.time(option.interval, option.need - finest - 2) > it.slo, "and no more"
+
+
+@settings(max_examples=80)
+@given(clients(), bandwidths)
+def test_whoever_shares_the_link_meets_its_slo(them: list[Client], bandwidth: int) -> None:
+    """Every model asks for all that it could take, and the link serves all alike."""
+    found = share(them, bandwidth)
+    assume(isinstance(found, Shares))
+    assert isinstance(found, Shares)
+    sharing = [each for each in them if each.name in found.options]
+    got = fair([found.options[each.name].rate for each in sharing], bandwidth)
+    for each, bytes_per_second in zip(sharing, got, strict=True):
+        assert meets(each, found.options[each.name].interval, bytes_per_second), each.name
+
+
+@settings(max_examples=50)
+@given(clients(), bandwidths)
+def test_the_condition_of_the_paper_is_enough(them: list[Client], bandwidth: int) -> None:
+    active = [each for each in them if not each.idle]
+    combinations = list(product(*map(options, active)))
+    if any(sum(option.rate for option in chosen) < bandwidth for chosen in combinations):
+        assert isinstance(share(them, bandwidth), Shares)
+
+
+@settings(max_examples=40)
+@given(clients(), st.lists(st.tuples(bandwidths, traffics), min_size=1, max_size=6))
+def test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up(
+    them: list[Client], moments: list[tuple[int, int]]
+) -> None:
+    """Select-N, coordinator: no violation under random bandwidth."""
+    assume(all(each.idle or options(replace(each, slo=math.inf)) for each in them))
+    for bandwidth, traffic in moments:
+        settled = settle(them, bandwidth, traffic)
+        sharing = [each for each in them if not each.idle]
+        assert list(settled.shares.options) == [each.name for each in sharing]
+        got = fair([settled.shares.options[each.name].rate for each in sharing], max(0, bandwidth - traffic))
+        for each, bytes_per_second in zip(sharing, got, strict=True):
+            option = settled.shares.options[each.name]
+            assert each.costs.plan(option.interval).device_pages <= each.available
+            assert each.name in settled.missed or meets(each, option.interval, bytes_per_second)
+        for name in settled.missed:
+            assert isinstance(share([each for each in them if not each.idle], bandwidth, traffic), Refusal), name
+
+
+@settings(max_examples=50)
+@given(clients(), bandwidths)
+def test_a_refusal_says_what_would_work(them: list[Client], bandwidth: int) -> None:
+    found = share(them, bandwidth)
+    assume(isinstance(found, Refusal))
+    assert isinstance(found, Refusal)
+    names = [each.name for each in them]
+    index = names.index(found.model)
+    before, refused = them[:index], them[index]
+    assert isinstance(share(before, bandwidth), Shares), "those before it go together"
+    assert found.model in str(found)
+
+    def accepted(bandwidth: int = bandwidth, **changes: object) -> bool:
+        return isinstance(share([*before, replace(refused, **changes)], bandwidth), Shares)  # type: ignore[arg-type]
+
+    assert not accepted()
+    if found.slo is not None:
+        assert found.slo > refused.slo
+        assert accepted(slo=found.slo), "the nearest SLO"
+        assert not accepted(slo=found.slo * 0.9999)
+    if found.pages is not None and refused.slo < math.inf:
+        assert accepted(available=found.pages), "the nearest memory"
+        assert found.pages == 0 or not accepted(available=found.pages - 1)
+    if found.bandwidth is not None:
+        assert accepted(found.bandwidth), "the nearest bandwidth"
+        assert not accepted(found.bandwidth - 1)
+    assert (found.reason == "memory") == (not options(replace(refused, slo=math.inf)))
+
+
+def test_alone_it_gets_the_smallest_interval_that_meets_its_slo() -> None:
+    """The special case of §4.5."""
+    it = client("a")
+    assert it.time(2, 10 * LINK) == it.costs.time(2), "no faster than it was measured"
+    alone = share([it, client("b", idle=True)], LINK)
+    assert isinstance(alone, Shares)
+    assert {name: option.interval for name, option in alone.options.items()} == {"a": meeting(it.costs, it.slo)}
+    asked = share([replace(it, only=3)], LINK)
+    assert isinstance(asked, Shares)
+    assert asked.options["a"].interval == 3
+    beside = share([client("b", available=60), it], LINK)
+    assert isinstance(beside, Shares)
+    assert beside.options["a"].interval > alone.options["a"].interval
+
+
+def test_two_models_on_one_link() -> None:
+    """Eight layers of 10 ms that take 10 ms to copy each, SLO 25 % above: one model streams them all, which needs 0.8
+    of the link, the other streams one."""
+    found = share([client("a"), client("b")], LINK)
+    assert isinstance(found, Shares)
+    assert {name: option.host for name, option in found.options.items()} == {"a": 80_000, "b": 10_000}
+    assert found.rate <= LINK
+    less = share([client("a"), client("b")], LINK, traffic=LINK // 2)
+    assert isinstance(less, Shares)
+    assert less.host < found.host
+    none = share([client("a"), client("b")], LINK, traffic=2 * LINK)
+    assert isinstance(none, Shares)
+    assert {option.interval for option in none.options.values()} == {9}
+
+
+def test_models_larger_than_their_memory_share_a_link_that_neither_could_leave_to_the_other() -> None:
+    """Each would take all of the link that it gets, so that their rates add up to twice the bandwidth; but either has
+    time to spare, and half the link is enough."""
+    them = [client(name, slo=0.2, available=20) for name in "ab"]
+    found = share(them, LINK)
+    assert isinstance(found, Shares)
+    assert all(option.host == 80_000 for option in found.options.values())
+    assert sum(option.rate for option in found.options.values()) > LINK
+    tighter = share([replace(each, slo=0.15) for each in them], LINK)
+    assert isinstance(tighter, Refusal)
+    assert (tighter.model, tighter.reason) == ("b", "link")
+    assert tighter.slo is None, "at any SLO it would take half the link, and the other needs more than that"
+    assert tighter.bandwidth == 2 * options(client("a", slo=0.15))[0].need
+
+
+def test_refusals_in_words() -> None:
+    def words(it: Client) -> str:
+        found = share([it], LINK)
+        assert isinstance(found, Refusal)
+        return str(found)
+
+    assert words(client("a", available=5)) == (
+        "a: its layers do not fit, even if all of them stream. What would do: 20 device pages for its layers."
+    )
+    assert words(client("a", seconds=0.01, slo=0.02, available=40)) == (
+        "a: no interval that fits the memory meets its SLO. What would do: an SLO of 80.0 ms, or 80 device pages for "
+        "its layers."
+    )
+    assert words(client("a", slo=0.07)) == (
+        "a: no interval that fits the memory meets its SLO. What would do: an SLO of 80.0 ms."
+    )
+
+
+def test_an_slo_that_cannot_be_kept_any_more_is_given_up_by_the_newest() -> None:
+    old, new = client("a", slo=0.1), client("b", slo=0.1, available=60)
+    assert settle([old, new], LINK).missed == {}
+    slower = settle([old, new], LINK * 0.4)
+    assert list(slower.missed) == ["b"]
+    assert slower.shares.options["b"].interval == 2, "its memory demands that much"
+    with pytest.raises(ValueError, match="do not fit"):
+        settle([client("a", available=1)], LINK)
+
+
+def test_nobody_streams() -> None:
+    assert share([], LINK) == Shares({}, 0)
+    assert share([client("a", idle=True)], LINK) == Shares({}, 0)

@@ -1,0 +1,228 @@
+"""Models that are dropped: whatever goes with them, their pages come back, and nothing grows with their number."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.hooks import follow, generation, managed
+from ballonet.hooks.first_use import FirstUse
+
+from . import models
+from .pool import in_pool, installing
+
+PAGE = 4096
+COUNT = 110
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with installing(2**24, PAGE) as now:
+        yield now()
+
+
+def generate(model: Any) -> torch.Tensor:
+    tokens: torch.Tensor = model.generate(**models.prompts(1, 5), max_new_tokens=3, do_sample=False)
+    return tokens
+
+
+def weight_pages(device: Device) -> int:
+    gc.collect()
+    device.reap(wait=True)
+    device.check()
+    pages: int = device.snapshot()["pages"]["weights"]
+    return pages
+
+
+class Scene:
+    """What is left of a model that was used, beside what `keep` says."""
+
+    def __init__(self, keep: Callable[[Any], object]) -> None:
+        model = models.build("llama")
+        ballonet.manage(model)
+        generate(model)
+        self.kept = keep(model)
+        self.alive = weakref.ref(model)
+
+
+def cycle(model: Any) -> None:
+    model.itself = [model]
+    model.model.layers[1].owner = (model,)
+
+
+def traceback_of(model: Any) -> BaseException:
+    """An error from the middle of a forward, whose frames hold the model."""
+
+    def fail(*_: Any) -> None:
+        raise ValueError("in the middle")
+
+    model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    try:
+        model(**models.prompts(1, 5))
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+@torch.no_grad()
+def cache_of(model: Any) -> Any:
+    return model(**models.prompts(1, 5)).past_key_values
+
+
+def in_a_thread(model: Any) -> None:
+    thread = threading.Thread(target=generate, args=(model,))
+    thread.start()
+    thread.join()
+
+
+DROPPED: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda model: None,
+    "a cycle": cycle,
+    "its logits": lambda model: model(**models.prompts(1, 5)).logits.detach(),
+    "a cache": cache_of,
+    "a thread that used it": in_a_thread,
+    "a layer's name only": lambda model: [name for name, _ in model.named_modules()],
+    "a copy of its state": lambda model: {name: value.clone() for name, value in model.state_dict().items()},
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_pages_come_back_with_the_model(device: Device, name: str) -> None:
+    scene = Scene(DROPPED[name])
+    assert weight_pages(device) == 0
+    assert scene.alive() is None
+
+
+def test_pages_come_back_with_the_traceback_that_held_the_model(device: Device) -> None:
+    scene = Scene(traceback_of)
+    assert weight_pages(device) > 0
+    assert scene.alive() is not None
+    scene.kept = None
+    assert weight_pages(device) == 0
+    assert scene.alive() is None
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "a weight": lambda model: model.lm_head.weight,
+    "a view": lambda model: model.lm_head.weight.detach()[5:],
+    "a layer": lambda model: model.lm_head,
+    "a graph": lambda model: model.lm_head.weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_keeps_its_own_pages_only(device: Device, name: str) -> None:
+    scene = Scene(KEPT[name])
+    size = models.VOCABULARY * 32 * 4
+    assert 0 < weight_pages(device) <= size // PAGE + 2
+    assert scene.alive() is None
+    if name == "a layer":
+        assert scene.kept(torch.ones(1, 32)).shape == (1, models.VOCABULARY)
+        with ballonet.manage(scene.kept):
+            assert in_pool(scene.kept.weight)
+    scene.kept = None
+    assert weight_pages(device) == 0
+
+
+def test_a_decoder_layer_that_outlives_its_model_works_and_has_no_hooks(device: Device) -> None:
+    scene = Scene(lambda model: model.model.layers[0].mlp)
+    assert weight_pages(device) > 0
+    assert scene.alive() is None
+    assert not scene.kept._forward_pre_hooks
+    assert scene.kept(torch.ones(1, 1, 32)).shape == (1, 1, 32)
+
+
+def _numbers(device: Device) -> Counter[str]:
+    """What must not grow with the number of models."""
+    weight_pages(device)
+    device.trim()
+    snapshot = device.snapshot()
+    handles = (*torch_module._global_parameter_registration_hooks, *torch_module._global_forward_hooks)
+    return Counter(
+        {
+            "created": snapshot["created"],
+            "heap": snapshot["heap"]["live"],
+            "maps": len(Path("/proc/self/maps").read_text().splitlines()),
+            "files": len(os.listdir("/proc/self/fd")),
+            "threads": threading.active_count(),
+            "tasks": len(os.listdir("/proc/self/task")),
+            "managed": len(managed._managed) + len(generation._attached) + len(follow._followers),
+            "hooks": len(handles),
+            "finalizers": sum(each.alive for each in list(weakref.finalize._registry)),  # type: ignore[attr-defined]
+            "patches": len(sys.meta_path),
+        }
+    )
+
+
+def by_hand(index: int) -> None:
+    model = models.build("llama", num_hidden_layers=2)
+    with ballonet.manage(model) if index % 3 else ballonet.manage(model, chaos=index):
+        generate(model)
+        if index % 4 == 0:
+            model.bfloat16()
+            generate(model)
+
+
+def dropped(index: int) -> None:
+    model = models.build(("llama", "gpt2")[index % 2], **({"num_hidden_layers": 2} if index % 2 == 0 else {}))
+    ballonet.manage(model)
+    generate(model)
+
+
+def unasked(index: int) -> None:
+    """As `python -m ballonet run` has it: nobody holds the handle."""
+    model = models.build("llama", num_hidden_layers=2)
+    if index % 2:
+        model(**models.prompts(1, 5))
+    else:
+        generate(model)
+    assert in_pool(model.lm_head.weight)
+
+
+@pytest.mark.parametrize("life", [by_hand, dropped, unasked])
+def test_models_by_the_hundred(device: Device, life: Callable[[int], None]) -> None:
+    watching = FirstUse() if life is unasked else None
+    for index in range(4):  # what is made once only
+        life(index)
+    before = _numbers(device)
+    for index in range(COUNT):
+        life(index)
+        if index % 10 == 0:
+            gc.collect(0)
+    after = _numbers(device)
+    if watching is not None:
+        assert watching.managed == []
+        watching.close()
+    grown = {name: (before[name], after[name]) for name in after if after[name] > before[name]}
+    grown.pop("maps", None)  # of the interpreter's own heap, too
+    assert not grown
+    assert after["maps"] <= before["maps"] + 12
+    assert runtime.require().snapshot()["physical_peak"] <= 2**24
+
+
+def test_many_modules_at_once(device: Device) -> None:
+    modules = [nn.Linear(8, 8) for _ in range(COUNT)]
+    handles = [ballonet.manage(module) for module in modules]
+    for module in modules:
+        assert module(torch.ones(1, 8)).shape == (1, 8)
+    assert weight_pages(device) == sum(handle.pages for handle in handles) == COUNT
+    for handle in handles[::2]:
+        handle.release()
+    assert weight_pages(device) == COUNT // 2
+    del modules, module, handles, handle
+    assert weight_pages(device) == 0

@@ -1,0 +1,95 @@
+"""Which layers stream: the plans against brute force."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.plan import Plan, at_interval, fewest, smallest, spread, streaming
+from ballonet.offload.schedule import closed_form, evenly
+
+RATIOS = [Fraction(r) for r in ("1/2", "1", "2", "4", "8", "80")]
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 12, 40])
+def test_equal_layers_are_spread_as_the_paper_says(layers: int) -> None:
+    for count in range(layers + 1):
+        assert spread([3] * layers, count) == evenly(layers, count)
+
+
+def test_unequal_layers_are_spread_by_size() -> None:
+    assert spread([1, 1, 1, 1, 4, 4], 3) == (0, 4, 5)
+    assert spread([10, 1, 1], 3) == (0,), "the first layer is more than two thirds"
+    assert spread([0, 5, 0, 5], 2) == (1, 3)
+    assert spread([0, 0], 2) == ()
+
+
+def test_what_a_plan_takes() -> None:
+    plan = streaming([4, 6, 4, 5], (1, 2, 3), 2)
+    assert plan.slots == (0, 1, 0)
+    assert plan.slot_pages == (6, 4)
+    assert plan.device_pages == 4 + 6 + 4
+    assert plan.host_pages == 15
+    assert streaming([4, 4], (), 2).device_pages == 8
+    with pytest.raises(ValueError, match="need a slot"):
+        streaming([4, 4], (1,), 0)
+
+
+def test_time_of_a_plan() -> None:
+    for ratio in RATIOS:
+        for count in range(0, 41, 2):
+            at = evenly(40, count)
+            assert streaming([7] * 40, at, 2).steady(ratio).time == closed_form(40, at, 2, ratio)
+    assert Plan((0, 0)).steady(Fraction(3)).time == 0
+    large = streaming([1, 1, 1, 5], (3,), 1).steady(Fraction(2))
+    assert large.link == 2 * Fraction(5, 2)
+    assert large.time == Fraction(5, 2) * 3, "copied while nothing else computes, or it would hide three small layers"
+
+
+def test_intervals() -> None:
+    plan = at_interval([5] * 8, 3)
+    assert (plan.streamed, plan.slots, plan.device_pages) == ((2, 5), (0, 1), 40)
+    assert at_interval([5] * 8, 8).slots == (0,)
+    assert at_interval([5] * 8, 1).device_pages == 10
+    for interval in (0, 9):
+        with pytest.raises(ValueError, match="interval"):
+            at_interval([5] * 8, interval)
+
+
+@given(sizes, st.integers(0, 60), st.sampled_from(RATIOS))
+def test_a_plan_fits_and_no_plan_of_its_kind_streams_less(pages: list[int], available: int, ratio: Fraction) -> None:
+    plan = fewest(pages, available, ratio)
+    candidates = [streaming(pages, spread(pages, count), slots) for count in range(len(pages) + 1) for slots in (1, 2)]
+    fitting = [each for each in candidates if each.device_pages <= available]
+    if plan is None:
+        assert not fitting
+        assert available < smallest(pages)
+        return
+    assert available >= smallest(pages)
+    assert plan in fitting
+    same_slots = [each for each in fitting if len(each.slot_pages) == len(plan.slot_pages)]
+    assert len(plan.streamed) == min(len(each.streamed) for each in same_slots)
+    if sum(pages) <= available:
+        assert plan.streamed == ()
+
+
+@given(sizes)
+def test_the_smallest_is_no_larger_than_any_placement_of_one_slot_allows(pages: list[int]) -> None:
+    best = min(
+        streaming(pages, at, 1).device_pages for m in range(len(pages) + 1) for at in combinations(range(len(pages)), m)
+    )
+    assert best <= smallest(pages) <= sum(pages)
+    if len(set(pages)) == 1:
+        assert smallest(pages) == best
+
+
+def test_one_slot_or_two_by_their_times() -> None:
+    """n = 40, r = 8: five freed layers cost 1.35 with one slot and 1.40 with two; the other way round at r = 2."""
+    assert fewest([1] * 40, 35, Fraction(8)) == streaming([1] * 40, evenly(40, 6), 1)
+    slower = fewest([1] * 40, 25, Fraction(2))
+    assert slower == streaming([1] * 40, evenly(40, 17), 2)

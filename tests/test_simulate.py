@@ -1,0 +1,143 @@
+"""`python -m ballonet simulate`: what a placement of streamed layers costs, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.__main__ import main
+from ballonet.offload.schedule import evenly, one_slot, two_slots
+from ballonet.offload.whatif import facts
+
+
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["simulate", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert (out.count("\n"), err) == (1, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_evenly_spaced_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "--layers", "40", "--ratio", "8", "--streamed", "5", "--slots", "2")
+    assert found == {
+        "time_in_layers": 40,
+        "closed_form": 40,
+        "stall": 0,
+        "layers": 40,
+        "ratio": 8,
+        "streamed": [0, 8, 16, 24, 32],
+        "slots": 2,
+        "freed": 3,
+        "link_busy": 1,
+        "time_with_fixed_slots": 41,
+    }
+    assert simulated(capsys, "--layers", "40", "--ratio", "8", "--streamed", "5")["slots"] == 2
+
+
+def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "--layers", "40", "--ratio", "8", "--at", "0,1,2,31", "--slots", "1")
+    assert found["streamed"] == [0, 1, 2, 31]
+    assert found["closed_form"] is None
+    assert found["time_in_layers"] == 9 + 9 + 29 + 9
+    assert found["stall"] == 16
+
+
+def test_one_slot_against_two(capsys: pytest.CaptureFixture[str]) -> None:
+    """n = 40, r = 8, five layers freed: 1.35 against 1.40."""
+    one = simulated(capsys, "--layers", "40", "--ratio", "8", "--streamed", "6", "--slots", "1")
+    two = simulated(capsys, "--layers", "40", "--ratio", "8.0", "--streamed", "7", "--slots", "2")
+    assert (one["freed"], one["time_in_layers"], one["closed_form"]) == (5, 54, 54)
+    assert (two["freed"], two["time_in_layers"], two["closed_form"]) == (5, 56, 56)
+
+
+@given(st.integers(1, 30), st.data())
+def test_facts_fit_together(layers: int, data: st.DataObject) -> None:
+    streamed, slots = data.draw(st.integers(0, layers)), data.draw(st.integers(1, 4))
+    ratio = Fraction(data.draw(st.integers(1, 60)), data.draw(st.integers(1, 4)))
+    at = evenly(layers, streamed)
+    found = facts(layers, ratio, at, slots)
+    formula = one_slot(layers, at, ratio) if slots == 1 else two_slots(layers, streamed, ratio)
+    assert found["closed_form"] in (float(formula), None)
+    if found["closed_form"] is not None:
+        assert found["time_in_layers"] == found["closed_form"]
+    else:
+        assert ratio.denominator > 1
+        assert found["time_in_layers"] > formula
+    assert found["time_with_fixed_slots"] >= found["time_in_layers"] == pytest.approx(layers + found["stall"])
+    assert found["link_busy"] == pytest.approx(float(streamed * ratio) / found["time_in_layers"])
+    assert found["freed"] == max(0, streamed - slots)
+    json.dumps(found)
+
+
+EVEN = {"--layers": "4", "--ratio": "2", "--streamed": "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"--layers": "0"}, "--layers: '0' is not a whole number from 1 to 1000"),
+        ({"--layers": "4.5"}, "--layers: '4.5' is not a whole number"),
+        ({"--layers": "-4"}, "--layers: '-4' is not a whole number"),
+        ({"--layers": "1001"}, "--layers: '1001' is not a whole number"),
+        ({"--streamed": "5"}, "5 of 4 layers cannot be streamed"),
+        ({"--streamed": "-1"}, "--streamed: '-1' is not a whole number from 0"),
+        ({"--slots": "0"}, "--slots: '0' is not a whole number from 1 to 64"),
+        ({"--slots": "two"}, "--slots: 'two' is not a whole number"),
+        ({"--ratio": "0"}, "--ratio: '0' is not a number above 0"),
+        ({"--ratio": "-3"}, "--ratio: '-3' is not a number above 0"),
+        ({"--ratio": "nan"}, "--ratio: 'nan' is not a number above 0"),
+        ({"--ratio": "inf"}, "--ratio: 'inf' is not a number above 0"),
+        ({"--ratio": "1e-999999999"}, "--ratio: '1e-999999999' is not a number above 0"),
+        ({"--ratio": "eight"}, "--ratio: 'eight' is not a number"),
+        ({"--at": "1"}, "not allowed with argument"),
+        ({"--streamed": None}, "one of the arguments --streamed --at is required"),
+        ({"--layers": None}, "the following arguments are required: --layers"),
+        ({"--ratio": None}, "the following arguments are required: --ratio"),
+        ({"--streamed": None, "--at": "1,,2"}, "--at: '1,,2' is not a list of layers such as 0,1,2,31"),
+        ({"--streamed": None, "--at": ""}, "--at: '' is not a list of layers"),
+        ({"--streamed": None, "--at": "1,x"}, "--at: '1,x' is not a list of layers"),
+        ({"--streamed": None, "--at": "1,4"}, "streamed layers are distinct, ascending and below 4, not [1, 4]"),
+        ({"--streamed": None, "--at": "2,1"}, "streamed layers are distinct, ascending and below 4, not [2, 1]"),
+        ({"--streamed": None, "--at": "1,1"}, "streamed layers are distinct, ascending and below 4, not [1, 1]"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_exit_code_2(
+    changes: dict[str, str | None], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"{name}={value}" for name, value in (EVEN | changes).items() if value is not None]
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", *arguments])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert err.startswith("usage: python -m ballonet simulate")
+
+
+def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for word in (*facts(4, Fraction(2), (1,), 1), "--layers", "--at"):
+        assert word in out
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys; from ballonet.__main__ import main; "
+        "main(['simulate', '--layers', '40', '--ratio', '8', '--streamed', '5']); "
+        "sys.exit(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["time_in_layers"] == 40

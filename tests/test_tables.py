@@ -1,0 +1,188 @@
+"""What Select-N and Oneiros claim, row by row, as far as numbers alone can show it; errata of the papers included.
+
+Coordinator, victims, remapping and reversion are in test_ledger.py and test_remap.py, the record's file in
+test_record.py, the direction of copies in test_ring.py.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.interval import Costs, choose, meeting
+from ballonet.offload.plan import at_interval, fewest, spread, streaming
+from ballonet.offload.record import Point, Record
+from ballonet.offload.remap import cap
+from ballonet.offload.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
+
+ONE = Fraction(1)
+WHOLE = [Fraction(r) for r in (1, 2, 3, 5, 8, 13, 20)]
+
+
+def time(layers: int, at: tuple[int, ...], ratio: Fraction, slots: int) -> Fraction:
+    return simulate([ONE] * layers, [ratio] * len(at), at, slots).time
+
+
+# -- Select-N
+
+
+@pytest.mark.parametrize("layers", [1, 7, 12, 32])
+def test_interval_streams_the_last_of_every_i_layers(layers: int) -> None:
+    """Select-N, interval i: the set is {k : (k+1) mod i = 0}, it frees its layers less the slots, and where its gaps
+    are even the simulator agrees with the closed form."""
+    for interval in range(1, layers + 1):
+        at = every(layers, interval)
+        assert at == tuple(k for k in range(layers) if (k + 1) % interval == 0)
+        assert len(at) == layers // interval
+        plan = at_interval([5] * layers, interval)
+        assert plan.device_pages == 5 * (layers - len(at) + min(2, len(at)))
+        for ratio in WHOLE:
+            formula = closed_form(layers, at, 2, ratio)
+            assert (formula is None) == (not is_even(layers, at))
+            if formula is not None:
+                assert time(layers, at, ratio, 2) == formula
+            if layers % interval == 0:
+                assert formula == max(layers, len(at) * ratio), "the gaps are the interval"
+
+
+def test_the_smallest_interval_that_streams_no_more_than_so_many() -> None:
+    """Select-N, closed forms: it is ⌊n/(m+1)⌋ + 1; the paper's ⌊L/L_off⌋ streams too many for 22 of 32 values."""
+    for layers in range(1, 65):
+        for most in range(1, layers):
+            exact = layers // (most + 1) + 1
+            assert exact == min(i for i in range(1, layers + 1) if layers // i <= most)
+    assert sum(32 // (32 // most) > most for most in range(1, 33)) == 22
+
+
+@given(st.data())
+def test_the_interval_looked_up_meets_the_slo_at_the_point_measured(data: st.DataObject) -> None:
+    """Select-N, record: for a batch and length that are not listed the time, and so the interval, of a neighbour that
+    is no smaller; i falls as batch and length grow."""
+    powers = [2**power for power in range(4)]
+    token = data.draw(st.sampled_from([0.001, 0.002, 0.003]))
+    record = Record({}, 1e9, {Point("decode", b, s): 0.004 + token * b * s for b in powers for s in powers})
+    batch, length = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
+    seconds = record.time("decode", batch, length)
+    assert seconds is not None
+    for (_, b, s), measured in record.seconds.items():
+        if b <= batch and s <= length:
+            assert seconds >= measured
+    slo = seconds * data.draw(st.sampled_from([1.0, 1.1, 2.0]))
+    found = meeting(Costs((10,) * 12, seconds, 0.0002), slo)
+    assert found is not None, "without streaming it takes no longer"
+    more = record.time("decode", batch, 8)
+    assert more is not None
+    longer = meeting(Costs((10,) * 12, more, 0.0002), slo * more / seconds)
+    assert longer is not None
+    assert longer <= found
+
+
+def test_prefill_may_stream_more_than_decode() -> None:
+    """Select-N, phases: i_prefill ≤ i_decode at the same quotient of SLO and time."""
+    for layers in (1, 8, 31):
+        for seconds in (0.01, 0.05):
+            for longer in (1, 2, 10, 100):
+                for quotient in (1.0, 1.05, 1.5, 4.0):
+                    decode = meeting(Costs((10,) * layers, seconds, 0.0005), seconds * quotient)
+                    prefill = meeting(Costs((10,) * layers, seconds * longer, 0.0005), seconds * longer * quotient)
+                    assert decode is not None
+                    assert prefill is not None
+                    assert prefill <= decode
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=9).map(tuple),
+    st.floats(1e-6, 1e6),
+    st.floats(1e-9, 1e3),
+    st.floats(0, 1e9) | st.just(math.inf),
+    st.integers(-1, 99),
+)
+def test_no_interval_is_an_answer_and_not_an_exception(
+    pages: tuple[int, ...], seconds: float, page_seconds: float, slo: float, available: int
+) -> None:
+    """Select-N, admission: an empty set is a refusal that says what the nearest SLO is."""
+    choice = choose(Costs(pages, seconds, page_seconds), slo, available)
+    assert choice.interval is None or choice.slo <= slo
+    assert choice.slo > 0
+
+
+# -- Oneiros
+
+
+@pytest.mark.parametrize("layers", [*range(1, 20), 32, 40, 61])
+def test_layers_are_spread_around_the_circle(layers: int) -> None:
+    """Oneiros, which layers: ⌊j·n/m⌋; the smallest gap is ⌊n/m⌋, the largest ⌈n/m⌉, that across the end included."""
+    for count in range(1, layers + 1):
+        at = evenly(layers, count)
+        assert at == tuple(j * layers // count for j in range(count)) == spread([3] * layers, count)
+        between = gaps(layers, at)
+        assert sum(between) == layers
+        assert (min(between), max(between)) == (layers // count, -(-layers // count))
+
+
+def test_first_and_last_is_a_bad_choice() -> None:
+    """Oneiros, which layers: two layers spread beat {first, last}, whose gap across the end is one."""
+    for layers in range(3, 41):
+        for slots in (1, 2):
+            for ratio in WHOLE:
+                even, ends = evenly(layers, 2), (0, layers - 1)
+                assert time(layers, even, ratio, slots) <= time(layers, ends, ratio, slots)
+        within = Fraction(layers // 2 - 1)
+        if within > 0:
+            assert time(layers, evenly(layers, 2), within, 1) == layers < time(layers, (0, layers - 1), within, 1)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_no_placement_is_faster_than_an_even_one(slots: int) -> None:
+    """Oneiros, which layers: against brute force."""
+    for layers in range(1, 9):
+        for count in range(1, layers + 1):
+            for ratio in WHOLE[:5]:
+                best = min(time(layers, at, ratio, slots) for at in combinations(range(layers), count))
+                assert time(layers, evenly(layers, count), ratio, slots) == best
+
+
+def test_how_many_layers_hide_behind_an_iteration() -> None:
+    """Oneiros, how many: the largest m with T_T·m ≤ T_compute, and never all; it grows with bandwidth and compute."""
+    for layers in (1, 2, 12, 40):
+        caps = []
+        for ratio in (1, 2, 3, 5, 8, 14, 20, 41):
+            found = cap(Costs((10,) * layers, 1.0, ratio / (10 * layers)))
+            assert found == min(layers - 1, layers // ratio)
+            caps.append(found)
+        assert caps == sorted(caps, reverse=True)
+
+
+def test_one_slot_or_two() -> None:
+    """Oneiros, slots: by the times of one slot with as many layers as are freed and one more, and of two with two more.
+    Slots for good cost no more than another layer where two do not divide m."""
+    layers = 40
+    for ratio in WHOLE:
+        for alpha in range(1, layers - 1):
+            one = one_slot(layers, evenly(layers, alpha + 1), ratio)
+            two = two_slots(layers, alpha + 2, ratio)
+            good = streaming([10] * layers, evenly(layers, alpha + 2), 2).steady(ratio).time
+            assert two <= good <= two + 1
+            chosen = fewest([10] * layers, 10 * (layers - alpha), ratio)
+            assert chosen is not None
+            assert chosen.steady(ratio).time == min(one, good)
+            assert len(chosen.slot_pages) == (1 if one <= good else 2)
+            assert len(chosen.streamed) == alpha + len(chosen.slot_pages)
+
+
+def test_where_two_slots_allow_more_than_one() -> None:
+    """Oneiros, slots: for 40 layers Eq. 5 is looser than Eq. 4 from five freed layers on; at the paper's nine Eq. 4
+    fails for anything above 3."""
+    one = [Fraction(40 - alpha - 1, alpha + 1) for alpha in range(20)]
+    two = [Fraction(40, alpha + 2) for alpha in range(20)]
+    assert next(alpha for alpha in range(20) if two[alpha] > one[alpha]) == 5
+    assert all(two[alpha] > one[alpha] for alpha in range(5, 20))
+    assert next(alpha for alpha in range(20) if one[alpha] <= 3) == 9
+    for alpha in (5, 9, 15):
+        between = (one[alpha] + two[alpha]) / 2
+        assert one_slot(40, evenly(40, alpha + 1), between) > 40

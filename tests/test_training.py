@@ -1,0 +1,196 @@
+"""A managed model that is trained: stock's gradients to the bit, with a cache or without; generation in between."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv_cache import KVCache
+
+from .caches import PAGES, installed
+from .models import build, generate, prompts
+from .pool import in_pool
+
+INPUTS = prompts(batch=2, longest=10)
+LABELS = INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)
+
+
+@pytest.fixture(scope="module", autouse=True, **PAGES)
+def page(request: pytest.FixtureRequest) -> Iterator[int]:
+    with installed(request.param) as size:
+        yield size
+
+
+def plain(model: Any) -> list[torch.Tensor]:
+    return [model(**INPUTS, labels=LABELS, use_cache=False).loss]
+
+
+def with_a_cache(model: Any) -> list[torch.Tensor]:
+    """Gradients flow through the keys of the first half into the second."""
+    first = model(INPUTS["input_ids"][:, :6], use_cache=True)
+    second = model(INPUTS["input_ids"][:, 6:], past_key_values=first.past_key_values)
+    return [first.logits.square().mean() + second.logits.square().mean()]
+
+
+def behind_a_prompt_that_is_not_trained(model: Any) -> list[torch.Tensor]:
+    """What is in the cache is elastic and takes no gradients; what comes behind it does."""
+    cache = KVCache(model.config) if any(m._forward_pre_hooks for m in model.modules()) else DynamicCache()
+    with torch.no_grad():
+        model(INPUTS["input_ids"][:, :6], past_key_values=cache)
+    out = model(INPUTS["input_ids"][:, 6:], past_key_values=cache)
+    return [out.logits.square().mean()]
+
+
+def twice(model: Any) -> list[torch.Tensor]:
+    loss = with_a_cache(model)[0]
+    loss.backward(retain_graph=True)
+    return [loss]
+
+
+def train(model: Any, losses: Callable[[Any], list[torch.Tensor]], checkpointing: bool) -> list[torch.Tensor]:
+    """Two steps of Adam; what the loss and every gradient and parameter were."""
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for loss in losses(model):
+            loss.backward()
+            found.append(loss.detach())
+        found += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    model.eval()
+    if checkpointing:
+        model.gradient_checkpointing_disable()
+    return found + [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("chaos", [None, 2], ids=["plain", "chaos"])
+@pytest.mark.parametrize(
+    ("losses", "checkpointing"),
+    [
+        (plain, False),
+        (plain, True),
+        (with_a_cache, False),
+        (behind_a_prompt_that_is_not_trained, False),
+        (twice, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")
+def test_two_steps_of_training(
+    losses: Callable[[Any], list[torch.Tensor]], checkpointing: bool, chaos: int | None
+) -> None:
+    with install.stock():
+        model = build("llama", attention_dropout=0.0)
+        expected = train(model, losses, checkpointing)
+        tokens = generate(model, "greedy", INPUTS)
+        model = build("llama", attention_dropout=0.0)
+    with ballonet.manage(model, chaos=chaos):
+        weights = [parameter.data_ptr() for parameter in model.parameters()]
+        before = generate(model, "greedy", INPUTS)
+        found = train(model, losses, checkpointing)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert [parameter.data_ptr() for parameter in model.parameters()] == weights
+        after = generate(model, "greedy", INPUTS)
+        assert after.agrees(tokens)
+        assert not torch.equal(after.logits, before.logits)
+
+
+def test_one_cache_with_gradients_without_and_in_inference_mode() -> None:
+    """The layer is elastic whenever it can be, and what it held with gradients comes along."""
+    modes = [torch.no_grad, torch.inference_mode, torch.enable_grad, torch.no_grad, torch.enable_grad, torch.no_grad]
+    with install.stock():
+        model = build("llama")
+
+    def run(cache: Any) -> tuple[list[torch.Tensor], list[bool]]:
+        found, elastic = [], []
+        for index, mode in enumerate(modes):
+            with mode():
+                ids = INPUTS["input_ids"][:, index : index + 2]
+                found.append(model(ids, past_key_values=cache).logits.detach().clone())
+            elastic.append(all(getattr(layer, "elastic", False) for layer in cache.layers))
+            if mode is torch.enable_grad:
+                for layer in cache.layers:  # as programs do that keep a cache from step to step
+                    layer.keys, layer.values = layer.keys.detach(), layer.values.detach()
+        return found, elastic
+
+    expected, _ = run(DynamicCache(config=model.config))
+    with ballonet.manage(model):
+        found, elastic = run(KVCache(model.config))
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert elastic == [True, True, False, True, False, True]
+
+
+def fresh(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 2, count, 8, generator=generator), torch.randn(2, 2, count, 8, generator=generator)
+
+
+def tangents(layer: Any) -> torch.Tensor:
+    """Forward mode: what a change of the new keys does to the sum of squares of all keys."""
+    keys, values = fresh(1, 2)
+    with torch.no_grad(), forward_ad.dual_level():
+        all_keys, _ = layer.update(forward_ad.make_dual(keys, torch.ones_like(keys)), values)
+        return forward_ad.unpack_dual((all_keys * all_keys).sum()).tangent
+
+
+def transformed(layer: Any) -> torch.Tensor:
+    """torch.func: the gradient by the new keys."""
+    keys, values = fresh(1, 2)
+
+    def loss(new: torch.Tensor) -> torch.Tensor:
+        copied = type(layer)()
+        copied.update(*fresh(5, 1))
+        return copied.update(new, values)[0].square().sum()
+
+    found: torch.Tensor = torch.func.grad(loss)(keys)
+    return found
+
+
+def mapped(layer: Any) -> torch.Tensor:
+    """torch.func: one update for each of many keys."""
+    keys, values = torch.stack([fresh(1, seed)[0] for seed in range(3)]), fresh(1, 2)[1]
+    before = fresh(5, 1)
+
+    def total(new: torch.Tensor) -> torch.Tensor:
+        copied = type(layer)()
+        copied.update(*before)
+        return copied.update(new, values)[0].square().sum()
+
+    found: torch.Tensor = torch.func.vmap(total)(keys)
+    return found
+
+
+@pytest.mark.parametrize("derive", [tangents, transformed, mapped])
+def test_other_derivatives_go_through_the_stock_path(derive: Callable[[Any], torch.Tensor]) -> None:
+    found = []
+    for layer in (ElasticLayer(), DynamicLayer()):
+        layer.update(*fresh(5, 1))
+        found.append(derive(layer))
+    assert found[0] is not None
+    assert torch.equal(*found)
+
+
+def test_gradients_lie_in_the_pool_and_are_given_back() -> None:
+    device = runtime.require()
+    with install.stock():
+        model = build("llama")
+    with ballonet.manage(model):
+        plain(model)[0].backward()
+        assert all(in_pool(parameter.grad) for parameter in model.parameters())
+        model.zero_grad(set_to_none=True)
+    del model
+    gc.collect()
+    device.check()
