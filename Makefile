@@ -7,6 +7,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 LOG := build/setup.log
 JOBS ?= 2
+RESULTS ?= benchmarks/results
 CSRC := $(shell find allocator/csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
@@ -38,15 +39,15 @@ format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
 sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 	@$(MAKE) --no-print-directory -C tests/native sanitize
 
-bench: build  ## the benchmarks: tables here, JSON in build/
-	@for program in benchmarks/bench_*.py; do echo "== $$program"; $(PY) $$program || exit 1; done
+bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
+	@$(PY) benchmarks/run.py cpu --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))
 
-figures: build  ## puts what make bench measured into benchmarks/results, the README and docs/measuring.md
+figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py
 
-gpu:  ## the tests that need an NVIDIA device, with the machine's own Python and torch
+gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core or kv, RESULTS=folder
 	@$(PYTHON) setup.py -q build_ext --inplace
-	@PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
 
 clean:  ## removes what was built; keeps the environment
 	@rm -rf build dist ballonet.egg-info allocator/*.so

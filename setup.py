@@ -10,7 +10,6 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from setuptools.modified import newer_group
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
@@ -18,9 +17,15 @@ STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
 COMPILE = ["-O2", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 
 
+def outdated(target: str, sources: list[str]) -> bool:
+    """Whether the target is missing, or older than one of the files it is made from."""
+    made = Path(target)
+    return not made.exists() or any(Path(source).stat().st_mtime > made.stat().st_mtime for source in sources)
+
+
 def needs_compile(obj: str, source: str) -> bool:
     """Compile a file again when it, or any header, is newer than its object."""
-    return bool(newer_group([source, *HEADERS, __file__], obj))
+    return outdated(obj, [source, *HEADERS, __file__])
 
 
 class BuildExt(build_ext):
@@ -29,7 +34,7 @@ class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         in_place = Path("allocator", target.name)
-        if self.editable_mode and in_place.exists() and not newer_group([*ext.sources, *ext.depends], str(in_place)):
+        if self.editable_mode and not outdated(str(in_place), [*ext.sources, *ext.depends]):
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(in_place, target)
         else:
@@ -60,6 +65,7 @@ standin = Extension(
 )
 
 setup(
+    license="Apache-2.0",
     packages=["ballonet", "ballonet.allocator", "ballonet.offload", "ballonet.hooks"],
     package_dir={
         "ballonet": "src/ballonet",

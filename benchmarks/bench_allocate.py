@@ -1,61 +1,105 @@
-"""Allocate and free: the core's own hit path, and `torch.empty` on the CPU with torch's allocator and with ballonet's.
+"""Allocate and free: the core's own hit path, and `torch.empty` with ballonet under it and with others.
 
-torch's allocator is put back and taken away again between the repetitions, so both are measured in one process.
+On a GPU the others are torch's own allocator, the same with expandable segments, and a pluggable allocator that does
+nothing: what torch itself costs with any pluggable one. On a CPU it is torch's own.
 """
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
-from common import Figure, interleaved, report
+from common import Figure, Options, interleaved, options, report
+from peer import answering, peers, serve, synchronize
 
 import ballonet
 from ballonet.allocator import _native, runtime
+from ballonet.allocator.companion import COMPILERS
 
-SIZES = (64, 4096, 65536, 1 << 20, 16 << 20)
-ROUNDS = 20_000
+SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)}
 BUDGET = "512MiB"
+RATIO = 1.10  # of the stock allocator's time
+CORE = 100  # ns
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+EMPTY = """
+#include <cstddef>
+alignas(512) static char memory[64 * 512];
+static unsigned next = 0;
+extern "C" void* empty_alloc(std::ptrdiff_t, int, void*) { return memory + 512 * (next++ % 64); }
+extern "C" void empty_free(void*, std::ptrdiff_t, int, void*) {}
+"""
 
 
 def main() -> None:
-    ballonet.install(BUDGET)
-    device = runtime.require()
-    hit = {size: Figure.of([_native.bench_hit_path(device, size, 200_000) for _ in range(7)]) for size in SIZES}
+    chosen = options("allocate", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    others = ("native", "expandable segments", "empty pluggable") if chosen.cuda else ("native",)
     rows = []
-    for size in SIZES:
-        taken = interleaved({"stock": lambda s=size: under_stock(s), "ballonet": lambda s=size: under_ballonet(s)})  # type: ignore[misc]
-        stock, ours = taken["stock"], taken["ballonet"]
-        rows.append([size, hit[size], stock, ours, round(ours.median / stock.median, 3)])
-    ballonet.restore()
+    with peers(__file__, chosen, (*others, "ballonet"), {"expandable segments": EXPANDABLE}) as started:
+        found = answering(started, ("native", "ballonet"), "torch", size=SIZES[chosen.device][0])
+        others = tuple(name for name in others if name in found)
+        for size in SIZES[chosen.device]:
+            core = Figure.of([found["ballonet"].ask("core", size=size) for _ in range(chosen.repetitions)])
+            turns = {name: lambda p=peer, n=size: p.ask("torch", size=n) for name, peer in found.items()}
+            taken = interleaved(turns, chosen.repetitions)
+            ours = taken["ballonet"]
+            rows.append(
+                [
+                    size,
+                    core.at_most(CORE),
+                    *(taken[name] for name in others),
+                    ours,
+                    Figure.ratio(ours, taken["native"]).at_most(RATIO),
+                ]
+            )
     report(
+        chosen,
         "allocate",
-        "allocating: ns per allocation and free (limits: core 100 ns; torch.empty 1.10 x stock)",
-        ["bytes", "core alone", "torch.empty, stock", "torch.empty, ballonet", "ratio"],
+        "allocating: ns per allocation and free, by torch.empty and in the core alone",
+        ["bytes", "core alone", *others, "ballonet", "ballonet / native"],
         rows,
     )
 
 
-def under_stock(size: int) -> float:
-    ballonet.restore()
-    return time_empty(size)
+def serve_as(name: str, chosen: Options) -> None:
+    rounds = 200 if chosen.tiny else 20_000
+    functions: dict[str, Any] = {"torch": lambda size: time_empty(size, chosen.device, rounds)}
+    if name == "ballonet":
+        ballonet.install(BUDGET)
+        functions["core"] = lambda size: _native.bench_hit_path(runtime.require(), size, 10 * rounds)
+    elif name == "empty pluggable":
+        install_empty()
+    serve(functions)
 
 
-def under_ballonet(size: int) -> float:
-    ballonet.install(BUDGET)
-    return time_empty(size)
-
-
-def time_empty(size: int) -> float:
+def time_empty(size: int, device: str, rounds: int) -> float:
     """ns per `torch.empty` and the free that follows."""
-    empty: Callable[..., torch.Tensor] = torch.empty
+    empty = torch.empty
     for _ in range(200):
-        empty(size, dtype=torch.uint8)
+        empty(size, dtype=torch.uint8, device=device)
+    synchronize(device)
     begin = time.perf_counter_ns()
-    for _ in range(ROUNDS):
-        empty(size, dtype=torch.uint8)
-    return (time.perf_counter_ns() - begin) / ROUNDS
+    for _ in range(rounds):
+        empty(size, dtype=torch.uint8, device=device)
+    return (time.perf_counter_ns() - begin) / rounds
+
+
+def install_empty() -> None:
+    """The cheapest pluggable allocator there can be. Its memory is not to be touched."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "empty.cpp", Path(folder) / "empty.so"
+        source.write_text(EMPTY)
+        compiler = next(filter(None, map(shutil.which, COMPILERS)))
+        subprocess.run([compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+        pluggable = torch.cuda.memory.CUDAPluggableAllocator(str(library), "empty_alloc", "empty_free")
+    torch.cuda.memory.change_current_allocator(pluggable)
 
 
 if __name__ == "__main__":

@@ -1,78 +1,106 @@
-"""Time per decoded token of a whole model, stock and managed, with the same weights and a cache of a given length.
+"""Time per decoded token of `generate()`, stock and managed: the same random weights, a cache that is already long.
 
-The shape is that of SmolLM2-135M with random weights; the cache is filled directly, because a prefill of 16k tokens
-would take minutes on a CPU and is not what is measured.
+Each peer is a process with its own allocator and its own copy of the model. The cache is filled directly. What is timed
+are the steps of one `generate()` from its third token on, the device synchronised at each. Between them the managed
+peer counts the calls of the driver that change what lies behind an address: in steady state there are none.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from common import interleaved, report
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from common import Figure, Options, interleaved, options, report
+from llama import describe, filled, prepare
+from peer import peers, serve, synchronize
+from transformers import PreTrainedModel, StoppingCriteria
 
 import ballonet
-from ballonet.allocator.install import stock
 
-LENGTHS = (1024, 4096, 8192, 16384)
-STEPS = 8
-SHAPE = LlamaConfig(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=49152,
-    max_position_embeddings=32768,
-)
+# (sequences, tokens held, how much faster than stock it is to be)
+CASES = {
+    "cuda": ((8, 16384, 1.8), (1, 65536, 2.2), (1, 1024, 0.97)),
+    "cpu": ((1, 1024, 0.9), (1, 4096, 0.9), (1, 8192, 1.0), (1, 16384, 1.0)),
+    "tiny": ((2, 32, 0.0),),
+}
+STEPS = 10  # tokens of each generate(); the first two are not timed
+WARM = 2
+PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
 
 
 def main() -> None:
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(SHAPE).eval()
-    ours = copy.deepcopy(model)
-    ballonet.install("4GiB")
-    with ballonet.manage(ours):
-        rows = []
-        for length in LENGTHS:
-            peers: dict[str, Callable[[], float]] = {
-                "stock": lambda n=length: under_stock(model, n),  # type: ignore[misc]
-                "ballonet": lambda n=length: time_token(ours, ballonet.KVCache(config=SHAPE), n),  # type: ignore[misc]
+    chosen = options("decode", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    rows = []
+    with peers(__file__, chosen, ("stock", "ballonet")) as found:
+        for batch, tokens, limit in CASES["tiny" if chosen.tiny else chosen.device]:
+            calls: list[float] = []
+            turns = {
+                "stock": lambda b=batch, n=tokens: found["stock"].ask("decode", batch=b, tokens=n)["ms"],
+                "ballonet": lambda b=batch, n=tokens, c=calls: noted(found["ballonet"], b, n, c),
             }
-            taken = interleaved(peers)
-            rows.append(
-                [length, taken["stock"], taken["ballonet"], round(taken["stock"].median / taken["ballonet"].median, 2)]
-            )
+            taken = interleaved(turns, chosen.repetitions)
+            stock, ours = taken["stock"], taken["ballonet"]
+            faster = Figure.ratio(stock, ours).at_least(limit)
+            rows.append([batch, tokens, stock, ours, faster, Figure.of(calls).at_most(0)])
     report(
+        chosen,
         "decode",
-        "decoding: ms per token, SmolLM2-135M shape, float32 (limits: 0.9 x as fast at 1k, faster from 8k)",
-        ["tokens held", "stock", "ballonet", "times faster"],
+        f"decoding: ms per token, {describe(chosen)}",
+        ["sequences", "tokens held", "stock", "ballonet", "times faster", "page calls per token"],
         rows,
     )
 
 
-def under_stock(model: PreTrainedModel, length: int) -> float:
-    """With torch's own allocator too, not with the pool's."""
-    with stock():
-        return time_token(model, DynamicCache(config=SHAPE), length)
+def noted(peer: Any, batch: int, tokens: int, calls: list[float]) -> float:
+    answer = peer.ask("decode", batch=batch, tokens=tokens)
+    calls.append(answer["calls"])
+    ms: float = answer["ms"]
+    return ms
 
 
-def time_token(model: PreTrainedModel, cache: DynamicCache, length: int) -> float:
-    """ms per one-token forward with `length` tokens in the cache."""
-    head = SHAPE.hidden_size // SHAPE.num_attention_heads
-    states = torch.randn(1, SHAPE.num_key_value_heads, length, head)
-    token = torch.tensor([[1]])
-    with torch.no_grad():
-        for layer in range(SHAPE.num_hidden_layers):
-            cache.update(states, states, layer)
-        model(token, past_key_values=cache, use_cache=True)
-        begin = time.perf_counter_ns()
-        for _ in range(STEPS):
-            model(token, past_key_values=cache, use_cache=True)
-        return (time.perf_counter_ns() - begin) / STEPS / 1e6
+def serve_as(name: str, chosen: Options) -> None:
+    model = prepare(name, chosen)
+    serve({"decode": lambda batch, tokens: decode(name, model, batch, tokens, chosen.device)})
+
+
+class Clock(StoppingCriteria):
+    """Never stops anything; notes the time, and the driver's calls so far, after each token."""
+
+    def __init__(self, device: str, counts: bool) -> None:
+        self.times: list[float] = []
+        self.calls: list[int] = []
+        self._device = device
+        self._counts = counts
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        synchronize(self._device)
+        self.times.append(time.perf_counter())
+        self.calls.append(sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if self._counts else 0)
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def decode(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: str) -> dict[str, float]:
+    """ms, and calls of the driver, per token."""
+    cache = filled(peer, model.config, batch, tokens, device)
+    prompt = torch.randint(0, model.config.vocab_size, (batch, tokens + 1), device=device)
+    clock = Clock(device, counts=peer == "ballonet")
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        past_key_values=cache,
+        max_new_tokens=STEPS,
+        do_sample=False,
+        stopping_criteria=[clock],
+    )
+    if len(clock.times) != STEPS:
+        raise RuntimeError(f"generate() stopped after {len(clock.times)} of {STEPS} tokens")
+    timed = STEPS - WARM
+    ms = (clock.times[-1] - clock.times[WARM - 1]) / timed * 1e3
+    return {"ms": ms, "calls": (clock.calls[-1] - clock.calls[WARM - 1]) / timed}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What one decoded token costs a layer's KV cache: stock concatenates, the elastic layer appends in place.
 
-One layer, batch 1, 8 heads of 128, bfloat16.
+One layer, batch 1, 8 heads of 128, bfloat16; each peer in a process with its own allocator.
 """
 
 from __future__ import annotations
@@ -8,54 +8,60 @@ from __future__ import annotations
 import time
 
 import torch
-from common import interleaved, report
+from common import Figure, Options, interleaved, options, report
+from peer import peers, serve, synchronize
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
-from ballonet.allocator.install import stock
 from ballonet.hooks.kv import ElasticLayer
 
 LENGTHS = (1024, 4096, 8192, 16384, 32768)
 HEADS, DIM = 8, 128
 STEPS = 16
+LIMIT = 25  # µs
 
 
 def main() -> None:
-    ballonet.install("2GiB")
+    chosen = options("kv-growth", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
     rows = []
-    for length in LENGTHS:
-        taken = interleaved(
-            {
-                "stock": lambda n=length: under_stock(n),  # type: ignore[misc]
-                "ballonet": lambda n=length: time_steps(ElasticLayer(), n),  # type: ignore[misc]
-            }
-        )
-        theirs, ours = taken["stock"], taken["ballonet"]
-        rows.append([length, theirs, ours, round(theirs.median / ours.median, 1)])
+    with peers(__file__, chosen, ("stock", "ballonet")) as found:
+        for length in (16, 64) if chosen.tiny else LENGTHS:
+            turns = {name: lambda p=peer, n=length: p.ask("steps", length=n) for name, peer in found.items()}
+            taken = interleaved(turns, chosen.repetitions)
+            theirs, ours = taken["stock"], taken["ballonet"]
+            rows.append([length, theirs, ours.at_most(LIMIT), Figure.ratio(theirs, ours)])
     report(
+        chosen,
         "kv-growth",
-        "one more token in a KV cache: µs per layer (limit: 25 µs, flat in length)",
+        "one more token in a KV cache: µs per layer",
         ["tokens held", "stock DynamicLayer", "ballonet", "times faster"],
         rows,
     )
 
 
-def under_stock(length: int) -> float:
-    """With torch's own allocator too, not with the pool's."""
-    with stock():
-        return time_steps(DynamicLayer(), length)
+def serve_as(name: str, chosen: Options) -> None:
+    kind: type[DynamicLayer] = DynamicLayer
+    if name == "ballonet":
+        ballonet.install("2GiB")
+        kind = ElasticLayer
+    serve({"steps": lambda length: time_steps(kind(), length, chosen.device)})
 
 
-def time_steps(layer: DynamicLayer, length: int) -> float:
+def time_steps(layer: DynamicLayer, length: int, device: str) -> float:
     """µs per one-token update of a layer that holds `length` tokens."""
-    prompt = torch.zeros(1, HEADS, length, DIM, dtype=torch.bfloat16)
-    token = torch.zeros(1, HEADS, 1, DIM, dtype=torch.bfloat16)
+    prompt = torch.zeros(1, HEADS, length, DIM, dtype=torch.bfloat16, device=device)
+    token = torch.zeros(1, HEADS, 1, DIM, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
         layer.update(prompt, prompt)
         layer.update(token, token)
+        synchronize(device)
         begin = time.perf_counter_ns()
         for _ in range(STEPS):
             layer.update(token, token)
+        synchronize(device)
         return (time.perf_counter_ns() - begin) / STEPS / 1e3
 
 

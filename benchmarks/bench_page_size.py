@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from common import Figure, report
+from common import Figure, Options, options, report
 
 from ballonet.allocator import runtime
 from ballonet.allocator.config import Config
@@ -20,9 +20,11 @@ PAGE_SIZES = tuple(size * 2**10 for size in (64, 256, 1024, 2048, 4096, 8192, 32
 
 
 def main() -> None:
-    smallest = runtime.GRANULARITY[runtime.choose(Config.from_env()).kind]
-    rows = [[f"{page / MIB:g}", *costs(page), *waste(page)] for page in PAGE_SIZES if page % smallest == 0]
+    chosen = options("page-size", __doc__)
+    smallest = runtime.GRANULARITY["cuda" if chosen.cuda else "standin"]
+    rows = [[f"{page / MIB:g}", *costs(page, chosen), *waste(page)] for page in PAGE_SIZES if page % smallest == 0]
     report(
+        chosen,
         "page-size",
         "the cost of a page size",
         [
@@ -38,19 +40,20 @@ def main() -> None:
     )
 
 
-def costs(page: int) -> tuple[Figure, Figure]:
+def costs(page: int, chosen: Options) -> tuple[Figure, Figure]:
     """ms to map and unmap a GiB: with pages that have to be created, and with pages that are there."""
-    device = runtime.open_device(Config.from_env().merge(budget=1 << 30, page_size=page))
+    nbytes = 4 * page if chosen.tiny else 1 << 30
+    device = runtime.open_device(Config.from_env().merge(budget=nbytes, page_size=page))
     fresh: list[float] = []
     again: list[float] = []
-    for _ in range(7):
+    for _ in range(chosen.repetitions):
         for times in (fresh, again):
-            held = device.reserve(1 << 30, "kv", device.group())
+            held = device.reserve(nbytes, "kv", device.group())
             begin = time.perf_counter_ns()
             held.map(0, held.pieces)
             held.close()
             device.reap(wait=True)
-            times.append((time.perf_counter_ns() - begin) / 1e6)
+            times.append((time.perf_counter_ns() - begin) / 1e6 * 2**30 / nbytes)
         device.trim()
     device.close()
     return Figure.of(fresh), Figure.of(again)

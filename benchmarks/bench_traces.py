@@ -12,17 +12,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import report
+from common import Figure, options, report
 
 PAGE_SIZES = ("2MiB", "8MiB")
 
 
 def main() -> None:
+    chosen = options("traces", __doc__)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "prefills (made here).csv"
-        make_trace(made)
-        rows = [measure(trace, page) for trace in [made, *map(Path, sys.argv[1:])] for page in PAGE_SIZES]
+        make_trace(made, layers=2 if chosen.tiny else 16)
+        rows = [measure(trace, page) for trace in [made, *chosen.files] for page in PAGE_SIZES]
     report(
+        chosen,
         "traces",
         "peak physical memory against peak live (limit: 1.02 x peak live + 4 pages)",
         [
@@ -30,8 +32,7 @@ def main() -> None:
             "pages of",
             "peak live MiB",
             "peak physical MiB",
-            "ratio",
-            "of the limit",
+            "physical / live",
             "operations",
             "driver calls",
         ],
@@ -43,21 +44,20 @@ def measure(trace: Path, page: str) -> list[object]:
     command = [sys.executable, "-m", "ballonet", "replay", str(trace), "--page-size", page]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     live, physical = result["peak_live"], result["peak_physical"]
-    limit = 1.02 * live + 4 * int(page.removesuffix("MiB")) * 2**20
+    limit = 1.02 + 4 * int(page.removesuffix("MiB")) * 2**20 / live
     return [
         trace.name,
         page,
         live >> 20,
         physical >> 20,
-        round(physical / live, 4),
-        round(physical / limit, 4),
+        Figure.of([physical / live]).at_most(round(limit, 4)),
         result["ops"],
         result["driver_calls"],
     ]
 
 
-def make_trace(path: Path) -> None:
-    """Prefills of varied length through 16 layers: norm, projections, scores and MLP, freed as a transformer does."""
+def make_trace(path: Path, layers: int) -> None:
+    """Prefills of varied length: norm, projections, scores and MLP, freed as a transformer does."""
     rows: list[tuple[int, str, int, int, int]] = []
     live: dict[str, int] = {}
 
@@ -73,7 +73,7 @@ def make_trace(path: Path) -> None:
     for tokens in (512, 1337, 700, 2048, 96, 1800, 1024, 333, 1999):
         row = tokens * hidden * itemsize
         alloc("x", row)
-        for _ in range(16):
+        for _ in range(layers):
             alloc("normed", row)
             for name in ("q", "k", "v"):
                 alloc(name, row)

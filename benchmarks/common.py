@@ -1,50 +1,126 @@
-"""What the benchmarks share: interleaved repetitions, medians with their spread, a table, and one JSON."""
+"""What the benchmarks share: options, interleaved repetitions, medians with spread and limit, a table and its JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+import ballonet
+
+ROOT = Path(__file__).resolve().parent.parent
 REPETITIONS = 7
-PACKAGES = ("torch", "transformers", "ballonet")
+PACKAGES = ("torch", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What every benchmark can be told. `cuda`: whether it runs on a GPU, else on the CPU and the host stand-in."""
+
+    tiny: bool
+    out: Path
+    cuda: bool
+    peer: str | None
+    files: list[Path]
+
+    @property
+    def device(self) -> str:
+        """torch's name of the device."""
+        return "cuda" if self.cuda else "cpu"
+
+    @property
+    def repetitions(self) -> int:
+        return 2 if self.tiny else REPETITIONS
+
+
+def options(name: str, description: str | None) -> Options:
+    """From the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes and two repetitions: shows only that it runs")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / f"bench-{name}.json", help="where the JSON goes")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    parser.add_argument("files", nargs="*", type=Path, help="recorded traces, for the benchmark that takes some")
+    given = parser.parse_args()
+    return Options(given.tiny, given.out, _has_gpu(), given.peer, given.files)
+
+
+def _has_gpu() -> bool:
+    """Whether `install()` would take a GPU here. Makes no CUDA context."""
+    import torch
+
+    from ballonet.allocator import runtime
+    from ballonet.allocator.config import Config
+
+    usable = torch.version.cuda is not None and torch.cuda.is_available()
+    return runtime.choose(Config.from_env(), usable).kind == "cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured value: the median of the repetitions, and the smallest and largest of them."""
+    """A measured value: the median of the repetitions, the smallest and largest of them, and its limit if it has one.
+
+    `limit` reads `"<= 1.1"` or `">= 0.9"`; `met` says whether the median keeps it.
+    """
 
     median: float
     least: float
     most: float
+    limit: str | None = None
+    met: bool | None = None
 
     @classmethod
     def of(cls, values: list[float]) -> Figure:
         return cls(statistics.median(values), min(values), max(values))
 
+    @classmethod
+    def ratio(cls, above: Figure, below: Figure) -> Figure:
+        """Of the medians."""
+        return cls.of([above.median / below.median])
+
+    def at_most(self, limit: float) -> Figure:
+        return replace(self, limit=f"<= {limit:g}", met=self.median <= limit)
+
+    def at_least(self, limit: float) -> Figure:
+        return replace(self, limit=f">= {limit:g}", met=self.median >= limit)
+
     def __str__(self) -> str:
-        return f"{short(self.median)} ({short(self.least)} to {short(self.most)})"
+        text = short(self.median)
+        if self.least < self.most:
+            text += f" ({short(self.least)} to {short(self.most)})"
+        if self.limit is None:
+            return text
+        sign = self.limit.replace("<=", "≤").replace(">=", "≥")
+        return f"{text} [{sign}: {'met' if self.met else 'NOT MET'}]"
 
 
 def short(value: float) -> str:
-    """Three digits, and never an exponent: `'43.2'`, `'6,832'`."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    """Three digits or a little more, and never an exponent: `'43.2'`, `'1.004'`, `'6,832'`."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}" if 0.9 < abs(value) < 2 else f"{value:.3g}"
 
 
 def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REPETITIONS) -> dict[str, Figure]:
     """Each peer once per round, so that a drift of the machine's speed meets all alike. The first does not count."""
     values: dict[str, list[float]] = {name: [] for name in peers}
-    for repetition in track(range(repetitions + 1), "measuring", console=Console(stderr=True), transient=True):
+    console = Console(stderr=True)
+    rounds = track(
+        range(repetitions + 1), "measuring", console=console, transient=True, disable=not console.is_terminal
+    )
+    for repetition in rounds:
         for name, measure in peers.items():
             value = measure()
             if repetition:
@@ -52,27 +128,59 @@ def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REP
     return {name: Figure.of(taken) for name, taken in values.items()}
 
 
-def report(name: str, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    """Prints the table and writes build/bench-NAME.json, with machine and versions, and the spread of each figure."""
+def report(chosen: Options, name: str, title: str, columns: list[str], rows: list[list[Any]]) -> None:
+    """Prints the table and writes it as JSON, with the spread of each figure and the limits."""
     table = Table(*columns, title=title, title_justify="left")
     for row in rows:
-        table.add_row(*(cell if isinstance(cell, str) else str(cell) for cell in row))
-    Console().print(table)
-    build = Path("build")
-    build.mkdir(exist_ok=True)
+        table.add_row(*(escape(str(cell)) for cell in row))
+    console = Console()
+    Console(width=None if console.is_terminal else 160).print(table)
     plain = [[asdict(cell) if isinstance(cell, Figure) else cell for cell in row] for row in rows]
-    result = {"benchmark": name, "title": title, "machine": machine(), "columns": columns, "rows": plain}
-    (build / f"bench-{name}.json").write_text(json.dumps(result, indent=1))
+    chosen.out.parent.mkdir(parents=True, exist_ok=True)
+    chosen.out.write_text(json.dumps({"benchmark": name, "title": title, "columns": columns, "rows": plain}, indent=1))
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """What the figures were measured on; gpu, gpu_gib and driver where there is an NVIDIA device."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    versions = {package: version(package) for package in PACKAGES}
     return {
+        **_gpu(),
         "cpu": names[0] if names else platform.machine(),
         "cores": os.cpu_count(),
+        "ram_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "kernel": platform.release(),
-        **versions,
     }
+
+
+def _gpu() -> dict[str, Any]:
+    """The device as its driver names it, with the driver's own version where `nvidia-smi` tells it, else its CUDA's."""
+    try:
+        from ballonet.allocator import _native
+
+        facts = _native.probe("libcuda.so.1", 0)
+    except Exception:  # whatever is wrong with it will be said by the steps
+        return {}
+    number = facts["driver_version"]
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        said = ""
+    driver = said.partition("\n")[0] or f"for CUDA {number // 1000}.{number % 1000 // 10}"
+    return {"gpu": facts["name"], "gpu_gib": round(facts["total_memory"] / 2**30), "driver": driver}
+
+
+def versions() -> dict[str, str]:
+    """Of Python, ballonet, the packages underneath, and the CUDA that torch is built for. Imports none of them."""
+    found = {"python": platform.python_version(), "ballonet": ballonet.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        text = (Path(torch.origin).parent / "version.py").read_text()
+        found |= dict(re.findall(r"^(cuda)\b.*= '([^']+)'", text, re.MULTILINE))
+    return found

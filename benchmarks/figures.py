@@ -1,4 +1,4 @@
-"""Keeps the figures of the last `make bench` in benchmarks/results/ and puts them into README and docs/measuring.md.
+"""Puts what was measured, the files of benchmarks/results, into the README and docs/measuring.md.
 
 Each document has a section between two marks; what stands between them is made here and nowhere else.
 """
@@ -7,60 +7,112 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import Figure
+from common import ROOT, Figure
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
-    ROOT / "README.md": ("kv-growth", "decode", "allocate", "traces"),
+    ROOT / "README.md": ("kv-growth", "decode", "prefill", "allocate", "exchange", "peak", "traces"),
     ROOT / "docs" / "measuring.md": ("page-size",),
 }
+NO_GPU = "No GPU has run `make gpu` yet: every figure here is of a CPU, on the host stand-in.\n"
 
 
 def main() -> None:
-    measured = [json.loads(path.read_text()) for path in sorted((ROOT / "build").glob("bench-*.json"))]
-    if not measured:
-        raise SystemExit("nothing was measured yet: make bench")
-    RESULTS.mkdir(exist_ok=True)
-    for each in measured:
-        (RESULTS / f"{slug(each['machine'])}-{each['benchmark']}.json").write_text(json.dumps(each, indent=1) + "\n")
-    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    results = load()
+    if not results:
+        raise SystemExit(f"nothing was measured yet: {RESULTS} is empty. make bench")
     for document, names in SHOWN.items():
-        tables = [table(each) for name in names for each in results if each["benchmark"] == name]
         before, opening, rest = document.read_text().partition("<!-- figures -->\n")
         _, closing, after = rest.partition("<!-- end of figures -->")
-        document.write_text(before + opening + "\n".join(tables) + closing + after)
+        document.write_text(before + opening + "\n".join(section(results, names)) + closing + after)
+
+
+def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
+    """What was kept, machines with a GPU first."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return sorted(results, key=lambda result: "gpu" not in result["machine"])
+
+
+def section(results: list[dict[str, Any]], names: tuple[str, ...]) -> Iterator[str]:
+    """The tables of these benchmarks, and what was tested where."""
+    if not any("gpu" in result["machine"] and result["figures"] for result in results):
+        yield NO_GPU
+    for name in names:
+        for result in results:
+            yield from (markdown(result, figure) for figure in result["figures"] if figure["benchmark"] == name)
+    for result in results:
+        if result["tests"]:
+            yield tested(result)
 
 
 def slug(machine: dict[str, Any]) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", f"{machine['cpu']} {machine['cores']} cores".lower()).strip("-")
+    """A short name of the machine, for a file's."""
+    name = machine.get("gpu") or f"{machine['cpu']} {machine['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def table(result: dict[str, Any]) -> str:
-    """One benchmark as Markdown: what, where and by which command, then the rows."""
-    machine = result["machine"]
-    program = f"benchmarks/bench_{result['benchmark'].replace('-', '_')}.py"
+def where(result: dict[str, Any]) -> str:
+    """The machine and the versions in a line."""
+    machine, versions = result["machine"], result["versions"]
+    host = f"{machine['cpu']}, {machine['cores']} cores"
+    place = f"{machine['gpu']}, driver {machine['driver']}, {host}" if "gpu" in machine else f"{host}, no GPU"
+    return f"{place}, torch {versions['torch']}, transformers {versions['transformers']}"
+
+
+def markdown(result: dict[str, Any], figure: dict[str, Any]) -> str:
+    """One benchmark: what, where and by which command, then the rows."""
+    program = f"benchmarks/bench_{figure['benchmark'].replace('-', '_')}.py"
     lines = [
-        f"**{result['title'][0].upper()}{result['title'][1:]}**  ",
-        f"{machine['cpu']}, {machine['cores']} cores, no GPU, torch {machine['torch']}, transformers "
-        f"{machine['transformers']}; `python {program}`",
+        f"**{figure['title'][0].upper()}{figure['title'][1:]}**  ",
+        f"{where(result)}; `python {program}`",
         "",
-        "| " + " | ".join(result["columns"]) + " |",
-        "|" + "---|" * len(result["columns"]),
-        *("| " + " | ".join(cell(value) for value in row) + " |" for row in result["rows"]),
+        "| " + " | ".join(figure["columns"]) + " |",
+        "|" + "---|" * len(figure["columns"]),
+        *("| " + " | ".join(cell(value) for value in row) + " |" for row in figure["rows"]),
         "",
     ]
     return "\n".join(lines)
 
 
+def tested(result: dict[str, Any]) -> str:
+    """What the tests of a part gave, and what was not run."""
+    counts = ", ".join(f"{count} {what}" for what, count in sorted(result["tests"].items()))
+    lines = [f"**`make gpu PART={result['part']}`**: {counts} ({where(result)})."]
+    lines += [f"- failed: {what}" for what in result["failed"]] + [f"- not run: {what}" for what in result["skipped"]]
+    return "\n".join([*lines, ""])
+
+
 def cell(value: Any) -> str:
-    """A median with its spread, or a plain value."""
+    """A figure with its spread and limit, or a plain value."""
     if isinstance(value, dict):
         return str(Figure(**value))
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_result(result: dict[str, Any]) -> None:
+    """The tables of a part on the terminal, then what failed, what was missed and what was skipped."""
+    terminal = Console()
+    console = Console(width=None if terminal.is_terminal else 160)
+    for figure in result["figures"]:
+        table = Table(*figure["columns"], title=escape(figure["title"]), title_justify="left")
+        for row in figure["rows"]:
+            table.add_row(*(escape(cell(value)) for value in row))
+        console.print(table)
+    figures = [(figure, value) for figure in result["figures"] for row in figure["rows"] for value in row]
+    limits = [(figure, value) for figure, value in figures if isinstance(value, dict) and value.get("limit")]
+    lines = [f"{count} tests {what}" for what, count in sorted(result["tests"].items())]
+    lines += [f"{sum(value['met'] for _, value in limits)} of {len(limits)} limits met"]
+    lines += [f"limit missed: {figure['benchmark']}: {cell(value)}" for figure, value in limits if not value["met"]]
+    lines += [f"failed: {what}" for what in result["failed"]] + [f"not run: {what}" for what in result["skipped"]]
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
 
 
 if __name__ == "__main__":

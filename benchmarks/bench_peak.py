@@ -1,0 +1,95 @@
+"""Peak physical memory against peak live memory while prompts of varied length run through a model, one by one.
+
+On a GPU torch's own allocator and its expandable segments are measured beside; on a CPU torch's keeps no count.
+"""
+
+from __future__ import annotations
+
+import torch
+from common import Figure, Options, options, report
+from llama import TINY, build
+from peer import answering, peers, serve, synchronize
+from transformers import LlamaConfig
+
+import ballonet
+from ballonet.allocator import runtime
+
+MIB = 2**20
+# Few layers, so that activations count beside the weights; lengths that no size class fits twice.
+WIDE = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=4,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=32000,
+    max_position_embeddings=32768,
+)
+NARROW = LlamaConfig(
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    vocab_size=4000,
+    max_position_embeddings=4096,
+)
+SHAPES = {"cuda": WIDE, "cpu": NARROW, "tiny": TINY}
+LENGTHS = {
+    "cuda": (4096, 1024, 8192, 3072, 16384, 1337, 12288, 700, 9999, 2048, 15000, 96, 5555, 14336, 333, 11111),
+    "cpu": (512, 128, 1024, 384, 2048, 167, 1536, 700, 96, 1999, 333),
+    "tiny": (64, 16, 96, 33),
+}
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def main() -> None:
+    chosen = options("peak", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    names = ("native", "expandable segments", "ballonet") if chosen.cuda else ("ballonet",)
+    rows = []
+    with peers(__file__, chosen, names, {"expandable segments": EXPANDABLE}) as started:
+        found = answering(started, ("ballonet",), "ready")
+        for name, peer in found.items():
+            live, physical, page = peer.ask("peak")
+            ratio = Figure.of([physical / live])
+            if name == "ballonet":
+                ratio = ratio.at_most(round(1.02 + 4 * page / live, 4))
+            rows.append([name, round(live / MIB), round(physical / MIB), ratio])
+    report(
+        chosen,
+        "peak",
+        "peak physical memory against peak live, prefills of varied length (limit: 1.02 x peak live + 4 pages)",
+        ["allocator", "peak live MiB", "peak physical MiB", "physical / live"],
+        rows,
+    )
+
+
+def serve_as(name: str, chosen: Options) -> None:
+    if name == "ballonet":
+        ballonet.install(
+            "60GiB" if chosen.cuda else "2GiB", page_size=65536 if chosen.tiny and not chosen.cuda else None
+        )
+    serve({"peak": lambda: peak(name, chosen), "ready": lambda: torch.empty(1, device=chosen.device).nelement()})
+
+
+def peak(name: str, chosen: Options) -> tuple[int, int, int]:
+    """Bytes: peak live, peak physical, and of a page (0 where there are none)."""
+    kind = "tiny" if chosen.tiny else chosen.device
+    model = build(SHAPES[kind], chosen.device)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for length in LENGTHS[kind]:
+            prompt = torch.randint(0, SHAPES[kind].vocab_size, (1, length), generator=generator).to(chosen.device)
+            model(prompt, use_cache=True, logits_to_keep=1)
+    synchronize(chosen.device)
+    if name == "ballonet":
+        snapshot = runtime.require().snapshot()
+        return snapshot["heap"]["live_peak"], snapshot["physical_peak"], snapshot["page_size"]
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Time of a prompt's first forward, stock and managed: what the hooks and the elastic cache add to a prefill."""
+
+from __future__ import annotations
+
+import torch
+from common import Figure, Options, interleaved, options, report
+from llama import describe, prepare
+from peer import peers, seconds, serve
+from transformers import DynamicCache, PreTrainedModel
+
+import ballonet
+
+LENGTHS = {"cuda": (1024, 8192), "cpu": (256, 1024), "tiny": (24,)}
+LIMIT = 1.02  # of stock's time
+
+
+def main() -> None:
+    chosen = options("prefill", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    rows = []
+    with peers(__file__, chosen, ("stock", "ballonet")) as found:
+        for length in LENGTHS["tiny" if chosen.tiny else chosen.device]:
+            turns = {name: lambda p=peer, n=length: p.ask("prefill", tokens=n) for name, peer in found.items()}
+            taken = interleaved(turns, chosen.repetitions)
+            ratio = Figure.ratio(taken["ballonet"], taken["stock"]).at_most(LIMIT)
+            rows.append([length, taken["stock"], taken["ballonet"], ratio])
+    report(
+        chosen,
+        "prefill",
+        f"prefill: ms per prompt, {describe(chosen)}",
+        ["tokens", "stock", "ballonet", "ballonet / stock"],
+        rows,
+    )
+
+
+def serve_as(name: str, chosen: Options) -> None:
+    model = prepare(name, chosen)
+    serve({"prefill": lambda tokens: prefill(name, model, tokens, chosen.device)})
+
+
+def prefill(peer: str, model: PreTrainedModel, tokens: int, device: str) -> float:
+    """ms"""
+    config = model.config
+    prompt = torch.randint(0, config.vocab_size, (1, tokens), device=device)
+    cache = ballonet.KVCache(config=config) if peer == "ballonet" else DynamicCache(config=config)
+    with torch.no_grad():
+        return seconds(device, lambda: model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)) * 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The Llama shapes that are measured, with random weights, and the peers that hold one: stock and managed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from common import Options
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+
+import ballonet
+
+EIGHT_B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=False,
+)
+SMALL = LlamaConfig(  # that of SmolLM2-135M
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    max_position_embeddings=32768,
+)
+TINY = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=199,
+    max_position_embeddings=1024,
+)
+
+
+def shape(chosen: Options) -> LlamaConfig:
+    """What is measured here: the largest that the kind of device can do in minutes."""
+    return TINY if chosen.tiny else EIGHT_B if chosen.cuda else SMALL
+
+
+def describe(chosen: Options) -> str:
+    """The same in words, for a title."""
+    return "tiny Llama" if chosen.tiny else "8B Llama shape, bfloat16" if chosen.cuda else "135M Llama shape, float32"
+
+
+def build(config: LlamaConfig, device: str) -> PreTrainedModel:
+    """The model, made on the device: bfloat16 on a GPU, float32 on a CPU. Seeded, so that peers have the same one."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model.eval()
+
+
+def prepare(peer: str, chosen: Options) -> PreTrainedModel:
+    """The model of a peer; "ballonet" installs the pool first and manages it."""
+    if peer == "ballonet":
+        ballonet.install("60GiB" if chosen.cuda else "4GiB")
+    model = build(shape(chosen), chosen.device)
+    if peer == "ballonet":
+        ballonet.manage(model)
+    return model
+
+
+def filled(peer: str, config: Any, batch: int, tokens: int, device: str) -> DynamicCache:
+    """A cache of random keys and values for so many tokens, the peer's own kind. A prefill would give it in minutes."""
+    room: dict[str, Any] = {"config": config}
+    cache = ballonet.KVCache(**room, max_length=2 * tokens) if peer == "ballonet" else DynamicCache(**room)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    head = config.hidden_size // config.num_attention_heads
+    with torch.no_grad():
+        states = torch.randn(batch, config.num_key_value_heads, tokens, head, dtype=dtype, device=device)
+        for layer in range(config.num_hidden_layers):
+            cache.update(states, states, layer)
+    return cache

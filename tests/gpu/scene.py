@@ -1,0 +1,239 @@
+"""Scenes: functions that show something under an installed pool, on a GPU or on the host stand-in.
+
+torch changes its CUDA allocator once per process, so on a GPU every scene has a process of its own. On the stand-in it
+runs in the process of the tests, which puts torch's allocator back afterwards. A scene that works on both shows here
+that its own code is right, and on the GPU that the GPU is.
+
+    def something_holds(place: Place) -> None: ...
+
+    @everywhere
+    def test_something_holds(kind: str) -> None:
+        play(something_holds, kind, pages=64)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device, Range
+
+if TYPE_CHECKING:
+    from ballonet.allocator._native import Owner
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 150  # that a scene may take on a GPU: starting, compiling and loading kernels included
+PAGES = {"cuda": 2 * 2**20, "cpu": 65536}  # bytes of a page
+TAIL = 6000  # characters of what a scene that failed had said
+UINT8 = (1, 8)  # DLPack's code and bits
+# For a program of `python -c`: in it `tests` is this folder, whatever else is installed under that name.
+PRELUDE = f"""
+import sys, types
+tests = sys.modules["tests"] = types.ModuleType("tests")
+tests.__path__ = [{str(ROOT / "tests")!r}]
+"""
+
+everywhere = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class Lane:
+    """A stream that the pool knows of; on a CPU, where an operator is complete when it returns, nothing."""
+
+    def __init__(self, device: Device) -> None:
+        self.stream: Any = torch.cuda.Stream() if device.kind == "cuda" else None
+        if self.stream is not None:
+            device.note_stream(self.stream.cuda_stream)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """What is submitted inside goes to the stream."""
+        with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            yield
+
+    def follow(self, other: Lane | None = None) -> None:
+        """What comes next waits for what `other` (None: the current stream) has been given so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream() if other is None else other.stream)
+
+    def lead(self) -> None:
+        """The current stream waits for what this one has been given so far."""
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """The tensor's memory is not given to others before what this stream has been given so far is done."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+
+class Captured:
+    """A CUDA graph of some work, and the tensors that it writes; on a CPU the work is done again instead."""
+
+    def __init__(self, place: Place, work: Callable[[], tuple[torch.Tensor, ...]], pool: Any = None) -> None:
+        """`pool`: shared with a graph that was captured before."""
+        self._work = work
+        self._graph: Any = None
+        if not place.cuda:
+            self.outputs = work()
+            return
+        warm = place.lane()  # kernels are loaded, and workspaces made, before the capture
+        warm.follow()
+        with warm():
+            for _ in range(3):
+                work()
+        warm.lead()
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self.outputs = work()
+
+    @property
+    def pool(self) -> Any:
+        """Of the graph's memory."""
+        return None if self._graph is None else self._graph.pool()
+
+    def replay(self) -> tuple[torch.Tensor, ...]:
+        """Clears what the work writes, does it again, and returns copies."""
+        for each in self.outputs:
+            each.zero_()
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            for old, new in zip(self.outputs, self._work(), strict=True):
+                old.copy_(new)
+        return tuple(each.clone() for each in self.outputs)
+
+
+@dataclass
+class Place:
+    """The installed pool of a scene."""
+
+    kind: str  # torch's name of the device: "cpu" or "cuda"
+    device: Device
+
+    @property
+    def cuda(self) -> bool:
+        return self.kind == "cuda"
+
+    @property
+    def page(self) -> int:
+        """Bytes"""
+        return self.device.page_size
+
+    @property
+    def places(self) -> tuple[Literal["device", "host"], ...]:
+        """Where a page can be."""
+        return ("device", "host") if self.device.host_pages else ("device",)
+
+    def range(self, pieces: int, owner: Owner = "kv", mapped: bool = True) -> Range:
+        made = self.device.reserve(pieces * self.page, owner, self.device.group())
+        if mapped:
+            made.map(0, pieces)
+        return made
+
+    def lane(self) -> Lane:
+        return Lane(self.device)
+
+    def pages(self, owner: str) -> int:
+        count: int = self.device.snapshot()["pages"][owner]
+        return count
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        """What nothing uses goes back to the driver. torch says so on a GPU only."""
+        if self.cuda:
+            torch.cuda.empty_cache()
+        else:
+            self.device.trim()
+
+    def sleep(self) -> None:
+        """Half a second of work for the current stream."""
+        if self.cuda:
+            torch.cuda._sleep(1_000_000_000)
+
+
+def over(held: Range, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """A tensor of that shape at the start of the range, over exactly the pages that it needs."""
+    count = 1
+    for size in shape:
+        count *= size
+    nbytes = count * dtype.itemsize
+    return from_dlpack(held.tensor(0, (nbytes,), (1,), *UINT8)).view(dtype).view(shape)
+
+
+def play(scene: Callable[..., None], kind: str, pages: int = 64, host_pages: int = 32, **arguments: Any) -> None:
+    """Runs the scene under a pool of so many pages; fails with what it said. `arguments` go to the scene."""
+    if kind == "cpu":
+        act(scene, kind, pages, host_pages, arguments)
+        return
+    run([sys.executable, "-c", program(scene, kind, pages, host_pages, **arguments)])
+
+
+def program(scene: Callable[..., None], kind: str, pages: int, host_pages: int, **arguments: Any) -> str:
+    """Python that runs the scene."""
+    call = (scene.__module__, scene.__name__, kind, pages, host_pages, arguments)
+    return f"{PRELUDE}from tests.gpu.scene import enter; enter(*{call!r})"
+
+
+def run(command: list[str], seconds: float = SECONDS) -> None:
+    """A process of its own, from the root; fails with the end of what it said, also where it does not end."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
+    kept = {name: os.environ[name] for name in ("BALLONET_CACHE_DIR", "BALLONET_LIBCUDA") if name in os.environ}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment | kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+            ending = f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said, _ = process.communicate()
+            ending = f"no end within {seconds:.0f} s"
+    assert process.returncode == 0, f"{ending}\n{said[-TAIL:]}"
+
+
+def enter(module: str, name: str, kind: str, pages: int, host_pages: int, arguments: dict[str, Any]) -> None:
+    """In the process of its own: finds the scene and runs it."""
+    act(getattr(importlib.import_module(module), name), kind, pages, host_pages, arguments)
+
+
+def act(scene: Callable[..., None], kind: str, pages: int, host_pages: int, arguments: dict[str, Any]) -> None:
+    page = PAGES[kind]
+    ballonet.install(pages * page, page_size=page, host_budget=host_pages * page, device=kind)
+    device = runtime.require()
+    assert device.kind == ("cuda" if kind == "cuda" else "standin")
+    try:
+        scene(Place(kind, device), **arguments)
+        gc.collect()
+        device.synchronize()
+        device.check()
+        left = device.snapshot()
+        assert left["pages"]["weights"] == left["pages"]["kv"] == 0, (
+            f"pages that nothing uses any more: {left['pages']}"
+        )
+        assert left["created"] <= pages
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold tensors, and the pool would stay for the next test
+        raise
+    finally:
+        if kind == "cpu":
+            ballonet.restore()
+    assert kind == "cuda" or runtime.current() is None, "memory of the pool is still in use"

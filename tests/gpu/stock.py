@@ -1,0 +1,58 @@
+"""A managed model beside the same one unmanaged, on one device and one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import ballonet
+
+from .. import models
+from .scene import Place
+
+TOKENS = 12
+
+
+def questions(name: str, kind: str) -> dict[str, Any]:
+    return {key: value.to(kind) for key, value in models.questions(name, 3, 16, padded=True).items()}
+
+
+def differences(found: models.Output, expected: models.Output) -> str:
+    """Nothing where the tokens are the same."""
+    if torch.equal(found.tokens, expected.tokens):
+        return ""
+    first = (found.tokens != expected.tokens).any(0).nonzero()[0].item()
+    apart = (found.logits - expected.logits).abs().max().item() if found.logits.shape == expected.logits.shape else "?"
+    return f"from token {first} on; logits up to {apart} apart"
+
+
+def compared(name: str, place: Place, dtype: torch.dtype, modes: Mapping[str, Any], **changes: Any) -> list[str]:
+    """What differs from stock for one architecture, without and with chaos. Stock runs on the same pool."""
+    implementation = changes.pop("attn_implementation", None)
+    model = models.build(name, **changes).to(place.kind, dtype)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    inputs = questions(name, place.kind)
+    expected = {mode: models.generate(model, mode, inputs, TOKENS) for mode in modes}
+    wrong = []
+    for chaos in (None, 5):
+        with ballonet.manage(model, chaos=chaos) as managed:
+            for mode in modes:
+                found = models.generate(model, mode, inputs, TOKENS)
+                if said := differences(found, expected[mode]):
+                    wrong.append(f"{name}, {dtype}, {mode}, chaos {chaos}: {said}")
+            if managed.chaos is not None:
+                assert managed.chaos.moved["weights"] > 0
+    return wrong
+
+
+def few_tokens(place: Place, tokens: int) -> None:
+    """A tiny managed model under chaos gives the tokens that it gave before."""
+    model = models.build("llama").to(place.kind)
+    inputs = {key: value.to(place.kind) for key, value in models.prompts(2, 9).items()}
+    expected = models.generate(model, "greedy", inputs, tokens)
+    with ballonet.manage(model, chaos=4):
+        found = models.generate(model, "greedy", inputs, tokens)
+    assert not differences(found, expected)

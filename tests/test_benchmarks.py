@@ -1,0 +1,260 @@
+"""Every benchmark runs, the runner survives whatever they do, and the documents show what was kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = sorted((ROOT / "benchmarks").glob("bench_*.py"))
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/run.py, which finds its neighbours in its own folder."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import run
+
+    return run
+
+
+@pytest.fixture
+def figures(run: ModuleType) -> ModuleType:
+    import figures
+
+    return figures
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_runs(program: Path, tmp_path: Path) -> None:
+    out = tmp_path / "figure.json"
+    command = [sys.executable, str(program), "--tiny", "--out", str(out)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that spin would wait for the tests beside
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert f"bench_{result['benchmark'].replace('-', '_')}" == program.stem
+    assert result["rows"]
+    assert all(len(row) == len(result["columns"]) for row in result["rows"])
+    measured = [value for row in result["rows"] for value in row if isinstance(value, dict)]
+    assert measured
+    assert all(value["least"] <= value["median"] <= value["most"] for value in measured)
+    assert all((value["limit"] is None) == (value["met"] is None) for value in measured)
+
+
+def test_every_benchmark_belongs_to_a_part(run: ModuleType) -> None:
+    named = {f"bench_{name}" for part in run.PARTS.values() for name in part.benchmarks}
+    assert named == {program.stem for program in PROGRAMS}
+
+
+def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
+    marked = re.compile(r"mark\.gpu\b|^@everywhere", re.MULTILINE)
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())]
+    files += [ROOT / "tests" / "contract" / "test_driver_contract.py"]  # marked in its conftest
+    patterns = [pattern for part in run.PARTS.values() for group in part.tests for pattern in group]
+    chosen = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    assert chosen == sorted(path for path in files if path != Path(__file__))
+
+
+BENCHMARKS = {
+    "good": """
+import json, sys
+from pathlib import Path
+Path(sys.argv[sys.argv.index("--out") + 1]).write_text(json.dumps({"benchmark": "good", "title": "it", "columns": ["x"],
+    "rows": [[{"median": 3.0, "least": 2.0, "most": 4.0, "limit": "<= 1", "met": False}], [17]]}))
+""",
+    "raises": "raise ValueError('so it is')",
+    "crashes": "import os, signal; print('last words', flush=True); os.kill(os.getpid(), signal.SIGSEGV)",
+    "hangs": """
+import subprocess, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "1000"])
+Path("pid").write_text(str(child.pid))
+time.sleep(1000)
+""",
+}
+TESTS = """
+import pytest
+
+@pytest.mark.gpu
+def test_good(): pass
+
+@pytest.mark.gpu
+def test_bad(): assert 1 == 2
+
+@pytest.mark.gpu
+def test_absent(): pytest.skip("no such tool here")
+
+def test_unmarked(): assert False
+"""
+
+
+@pytest.fixture
+def house(run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A root with benchmarks and tests that do all they should not."""
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "no_gpu", lambda: "")
+    (tmp_path / "benchmarks").mkdir()
+    for name, text in BENCHMARKS.items():
+        (tmp_path / "benchmarks" / f"bench_{name}.py").write_text(text)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    return tmp_path
+
+
+def only_result(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("*.json")
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def test_whatever_fails_is_recorded_and_the_rest_goes_on(
+    run: ModuleType, house: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "LEAST_SECONDS", 0.1)
+    part = run.Part(
+        benchmarks=("raises", "crashes", "hangs", "good"), tests=(("test_it.py", "none_*.py"),), step_seconds=6
+    )
+    assert not run.run("core", part, house / "results")
+    result = only_result(house / "results")
+    steps = {step["name"]: step for step in result["steps"]}
+    assert result["complete"]
+    assert result["tests"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert steps["test_it.py"]["status"] == "exit status 1"
+    assert "assert 1 == 2" in steps["test_it.py"]["output"]
+    assert any("no such tool here" in reason for reason in result["skipped"])
+    assert "so it is" in steps["benchmarks/bench_raises.py"]["output"]
+    assert steps["benchmarks/bench_crashes.py"]["status"] == "died of SIGSEGV"
+    assert "last words" in steps["benchmarks/bench_crashes.py"]["output"]
+    assert steps["benchmarks/bench_hangs.py"]["status"] == "no end within 6 s"
+    assert steps["benchmarks/bench_good.py"].keys() == {"name", "status", "seconds"}
+    child = Path("/proc", (house / "pid").read_text(), "stat")
+    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z", "what a step started lives on"
+    assert [figure["benchmark"] for figure in result["figures"]] == ["good"]
+    assert len(result["failed"]) == 5, result["failed"]
+    assert any("none_*.py" in what for what in result["failed"])
+    said = capsys.readouterr().out
+    assert "3 (2 to 4) [≤ 1: NOT MET]" in said
+    assert "limit missed: good" in said
+
+
+def test_what_no_time_was_left_for_is_said(run: ModuleType, house: Path) -> None:
+    part = run.Part(benchmarks=("good",), tests=(("test_it.py",),), seconds=0)
+    assert not run.run("core", part, house / "results")
+    result = only_result(house / "results")
+    assert result["skipped"] == [
+        "test_it.py: no time was left for it",
+        "benchmarks/bench_good.py: no time was left for it",
+    ]
+    assert result["steps"] == result["figures"] == []
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_had(
+    run: ModuleType, house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[dict[str, Any]] = []
+
+    def interrupted(*_: object) -> None:
+        kept.append(only_result(house / "results"))
+        raise KeyboardInterrupt
+
+    measure = run.run_benchmark
+    monkeypatch.setattr(
+        run, "run_benchmark", lambda name, *more: (measure if name == "good" else interrupted)(name, *more)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run.run("core", run.Part(benchmarks=("good", "raises")), house / "results")
+    result = only_result(house / "results")
+    assert [figure["benchmark"] for figure in kept[0]["figures"]] == ["good"], "it is written after every step"
+    assert not result["complete"]
+    assert result["failed"] == ["cut off before its end"]
+    assert [figure["benchmark"] for figure in result["figures"]] == ["good"]
+
+
+def test_without_a_gpu_nothing_is_claimed(run: ModuleType, house: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "no_gpu", lambda: "no NVIDIA driver: none")
+    assert not run.run("core", run.PARTS["core"], house / "results")
+    result = only_result(house / "results")
+    assert result["skipped"] == ["everything: no NVIDIA driver: none"]
+    assert result["tests"] == {}
+    assert result["figures"] == []
+
+
+PEER = """
+import os, sys
+sys.path.insert(0, {benchmarks!r})
+from peer import serve
+name = sys.argv[sys.argv.index("--peer") + 1]
+def value(of):
+    print("noise that is no answer")
+    if name == "raises":
+        raise ValueError("so it is")
+    if name == "dies":
+        print("last words", flush=True)
+        os._exit(3)
+    return [name, of, os.environ.get("VARIABLE")]
+serve({{"value": value}})
+"""
+
+
+def test_peers_answer_or_say_why_not(run: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import common
+    import peer
+
+    program = tmp_path / "program.py"
+    program.write_text(PEER.format(benchmarks=str(ROOT / "benchmarks")))
+    chosen = common.Options(tiny=True, out=tmp_path / "out", cuda=False, peer=None, files=[])
+    with peer.peers(str(program), chosen, ("good", "raises", "dies"), {"good": {"VARIABLE": "set"}}) as found:
+        assert found["good"].ask("value", of=3) == ["good", 3, "set"]
+        with pytest.raises(peer.PeerFailed, match="so it is"):
+            found["raises"].ask("value", of=3)
+        assert list(peer.answering(found, ("good",), "value", of=4)) == ["good"]
+        said = capsys.readouterr().out
+        assert "left out: raises" in said
+        assert "left out: dies" in said
+        assert "ended with status 3" in said
+        assert "last words" in said
+        with pytest.raises(peer.PeerFailed):
+            peer.answering(found, ("good", "raises"), "value", of=4)
+        assert found["good"].ask("value", of=5) == ["good", 5, "set"]
+
+
+def test_the_documents_show_what_was_kept(figures: ModuleType) -> None:
+    for document, names in figures.SHOWN.items():
+        shown = document.read_text().partition("<!-- figures -->\n")[2].partition("<!-- end of figures -->")[0]
+        assert shown == "\n".join(figures.section(figures.load(), names)), f"make figures: {document.name}"
+
+
+def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
+    figure = {"benchmark": "decode", "title": "decoding", "columns": ["n"], "rows": [[1234]]}
+    cpu = {
+        "part": "cpu",
+        "machine": {"cpu": "A CPU", "cores": 2},
+        "versions": {"torch": "2", "transformers": "5"},
+        "tests": {},
+        "failed": [],
+        "skipped": [],
+        "figures": [figure],
+    }
+    gpu = cpu | {
+        "part": "kv",
+        "machine": {"cpu": "A CPU", "cores": 16, "gpu": "NVIDIA H200", "driver": "580"},
+        "tests": {"passed": 5, "skipped": 1},
+        "skipped": ["flash: not here"],
+    }
+    alone = "\n".join(figures.section([cpu], ("decode",)))
+    both = "\n".join(figures.section([gpu, cpu], ("decode",)))
+    assert alone.startswith(figures.NO_GPU)
+    assert "A CPU, 2 cores, no GPU" in alone
+    assert figures.NO_GPU not in both
+    assert both.index("NVIDIA H200, driver 580") < both.index("A CPU, 2 cores, no GPU")
+    assert "`make gpu PART=kv`**: 5 passed, 1 skipped" in both
+    assert "- not run: flash: not here" in both
+    assert "| 1,234 |" in both
