@@ -146,7 +146,7 @@ class Follower:
         stay = [(span, reason) for span, reason in zip(found.spans, reasons, strict=True) if reason is not None]
         try:
             if chosen:
-                self._weights.adopt(chosen, 0, layers, Same(frozenset(self._weights.streamed())))
+                self._weights.adopt(chosen, 0, layers, Same(self._weights.streaming()))
         except (BallonetError, torch.OutOfMemoryError) as error:
             # Undone, which let go of what had been moved and may have put the tensors elsewhere.
             self._unpinned = self._weights.group.unpinned

@@ -97,22 +97,22 @@ class Forwards:
         self._forget_interrupted(None)
 
     def _enter(self) -> None:
-        frame = _call_frame()
+        frame = call_frame()
         self._forget_interrupted(frame and frame.f_back)
         if self._thread.calls:
             self._thread.calls.append((id(frame), None))
             return
         turn = self._turns.begin(frame)  # before the lease: whoever has the turn may need pages that no one leases
         lease = self._open_lease()
-        self._thread.calls.append((id(frame), _Outermost(lease, turn)))
         turn.abandon = lease.close
+        self._thread.calls.append((id(frame), _Outermost(lease, turn)))
         lease.enter_group(self._weights.group)
         self._catch_up()
         self._turns.fly(turn)
         self._weights.use(None)
 
     def _leave(self) -> None:
-        if self._thread.calls and self._thread.calls[-1][0] == id(_call_frame()):
+        if self._thread.calls and self._thread.calls[-1][0] == id(call_frame()):
             self._close_last()
 
     def _boundary(self, layer: int) -> None:
@@ -127,19 +127,22 @@ class Forwards:
         if self._thread.calls:
             alive = set()
             while frame is not None:
-                alive.add(id(frame))
+                if frame.f_code is _CALL:  # another frame may be where that of a call was
+                    alive.add(id(frame))
                 frame = frame.f_back
             while self._thread.calls and self._thread.calls[-1][0] not in alive:
                 self._close_last()
 
     def _close_last(self) -> None:
-        outermost = self._thread.calls.pop()[1]
-        if outermost is not None:
-            try:
+        outermost = self._thread.calls[-1][1]
+        try:
+            if outermost is not None:
                 self._turns.land(outermost.turn)
-            finally:
+        finally:
+            if outermost is not None:
                 outermost.lease.close()
                 self._turns.end(outermost.turn)
+            self._thread.calls.pop()  # last: what is interrupted before is done again
 
 
 class _Outermost(NamedTuple):
@@ -174,7 +177,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handles.pop().remove()
 
 
-def _call_frame() -> FrameType | None:
+def call_frame() -> FrameType | None:
     """The innermost call of a module on the stack: the one whose hook is running."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CALL:

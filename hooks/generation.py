@@ -106,6 +106,8 @@ def forward_entered(model: nn.Module) -> ForwardLease:
 class _Forward(ForwardLease):
     """The lease of a forward that may build caches."""
 
+    _open = False  # while Ctrl-C may keep it from being made
+
     def __init__(self, building: Building | None) -> None:
         super().__init__()
         self._before = _thread.building

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Literal, Self
 
@@ -25,9 +25,10 @@ from .follow import Follower
 from .forwards import Forwards
 from .layers import decoder_layers
 from .lease import ForwardLease
+from .storages import members
 from .streaming import Streaming
 from .turns import Turns
-from .weights import Weights
+from .weights import Weights, tenants_of
 
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -102,11 +103,12 @@ class Managed:
             chaos = None if seed is None else Chaos(seed, device.host_pages)
             self._turns = Turns()
             self._streaming: Streaming | None = None
+            self._behind = False  # was a look at the model broken off?
             self._forwards = Forwards(self._weights, chaos, open_lease, self._catch_up, self._turns)
             undo.callback(self._forwards.unhook)
             self._forwards.hook(dict.fromkeys((model, *generators)))
             self._forwards.hook_layers(layers)
-            self._stream(layers)
+            self._stream(model, layers)
             undo.pop_all()
         self._finalizer = weakref.finalize(model, self._collected)
         self._finalizer.atexit = False
@@ -155,7 +157,7 @@ class Managed:
     def resident(self) -> AbstractContextManager[None]:
         """Within it no layer streams, so that any reference to a weight can be read at any time, as can those that are
         taken through the model outside of it. ManageError, DriverError."""
-        return nullcontext() if self._streaming is None else self._streaming.resident()
+        return self._turns.resident()
 
     def editable(self) -> AbstractContextManager[None]:
         """Within it any reference to a weight can be written, as can those that are taken through the model outside of
@@ -168,24 +170,24 @@ class Managed:
         All or nothing: raises ManageError while a forward of the model runs, torch.OutOfMemoryError where torch has
         no room for one more layer, DriverError; the model is then managed as before.
         """
-        with _lock:
+        self._check_not_running()
+        with self._turns.at_rest(), _lock:  # in this order: a forward that looks at its model has the turn
             model = self._model()
             if self.released or model is None:
                 return
-            if self._forwards.running():
-                raise ManageError(f"a forward of {self._name} is running: release() it afterwards")
-            streamed = self._stop_streaming()
-            try:
-                self._weights.restore(model)
-            except BaseException:
-                if streamed:
-                    self._stream(decoder_layers(model))
-                raise
+            self._check_not_running()
+            self._behind = True  # should it fail: layers stream again from the next forward on
+            self._stop_streaming()
+            self._weights.restore(model)
             self._follower.close()
             self._detach()
             self._forwards.unhook()
             self._finalizer.detach()
             _managed.pop(model, None)
+
+    def _check_not_running(self) -> None:
+        if not self.released and self._forwards.running():
+            raise ManageError(f"a forward of {self._name} is running: release() it afterwards")
 
     def _collected(self) -> None:
         """The model is gone. Its ranges go with its tensors; what it was made of may live on, without hooks."""
@@ -193,25 +195,30 @@ class Managed:
         self._forwards.forget()
         self._forwards.unhook()
         self._detach()
-        if self._streaming is not None:
-            self._streaming.forget()
+        self._stop_streaming()
         self._weights.forget()
 
     def _catch_up(self) -> None:
         """An outermost forward begins, which holds a lease already."""
-        if self._follower.pending:
+        if self._pending:
             with _lock:
-                model = self._model()
+                model = None if self.released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
-                if model is not None and self._weights.group.leases == 1 and self._follower.pending:
-                    streamed = self._stop_streaming()
-                    layers = self._follower.catch_up(model)
-                    if layers is not None:
-                        self._forwards.hook_layers(layers)
-                    if streamed:
-                        self._stream(decoder_layers(model))
+                if model is not None and self._weights.group.leases == 1 and self._pending:
+                    self._behind = True
+                    self._stop_streaming()
+                    self._follower.catch_up(model)
+                    layers = decoder_layers(model)
+                    self._forwards.hook_layers(layers)
+                    self._stream(model, layers)
+                    self._behind = False
 
-    def _stream(self, layers: Sequence[nn.Module]) -> None:
+    @property
+    def _pending(self) -> bool:
+        """Is there to be a look at the model?"""
+        return self._behind or self._follower.pending
+
+    def _stream(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Streams the layers whose weights are on the host, if there are any."""
         parts = {
             layer: each
@@ -220,23 +227,34 @@ class Managed:
         }
         if not parts:
             return
-        pages = [sum(part.home.pieces for part in parts.get(layer, ())) for layer in range(len(layers))]
+        pages = [sum(part.count for part in parts.get(layer, ())) for layer in range(len(layers))]
         plan = streaming(pages, tuple(parts), self._follower.slots)
         streamed = [Streamed(layer, slot, parts[layer]) for layer, slot in zip(plan.streamed, plan.slots, strict=True)]
         modules = {layer: layers[layer] for layer in plan.streamed}
         weights = self._weights
+        tenants = tenants_of(weights.all_ranges(), members(model, layers))
+        homes = {part.home.address for each in parts.values() for part in each}
+        storages = len({member.tensor.untyped_storage()._cdata for member, _ in tenants})
         self._streaming = Streaming(
-            weights.device, weights.group, self._turns, plan.slot_pages, streamed, modules, weights.stream
+            weights.device,
+            weights.group,
+            self._turns,
+            plan.slot_pages,
+            streamed,
+            modules,
+            {id(member.tensor) for member, opened in tenants if opened.address in homes},
+            lambda: weights.storages != storages,
+            weights.stream,
         )
         self._turns.passes = self._streaming
 
-    def _stop_streaming(self) -> bool:
-        """Says whether anything streamed. Its layers are at rest then."""
-        if self._streaming is None:
-            return False
-        self._streaming.close()
-        self._turns.passes = self._streaming = None
-        return True
+    def _stop_streaming(self) -> None:
+        """Its layers are at rest then. ManageError, DriverError; nothing has changed then."""
+        streaming = self._streaming
+        if streaming is not None:
+            with self._turns.at_rest():
+                self._turns.passes = self._streaming = None
+                streaming.close()
 
     def __enter__(self) -> Self:
         return self

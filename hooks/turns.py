@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Final, Protocol
 
 _LOOK_AGAIN: Final = 0.05  # seconds between looks at whoever has the turn
@@ -33,16 +33,31 @@ class Turn:
     def __init__(self, frame: FrameType | None) -> None:
         self.thread = threading.get_ident()
         self.abandon: Callable[[], None] | None = None
-        self._frame = id(frame)
+        self._call = identity(frame)
 
     def abandoned(self) -> bool:
         """Is the call no longer on its thread's stack?"""
-        frame = sys._current_frames().get(self.thread)
-        while frame is not None:
-            if id(frame) == self._frame:
-                return False
-            frame = frame.f_back
-        return True
+        return not on_stack(self._call, sys._current_frames().get(self.thread))
+
+
+Call = tuple[int, CodeType | None]
+
+
+def identity(frame: FrameType | None) -> Call:
+    """What tells the call with this frame from those on a stack, and does not keep what it refers to alive.
+
+    The id alone would not do: the next frame is often where one was before.
+    """
+    return id(frame), frame and frame.f_code
+
+
+def on_stack(call: Call, frame: FrameType | None) -> bool:
+    """Is it that of `frame`, or of one of its callers?"""
+    while frame is not None:
+        if identity(frame) == call:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Turns:
@@ -50,6 +65,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.passes: Passes | None = None  # None while nothing streams
+        self.sections = 0  # that are open: no layer may fly
         self._turn: Turn | None = None
         self._lock = threading.Lock()
 
@@ -82,6 +98,11 @@ class Turns:
         turn = self._turn
         return turn is not None and turn.thread == threading.get_ident()
 
+    def running(self) -> bool:
+        """The same, and the call that took it has not been interrupted."""
+        turn = self._turn
+        return turn is not None and turn.thread == threading.get_ident() and not turn.abandoned()
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """Within it nobody else has the turn, and all layers are at rest to begin with. ManageError, DriverError."""
@@ -89,13 +110,24 @@ class Turns:
             self._rest()
             yield
             return
-        turn = Turn(sys._getframe())
+        turn = Turn(sys._getframe(2))  # whose `with` this is: the frame of a generator is on no stack while it waits
         self._take(turn)
         try:
             self._rest()
             yield
         finally:
             self.end(turn)
+
+    @contextmanager
+    def resident(self) -> Iterator[None]:
+        """Within it no layer flies: weights can be read, and written. ManageError, DriverError."""
+        with self.at_rest(), self._lock:
+            self.sections += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.sections -= 1
 
     def _rest(self) -> None:
         if self.passes is not None:

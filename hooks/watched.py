@@ -10,11 +10,12 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Set
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _KINDS = ("_parameters", "_buffers")
 _REASON = (
@@ -47,38 +48,28 @@ class Watched(dict[str, Any]):
         self._asked()
         return dict, (self.plain(),)
 
-    def copy(self) -> dict[str, Any]:
-        found = self.plain()
-        self._asked()
-        return found
-
-    def items(self) -> Any:  # of a copy: a view would hand out later what was asked for now
-        return self.copy().items()
-
-    def values(self) -> Any:
-        return self.copy().values()
-
     def __iter__(self) -> Iterator[str]:
         """As it is. A dictionary without one is copied by C code past all methods (`dict(watched)`, `{**watched}`)."""
         return super().__iter__()
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    method = getattr(dict, name)
-
+def _asking(method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
     def answer(self: Watched, *args: Any, **kwargs: Any) -> Any:
-        found = method(self, *args, **kwargs)
-        self._asked()
+        if writes:
+            held = self.plain()  # what is replaced lives until whoever has to know does
+            self._asked()
+            found = method(self, *args, **kwargs)
+            del held
+        else:
+            found = method(self, *args, **kwargs)
+            self._asked()
         return found
 
     def ask(self: Watched, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return opaquely(answer, self, *args, **kwargs)
-        found = method(self, *args, **kwargs)
-        self._asked()
-        return found
+        return answer(self, *args, **kwargs)
 
-    ask.__name__ = name
     return ask
 
 
@@ -88,18 +79,25 @@ def opaquely(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-for _name in ("__getitem__", "__setitem__", "__delitem__", "__or__", "__ror__", "__ior__", "__eq__", "get", "items",
-              "values", "pop", "popitem", "setdefault", "update", "clear"):  # fmt: skip
-    setattr(Watched, _name, _asking(_name))
+_READS = {name: getattr(dict, name) for name in ("__getitem__", "__or__", "__ror__", "__eq__", "get")}
+_READS |= {
+    "copy": Watched.plain,
+    "items": lambda self: self.plain().items(),  # a view of itself would hand out later what was asked for now
+    "values": lambda self: self.plain().values(),
+}
+_WRITES = ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update", "clear")
+for _name, _method in _READS.items():
+    setattr(Watched, _name, _asking(_method, writes=False))
+for _name in _WRITES:
+    setattr(Watched, _name, _asking(getattr(dict, _name), writes=True))
 
 
-def watch(module: nn.Module, asked: Callable[[], None]) -> Callable[[], None]:
-    """Watches what the module and those inside it hold. Returns what ends that."""
+def watch(modules: Iterable[nn.Module], asked: Callable[[], None]) -> Callable[[], None]:
+    """Watches what the modules hold. Returns what ends that."""
     replaced = []
-    for each in module.modules():
+    for each in modules:
         for kind in _KINDS:
-            plain = each.__dict__[kind]
-            each.__dict__[kind] = Watched(plain, asked)
+            each.__dict__[kind] = Watched(each.__dict__[kind], asked)
             replaced.append((weakref.ref(each), kind))
 
     def end() -> None:
@@ -112,49 +110,103 @@ def watch(module: nn.Module, asked: Callable[[], None]) -> Callable[[], None]:
     return end
 
 
-class Census:
-    """How often tensors are referred to, compared with a model that nobody looks at from outside."""
+def holders(module: nn.Module, tensors: Set[int]) -> list[nn.Module]:
+    """The module and those inside it, as far as they hold one of the tensors with these ids themselves."""
+    return [each for each in module.modules() if any(id(tensor) in tensors for _, tensor in _places(each))]
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        """Of every parameter and buffer of `modules` and what is inside them, which are not watched yet."""
-        found = [
-            tensor
-            for top in modules
-            for each in top.modules()
-            for kind in _KINDS
-            for tensor in each.__dict__[kind].values()
-            if tensor is not None and tensor.numel()
-        ]
-        names = Counter(map(id, found))
-        tensors = {id(tensor): tensor for tensor in found}.values()
-        shared = Counter(tensor.untyped_storage()._cdata for tensor in tensors)
+
+class Census:
+    """How often tensors are referred to, compared with a model that nobody looks at from outside.
+
+    It refers to them by their places: what is referred to weakly cannot be exchanged (`torch.utils.swap_tensors`).
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], tensors: Set[int]) -> None:
+        """Of the tensors with these ids. `modules`: all that hold one; they are not watched yet."""
+        found = [each for module in modules for each in _places(module)]
+        wanted = {place.top for place, tensor in found if id(tensor) in tensors}
+        found = [(place, tensor) for place, tensor in found if place.top in wanted]
+        names = Counter(id(tensor) for _, tensor in found)
+        distinct = {id(tensor): (place, tensor) for place, tensor in found}
+        shared = Counter(storage for _, tensor in distinct.values() if (storage := _storage(tensor)))
         self._expected = [
-            (weakref.ref(each), names[id(each)], shared[each.untyped_storage()._cdata]) for each in tensors
+            (place, names[key], storage and shared[storage], storage)
+            for key, (place, tensor) in distinct.items()
+            for storage in (_storage(tensor),)
         ]
 
     def others(self) -> bool:
-        """Does anyone else hold one of them, or a view of one? True too where one is gone."""
-        for reference, names, shared in self._expected:
-            tensor = reference()
-            if tensor is None or _counts(tensor) != (_REFERENCES + names, 1, _USES + shared):
+        """Does anyone else hold one of them, or a view of one? True too where one is gone or has other memory."""
+        own, own_uses = _calibrate()
+        for place, names, shared, storage in self._expected:
+            tensor = place.find()
+            expected = own + names, 1, storage and own_uses + shared, storage
+            if tensor is None or _counts(tensor) != expected:
                 return True
         return False
 
 
-def _counts(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """References from Python, from torch (a graph of autograd), and to the memory."""
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return sys.getrefcount(tensor), tensor._use_count(), uses  # type: ignore[attr-defined]
+class _Place(NamedTuple):
+    """Where a tensor is: of a module its parameter or buffer `name`, of which it is the part at `path`, as in torchao's
+    quantized weights."""
+
+    module: weakref.ref[nn.Module]
+    kind: str
+    name: str
+    path: tuple[str, ...] = ()
+
+    @property
+    def top(self) -> tuple[int, str, str]:
+        return id(self.module()), self.kind, self.name
+
+    def find(self) -> torch.Tensor | None:
+        module = self.module()
+        found = None if module is None else dict.get(module.__dict__[self.kind], self.name)
+        for attribute in self.path:
+            found = getattr(found, attribute, None)
+        return found
+
+
+def _places(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
+    """The tensors that the module holds itself, without asking; of a wrapper, every tensor inside it besides."""
+    for kind in _KINDS:
+        for name, tensor in list(dict.items(module.__dict__[kind])):
+            if tensor is not None:
+                yield from _parts(_Place(weakref.ref(module), kind, name), tensor)
+
+
+def _parts(place: _Place, tensor: Any) -> Iterator[tuple[_Place, torch.Tensor]]:
+    yield place, tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for attribute in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, attribute)
+            if isinstance(inner, torch.Tensor):
+                yield from _parts(place._replace(path=(*place.path, attribute)), inner)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tells its memory apart, 0 where it has none of its own."""
+    it: Any = tensor
+    if is_traceable_wrapper_subclass(it) or tensor.layout is not torch.strided:
+        return 0
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _counts(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    """References from Python, from torch (a graph of autograd), and to the memory; which memory."""
+    storage = _storage(tensor)
+    uses: int = storage and torch._C._storage_Use_Count(storage)
+    return sys.getrefcount(tensor), tensor._use_count(), uses, storage  # type: ignore[attr-defined]
 
 
 def _calibrate() -> tuple[int, int]:
-    """What `_counts` finds beyond the references that a module has, when it is called as `others` does."""
-    module = nn.Linear(1, 1, bias=False)
-    reference = weakref.ref(module.weight)
-    tensor = reference()
+    """What `_counts` finds beyond the references that a module has, when it is called as `others` does. It is more
+    while frames are run for a compiler or a debugger, so this is asked each time."""
+    tensor = _SAMPLE.find()
     assert tensor is not None
-    references, _, uses = _counts(tensor)
+    references, _, uses, _ = _counts(tensor)
     return references - 1, uses - 1
 
 
-_REFERENCES, _USES = _calibrate()
+_sample = nn.Linear(1, 1, bias=False, device="meta")  # in nobody's memory
+_SAMPLE = _Place(weakref.ref(_sample), "_parameters", "weight")

@@ -33,7 +33,7 @@ from ..allocator._native import Device, Range
 from ..allocator.errors import ManageError, PoolExhausted
 from ..offload.layout import Block, place
 from ..offload.plan import Plan, Rule
-from ..offload.ring import Part
+from ..offload.ring import Part, live
 from . import room
 from .storages import Member, Span, has_bytes, members, spans
 
@@ -53,6 +53,7 @@ class Weights:
         self.stream = stream_of(device)
         # Of each decoder layer by its index; under None those of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
+        self._made = 0  # storages over the ranges, so far
         self._twins: dict[int, Range] = {}  # of the ranges that stream, by their address: where their pages are
 
     def all_ranges(self) -> list[Range]:
@@ -62,6 +63,11 @@ class Weights:
     def pages(self) -> int:
         """Device pages that are behind the ranges now; of ranges that stream there are none."""
         return sum(each.backed for each in self.all_ranges() if each.address not in self._twins)
+
+    @property
+    def storages(self) -> int:
+        """Storages that lie over the ranges, whoever uses them."""
+        return self._made - self.group.unpinned
 
     @property
     def host_pages(self) -> int:
@@ -104,11 +110,20 @@ class Weights:
             parts: list[Part] = []
             for opened in ranges:
                 twin = self._twins.get(opened.address)
-                if twin is not None and opened.backed == twin.backed == opened.pieces:
-                    parts.append(Part(opened, twin, sum(part.home.pieces for part in parts)))
+                if twin is not None:
+                    for first, count in live(opened, 0, opened.pieces):
+                        parts.append(Part(opened, twin, sum(part.count for part in parts), first, count))
             if parts:
                 found[layer] = tuple(parts)
         return found
+
+    def streaming(self) -> frozenset[int]:
+        """The layers that streamed at the last `sort`, whatever is left of their tensors."""
+        return frozenset(
+            layer
+            for layer, ranges in self.ranges.items()
+            if layer is not None and any(opened.address in self._twins for opened in ranges)
+        )
 
     def use(self, layer: int | None) -> None:
         """This thread is about to read the weights of `layer`, with None those of no layer."""
@@ -129,6 +144,7 @@ class Weights:
                 layers = {None} if layer is None else users.get(opened.address, {None})
                 if opened.backed:
                     self.ranges.setdefault(layers.pop() if len(layers) == 1 else None, []).append(opened)
+                    self._trim_twin(opened)
                 else:
                     opened.close()
                     self._drop_twin(opened.address)
@@ -148,6 +164,15 @@ class Weights:
             opened.close()
             self._drop_twin(opened.address)
         self.ranges.clear()
+
+    def _trim_twin(self, opened: Range) -> None:
+        """Gives the host pages back that a range with fewer tensors than before needs no more."""
+        twin = self._twins.get(opened.address)
+        if twin is not None and opened.backed < twin.backed:
+            needed = {first + n for first, count in live(opened, 0, opened.pieces) for n in range(count)}
+            for piece in range(twin.pieces):
+                if piece not in needed:
+                    twin.retire(piece, 1)
 
     def _drop_twin(self, address: int) -> None:
         """Pages of it that tensors still show stay until those are gone."""
@@ -206,6 +231,7 @@ class Weights:
             for opened, offset, span in step:
                 self._note(opened.address + offset, span.nbytes, True)
                 capsule = opened.tensor(offset, (span.nbytes,), (1,), *_UINT8)
+                self._made += 1
                 _copy(span, from_dlpack(capsule), pairs)
 
     def _step_out(self, step: Step) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 
 from ..allocator._native import Device, Done, Group, Range, Transfer
 from ..allocator.errors import ManageError
@@ -28,11 +29,14 @@ from ..allocator.errors import ManageError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One range of a layer, its twin of as many pages, and where in the slot it lies, in pages."""
+    """Pieces of one range of a layer: all, or as many as are left; its twin, and where in the slot they lie, in
+    pages."""
 
     home: Range
     twin: Range
     offset: int
+    first: int
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,15 @@ class Streamed:
     layer: int
     slot: int
     parts: tuple[Part, ...]
+
+
+def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
+    """(first, count) of the runs of pieces that still lead to a page, those that tensors lie on."""
+    if opened.backed == opened.pieces:
+        return [(first, count)]
+    pieces = groupby(range(first, first + count), lambda piece: opened.backing(piece) not in ("none", "retiring"))
+    runs = [list(run) for led, run in pieces if led]
+    return [(run[0], len(run)) for run in runs]
 
 
 class Ring:
@@ -64,7 +77,8 @@ class Ring:
         self._turns: list[list[int]] = [
             [each.layer for each in layers if each.slot == n] for n in range(len(slot_pages))
         ]
-        self._flying: set[int] = set()
+        self._aloft = False  # do all layers fly?
+        self._flying: set[int] = set()  # those that may: an interrupt leaves too many here, never too few
         self._holds: list[int | None] = [None] * len(slot_pages)
         self._done: list[Done | None] = [None] * len(slot_pages)
 
@@ -81,11 +95,11 @@ class Ring:
     def begin(self, stream: int) -> None:
         """A pass begins on `stream`: all layers fly, and the copies of the first ones are on their way. ManageError
         where they cannot now, DriverError."""
-        if len(self._flying) < len(self._layers):
+        if not self._aloft:
             for each in self._layers.values():
-                if each.layer not in self._flying:
-                    self._lead(each, to_slot=True)
-                    self._flying.add(each.layer)
+                self._flying.add(each.layer)
+                self._lead(each, to_slot=True)
+            self._aloft = True
         for turns in self._turns:
             self._load(turns[0], stream)
 
@@ -105,10 +119,11 @@ class Ring:
 
     def rest(self) -> None:
         """Every layer is at rest. ManageError where that cannot be now, DriverError."""
+        self._aloft = False
+        self._holds = [None] * len(self._slots)  # twins may be written from now on
         for layer in sorted(self._flying):
             self._lead(self._layers[layer], to_slot=False)
             self._flying.discard(layer)
-        self._holds = [None] * len(self._slots)
 
     def close(self) -> None:
         """Gives the slots back. All layers are at rest, or their ranges gone."""
@@ -124,7 +139,14 @@ class Ring:
         self._holds[found.slot] = None
         base = self._slots[found.slot].address
         self._done[found.slot] = self._transfer.copy(
-            [(base + part.offset * self._page, part.twin.address, part.twin.nbytes) for part in found.parts],
+            [
+                (
+                    base + part.offset * self._page,
+                    part.twin.address + part.first * self._page,
+                    part.count * self._page,
+                )
+                for part in found.parts
+            ],
             after=after,
             owner="weights",
             to="device",
@@ -135,14 +157,16 @@ class Ring:
         """Leads the layer's addresses to its slot, or to its twin; all of its ranges or none."""
         with ExitStack() as undo:
             for part in layer.parts:
-                slot, ways = self._slots[layer.slot], part.twin.pieces
-                there, back = (slot, part.offset), (part.twin, 0)
-                if not to_slot:
-                    there, back = back, there
-                if not part.home.alias(0, *there, ways):
-                    raise ManageError(
-                        "streamed layers cannot be exchanged while another thread runs the model or a CUDA graph is "
-                        "being captured: run the model once before the capture, and do not capture its streamed layers"
-                    )
-                undo.callback(part.home.alias, 0, *back, ways)
+                for first, count in live(part.home, part.first, part.count):
+                    there = self._slots[layer.slot], part.offset + first - part.first
+                    back = part.twin, first
+                    if not to_slot:
+                        there, back = back, there
+                    if not part.home.alias(first, *there, count):
+                        raise ManageError(
+                            "streamed layers cannot be exchanged while another thread runs the model or a CUDA graph "
+                            "is being captured: run the model once before the capture, and do not capture its streamed "
+                            "layers"
+                        )
+                    undo.callback(part.home.alias, first, *back, count)
             undo.pop_all()

@@ -32,7 +32,7 @@ class Model:
                 twin.map_host(0, count)
                 write(twin.address, layer + 1, count * PAGE)
                 home.alias(0, twin, 0, count)
-                parts.append(Part(home, twin, offset))
+                parts.append(Part(home, twin, offset, 0, home.pieces))
                 offset += count
             layers.append(Streamed(layer, slot, tuple(parts)))
         self.layers = {each.layer: each for each in layers}

@@ -1,0 +1,137 @@
+"""A model that is released by one thread just as another begins to use it, at the moments at which they meet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install
+from ballonet.hooks.turns import Turn, Turns
+from ballonet.offload import layout
+
+from .models import build, prompts
+from .pool import installing
+from .portrait import none_in_pool
+
+BUDGET = 2**22
+PAGE = 4096
+INPUTS = prompts(batch=2, longest=9)
+LONG = 10  # seconds, after which a thread hangs
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    with installing(BUDGET, PAGE) as now:
+        now()
+        yield
+    torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**INPUTS).logits
+    return found
+
+
+def started(act: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    return thread
+
+
+def ended(thread: threading.Thread) -> bool:
+    thread.join(LONG)
+    return not thread.is_alive()
+
+
+class Beginning:
+    """A forward on a thread of its own, which stops before it has a lease until `go_on` is set."""
+
+    def __init__(self, model: Any, managed: ballonet.Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self._logits: list[torch.Tensor] = []
+        reached = threading.Event()
+        open_lease = managed._forwards._open_lease
+
+        def stop() -> Any:
+            reached.set()
+            self.go_on.wait(LONG)
+            return open_lease()
+
+        monkeypatch.setattr(managed._forwards, "_open_lease", stop)
+        self._thread = started(lambda: self._logits.append(logits(model)))
+        assert reached.wait(LONG)
+
+    def result(self) -> torch.Tensor:
+        assert ended(self._thread)
+        return self._logits.pop()
+
+
+def managed_model(interval: int | None) -> tuple[Any, ballonet.Managed, torch.Tensor]:
+    with install.stock():
+        model = build("llama", num_hidden_layers=5)
+        expected = logits(model)
+    managed = ballonet.manage(model, interval=interval)
+    logits(model)
+    return model, managed, expected
+
+
+def test_a_forward_that_begins_takes_nothing_in_once_the_model_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, managed, expected = managed_model(None)
+    forward = Beginning(model, managed, monkeypatch)
+    managed.release()
+    forward.go_on.set()
+    assert torch.allclose(forward.result(), expected, atol=1e-5)
+    assert none_in_pool(model)
+
+
+def test_release_waits_for_a_turn_and_keeps_no_one_from_ending_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward has its turn, and something to take in, for which it needs the lock of `manage()`."""
+    model, managed, expected = managed_model(2)
+    with install.stock():
+        model.register_buffer("extra", torch.zeros(PAGE))
+    forward = Beginning(model, managed, monkeypatch)
+    waits = threading.Event()
+    take = Turns._take
+
+    def taking(self: Turns, turn: Turn) -> None:
+        waits.set()
+        take(self, turn)
+
+    monkeypatch.setattr(Turns, "_take", taking)
+    releasing = started(managed.release)
+    assert waits.wait(LONG)
+    forward.go_on.set()
+    assert torch.allclose(forward.result(), expected, atol=1e-5)
+    assert ended(releasing)
+    assert managed.released
+    assert none_in_pool(model)
+
+
+def test_a_turn_that_is_held_at_rest_is_held_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = Turns()
+    looks = threading.Semaphore(0)
+    abandoned = Turn.abandoned
+
+    def looking(self: Turn) -> bool:
+        looks.release()
+        return abandoned(self)
+
+    def other() -> None:
+        with turns.at_rest():
+            pass
+
+    monkeypatch.setattr(Turn, "abandoned", looking)
+    with turns.at_rest():
+        waiting = started(other)
+        assert looks.acquire(timeout=LONG)
+        assert looks.acquire(timeout=LONG)  # it has looked, and waits still
+    assert ended(waiting)
