@@ -16,46 +16,13 @@ from torch import nn
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.offload import layout, plan
+from ballonet.offload import plan
 
-from .models import Output, build, generate, prompts
-from .portrait import bits, tensors
+from ..models import Output, generate
+from ..portrait import bits, tensors
+from .conftest import INPUTS
 
-LAYERS = 5
-INPUTS = prompts(batch=2, longest=9)
 IDS = INPUTS["input_ids"]
-BUDGET = 2**22
-PAGE = 4096
-
-
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
-    yield
-    gc.collect()
-    runtime.require().check()
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
-
-
-@pytest.fixture(scope="module")
-def original() -> Any:
-    with install.stock():
-        return build("llama", num_hidden_layers=LAYERS)
-
-
-@pytest.fixture
-def model(original: Any) -> Any:
-    with install.stock():
-        return copy.deepcopy(original)
 
 
 @pytest.fixture(scope="module")

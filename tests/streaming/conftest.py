@@ -1,0 +1,52 @@
+"""One device of small pages for models whose layers stream, and a tiny model whose layers do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.offload import layout
+
+from ..models import build, prompts
+
+LAYERS = 4
+INPUTS = prompts(batch=2, longest=9)
+BUDGET = 2**22
+PAGE = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
+    yield
+    gc.collect()
+    runtime.require().check()
+    ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    with install.stock():
+        return build("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def model(original: Any) -> Any:
+    with install.stock():
+        return copy.deepcopy(original)
