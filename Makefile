@@ -45,7 +45,7 @@ bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py
 
-gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core or kv, RESULTS=folder
+gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights or remap, RESULTS=folder
 	@$(PYTHON) setup.py -q build_ext --inplace
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
 

@@ -11,6 +11,13 @@ from typing_extensions import Buffer
 Owner = Literal["weights", "activations", "kv"]
 Backing = Literal["none", "device", "host", "alias", "retiring"]
 
+Source = tuple[int, int, int]
+"""(offset in bytes from the part's start, address, nbytes)"""
+Part = tuple[Range, int, int, Range, int, list[Source]]
+"""(home, first, count, twin, twin_first, sources)"""
+Entry = tuple[int, Group, list[Part]]
+"""(key, group of the homes, parts)"""
+
 def probe(library: str, ordinal: int) -> dict[str, Any]:
     """What the driver in `library` says of device `ordinal`; creates no context.
 
@@ -48,18 +55,21 @@ class Device:
     def free_memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device as its driver counts them."""
     def set_budget(self, nbytes: int) -> None:
-        """Lowering gives free pages back to the driver at once (after a trim) and the others as they become free."""
+        """Lowering gives free pages back to the driver at once (after a trim), then those of published entries that
+        can be taken, and the others as they become free. DriverError where an entry could not be taken for that; the
+        budget is set."""
     def snapshot(self) -> dict[str, Any]:
         """Consistent numbers taken under the locks.
 
-        Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_budget,
-        copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults, physical_peak
-        (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved, cached,
-        blocks, allocations, frees, hits}.
+        Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_free (of
+        these), host_budget, copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults,
+        reclaimed (device pages that entries gave so far), physical_peak (bytes), heap {live, live_peak, requested,
+        requested_peak, allocated_total, freed_total, reserved, cached, blocks, allocations, frees, hits}.
         """
     def reset_peaks(self) -> None: ...
     def trim(self) -> int:
-        """Gives pages wholly inside free blocks back to the pool; returns the bytes."""
+        """Gives pages wholly inside free blocks back to the pool, and the free pages of both pools, of the device and
+        the host, back to the driver; returns the bytes of the former. Waits for retirements."""
     def reap(self, wait: bool = False) -> int:
         """Completes retirements whose streams have passed; with `wait` all of them. Returns pages freed."""
     def allocate(self, nbytes: int, stream: int = 0) -> int: ...
@@ -78,6 +88,44 @@ class Device:
     def synchronize(self) -> None: ...
     def timeline(self) -> list[tuple[int, int, int, int, int, int]]:
         """Drains (time_ns, free, weights, activations, kv, retiring), one row per change; CLOCK_MONOTONIC."""
+    def publish(self, entries: list[Entry]) -> None:
+        """Replaces the reclaim list: what is taken, in this order, when device pages run out.
+
+        That is in `map`, `own`, an allocation or a lower budget, on any thread, once free blocks are trimmed and
+        retirements reaped. An entry is taken as a whole. The bytes of pieces [first, first + count) of each `home` go
+        to [twin_first, ...) of its `twin`, the home's addresses lead there afterwards (`Range.alias`), and its device
+        pages are free. Twin pieces that are backed hold the bytes already, and nothing is copied; others are backed
+        with host pages and filled from `sources`, or from the home where there are none (counted in `copied`). A
+        source is `HostMemory` or bytes of the home's part; bytes that no source covers are undefined.
+
+        An entry is passed over, and stays, while another thread holds a lease on its group, the host has too few pages,
+        others lead to its pages, or a graph is being captured. A failure of the driver leaves it as it was. A request
+        that all entries together could not meet takes none.
+
+        An entry describes its pieces as they are now. Once any of them is mapped, led elsewhere or retired, a range is
+        closed or a source unregistered, the entry is void and leaves the list: what is void now does not enter it. So
+        whoever changes pieces withdraws the entry first, or publishes anew afterwards. BallonetError, with the old list
+        in place, where an entry makes no sense: two of one key, pieces that are named
+        twice or lie outside their range, a home of another group.
+        """
+    def withdraw(self, keys: list[int]) -> None:
+        """These are not taken any more when this returns; one that is being taken is waited for. Unknown keys are
+        ignored."""
+    @property
+    def published(self) -> list[int]:
+        """Keys of the entries that may still be taken, in their order."""
+    def taken(self) -> list[tuple[int, int, int]]:
+        """Drains (time_ns, key, device pages freed), one row per entry taken; CLOCK_MONOTONIC. Where more than 4096
+        were taken in between, the oldest are gone."""
+    @property
+    def demand(self) -> int:
+        """Device pages that are missing for a request which failed, and that only entries leased by another thread can
+        give; 0 once they can be had otherwise."""
+    def obey(self) -> int:
+        """For a thread between two layers: takes for the demand, in order, what it may take now; returns the pages.
+
+        What yet other threads lease stays demanded. DriverError where nothing could be taken for that.
+        """
     def check(self) -> None:
         """Verifies every invariant the core can see; raises InvariantBroken."""
     def bind(self) -> None:
@@ -159,7 +207,7 @@ class Transfer:
     ) -> Done:
         """Copies (to, from, nbytes) by address once what the stream `after` was given so far has passed.
 
-        Counted in `Stats.copied` for `owner`. Raises BallonetError while a graph is being captured, DriverError.
+        Counted in `Stats.copied` for `owner`. Raises BallonetError while `after` is being captured, DriverError.
         """
 
 class Done:

@@ -112,7 +112,7 @@ class Config:
     link_latency: float = 0.0  # seconds added to each such copy
     chaos: int | None = None  # seed; None: no chaos
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
-    cache_dir: Path | None = None  # of what is compiled once per torch; None: the user's cache folder
+    cache_dir: Path | None = None  # of what was compiled or measured once; None: the user's cache folder
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
@@ -159,7 +159,8 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
 
 
 def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
-    """Folder of what is compiled once per torch: `$BALLONET_CACHE_DIR`, else in the user's cache folder (XDG)."""
+    """Folder of what is compiled once per torch or measured once per model: `$BALLONET_CACHE_DIR`, else in the user's
+    cache folder (XDG)."""
     if config.cache_dir is not None:
         return config.cache_dir
     environ = os.environ if environ is None else environ

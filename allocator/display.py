@@ -1,8 +1,9 @@
-"""How numbers are shown in a notebook: a small table."""
+"""What is shown to people: a small table in a notebook, a bar in a terminal while bytes are on their way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from html import escape
 
 
@@ -14,6 +15,34 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
         f'<table><caption style="text-align: left; font-weight: bold">{escape(title)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     )
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, where that is a terminal, that goes when all is done. Hands out what is told of bytes as they
+    arrive; `total`: all of them."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+@contextmanager
+def steps(title: str, total: int) -> Iterator[Callable[[str], None]]:
+    """The same for `total` steps; what it hands out is told what each of them is, before it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    numbers = MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[step]}")
+    columns = TextColumn("{task.description}"), BarColumn(), *numbers
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total, completed=-1, step="", visible=False)
+        yield lambda step: bar.update(task, advance=1, step=step, visible=True)
 
 
 def _cell(value: object) -> str:

@@ -7,7 +7,7 @@ pickled.
 
 from __future__ import annotations
 
-from .units import format_size
+from .units import format_size, format_time
 
 
 class BallonetError(RuntimeError):
@@ -71,6 +71,25 @@ class UnsupportedVersion(BallonetError):
 
 class ManageError(BallonetError):
     """A model cannot be managed."""
+
+
+class SLOError(ManageError):
+    """An SLO that cannot be kept. `slo`: seconds, the nearest that can be; `budget`: bytes of device pages with which
+    this one could be; None where there is none."""
+
+    def __init__(self, reason: str, slo: float | None, budget: int | None) -> None:
+        super().__init__(reason, slo, budget)
+        self.reason = reason
+        self.slo = slo
+        self.budget = budget
+
+    def __str__(self) -> str:
+        ways = []
+        if self.slo is not None:
+            ways.append(f"an SLO of {format_time(self.slo)}")
+        if self.budget is not None:
+            ways.append(f"a budget of {format_size(self.budget)} (ballonet.set_budget({self.budget}))")
+        return self.reason + (f". What would do: {', or '.join(ways)}" if ways else "")
 
 
 class AlreadyManaged(ManageError):

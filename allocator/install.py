@@ -1,4 +1,5 @@
-"""Puts the pool under torch and takes it away again: `install`, `allocator`, `restore`, `set_budget`, `stock`.
+"""Puts the pool under torch and takes it away again: `install`, `allocator`, `restore`, `set_budget`, `stock`,
+`stock_everywhere`.
 
 On a GPU the pool becomes torch's CUDA allocator, which torch lets one do once, before its own has been used. Where it
 was used, what the calling thread allocates from then on lies in the pool, through `torch.cuda.MemPool`. With no GPU the
@@ -10,7 +11,8 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -38,6 +40,7 @@ class _Installed:
     cuda: CudaAllocator | None
     route: MemPoolRoute | None
     paused: bool = False  # restore() was called while memory of the pool was in use
+    outside: int = 0  # sections of stock_everywhere() that are open
 
 
 _installed: _Installed | None = None
@@ -132,6 +135,25 @@ def stock() -> AbstractContextManager[None]:
     return nullcontext() if installed is None or installed.companion is None else installed.companion.stock()
 
 
+@contextmanager
+def stock_everywhere() -> Iterator[None]:
+    """As `stock()`, for all threads: within it, those that a library starts have memory of torch's own, too."""
+    with _lock:
+        installed = _installed
+        companion = None if installed is None or installed.device.kind == "cuda" else installed.companion
+        if installed is not None and companion is not None:
+            installed.outside += 1
+            companion.pause_cpu()
+    try:
+        yield
+    finally:
+        with _lock:
+            if installed is not None and companion is not None:
+                installed.outside -= 1
+                if installed is _installed and not installed.outside and not installed.paused:
+                    companion.install_cpu()
+
+
 def _started(asked: Config, settings: Config) -> _Installed:
     """What is installed already, if it is what was asked for, else a new device under nothing yet."""
     global _installed
@@ -174,7 +196,7 @@ def _put(installed: _Installed) -> None:
                     UserWarning,
                     stacklevel=3,
                 )
-        elif installed.companion is not None and not installed.companion.install_cpu():
+        elif installed.companion is not None and not installed.outside and not installed.companion.install_cpu():
             raise InstallError(
                 "another library has put its own CPU allocator over ballonet's since: import or set up that one before "
                 "ballonet.install(), in a new process"

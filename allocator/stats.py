@@ -82,6 +82,7 @@ class Stats:
     copied: Copied
     driver_calls: Calls
     faults: int  # injected ones that fired
+    reclaimed: int  # pages that were taken from weights or caches because others needed them
 
     @classmethod
     def of(cls, snapshot: Mapping[str, Any]) -> Self:
@@ -94,6 +95,7 @@ class Stats:
             copied=Copied(**snapshot["copied"]),
             driver_calls=Calls(snapshot["driver_calls"]),
             faults=snapshot["faults"],
+            reclaimed=snapshot["reclaimed"],
         )
 
     def to_dict(self) -> dict[str, Any]:

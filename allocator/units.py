@@ -1,6 +1,11 @@
-"""Bytes written for people."""
+"""Bytes and times written for people."""
 
 from __future__ import annotations
+
+from decimal import ROUND_CEILING, Context
+from typing import Final
+
+_FOUR_DIGITS: Final = Context(prec=4, rounding=ROUND_CEILING)
 
 
 def format_size(nbytes: int) -> str:
@@ -9,3 +14,10 @@ def format_size(nbytes: int) -> str:
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + unit
     return f"{nbytes}B"
+
+
+def format_time(seconds: float) -> str:
+    """In ms, or in s from ten on, to four digits and never less than it is: `'5.813 ms'`, `'90 s'`."""
+    scale, unit = (1, "s") if seconds >= 10 else (1e3, "ms")
+    number = _FOUR_DIGITS.create_decimal_from_float(seconds * scale * (1 - 1e-12))  # 70 ms are 70.00000000000001
+    return f"{number.normalize():f} {unit}"

@@ -13,13 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import Figure, Options, interleaved, options, report
 from peer import answering, peers, serve, synchronize
-
-import ballonet
-from ballonet.allocator import _native, runtime
-from ballonet.allocator.companion import COMPILERS
 
 SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)}
 BUDGET = "512MiB"
@@ -69,6 +64,9 @@ def main() -> None:
 
 
 def serve_as(name: str, chosen: Options) -> None:
+    import ballonet
+    from ballonet.allocator import _native, runtime
+
     rounds = 200 if chosen.tiny else 20_000
     functions: dict[str, Any] = {"torch": lambda size: time_empty(size, chosen.device, rounds)}
     if name == "ballonet":
@@ -81,6 +79,8 @@ def serve_as(name: str, chosen: Options) -> None:
 
 def time_empty(size: int, device: str, rounds: int) -> float:
     """ns per `torch.empty` and the free that follows."""
+    import torch
+
     empty = torch.empty
     for _ in range(200):
         empty(size, dtype=torch.uint8, device=device)
@@ -93,6 +93,10 @@ def time_empty(size: int, device: str, rounds: int) -> float:
 
 def install_empty() -> None:
     """The cheapest pluggable allocator there can be. Its memory is not to be touched."""
+    import torch
+
+    from ballonet.allocator.companion import COMPILERS
+
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "empty.cpp", Path(folder) / "empty.so"
         source.write_text(EMPTY)

@@ -7,16 +7,13 @@ peer counts the calls of the driver that change what lies behind an address: in 
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from common import Figure, Options, interleaved, options, report
-from llama import describe, filled, prepare
+from common import Figure, Options, describe, interleaved, options, report
 from peer import peers, serve, synchronize
-from transformers import PreTrainedModel, StoppingCriteria
 
-import ballonet
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # (sequences, tokens held, how much faster than stock it is to be)
 CASES = {
@@ -63,44 +60,27 @@ def noted(peer: Any, batch: int, tokens: int, calls: list[float]) -> float:
 
 
 def serve_as(name: str, chosen: Options) -> None:
+    from llama import prepare
+
     model = prepare(name, chosen)
     serve({"decode": lambda batch, tokens: decode(name, model, batch, tokens, chosen.device)})
 
 
-class Clock(StoppingCriteria):
-    """Never stops anything; notes the time, and the driver's calls so far, after each token."""
-
-    def __init__(self, device: str, counts: bool) -> None:
-        self.times: list[float] = []
-        self.calls: list[int] = []
-        self._device = device
-        self._counts = counts
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        synchronize(self._device)
-        self.times.append(time.perf_counter())
-        self.calls.append(sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if self._counts else 0)
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-
 def decode(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: str) -> dict[str, float]:
     """ms, and calls of the driver, per token."""
-    cache = filled(peer, model.config, batch, tokens, device)
-    prompt = torch.randint(0, model.config.vocab_size, (batch, tokens + 1), device=device)
-    clock = Clock(device, counts=peer == "ballonet")
-    model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=STEPS,
-        do_sample=False,
-        stopping_criteria=[clock],
-    )
-    if len(clock.times) != STEPS:
-        raise RuntimeError(f"generate() stopped after {len(clock.times)} of {STEPS} tokens")
-    timed = STEPS - WARM
-    ms = (clock.times[-1] - clock.times[WARM - 1]) / timed * 1e3
-    return {"ms": ms, "calls": (clock.calls[-1] - clock.calls[WARM - 1]) / timed}
+    from generating import Clock, timed
+    from llama import filled
+
+    import ballonet
+
+    def calls() -> int:
+        return sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if peer == "ballonet" else 0
+
+    clock = Clock(lambda: synchronize(device), calls)
+    timed(model, filled(peer, model.config, batch, tokens, device), (batch, tokens), device, STEPS, clock)
+    each = STEPS - WARM
+    ms = (clock.times[-1] - clock.times[WARM - 1]) / each * 1e3
+    return {"ms": ms, "calls": (clock.counts[-1] - clock.counts[WARM - 1]) / each}
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ One layer, batch 1, 8 heads of 128, bfloat16; each peer in a process with its ow
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
-import torch
 from common import Figure, Options, interleaved, options, report
 from peer import peers, serve, synchronize
-from transformers.cache_utils import DynamicLayer
 
-import ballonet
-from ballonet.hooks.kv import ElasticLayer
+if TYPE_CHECKING:
+    from transformers.cache_utils import DynamicLayer
 
 LENGTHS = (1024, 4096, 8192, 16384, 32768)
 HEADS, DIM = 8, 128
@@ -43,6 +42,11 @@ def main() -> None:
 
 
 def serve_as(name: str, chosen: Options) -> None:
+    from transformers.cache_utils import DynamicLayer
+
+    import ballonet
+    from ballonet.hooks.kv import ElasticLayer
+
     kind: type[DynamicLayer] = DynamicLayer
     if name == "ballonet":
         ballonet.install("2GiB")
@@ -52,6 +56,8 @@ def serve_as(name: str, chosen: Options) -> None:
 
 def time_steps(layer: DynamicLayer, length: int, device: str) -> float:
     """µs per one-token update of a layer that holds `length` tokens."""
+    import torch
+
     prompt = torch.zeros(1, HEADS, length, DIM, dtype=torch.bfloat16, device=device)
     token = torch.zeros(1, HEADS, 1, DIM, dtype=torch.bfloat16, device=device)
     with torch.no_grad():

@@ -5,36 +5,32 @@ On a GPU torch's own allocator and its expandable segments are measured beside; 
 
 from __future__ import annotations
 
-import torch
-from common import Figure, Options, options, report
-from llama import TINY, build
-from peer import answering, peers, serve, synchronize
-from transformers import LlamaConfig
+from typing import Any
 
-import ballonet
-from ballonet.allocator import runtime
+from common import Figure, Options, options, report
+from peer import answering, peers, serve, synchronize
 
 MIB = 2**20
 # Few layers, so that activations count beside the weights; lengths that no size class fits twice.
-WIDE = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=4,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=32000,
-    max_position_embeddings=32768,
-)
-NARROW = LlamaConfig(
-    hidden_size=512,
-    intermediate_size=1536,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    vocab_size=4000,
-    max_position_embeddings=4096,
-)
-SHAPES = {"cuda": WIDE, "cpu": NARROW, "tiny": TINY}
+WIDE = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+}
+NARROW = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 4000,
+    "max_position_embeddings": 4096,
+}
+SHAPES = {"cuda": WIDE, "cpu": NARROW}
 LENGTHS = {
     "cuda": (4096, 1024, 8192, 3072, 16384, 1337, 12288, 700, 9999, 2048, 15000, 96, 5555, 14336, 333, 11111),
     "cpu": (512, 128, 1024, 384, 2048, 167, 1536, 700, 96, 1999, 333),
@@ -68,7 +64,11 @@ def main() -> None:
 
 
 def serve_as(name: str, chosen: Options) -> None:
+    import torch
+
     if name == "ballonet":
+        import ballonet
+
         ballonet.install(
             "60GiB" if chosen.cuda else "2GiB", page_size=65536 if chosen.tiny and not chosen.cuda else None
         )
@@ -77,12 +77,18 @@ def serve_as(name: str, chosen: Options) -> None:
 
 def peak(name: str, chosen: Options) -> tuple[int, int, int]:
     """Bytes: peak live, peak physical, and of a page (0 where there are none)."""
-    kind = "tiny" if chosen.tiny else chosen.device
-    model = build(SHAPES[kind], chosen.device)
+    import torch
+    from llama import TINY, build
+    from transformers import LlamaConfig
+
+    from ballonet.allocator import runtime
+
+    config: Any = TINY if chosen.tiny else LlamaConfig(**SHAPES[chosen.device])
+    model = build(config, chosen.device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for length in LENGTHS[kind]:
-            prompt = torch.randint(0, SHAPES[kind].vocab_size, (1, length), generator=generator).to(chosen.device)
+        for length in LENGTHS["tiny" if chosen.tiny else chosen.device]:
+            prompt = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(chosen.device)
             model(prompt, use_cache=True, logits_to_keep=1)
     synchronize(chosen.device)
     if name == "ballonet":

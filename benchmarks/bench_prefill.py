@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-from common import Figure, Options, interleaved, options, report
-from llama import describe, prepare
-from peer import peers, seconds, serve
-from transformers import DynamicCache, PreTrainedModel
+from typing import TYPE_CHECKING
 
-import ballonet
+from common import Figure, Options, describe, interleaved, options, report
+from peer import peers, seconds, serve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LENGTHS = {"cuda": (1024, 8192), "cpu": (256, 1024), "tiny": (24,)}
 LIMIT = 1.02  # of stock's time
@@ -36,12 +36,19 @@ def main() -> None:
 
 
 def serve_as(name: str, chosen: Options) -> None:
+    from llama import prepare
+
     model = prepare(name, chosen)
     serve({"prefill": lambda tokens: prefill(name, model, tokens, chosen.device)})
 
 
 def prefill(peer: str, model: PreTrainedModel, tokens: int, device: str) -> float:
     """ms"""
+    import torch
+    from transformers import DynamicCache
+
+    import ballonet
+
     config = model.config
     prompt = torch.randint(0, config.vocab_size, (1, tokens), device=device)
     cache = ballonet.KVCache(config=config) if peer == "ballonet" else DynamicCache(config=config)

@@ -37,6 +37,7 @@ class Options:
     cuda: bool
     peer: str | None
     files: list[Path]
+    keep: Path = ROOT / "build"  # where a trace goes that explains a figure
 
     @property
     def device(self) -> str:
@@ -53,14 +54,29 @@ def options(name: str, description: str | None) -> Options:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="tiny sizes and two repetitions: shows only that it runs")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / f"bench-{name}.json", help="where the JSON goes")
+    parser.add_argument("--keep", type=Path, default=ROOT / "build", help="where a trace goes that explains a figure")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     parser.add_argument("files", nargs="*", type=Path, help="recorded traces, for the benchmark that takes some")
     given = parser.parse_args()
-    return Options(given.tiny, given.out, _has_gpu(), given.peer, given.files)
+    return Options(given.tiny, given.out, _has_gpu(), given.peer, given.files, given.keep)
+
+
+def describe(chosen: Options) -> str:
+    """The model of llama.py that is measured, in words, for a title."""
+    return "tiny Llama" if chosen.tiny else "8B Llama shape, bfloat16" if chosen.cuda else "135M Llama shape, float32"
+
+
+def describe_few(chosen: Options, layers: int) -> str:
+    """The same of what `llama.few` gives."""
+    shape = "8B Llama shape, bfloat16" if chosen.cuda and not chosen.tiny else "smallest shape that streams, float32"
+    return f"{layers} layers of the {shape}"
 
 
 def _has_gpu() -> bool:
-    """Whether `install()` would take a GPU here. Makes no CUDA context."""
+    """Whether `install()` would take a GPU here. Makes no CUDA context, and imports torch only where it could use one:
+    what measures are other processes (peer.py), and to import it takes longer than many a benchmark."""
+    if "cuda" not in versions():
+        return False
     import torch
 
     from ballonet.allocator import runtime

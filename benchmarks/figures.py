@@ -12,15 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from common import ROOT, Figure
+from picture import draw
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
-    ROOT / "README.md": ("kv-growth", "decode", "prefill", "allocate", "exchange", "peak", "traces"),
-    ROOT / "docs" / "measuring.md": ("page-size",),
+    ROOT / "README.md": (
+        "streaming",
+        "cold-load",
+        "reactivate",
+        "kv-growth",
+        "decode",
+        "prefill",
+        "allocate",
+        "exchange",
+        "peak",
+        "traces",
+    ),
+    ROOT / "docs" / "measuring.md": ("slo", "knee", "page-size"),
 }
+PICTURES = ROOT / "docs"  # where pictures go, and from where documents lead to them
 NO_GPU = "No GPU has run `make gpu` yet: every figure here is of a CPU, on the host stand-in.\n"
 
 
@@ -28,10 +41,14 @@ def main() -> None:
     results = load()
     if not results:
         raise SystemExit(f"nothing was measured yet: {RESULTS} is empty. make bench")
+    for result in results:
+        for figure in result["figures"]:
+            if figure["benchmark"] == "streaming":
+                draw(figure, where(result), picture(result))
     for document, names in SHOWN.items():
         before, opening, rest = document.read_text().partition("<!-- figures -->\n")
         _, closing, after = rest.partition("<!-- end of figures -->")
-        document.write_text(before + opening + "\n".join(section(results, names)) + closing + after)
+        document.write_text(before + opening + "\n".join(section(results, names, document.parent)) + closing + after)
 
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
@@ -40,16 +57,25 @@ def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     return sorted(results, key=lambda result: "gpu" not in result["machine"])
 
 
-def section(results: list[dict[str, Any]], names: tuple[str, ...]) -> Iterator[str]:
-    """The tables of these benchmarks, and what was tested where."""
+def section(results: list[dict[str, Any]], names: tuple[str, ...], folder: Path = ROOT) -> Iterator[str]:
+    """The tables of these benchmarks, and what was tested where, for a document in `folder`."""
     if not any("gpu" in result["machine"] and result["figures"] for result in results):
         yield NO_GPU
     for name in names:
         for result in results:
-            yield from (markdown(result, figure) for figure in result["figures"] if figure["benchmark"] == name)
+            for figure in result["figures"]:
+                if figure["benchmark"] == name:
+                    yield markdown(result, figure)
+                    if name == "streaming":
+                        yield f"![Time per token]({picture(result).relative_to(folder)})\n"
     for result in results:
         if result["tests"]:
             yield tested(result)
+
+
+def picture(result: dict[str, Any]) -> Path:
+    """Where the picture of streaming on this machine is."""
+    return PICTURES / f"streaming-{slug(result['machine'])}.svg"
 
 
 def slug(machine: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -39,15 +40,32 @@ TINY = LlamaConfig(
     max_position_embeddings=1024,
 )
 
+LARGER = LlamaConfig(  # the smallest whose layers can stream: a matrix of each is 1 MiB
+    hidden_size=256,
+    intermediate_size=1024,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=199,
+    max_position_embeddings=1024,
+)
+
 
 def shape(chosen: Options) -> LlamaConfig:
     """What is measured here: the largest that the kind of device can do in minutes."""
     return TINY if chosen.tiny else EIGHT_B if chosen.cuda else SMALL
 
 
-def describe(chosen: Options) -> str:
-    """The same in words, for a title."""
-    return "tiny Llama" if chosen.tiny else "8B Llama shape, bfloat16" if chosen.cuda else "135M Llama shape, float32"
+def streamable(chosen: Options) -> LlamaConfig:
+    """The same with layers that can stream."""
+    return LARGER if chosen.tiny else shape(chosen)
+
+
+def few(chosen: Options, layers: int) -> LlamaConfig:
+    """So many layers of the 8B shape on a GPU, elsewhere of the smallest that can stream."""
+    config = copy.deepcopy(EIGHT_B if chosen.cuda and not chosen.tiny else LARGER)
+    config.num_hidden_layers = layers
+    return config
 
 
 def build(config: LlamaConfig, device: str) -> PreTrainedModel:

@@ -54,7 +54,21 @@ class Part:
 
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
-        benchmarks=("kv_growth", "decode", "prefill", "allocate", "exchange", "traces", "peak", "page_size"),
+        benchmarks=(
+            "kv_growth",
+            "decode",
+            "prefill",
+            "streaming",
+            "knee",
+            "reactivate",
+            "slo",
+            "cold_load",
+            "allocate",
+            "exchange",
+            "traces",
+            "peak",
+            "page_size",
+        ),
         gpu=False,
         seconds=3600,
         step_seconds=1200,
@@ -65,7 +79,6 @@ PARTS: Mapping[str, Part] = {
             ("tests/test_runtime.py",),  # compares what is free before and after
             (
                 "tests/gpu/test_core_*.py",
-                "tests/gpu/test_weights_*.py",
                 "tests/test_mempool.py",
                 "tests/test_pluggable.py",
             ),
@@ -77,6 +90,16 @@ PARTS: Mapping[str, Part] = {
         tests=(("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),),
         benchmarks=("decode", "prefill", "kv_growth"),
         test_seconds=250,
+    ),
+    "weights": Part(
+        tests=(("tests/gpu/test_weights_*.py", "tests/gpu/test_pace.py"),),
+        benchmarks=("streaming", "cold_load"),
+        test_seconds=130,
+    ),
+    "remap": Part(
+        tests=(("tests/gpu/test_remap_*.py",),),
+        benchmarks=("knee", "slo", "reactivate"),
+        test_seconds=130,
     ),
 }
 
@@ -113,7 +136,7 @@ def run(name: str, part: Part, results: Path, tiny: bool = False, traces: list[P
                 run_tests(patterns, record, part.step_seconds, min(deadline, record.begin + part.test_seconds))
             for benchmark in part.benchmarks:
                 files = list(traces or []) if benchmark == "traces" else []
-                arguments = [*(["--tiny"] if tiny else []), *map(str, files)]
+                arguments = ["--keep", str(results), *(["--tiny"] if tiny else []), *map(str, files)]
                 run_benchmark(benchmark, arguments, record, part.step_seconds, deadline)
         record.complete()
     except BaseException:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -64,6 +64,7 @@ __all__ = [
     "TorchDispatchMode",
     "builds_dynamic_cache",
     "carries_derivatives",
+    "causal_model",
     "checkpoint_folder",
     "cropped",
     "generating_class",
@@ -74,9 +75,12 @@ __all__ = [
     "loaded_names",
     "longest_sequence",
     "one_shape",
+    "peek_config",
     "prepared_caches",
+    "quantization",
     "require_supported",
     "run_without_values",
+    "settings_of",
     "without_modules",
 ]
 
@@ -87,6 +91,8 @@ _MAPPINGS: Final = (  # from configurations to classes that write text, the usua
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
 )
+# What `from_pretrained` is told of where files are, and takes for a configuration, too
+_HUB: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PREPARE_CACHE: Final = "_prepare_cache_for_generation"  # the method in which generate() builds its cache
 
 
@@ -168,6 +174,56 @@ def load_config(name: str) -> Any:
         ) from error
 
 
+def peek_config(name: Any, given: Mapping[str, Any]) -> Any:
+    """The configuration that `from_pretrained(name, **given)` is going to find; runs no code of the model's own.
+
+    None where that is no simple file, or cannot be read: then `from_pretrained` says why.
+    """
+    config = given.get("config")
+    if isinstance(config, transformers.PreTrainedConfig):
+        return config
+    if given.get("gguf_file") is not None:
+        return None
+    options = {key: given[key] for key in _HUB if key in given}
+    try:
+        return AutoConfig.from_pretrained(name if config is None else config, trust_remote_code=False, **options)
+    except Exception:  # each configuration checks itself, in its own way
+        return None
+
+
+def quantization(config: Any, given: Mapping[str, Any]) -> bool:
+    """Are the weights that `from_pretrained(**given)` loads quantized, by it or in the checkpoint of `config`?"""
+    configs = (config, _text(config)) if config is not None else ()
+    found = (given.get("quantization_config"), *(getattr(each, "quantization_config", None) for each in configs))
+    return any(each is not None for each in found)
+
+
+def causal_model(config: Any) -> Any:
+    """What `from_pretrained` is called on where the user names nothing: the class that the checkpoint of `config`
+    (None: not known) was saved from, if transformers has it and it writes text, else AutoModelForCausalLM."""
+    of_its_own = getattr(config, "auto_map", None)
+    return (None if of_its_own else _named_class(config)) or transformers.AutoModelForCausalLM
+
+
+def _named_class(config: Any) -> type | None:
+    """The class that `config` says its weights were saved from, None where that one does not write text."""
+    for name in getattr(config, "architectures", None) or ():
+        found = getattr(transformers, name, None)
+        if isinstance(found, type) and issubclass(found, GenerationMixin):
+            return found
+    return None
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """What `config` says of how the model computes: nothing of where it came from."""
+    if not isinstance(config, transformers.PreTrainedConfig):
+        return {}
+    found: dict[str, Any] = config.to_dict()
+    left_out = ("_name_or_path", "_commit_hash", "transformers_version", "architectures")
+    attention = getattr(config, "_attn_implementation", None)
+    return {name: value for name, value in found.items() if name not in left_out} | {"attention": attention}
+
+
 def checkpoint_folder(model: Any) -> Path | None:
     """The folder that `from_pretrained` took the model from, as far as it can still be told; asks no network."""
     config = getattr(model, "config", None)
@@ -209,10 +265,8 @@ def loaded_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
 
 def generating_class(config: Any) -> type | None:
     """The class that models of this configuration are generated with, None where transformers has none."""
-    for name in getattr(config, "architectures", None) or ():
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, GenerationMixin):
-            return found
+    if (named := _named_class(config)) is not None:
+        return named
     for mapping in reversed(_MAPPINGS) if getattr(config, "is_encoder_decoder", False) else _MAPPINGS:
         if type(config) in mapping:
             found = mapping[type(config)]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,13 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from ..allocator.errors import BallonetError, ManageError
-from ..offload.plan import Rule, Same
+from ..offload.plan import Plan, Rule, Same
 from . import room
 from .layers import decoder_layers, layer_lists
+from .moving import tenants_of, torch_device
 from .refusals import refuse_what_moves_weights
 from .storages import Member, Span, members, spans, survey
-from .weights import Weights, tenants_of, torch_device
+from .weights import Files, Finder, Weights, nowhere
 
 OFTEN = 8  # times that one tensor is moved after manage()
 _REPLACED = f"it has been replaced more than {OFTEN} times"
@@ -58,10 +59,8 @@ class Follower:
 
     def __init__(self, weights: Weights) -> None:
         self.left: dict[str, str] = {}  # name of a tensor outside of the ranges, at the last look -> why
-        self.slots = 0  # that the layers which stream take turns in
         self._weights = weights
         self._cuda = weights.device.kind == "cuda"
-        self._layers: list[int] = []  # ids of the decoder layers
         self._parts: set[int] = set()  # ids of all modules
         self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
         self._unpinned = 0
@@ -69,25 +68,34 @@ class Follower:
         self._settled: dict[int, str] = {}  # address of what was left for good -> why
         self._moved: Counter[str] = Counter()
 
-    def adopt(self, model: nn.Module, rule: Rule) -> Sequence[nn.Module]:
+    def adopt(
+        self,
+        model: nn.Module,
+        rule: Rule,
+        files: Files | None = None,
+        find: Finder = nowhere,
+        progress: Callable[[int], object] = int,
+    ) -> Plan:
         """Moves every parameter and buffer of `model` into ranges, all or none, and follows it until `close()`.
 
-        `rule`: which of its decoder layers stream. Returns them all. Raises WrongDevice, ManageError,
-        BudgetError, torch.OutOfMemoryError, DriverError.
+        `rule`: which of its decoder layers stream. `files`: what lies in files, where the model was just loaded from
+        some, and may be on the CPU; `find`, `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
+        BudgetError, torch.OutOfMemoryError, WeightsFileChanged, DriverError.
         """
         refuse_what_moves_weights(model)
         layers = decoder_layers(model)
         all_members = members(model, layers)
         shared = self._of_others(all_members)
-        found = survey(_without(shared, all_members), torch_device(self._weights.device))
+        home = torch_device(self._weights.device)
+        found = survey(_without(shared, all_members), home, from_host=files is not None)
         if found.refused is not None:
             raise found.refused
         working = room.working_pages(model, layers, self._weights.device.page_size)
-        self.slots = len(self._weights.adopt(found.spans, working, len(layers), rule).slot_pages)
+        plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, find, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
-        self._remember(model, layers)
+        self._remember(model)
         _watch(self)
-        return layers
+        return plan
 
     @property
     def pending(self) -> bool:
@@ -100,19 +108,14 @@ class Follower:
                 return True
         return False
 
-    def catch_up(self, model: nn.Module) -> Sequence[nn.Module] | None:
-        """Moves what is new into ranges, as far as it can be; nothing else may use the model meanwhile.
-
-        Returns its decoder layers, None where they are the same as before.
-        """
+    def catch_up(self, model: nn.Module) -> None:
+        """Moves what is new into ranges, as far as it can be; nothing else may use the model meanwhile."""
         layers = decoder_layers(model)
-        changed = [id(layer) for layer in layers] != self._layers
-        self._remember(model, layers)
+        self._remember(model)
         found = members(model, layers)
         known = {id(member.tensor): member.name for member, _ in tenants_of(self._weights.all_ranges(), found)}
-        self._adopt_new(_without(known, found), model, len(layers))
+        self._adopt_new(_without(known, found), model, layers)
         self._weights.sort(tenants_of(self._weights.all_ranges(), found))
-        return layers if changed else None
 
     def close(self) -> None:
         """Follows the model no more. Again: does nothing."""
@@ -123,15 +126,14 @@ class Follower:
         if id(module) in self._parts:
             self._registered = True
 
-    def _remember(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def _remember(self, model: nn.Module) -> None:
         """First of all, so that what changes during a look is seen at the next one."""
         self._unpinned = self._weights.group.unpinned
         self._registered = False
-        self._layers = [id(layer) for layer in layers]
         self._parts = {id(module) for module in model.modules()}
         self._lists = [(weakref.ref(each), len(each)) for each in layer_lists(model)]
 
-    def _adopt_new(self, new: Sequence[Member], model: nn.Module, layers: int) -> None:
+    def _adopt_new(self, new: Sequence[Member], model: nn.Module, layers: Sequence[nn.Module]) -> None:
         names = {id(member.tensor): member.name for member in new}
         shared = self._of_others(new)
         try:
@@ -146,7 +148,13 @@ class Follower:
         stay = [(span, reason) for span, reason in zip(found.spans, reasons, strict=True) if reason is not None]
         try:
             if chosen:
-                self._weights.adopt(chosen, 0, layers, Same(self._weights.streaming()))
+                self._weights.adopt(
+                    chosen,
+                    0,
+                    len(layers),
+                    Same(frozenset((*self._weights.ring.streamed, *self._weights.away()))),
+                    _still(layers),
+                )
         except (BallonetError, torch.OutOfMemoryError) as error:
             # Undone, which let go of what had been moved and may have put the tensors elsewhere.
             self._unpinned = self._weights.group.unpinned
@@ -173,6 +181,11 @@ class Follower:
         if any(self._moved[names[id(tensor)]] >= OFTEN for tensor in span.tensors):
             return _REPLACED
         return None
+
+
+def _still(layers: Sequence[nn.Module]) -> set[int]:
+    """Those that must stay at home: what can have no hooks."""
+    return {index for index, layer in enumerate(layers) if isinstance(layer, torch.jit.ScriptModule)}
 
 
 def _without(some: Mapping[int, str], found: Sequence[Member]) -> list[Member]:

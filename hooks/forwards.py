@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from ..offload.chaos import Chaos
 from .lease import ForwardLease, current
 from .turns import Turn, Turns
+from .watched import opaquely
 from .weights import Weights
 
 _CALL = nn.Module._call_impl.__code__
@@ -46,20 +47,26 @@ class Forwards:
         self,
         weights: Weights,
         chaos: Chaos | None,
-        open_lease: Callable[[], ForwardLease],
-        catch_up: Callable[[], None],
+        lease: Callable[[], ForwardLease],
+        before: Callable[[Sequence[Any], Mapping[str, Any]], None],
+        after: Callable[[], None],
         turns: Turns,
+        layers: Layers,
     ) -> None:
-        """`catch_up` is called at the beginning of each outermost forward, under its lease."""
+        """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
+        each outermost one, under it, and `after()` at its end; `layers`: told of each decoder layer that runs."""
         self.chaos = chaos
         self.layers = 0  # decoder layers that are hooked
         self._weights = weights
-        self._open_lease = open_lease
-        self._catch_up = catch_up
+        self._lease = lease
+        self._before = before
+        self._after = after
         self._turns = turns
+        self._layers = layers
         self._thread = _Thread()
         self._handles: list[RemovableHandle] = []
         self._boundaries: list[RemovableHandle] = []
+        self._hooks: dict[int, tuple[_OfLayer, _OfLayer]] = {}
 
     def hook(self, entries: Iterable[nn.Module]) -> None:
         """`entries`: the modules that a forward may begin with. The lease spans the hooks that they have already.
@@ -70,18 +77,25 @@ class Forwards:
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
             self._handles += (
-                entry.register_forward_pre_hook(Hook(self._enter), prepend=True, with_kwargs=True),
+                entry.register_forward_pre_hook(_Entry(self._enter), prepend=True, with_kwargs=True),
                 entry.register_forward_hook(Hook(self._leave), always_call=True),
             )
 
     def hook_layers(self, layers: Sequence[nn.Module]) -> None:
         """`layers`: the decoder layers, in order; those that were hooked before are no more."""
         _remove(self._boundaries)
+        self._hooks.clear()
         self.layers = len(layers)
         for index, layer in enumerate(layers):
             if not isinstance(layer, torch.jit.ScriptModule):
-                boundary = Hook(self._boundary, index)
-                self._boundaries.append(layer.register_forward_pre_hook(boundary, prepend=True, with_kwargs=True))
+                enter, leave = self._hooks[index] = _OfLayer(self._boundary, index), _OfLayer(self._layers.leave, index)
+                self._boundaries.append(layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                self._boundaries.append(layer.register_forward_hook(leave))
+
+    def break_graphs(self, layer: int, here: bool) -> None:
+        """Must the compiler's graph break where the layer is entered and left?"""
+        for hook in self._hooks.get(layer, ()):
+            hook.opaque = here
 
     def unhook(self) -> None:
         _remove(self._handles)
@@ -96,18 +110,19 @@ class Forwards:
         """The model is gone, so no forward of it runs: what this thread still holds for one was interrupted."""
         self._forget_interrupted(None)
 
-    def _enter(self) -> None:
+    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         frame = call_frame()
         self._forget_interrupted(frame and frame.f_back)
         if self._thread.calls:
             self._thread.calls.append((id(frame), None))
             return
         turn = self._turns.begin(frame)  # before the lease: whoever has the turn may need pages that no one leases
-        lease = self._open_lease()
-        turn.abandon = lease.close
-        self._thread.calls.append((id(frame), _Outermost(lease, turn)))
-        lease.enter_group(self._weights.group)
-        self._catch_up()
+        outermost = _Outermost(turn)
+        self._thread.calls.append((id(frame), outermost))  # before it holds anything
+        turn.abandon = outermost.abandon
+        outermost.lease = self._lease()
+        outermost.lease.open().enter_group(self._weights.group)
+        self._before(args, kwargs)
         self._turns.fly(turn)
         self._weights.use(None)
 
@@ -120,6 +135,11 @@ class Forwards:
         lease = current()
         if self.chaos is not None and lease is not None:
             self.chaos.act(self._weights.all_ranges(), lease.ranges)
+        if (
+            self._weights.device.demand
+        ):  # another thread found no pages, and this one may have some that it can do without
+            self._weights.device.obey()
+        self._layers.enter(layer)
         self._weights.use(layer)
 
     def _forget_interrupted(self, frame: FrameType | None) -> None:
@@ -137,17 +157,33 @@ class Forwards:
         outermost = self._thread.calls[-1][1]
         try:
             if outermost is not None:
+                self._after()
                 self._turns.land(outermost.turn)
         finally:
             if outermost is not None:
-                outermost.lease.close()
+                outermost.abandon()
                 self._turns.end(outermost.turn)
             self._thread.calls.pop()  # last: what is interrupted before is done again
 
 
-class _Outermost(NamedTuple):
-    lease: ForwardLease
-    turn: Turn
+class _Outermost:
+    """What the outermost call holds."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.lease: ForwardLease | None = None
+
+    def abandon(self) -> None:
+        """On any thread."""
+        if self.lease is not None:
+            self.lease.close()
+
+
+class Layers(Protocol):
+    """What is told of decoder layers."""
+
+    def enter(self, layer: int) -> None: ...
+    def leave(self, layer: int) -> None: ...
 
 
 class _Thread(threading.local):
@@ -170,6 +206,27 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
+
+
+class _Entry(Hook):
+    """Hands the arguments of the call on."""
+
+    def __call__(self, module: object, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(args, kwargs)
+
+
+class _OfLayer(Hook):
+    """Where `opaque` a hook at which the compiler breaks its graph. See streaming.py, Note [Streaming and
+    torch.compile]."""
+
+    opaque = False
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(*self._arguments)
+        elif self.opaque:
+            opaquely(self._act, *self._arguments)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -19,7 +19,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
 
 
 def forward_entered(model: nn.Module) -> ForwardLease:
-    """The forward of a managed model begins on this thread. Returns its lease, to be closed when it ends."""
+    """The lease of a forward of a managed model, to be opened on its thread when it begins, and closed when it ends."""
     known = _attached.get(id(model))
     return _Forward(None if known is None else Building(*known))
 
@@ -110,12 +110,17 @@ class _Forward(ForwardLease):
 
     def __init__(self, building: Building | None) -> None:
         super().__init__()
+        self._building = building
+        self._before: Building | None = None
+
+    def open(self) -> Self:
         self._before = _thread.building
-        _thread.building = building
         self._open = True
+        _thread.building = self._building
+        return super().open()
 
     def close(self) -> None:
-        if self._open:
+        if self._open and self._thread == threading.get_ident():
             self._open = False
             _thread.building = self._before
         super().close()

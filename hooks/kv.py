@@ -32,7 +32,7 @@ from ..allocator import runtime
 from .cache_ranges import CacheRanges
 from .compat import DynamicLayer, carries_derivatives, cropped
 from .kv_range import KVRange, Latest, Shape
-from .weights import torch_device
+from .moving import torch_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 _THERE: Final = ("_home", "_latest")  # attributes that a copy cannot have

@@ -3,11 +3,16 @@
 What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are
 neither moved nor taken. The module hooks of a managed model open one around every forward; KV layers add the group of
 their cache at their first update in it. A cache that is used outside of any lease holds its group for each call alone.
+
+Note [Held, and known to be]
+    Ctrl-C comes between any two calls, also between the one that enters a group and the one that notes it. So both are
+    one call of C code, and so are leaving a group and striking it off the list.
 """
 
 from __future__ import annotations
 
 import threading
+from itertools import filterfalse
 from types import TracebackType
 from typing import Self
 
@@ -24,23 +29,29 @@ _current = _Current()
 class ForwardLease:
     """The groups that a forward has entered, and the KV ranges that it has written. Leases nest.
 
-    `close()` may be called on any thread. One that was not closed, because something ended the forward that runs no
-    hooks, is closed when its thread ends.
+    To be opened once somebody holds it who closes it. `close()` may be called on any thread. One that was not closed,
+    because something ended the forward that runs no hooks, is closed when its thread ends.
     """
+
+    _closed = True
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
         self._ranges: dict[int, Range] = {}
-        self._outer = _current.lease
-        self._closed = False
+        self._outer: ForwardLease | None = None
         self._thread = threading.get_ident()
+
+    def open(self) -> Self:
+        """It is the innermost one of this thread from now on."""
+        self._outer = current()
+        self._closed = False
         _current.lease = self
+        return self
 
     def enter_group(self, group: Group) -> None:
         """Leases the group until `close()`; once, however often it is asked for."""
         if not any(each is group for each in self._groups):
-            group.enter()
-            self._groups.append(group)
+            _enter(group, self._groups)
 
     def touched(self, kv: Range) -> None:
         """Notes that this forward has appended to the range."""
@@ -54,37 +65,47 @@ class ForwardLease:
     def close(self) -> None:
         """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
         self._closed = True
-        lease = _current.lease
-        while lease is not None and lease._closed:
-            lease = lease._outer
-        _current.lease = lease
+        _current.lease = current()
         self._ranges.clear()
         while self._groups:
-            self._groups.pop().leave(self._thread)
+            _leave_last(self._groups, self._thread)
 
     def __del__(self) -> None:
-        self.close()
+        if not self._closed:
+            self.close()
 
 
 def current() -> ForwardLease | None:
-    """The innermost lease of this thread."""
-    return _current.lease
+    """The innermost lease of this thread that is open."""
+    lease = _current.lease
+    while lease is not None and lease._closed:  # by another thread
+        lease = lease._outer
+    return lease
+
+
+def _enter(group: Group, entered: list[Group]) -> None:
+    """See Note [Held, and known to be]."""
+    entered.extend(filterfalse(Group.enter, (group,)))  # keeps it, because entering returns None
+
+
+def _leave_last(entered: list[Group], thread: int) -> None:
+    next(map(Group.leave, map(list.pop, (entered,)), (thread,)))
 
 
 class Holding:
     """`with Holding(group):` leases it until this thread's lease ends, or without one until the block does."""
 
-    __slots__ = ("_alone", "_group")
+    _alone: list[Group] | None = None
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._alone = False
+        self._thread = threading.get_ident()
 
     def __enter__(self) -> Self:
-        lease = _current.lease
+        lease = current()
         if lease is None:
-            self._group.enter()
-            self._alone = True
+            self._alone = []
+            _enter(self._group, self._alone)
         else:
             lease.enter_group(self._group)
         return self
@@ -92,10 +113,11 @@ class Holding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.__del__()
+        self._end()
 
     def __del__(self) -> None:
-        """Also where Ctrl-C came between the block and its end."""
+        self._end()  # where Ctrl-C came between the block and its end
+
+    def _end(self) -> None:
         if self._alone:
-            self._alone = False
-            self._group.leave()
+            _leave_last(self._alone, self._thread)

@@ -5,37 +5,48 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import TracebackType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-import torch
 from torch import nn
 
 from ..allocator import install, runtime
 from ..allocator._native import Device
+from ..allocator.config import parse_time
 from ..allocator.display import table
-from ..allocator.errors import AlreadyManaged, ManageError
+from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, PoolExhausted
 from ..allocator.units import format_size
 from ..offload.chaos import Chaos
-from ..offload.plan import Fewest, Interval, Rule, streaming
-from ..offload.ring import Streamed
+from ..offload.plan import Fewest, Interval, Rule
+from ..offload.record import Record
+from . import governors
+from .elastic import Elastic, Options
 from .follow import Follower
 from .forwards import Forwards
 from .layers import decoder_layers
 from .lease import ForwardLease
-from .storages import members
-from .streaming import Streaming
+from .marks import marks_of
+from .pace import Pace
+from .point import point_of
+from .report import Report
 from .turns import Turns
-from .weights import Weights, tenants_of
+from .weights import Files, Finder, Weights, nowhere
 
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 def manage(
-    model: nn.Module, *, interval: int | Literal["auto"] | None = "auto", chaos: int | None = None, **unknown: object
+    model: nn.Module,
+    *,
+    interval: int | Literal["auto"] | None = "auto",
+    tpot_slo: float | str | None = None,
+    ttft_slo: float | str | None = None,
+    priority: int = 0,
+    chaos: int | None = None,
+    **unknown: object,
 ) -> Managed:
     """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by
     `release()`.
@@ -43,40 +54,77 @@ def manage(
     Any module is accepted. Each decoder layer of a transformers model gets a range of its own; in other modules
     everything is resident. `interval`: of every so many decoder layers the last streams: its weights are on the host
     and come over while the layers before it compute (Select-N §4.3). "auto" streams as few layers as the budget
-    demands, as a rule none; None never streams. A model whose layers stream is used under `torch.no_grad()`, as
-    `generate()` does it, or is slow. `chaos`: a seed; random pages are moved while the model runs (default:
-    BALLONET_CHAOS).
+    demands, as a rule none, gives pages of layers to KV caches that find no others, and takes them back (Oneiros §5);
+    None never streams. A model whose layers stream is used under `torch.no_grad()`, as `generate()` does it, or is
+    slow.
 
-    Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model it returns the
-    same Managed.
+    `tpot_slo`, `ttft_slo`: seconds, or a text such as "80ms", that a decode step and a prefill may take. "auto" then
+    streams as many layers as that allows, so that their pages are free (Select-N §4.5). What iterations take is
+    measured first, if there is no record of it on this machine. `priority`: models with the lowest give their pages
+    first. `chaos`: a seed; random pages are moved while the model runs (default: BALLONET_CHAOS).
+
+    Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model, with the same
+    options or none, it returns the same Managed.
 
     The model may be changed in every way that torch and transformers know. What is new in it (converted, assigned,
     resized weights, adapters, layers) is brought into the pool at its next forward; see `Managed.left`. Copies of it
     are not managed. Views of weights that were taken before keep the old memory, as with `Module.to`. A failure changes
     nothing.
 
-    Raises ManageError (AlreadyManaged, WrongDevice), BudgetError, torch.OutOfMemoryError, DriverError, and what
-    `install()` raises.
+    Raises ManageError (AlreadyManaged, WrongDevice, SLOError: with the nearest SLO and budget that would do),
+    ConfigError, BudgetError, torch.OutOfMemoryError, DriverError, and what `install()` raises.
     """
     if unknown:
         options = ", ".join(map(repr, unknown))
-        raise ManageError(f"manage() has no option {options}: it takes 'interval' and 'chaos'")
+        raise ManageError(
+            f"manage() has no option {options}: it takes 'interval', 'tpot_slo', 'ttft_slo', 'priority' and 'chaos'"
+        )
+    return managed(
+        model, interval=interval, tpot_slo=tpot_slo, ttft_slo=ttft_slo, priority=priority, chaos=chaos, files=None
+    )
+
+
+def managed(
+    model: nn.Module,
+    *,
+    interval: int | Literal["auto"] | None,
+    tpot_slo: float | str | None,
+    ttft_slo: float | str | None,
+    priority: int,
+    chaos: int | None,
+    files: Files | None,
+    progress: Callable[[int], object] = int,
+) -> Managed:
+    """`manage()`. `files`: given for a model on the CPU that was just loaded and is to come to the device; its tensors
+    that are in files byte for byte are read from there. `progress` is told of bytes as they arrive."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     if chaos is not None and (not isinstance(chaos, int) or isinstance(chaos, bool) or chaos < 0):
         raise ManageError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
-    rule = _rule(model, interval)
+    options, rule = _options(model, interval, tpot_slo, ttft_slo, priority)
     with _lock:
-        managed = managed_as(model)
-        if managed is not None and chaos in (None, managed.chaos and managed.chaos.seed):
-            return managed
+        found = managed_as(model)
+        if (
+            found is not None
+            and chaos in (None, found.chaos and found.chaos.seed)
+            and options in (found._elastic.options, Options("auto", None, None, 0))  # the same, or none
+        ):
+            return found
         _check_not_managed(model)
         if runtime.current() is None:
             install.install()
         seed = runtime.settings().chaos if chaos is None else chaos
-        managed = Managed(model, runtime.require(), seed, rule)
-        _managed[model] = managed
-    return managed
+        made = Managed(model, runtime.require(), seed, rule, options, files, progress)
+        _managed[model] = made
+    try:
+        made._govern()
+    except BaseException:
+        if files is None:
+            made.release()
+        else:  # it may be larger than what torch has room for, and nobody has seen it yet
+            made._let_go()
+        raise
+    return made
 
 
 def managed_as(model: nn.Module) -> Managed | None:
@@ -87,28 +135,44 @@ def managed_as(model: nn.Module) -> Managed | None:
 class Managed:
     """A model whose weights lie in the pool. A context manager that releases it. Does not keep the model alive."""
 
-    def __init__(self, model: nn.Module, device: Device, seed: int | None, rule: Rule) -> None:
-        """As `manage()`, which checks the arguments first."""
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        seed: int | None,
+        rule: Rule,
+        options: Options,
+        files: Files | None,
+        progress: Callable[[int], object],
+    ) -> None:
+        """As `managed()`, which checks the arguments first."""
         self._name = type(model).__name__
         self._model = weakref.ref(model)
         generators = _generators(model)
         with ExitStack() as undo:
             open_lease, self._detach = _attach_caches(model) if generators else (ForwardLease, _nothing)
             undo.callback(self._detach)
-            self._weights = Weights(device)
+            self._pace = Pace(marks_of(device))
+            self._weights = Weights(device, self._pace.waiting)
+            self._turns = Turns(self._name)
             self._follower = Follower(self._weights)
             undo.callback(self._follower.close)
-            layers = self._follower.adopt(model, rule)
+            find = _finder(self._model) if generators else nowhere
+            governor = governors.of(device)
+            self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, find, options)
+            plan = self._follower.adopt(model, rule, files, find, progress)
             undo.callback(self._weights.restore, model)
             chaos = None if seed is None else Chaos(seed, device.host_pages)
-            self._turns = Turns()
-            self._streaming: Streaming | None = None
             self._behind = False  # was a look at the model broken off?
-            self._forwards = Forwards(self._weights, chaos, open_lease, self._catch_up, self._turns)
+            streaming = self._elastic.streaming
+            self._forwards = Forwards(
+                self._weights, chaos, open_lease, self._before, self._elastic.after, self._turns, streaming
+            )
             undo.callback(self._forwards.unhook)
             self._forwards.hook(dict.fromkeys((model, *generators)))
-            self._forwards.hook_layers(layers)
-            self._stream(model, layers)
+            self._elastic.break_graphs = self._forwards.break_graphs
+            undo.callback(self._elastic.close)
+            self._follow(model, len(plan.slot_pages))
             undo.pop_all()
         self._finalizer = weakref.finalize(model, self._collected)
         self._finalizer.atexit = False
@@ -126,28 +190,50 @@ class Managed:
     @property
     def pages(self) -> int:
         """Device pages that hold weights of this model: those that are really there, at this moment."""
-        return self._weights.pages + (0 if self._streaming is None else self._streaming.slot_pages)
+        return self._weights.pages
 
     @property
     def host_pages(self) -> int:
-        """Host pages that hold the weights of its layers that stream."""
+        """Host pages that hold weights of its layers that stream, or may at any moment."""
         return self._weights.host_pages
 
     @property
     def streamed(self) -> tuple[int, ...]:
         """The decoder layers that stream."""
-        return tuple(self._weights.streamed())
+        return self._weights.away()
 
     @property
     def flying(self) -> bool:
         """Do the addresses of those layers lead to slots now? See `resident`."""
-        return self._streaming is not None and self._streaming.flying
+        return bool(self._weights.ring.flying)
+
+    @property
+    def twins(self) -> tuple[int, int]:
+        """How many resident layers have twins, and how many are to have one; they are made in the background."""
+        return self._elastic.twins
+
+    @property
+    def pace(self) -> Pace:
+        """The times of its forwards."""
+        return self._pace
 
     @property
     def left(self) -> dict[str, str]:
         """Tensors that are not in the pool's ranges -> why: those that cannot be moved, and what was changed since and
         could not be taken in again, as of the last look at the model, which is at the first forward after a change."""
         return dict(self._follower.left)
+
+    @property
+    def held(self) -> dict[str, str]:
+        """Tensors of layers that stream which someone outside of the model holds, so that these layers stay at rest ->
+        who, as far as Python can tell. Empty where nothing keeps them from flying under `torch.no_grad()`. It takes a
+        while: all objects that there are are looked through."""
+        model = self._model()
+        return {} if self.released or model is None else self._elastic.streaming.held(model)
+
+    def report(self) -> Report:
+        """What streams and why, what it costs by the record and as it was measured, and what went over the link."""
+        return self._elastic.report()
 
     @property
     def chaos(self) -> Chaos | None:
@@ -159,46 +245,78 @@ class Managed:
         taken through the model outside of it. ManageError, DriverError."""
         return self._turns.resident()
 
-    def editable(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def editable(self) -> Iterator[None]:
         """Within it any reference to a weight can be written, as can those that are taken through the model outside of
         it. ManageError, DriverError."""
-        return self.resident()  # a streamed layer's twin is the only copy there is
+        with self._turns.resident():
+            self._elastic.forget_twins()
+            yield
 
     def release(self) -> None:
         """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Again: does nothing.
 
         All or nothing: raises ManageError while a forward of the model runs, torch.OutOfMemoryError where torch has
-        no room for one more layer, DriverError; the model is then managed as before.
+        no room for one more layer, WeightsFileChanged, DriverError; the model is then managed as before.
         """
         self._check_not_running()
-        with self._turns.at_rest(), _lock:  # in this order: a forward that looks at its model has the turn
+        # In this order: a forward that looks at its model has the turn. Layers come to rest one by one.
+        with self._turns.at_rest(or_flying=True), _lock:
             model = self._model()
             if self.released or model is None:
                 return
             self._check_not_running()
             self._behind = True  # should it fail: layers stream again from the next forward on
-            self._stop_streaming()
-            self._weights.restore(model)
+            self._elastic.stop()
+            self._elastic.close()
+            try:
+                self._weights.restore(model)
+            except BaseException:
+                self._elastic.resume()
+                raise
             self._follower.close()
             self._detach()
             self._forwards.unhook()
             self._finalizer.detach()
             _managed.pop(model, None)
 
+    def _govern(self) -> None:
+        """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
+        if self._elastic.options.slo or any(self._elastic.plan.pages):
+            self._elastic.start(self._measured)
+
+    def _measured(self) -> Record:
+        """What its iterations take, all layers being resident."""
+        from .profile import load_or_measure  # imports transformers, which other modules can do without
+
+        model = self._model()
+        assert model is not None  # manage() holds it
+        return load_or_measure(model, self, self._weights.device).record
+
     def _check_not_running(self) -> None:
         if not self.released and self._forwards.running():
             raise ManageError(f"a forward of {self._name} is running: release() it afterwards")
 
+    def _let_go(self) -> None:
+        self._finalizer()
+        model = self._model()
+        if model is not None:
+            _managed.pop(model, None)
+
     def _collected(self) -> None:
         """The model is gone. Its ranges go with its tensors; what it was made of may live on, without hooks."""
+        self._elastic.stop(collected=True)
         self._follower.close()
         self._forwards.forget()
         self._forwards.unhook()
         self._detach()
-        self._stop_streaming()
+        # What outlives the model, or nothing, comes to rest; it cannot where its file is another one by now.
+        with suppress(BallonetError, PoolExhausted), self._turns.at_rest():
+            pass
+        self._elastic.close()
         self._weights.forget()
 
-    def _catch_up(self) -> None:
+    def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""
         if self._pending:
             with _lock:
@@ -206,55 +324,21 @@ class Managed:
                 # Whoever comes by later sees that there is something to do and waits for the lock.
                 if model is not None and self._weights.group.leases == 1 and self._pending:
                     self._behind = True
-                    self._stop_streaming()
-                    self._follower.catch_up(model)
-                    layers = decoder_layers(model)
-                    self._forwards.hook_layers(layers)
-                    self._stream(model, layers)
+                    with self._elastic.changing():
+                        self._follower.catch_up(model)
+                        self._follow(model, 1)
                     self._behind = False
+        self._elastic.before(point_of(args, kwargs))
+
+    def _follow(self, model: nn.Module, slots: int) -> None:
+        layers = decoder_layers(model)
+        self._forwards.hook_layers(layers)
+        self._elastic.follow(model, layers, slots)
 
     @property
     def _pending(self) -> bool:
         """Is there to be a look at the model?"""
         return self._behind or self._follower.pending
-
-    def _stream(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-        """Streams the layers whose weights are on the host, if there are any."""
-        parts = {
-            layer: each
-            for layer, each in self._weights.streamed().items()
-            if not isinstance(layers[layer], torch.jit.ScriptModule)  # which can have no hooks: it stays at rest
-        }
-        if not parts:
-            return
-        pages = [sum(part.count for part in parts.get(layer, ())) for layer in range(len(layers))]
-        plan = streaming(pages, tuple(parts), self._follower.slots)
-        streamed = [Streamed(layer, slot, parts[layer]) for layer, slot in zip(plan.streamed, plan.slots, strict=True)]
-        modules = {layer: layers[layer] for layer in plan.streamed}
-        weights = self._weights
-        tenants = tenants_of(weights.all_ranges(), members(model, layers))
-        homes = {part.home.address for each in parts.values() for part in each}
-        storages = len({member.tensor.untyped_storage()._cdata for member, _ in tenants})
-        self._streaming = Streaming(
-            weights.device,
-            weights.group,
-            self._turns,
-            plan.slot_pages,
-            streamed,
-            modules,
-            {id(member.tensor) for member, opened in tenants if opened.address in homes},
-            lambda: weights.storages != storages,
-            weights.stream,
-        )
-        self._turns.passes = self._streaming
-
-    def _stop_streaming(self) -> None:
-        """Its layers are at rest then. ManageError, DriverError; nothing has changed then."""
-        streaming = self._streaming
-        if streaming is not None:
-            with self._turns.at_rest():
-                self._turns.passes = self._streaming = None
-                streaming.close()
 
     def __enter__(self) -> Self:
         return self
@@ -269,6 +353,7 @@ class Managed:
             return f"<Managed {self._name}: {self._end()}>"
         weights = f"{self.pages} pages ({format_size(self.pages * self._weights.device.page_size)}) of weights"
         streamed = f", {len(self.streamed)} of them streamed" if self.streamed else ""
+        streamed += ", at rest" if self.streamed and not self.flying else ""
         return f"<Managed {self._name}: {self._forwards.layers} decoder layers{streamed}, {weights}>"
 
     def _repr_html_(self) -> str:
@@ -283,24 +368,44 @@ class Managed:
         if self.streamed:
             rows.append(("layers that stream", len(self.streamed), ""))
             rows.append(("weights on the host", f"{self.host_pages:,} pages", format_size(self.host_pages * page)))
+        made, wanted = self.twins
+        if wanted:
+            rows.append(("resident layers with twins", f"{made} of {wanted}", ""))
         rows += [(f"left: {name}", why, "") for name, why in self.left.items()]
+        rows += [(f"at rest: {name}", why, "") for name, why in list(self.held.items())[:8]]
         return table(self._name, ("of the model", "", "memory"), rows)
 
     def _end(self) -> str:
         return "collected" if self._model() is None else "released"
 
 
-def _rule(model: nn.Module, interval: object) -> Rule:
-    """ManageError where there is no such interval."""
+def _options(
+    model: nn.Module, interval: object, tpot_slo: float | str | None, ttft_slo: float | str | None, priority: object
+) -> tuple[Options, Rule]:
+    """ManageError, ConfigError where there are no such."""
+    tpot, ttft = _slo(tpot_slo, "tpot_slo"), _slo(ttft_slo, "ttft_slo")
+    if type(priority) is not int:
+        raise ManageError(f"priority is {priority!r}: give a whole number; models with the lowest give pages first")
+    slo, layers = tpot is not None or ttft is not None, len(decoder_layers(model))
+    if slo and interval != "auto":
+        raise ManageError(f'interval is {interval!r}, which leaves no choice to an SLO: give "auto", or no SLO')
+    if slo and not layers:
+        raise ManageError(f"{type(model).__name__} has no decoder layers that could stream: it takes no SLO")
     if interval == "auto":
-        return Fewest()
-    layers = len(decoder_layers(model))
+        return Options("auto", tpot, ttft, priority), Fewest()
     if interval is not None and (type(interval) is not int or not 1 <= interval <= layers):
         raise ManageError(
             f"interval is {interval!r}: give a whole number from 1 (all layers stream) to {layers}, the number of "
             f'decoder layers of {type(model).__name__}, or "auto", or None'
         )
-    return Interval(interval)
+    return Options(interval, None, None, priority), Interval(interval)
+
+
+def _slo(value: float | str | None, name: str) -> float | None:
+    seconds = None if value is None else parse_time(value, name)
+    if seconds == 0:
+        raise ManageError(f"{name} is {value!r}: nothing takes no time; give seconds, or a text such as '80ms'")
+    return seconds
 
 
 def _check_not_managed(model: nn.Module) -> None:
@@ -328,6 +433,12 @@ def _generators(model: nn.Module) -> list[nn.Module]:
 
 def _nothing() -> None:
     """What is to be undone of a cache that was not attached."""
+
+
+def _finder(model: weakref.ref[nn.Module]) -> Finder:
+    from .weights_files import finder  # imports transformers, which other modules can do without
+
+    return finder(model)
 
 
 def _attach_caches(model: nn.Module) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:

@@ -42,7 +42,7 @@ def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int)
 
 def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
     """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
-    device's budget. BudgetError where that cannot be, ManageError where the host has too little for what streams.
+    device's budget. BudgetError where that cannot be.
 
     Sources that are blocks of the pool themselves are not counted as used by others: each is given up once it is
     copied.
@@ -60,18 +60,25 @@ def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, 
     if plan is None or fixed + plan.device_pages > device.budget // page:
         smallest = (fixed + rule.smallest(pages)) * page
         raise BudgetError((others + layout.pages) * page, device.budget, smallest)
-    left = host_pages_left(device)
-    if plan.host_pages > left:
-        raise ManageError(
-            f"the layers that stream need {format_size(plan.host_pages * page)} of host pages, and "
-            f"{format_size(left * page)} are left: give a larger host budget (ballonet.install(host_budget=...), or "
-            "BALLONET_HOST_BUDGET), or a larger budget for the device"
-        )
     return plan
+
+
+def check_host(device: Device, pages: int) -> None:
+    """ManageError where so many pages of twins cannot be had."""
+    left = host_pages_left(device)
+    if pages > left:
+        page = device.page_size
+        raise ManageError(
+            f"the layers that stream need {format_size(pages * page)} of host pages, and "
+            f"{format_size(left * page)} are left: give a larger host budget (ballonet.install(host_budget=...), or "
+            "BALLONET_HOST_BUDGET), or a larger budget for the device; a model that ballonet.from_pretrained() loads "
+            "from safetensors needs none"
+        )
 
 
 def host_pages_left(device: Device) -> int:
     """Host pages that can still be had; none where the driver cannot map them at a device address."""
     snapshot = device.snapshot()
-    left: int = snapshot["host_budget"] // device.page_size - snapshot["host_pages"]
+    used = snapshot["host_pages"] - snapshot["host_free"]
+    left: int = snapshot["host_budget"] // device.page_size - used
     return left if device.host_pages else 0

@@ -83,18 +83,19 @@ def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[Member]:
     return list(found.values())
 
 
-def survey(found: Iterable[Member], device: torch.device) -> Survey:
+def survey(found: Iterable[Member], device: torch.device, *, from_host: bool = False) -> Survey:
     """Which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can hold.
 
     Left where they are: tensors with no plain memory of their own (sparse, of torch's quantized dtypes), those shared
-    with other processes, those without a value yet and those on another device.
+    with other processes, those without a value yet and those on another device, unless they come `from_host` and are
+    on the CPU.
     """
     movable: list[torch.Tensor] = []
     homes: dict[int, set[int | None]] = {}
     left: dict[str, str] = {}
     refused: ManageError | None = None
     for member in found:
-        error = _elsewhere(member, device)
+        error = None if from_host and _on_host(member.tensor) else _elsewhere(member, device)
         reason = _reason_to_leave(member.tensor) if error is None else str(error)
         refused = refused or error
         if reason is not None:
@@ -203,6 +204,10 @@ def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int
     return found
 
 
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not is_lazy(tensor)
+
+
 def _elsewhere(member: Member, device: torch.device) -> ManageError | None:
     """What to say of a tensor that has no values, or not on `device`."""
     if is_lazy(member.tensor):
@@ -217,7 +222,8 @@ def _elsewhere(member: Member, device: torch.device) -> ManageError | None:
     if member.tensor.device != device:
         return WrongDevice(
             f"{member.name} is on {member.tensor.device}, but ballonet was installed for {device}: call "
-            f"model.to({str(device)!r}) first, or install(device=...) for the device that the model is on"
+            f"model.to({str(device)!r}) first, or load the model with ballonet.from_pretrained(), also where it is "
+            "larger than the device, or install(device=...) for the device that the model is on"
         )
     return None
 
@@ -231,6 +237,8 @@ def _reason_to_leave(tensor: torch.Tensor) -> str | None:
         return f"it is a {type(tensor).__name__}, which has no memory of its own"
     if tensor.device.type == "cpu" and tensor.is_shared():
         return "it is shared with other processes"
+    if hasattr(tensor, "CB") and hasattr(tensor, "SCB"):  # an Int8Params of bitsandbytes
+        return f"it is a {type(tensor).__name__}, whose layer puts its memory back after each forward"
     return None
 
 

@@ -23,75 +23,85 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import ExitStack
-from typing import Any
+import threading
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from typing import Final
 
 import torch
 from torch import nn
 
-from ..allocator._native import Device, Group
+from ..allocator._native import Device
 from ..allocator.errors import ManageError
-from ..offload.ring import Ring, Streamed
-from .forwards import Hook, call_frame
-from .turns import Call, Turns, identity, on_stack
-from .watched import Census, holders, opaquely, watch
+from ..offload.ring import Ring
+from .forwards import call_frame
+from .held import STRANGERS, held
+from .stacks import Call, identity
+from .turns import Turns
+from .watched import Census, holders, watch
 
 
 class Streaming:
-    """The streamed layers of one model: its passes (`turns.Passes`), from when this is made until `close()`."""
+    """Who looks at the layers of one model that stream, or may at any moment: its passes (`turns.Passes`)."""
 
     def __init__(
         self,
         device: Device,
-        group: Group,
+        ring: Ring,
         turns: Turns,
-        slot_pages: Sequence[int],
-        layers: Sequence[Streamed],
-        modules: Mapping[int, nn.Module],
-        tensors: Set[int],
         strangers: Callable[[], bool],
         stream: Callable[[], int],
+        seen_at_home: Callable[[int], None],
     ) -> None:
-        """Maps the slots, and hooks and watches the modules of `layers`, which are at rest. `modules`: by layer;
-        `tensors`: the ids of what streams; `strangers`: is there memory over the ranges that the model does not use?
-        `stream`: returns this thread's current one. PoolExhausted, DriverError."""
+        """`strangers`: is there memory over the model's ranges that it does not use? `stream`: returns this thread's
+        current one. `seen_at_home`: told of a watched layer that someone looks at while it does not stream."""
         self._cuda = device.kind == "cuda"
+        self._ring = ring
         self._turns = turns
         self._stream = stream
         self._strangers = strangers
+        self._seen_at_home = seen_at_home
         self._inside: tuple[int, Call] | None = None  # the layer that runs, and its call
         self._touched = True
         self._leaving = False  # may layers be about to fly?
+        self._versions = 0  # of the weights of that layer, when it began to run
+        self._blind = _Blind()
         self._census: dict[int, Census] = {}
-        with ExitStack() as undo:
-            self._ring = Ring(device, group, slot_pages, layers)
-            undo.callback(self._ring.close)
-            for each in layers:
-                module = modules[each.layer]
-                held = holders(module, tensors)
-                self._census[each.layer] = Census(held, tensors)
-                undo.callback(watch(held, functools.partial(self._look, each.layer)))
-                enter, leave = _Opaque(self._enter, each.layer), _Opaque(self._leave, each.layer)
-                undo.callback(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True).remove)
-                undo.callback(module.register_forward_hook(leave, always_call=True).remove)
-            self._undo = undo.pop_all()
-        if "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # what was compiled before knows nothing of the hooks
+        self._watches: dict[int, Callable[[], None]] = {}  # what ends each
 
     @property
-    def flying(self) -> bool:
-        """Do the addresses of streamed layers lead to slots now?"""
-        return bool(self._ring.flying)
+    def watched(self) -> frozenset[int]:
+        """The layers that are watched."""
+        return frozenset(self._watches)
 
-    @property
-    def slot_pages(self) -> int:
-        """Pages of the slots."""
-        return self._ring.pages
+    def watch(self, layer: int, module: nn.Module, tensors: Set[int]) -> None:
+        """From now on whoever looks at the layer is seen. `tensors`: the ids of what lies in its ranges."""
+        if not self._watches and "torch._dynamo" in sys.modules:
+            torch.compiler.reset()  # what was compiled before reads weights and asks nobody
+        held = holders(module, tensors)
+        self._census[layer] = Census(held, tensors)
+        self._watches[layer] = watch(held, functools.partial(self._look, layer))
+        self._touched = True
+
+    @contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Within it this thread may look and nobody is told. It keeps nothing of what it sees."""
+        before, self._blind.now = self._blind.now, True
+        try:
+            yield
+        finally:
+            self._blind.now = before
+
+    def unwatch(self, layer: int) -> None:
+        """No more. It is at home, or at rest for good."""
+        self._watches.pop(layer, _nothing)()
+        self._census.pop(layer, None)
 
     def fly(self) -> None:
         """A pass begins: layers fly, unless someone else could look. ManageError while a graph is being captured, whose
-        replays would read slots at any time; DriverError."""
+        replays would read slots at any time; DriverError, WeightsFileChanged."""
+        if not self._ring.streamed:
+            return
         self._refuse_captures()
         self._inside = None
         self._leaving = True  # from here on whoever looks waits, and what anyone held before is found
@@ -104,42 +114,79 @@ class Streaming:
             self._leaving = False
 
     def land(self) -> None:
-        """It has ended. Layers fly on, with the copies for the next pass on their way, unless someone could look."""
-        self._inside = None
-        if self._ring.flying and self._others():
-            self._touched = True
-            self._ring.rest()
+        """It has ended. Layers fly on, with the copies for the next pass on their way, unless someone could look.
+        WeightsFileChanged where what they computed with may not have been the weights."""
+        left, self._inside = self._inside, None
+        if left is not None and left[0] in self._watches and left[0] not in self._ring.streamed:
+            self._look(left[0])  # an exception ended it, and whoever has that may hold what it refers to
+        if self._ring.flying:
+            if self.others():
+                self._touched = True
+                self._ring.rest()
+            self._ring.check()
 
     def rest(self) -> None:
         """Every layer is at rest. The caller has the turn. ManageError, DriverError."""
         self._ring.rest()
 
     def close(self) -> None:
-        """Takes hooks and watches away and gives the slots back. Every layer is at rest."""
-        self._undo.close()
+        """Watches no layer any more; they stay where they are."""
+        for layer in self.watched:
+            self.unwatch(layer)
 
-    def _enter(self, layer: int) -> None:
-        if self._turns.running():
+    def held(self, model: nn.Module) -> dict[str, str]:
+        """Why layers do not fly: tensor that streams -> who holds it, as far as that can be told."""
+        streamed = [census for layer, census in self._census.items() if layer in self._ring.streamed]
+        with self.unseen():
+            found = held(model, streamed)
+        return found | ({"": STRANGERS} if not found and streamed and self._strangers() else {})
+
+    def others(self, layers: Iterable[int] | None = None) -> bool:
+        """Does anyone but the layers hold what lies in them? `layers`: in these only."""
+        chosen = self._census.values() if layers is None else (self._census[layer] for layer in layers)
+        return self._strangers() or any(each.others() for each in chosen)
+
+    def enter(self, layer: int) -> None:
+        """A layer is about to run. WeightsFileChanged, DriverError."""
+        if layer in self._watches and self._turns.running():
             self._ring.enter(layer, self._stream())
             self._inside = layer, identity(call_frame())
+            census = self._census.get(layer)  # None where it is watched no more
+            self._versions = census.versions() if census is not None else 0
 
-    def _leave(self, layer: int) -> None:
+    def leave(self, layer: int) -> None:
+        """It has run. WeightsFileChanged, DriverError."""
         if self._inside is None or self._inside[0] != layer or not self._turns.mine():
             return  # others have run inside of it
         self._inside = None
-        if self._ring.flying and self._census[layer].others():
+        census = self._census.get(layer)
+        written = census is not None and census.versions() != self._versions
+        if written and layer in self._ring.flying:
             self._touched = True
             self._ring.rest()
+            raise ManageError(_WRITTEN.format(layer))
+        if census is not None and (written or census.others()):
+            self._look(layer)
         else:
             self._ring.leave(layer, self._stream())
 
     def _look(self, layer: int) -> None:
         """Someone is about to look at what the modules of the layer hold."""
         inside = self._inside
-        if inside and inside[0] == layer and self._turns.mine() and on_stack(inside[1], sys._getframe()):
+        if self._blind.now:
+            return
+        if inside and inside[0] == layer and self._turns.inside(inside[1]):
+            if not self._turns.mine():  # a thread of the layer's own
+                self._ring.join(layer, self._stream())
+            return
+        self._touched = True
+        if layer not in self._ring.streamed:
+            self._ring.settle(layer)
+            self._seen_at_home(layer)
+        if layer not in self._ring.streamed:  # it may have begun to meanwhile
             return
         self._refuse_captures()
-        self._touched = True
+        self._ring.show(layer)
         if self._leaving or self._ring.flying:
             with self._turns.at_rest():
                 pass
@@ -150,12 +197,8 @@ class Streaming:
             return False
         if self._touched:
             self._touched = False  # before the census: whoever comes now is seen next time
-            self._touched |= self._others()
+            self._touched |= self.others(self._ring.streamed)
         return not self._touched
-
-    def _others(self) -> bool:
-        """Does anyone but the layers hold what streams?"""
-        return self._strangers() or any(each.others() for each in self._census.values())
 
     def _refuse_captures(self) -> None:
         """ManageError while a graph is being captured."""
@@ -166,11 +209,15 @@ class Streaming:
             )
 
 
-class _Opaque(Hook):
-    """A hook at which the compiler breaks its graph. See Note [Streaming and torch.compile]."""
+_WRITTEN: Final = (
+    "decoder layer {0} has written to its own weights while it ran without gradients, but it streams, so that what it "
+    "wrote is lost: write in `with managed.editable():`, or give a budget in which it does not stream (interval=None)"
+)
 
-    def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            opaquely(self._act, *self._arguments)
-        else:
-            self._act(*self._arguments)
+
+class _Blind(threading.local):
+    now = False
+
+
+def _nothing() -> None:
+    """Ends a watch that there is none of."""

@@ -1,7 +1,8 @@
 """Who else holds a module's tensors, and who is about to look at them.
 
 Two answers for whoever has memory under tensors that is not always what it seems (streaming.py): `Watched`, a
-dictionary that tells when it is read or written, and `Census`, which knows how often the tensors are referred to.
+dictionary that tells when it is read or written, and `Census`, which knows how often the tensors are referred to. Who
+it is that refers to them is found out in held.py.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+REFERRED: Final = "someone outside of the model refers to it"
 _KINDS = ("_parameters", "_buffers")
 _REASON = (
     "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
@@ -145,8 +147,31 @@ class Census:
                 return True
         return False
 
+    def versions(self) -> int:
+        """Another number once one of them has been written to, as far as torch counts that: not through `data`."""
+        tensors = [place.find() for place, *_ in self._expected]
+        return sum(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
 
-class _Place(NamedTuple):
+    def held(self) -> Iterator[tuple[Place, str]]:
+        """Which of them someone else holds, and how."""
+        own, own_uses = _calibrate()
+        for place, names, shared, storage in self._expected:
+            tensor = place.find()
+            if tensor is None:
+                yield place, "it is gone"
+                continue
+            references, of_torch, uses, now = _counts(tensor)
+            if now != storage:
+                yield place, "it has been given other memory"
+            elif of_torch != 1:  # which counts as a reference from Python, too
+                yield place, "torch holds it, as an autograd graph does"
+            elif references != own + names:
+                yield place, REFERRED
+            elif uses != (storage and own_uses + shared):
+                yield place, "someone holds a view of it, or its memory"
+
+
+class Place(NamedTuple):
     """Where a tensor is: of a module its parameter or buffer `name`, of which it is the part at `path`, as in torchao's
     quantized weights."""
 
@@ -167,15 +192,15 @@ class _Place(NamedTuple):
         return found
 
 
-def _places(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
+def _places(module: nn.Module) -> Iterator[tuple[Place, torch.Tensor]]:
     """The tensors that the module holds itself, without asking; of a wrapper, every tensor inside it besides."""
     for kind in _KINDS:
         for name, tensor in list(dict.items(module.__dict__[kind])):
             if tensor is not None:
-                yield from _parts(_Place(weakref.ref(module), kind, name), tensor)
+                yield from _parts(Place(weakref.ref(module), kind, name), tensor)
 
 
-def _parts(place: _Place, tensor: Any) -> Iterator[tuple[_Place, torch.Tensor]]:
+def _parts(place: Place, tensor: Any) -> Iterator[tuple[Place, torch.Tensor]]:
     yield place, tensor
     if is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
@@ -209,4 +234,4 @@ def _calibrate() -> tuple[int, int]:
 
 
 _sample = nn.Linear(1, 1, bias=False, device="meta")  # in nobody's memory
-_SAMPLE = _Place(weakref.ref(_sample), "_parameters", "weight")
+_SAMPLE = Place(weakref.ref(_sample), "_parameters", "weight")

@@ -1,15 +1,14 @@
-"""Weights in ranges: moving a model's parameters and buffers into the pool, and back out.
-
-Note [Moving a model]
-    Objects stay, memory moves: a tensor keeps its identity, its names, its gradient and its hooks, and `tensor.data` is
-    pointed at other bytes, as `Module.to` does. The move goes step by step (a layer, or one block of no layer): map the
-    pages, copy, swap, let go of the source, and give the source's pages back before the next step, so that no more than
-    one step exists twice even where the sources lie in the same pool. A step that fails has changed nothing, and those
-    before it are undone in reverse. Moving out is the same with the sides exchanged.
+"""Weights in ranges: where a model's parameters and buffers lie in the pool, and where they are beside that.
 
 Note [Weights that stream]
-    The addresses of a layer that streams lead to its twin, a range of host pages, which is where its weights are; what
-    happens when it runs is told in streaming.py. Everything here treats it as any other range.
+    The addresses of a layer that streams lead to its twin's pages or to a slot; which of them when is told in
+    streaming.py and offload/ring.py. Everything here treats its ranges as any other. A layer at home may have a twin as
+    well: then its pages can be had at any moment.
+
+Note [Which twin]
+    Where all of a range lies in weights files byte for byte its twin is those files, and no second copy is in memory.
+    Of a model that transformers has just loaded on the CPU that is known without reading a byte, as its weights are
+    views of the mapped files; of any other its weights are compared with the files that it says it was loaded from.
 
 Note [Whose pages they are]
     A page belongs to the tensors over it and goes with the last of them (`auto_retire`): at once where a weight is
@@ -20,49 +19,62 @@ Note [Whose pages they are]
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
 
-from ..allocator import install
 from ..allocator._native import Device, Range
-from ..allocator.errors import ManageError, PoolExhausted
-from ..offload.layout import Block, place
+from ..offload.file_twin import FileLoader, FileTwin, FileTwins, Place
+from ..offload.layout import Block, Layout, place
 from ..offload.plan import Plan, Rule
-from ..offload.ring import Part, live
-from . import room
-from .storages import Member, Span, has_bytes, members, spans
+from ..offload.ring import Part, Ring, live
+from ..offload.twins import Twin
+from ..offload.weights_file import FileSpan
+from . import moving, room
+from .mapped import same
+from .moving import MoveIn, Step
+from .storages import Member, Span, members, spans
 
-_UINT8 = (1, 8)  # DLPack's code and bits
+Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
+Finder = Callable[[Set[int]], Files]  # the same for those of the given ids that lie in files
 
-Step = list[tuple[Range, int, Span]]  # (range, offset in it, what lies or goes there), moved together
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+def nowhere(ids: Set[int]) -> Files:
+    """For a model of which no files are known."""
+    return {}
 
 
 class Weights:
-    """The ranges that hold one model's weights."""
+    """The ranges that hold one model's weights, and their twins."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(
+        self,
+        device: Device,
+        waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`waiting`: as for `Ring`."""
         self.device = device
         self.group = device.group()
-        self._note = note_of(device)
-        self.stream = stream_of(device)
+        self.stream = moving.stream_of(device)
+        self._twin_group = device.group()  # no lease keeps twins where they are
+        self._note = moving.note_of(device)
         # Of each decoder layer by its index; under None those of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
+        self.ring = Ring(device, self.group, _unchanged, waiting)
+        self._file_twins = FileTwins(device)
         self._made = 0  # storages over the ranges, so far
-        self._twins: dict[int, Range] = {}  # of the ranges that stream, by their address: where their pages are
+        self._twins: dict[int, Twin] = {}  # by the address of the range
+        self._slot_of: dict[int, Range] = {}  # of a range that is to fly as soon as it is made
 
     def all_ranges(self) -> list[Range]:
         return [each for of_layer in list(self.ranges.values()) for each in of_layer]
 
     @property
     def pages(self) -> int:
-        """Device pages that are behind the ranges now; of ranges that stream there are none."""
-        return sum(each.backed for each in self.all_ranges() if each.address not in self._twins)
+        """Device pages that are behind the ranges now, and behind the slots."""
+        return sum(each.backed for each in self.all_ranges() if not is_away(each)) + self.ring.pages
 
     @property
     def storages(self) -> int:
@@ -71,59 +83,130 @@ class Weights:
 
     @property
     def host_pages(self) -> int:
-        """Host pages that hold the weights of layers that stream."""
-        return sum(twin.backed for twin in self._twins.values())
+        """Host pages that hold twins."""
+        return sum(twin.pages.backed for twin in list(self._twins.values()))
 
-    def adopt(self, found: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of weights whose twins are files."""
+        return sum(nbytes for file in self._kept() for _, _, nbytes in file.copies)
+
+    def adopt(
+        self,
+        found: Sequence[Span],
+        working: int,
+        layers: int,
+        rule: Rule,
+        still: Collection[int] = (),
+        known: Files | None = None,
+        find: Finder = nowhere,
+        progress: Callable[[int], object] = int,
+    ) -> Plan:
         """Moves the spans into new ranges, all or none: one for each of the `layers` decoder layers, one for what
         belongs to no layer.
 
-        `working`: pages that using the model needs beside them. `rule`: which layers stream; their weights go to the
-        host, and their addresses lead there. Returns what was planned. BudgetError before anything is moved;
-        torch.OutOfMemoryError, DriverError, ManageError.
+        `working`: pages that using the model needs beside them. `rule`: which layers stream; their weights stay on the
+        host. `still`: layers that must not. `known`: tensors whose bytes are in files, which are read from there and
+        not from the tensor's memory; `find`: asked for those of layers that stream and are not known. `progress` is
+        told the bytes of each step.
+        Returns what was planned. BudgetError before anything is moved; torch.OutOfMemoryError, WeightsFileChanged,
+        DriverError, ManageError.
         """
-        blocks = (Block(n, span.nbytes, span.layer) for n, span in enumerate(found))
+        blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
         layout = place(blocks, self.device.page_size)
         plan = room.demand(self.device, layout, found, working, layers, rule)
-        made: list[Range] = []
-        with ExitStack() as undo:
+        twins = self._twins_in_files(layout, found, plan, known, find)
+        room.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
+        made: dict[int | None, Range] = {}
+        loader = FileLoader(self.device, self._file_twins, self.stream())
+        move = MoveIn(self._back, self._note, {} if known is None else known, loader, progress)
+        with ExitStack() as always, ExitStack() as undo:
+            always.callback(self._count, move)
+            undo.callback(self._file_twins.keep, self._kept())
+            always.callback(self._slot_of.clear)
+            if plan.streamed and not self.ring.streamed:
+                self.ring.make(plan.slot_pages)
+                undo.callback(self.ring.close)
+            slot_of = dict(zip(plan.streamed, plan.slots, strict=True))
             for each in layout.ranges:
-                made.append(self.device.reserve(each.nbytes, "weights", self.group, auto_retire=True))
-                undo.callback(made[-1].close)
-                if each.layer in plan.streamed:
-                    self._twins[made[-1].address] = self.device.reserve(each.nbytes, "weights", self.group)
-                    undo.callback(self._drop_twin, made[-1].address)
-            self._run(
-                ([(made[n], spot.offset, found[spot.block.key]) for n, spot in step.moves] for step in layout.steps()),
-                do=self._step_in,
-                undo=self._step_out,
+                opened = made[each.layer] = self.device.reserve(each.nbytes, "weights", self.group, auto_retire=True)
+                undo.callback(opened.close)
+                if each.layer is not None and each.layer in slot_of:
+                    file = twins.get(each.layer)
+                    self._twins[opened.address] = Twin(self.device, self._twin_group, opened, file)
+                    undo.callback(self._drop_twin, opened.address)
+                    if file is not None:
+                        self._slot_of[opened.address] = self.ring.slot(slot_of[each.layer])
+            ranges = list(made.values())
+            moving.run(
+                self.device,
+                (
+                    [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in step.moves]
+                    for step in layout.steps()
+                ),
+                do=move.do,
+                undo=lambda step: move.undo(step, self._step_out),
             )
+            loader.finish([*self._kept(), *twins.values()])
             undo.pop_all()
-        for each, opened in zip(layout.ranges, made, strict=True):
-            self.ranges.setdefault(each.layer, []).append(opened)
+        for layer, opened in made.items():
+            self.ranges.setdefault(layer, []).append(opened)
         return plan
 
-    def streamed(self) -> dict[int, tuple[Part, ...]]:
-        """The layers that stream, each with those of its ranges that do."""
+    def cover(self, layer: int, tenants: Iterable[tuple[Member, Range]], find: Finder) -> None:
+        """Makes the twins of a layer at home: from files where all of it lies there, else once from the device.
+        `tenants`: the tensors in its ranges; nobody writes them meanwhile. PoolExhausted where the host has too few
+        pages, WeightsFileChanged, DriverError; there are no new twins then."""
+        lying: dict[int, list[torch.Tensor]] = {}
+        for member, opened in tenants:
+            lying.setdefault(opened.address, []).append(member.tensor)
+        files = find({id(tensor) for tensors in lying.values() for tensor in tensors})
+        with ExitStack() as undo:
+            for opened in self.ranges.get(layer, ()):
+                if opened.address in self._twins or not opened.backed:
+                    continue
+                at = [(span.start - opened.address, span) for span in spans(lying.get(opened.address, ()), {})]
+                twin = Twin(self.device, self._twin_group, opened, self._file_twin(at, files))
+                undo.callback(twin.close)
+                if twin.file is None:
+                    twin.copy_home(live(opened, 0, opened.pieces), self.stream())
+                self._twins[opened.address] = twin
+                undo.callback(self._twins.pop, opened.address)
+            undo.pop_all()
+
+    def uncover(self, layer: int) -> None:
+        """The twins of a layer at home are worth nothing any more."""
+        for opened in self.ranges.get(layer, ()):
+            self._drop_twin(opened.address)
+        self._file_twins.keep(self._kept())
+
+    def covered(self) -> dict[int, tuple[Part, ...]]:
+        """The layers all of whose large tensors have twins, each with those of its ranges."""
         found: dict[int, tuple[Part, ...]] = {}
-        for layer, ranges in sorted((layer, ranges) for layer, ranges in self.ranges.items() if layer is not None):
+        present = list(self.ranges.items())  # which a finalizer may empty at any moment
+        for layer, ranges in sorted((layer, ranges) for layer, ranges in present if layer is not None):
+            if any(opened.backed and opened.address not in self._twins for opened in ranges):
+                continue
             parts: list[Part] = []
             for opened in ranges:
-                twin = self._twins.get(opened.address)
-                if twin is not None:
-                    for first, count in live(opened, 0, opened.pieces):
-                        parts.append(Part(opened, twin, sum(part.count for part in parts), first, count))
+                for first, count in live(opened, 0, opened.pieces) if opened.backed else ():
+                    offset = sum(part.count for part in parts)
+                    parts.append(Part(opened, self._twins[opened.address], offset, first, count))
             if parts:
                 found[layer] = tuple(parts)
         return found
 
-    def streaming(self) -> frozenset[int]:
-        """The layers that streamed at the last `sort`, whatever is left of their tensors."""
-        return frozenset(
-            layer
-            for layer, ranges in self.ranges.items()
-            if layer is not None and any(opened.address in self._twins for opened in ranges)
+    def away(self) -> tuple[int, ...]:
+        """The layers whose addresses lead to a twin or a slot."""
+        return tuple(
+            sorted(
+                layer for layer, ranges in list(self.ranges.items()) if layer is not None and any(map(is_away, ranges))
+            )
         )
+
+    def layer_pages(self, layers: int) -> tuple[int, ...]:
+        """Pages of each of so many decoder layers that can be streamed."""
+        return tuple(sum(each.backed for each in self.ranges.get(layer, ())) for layer in range(layers))
 
     def use(self, layer: int | None) -> None:
         """This thread is about to read the weights of `layer`, with None those of no layer."""
@@ -144,7 +227,8 @@ class Weights:
                 layers = {None} if layer is None else users.get(opened.address, {None})
                 if opened.backed:
                     self.ranges.setdefault(layers.pop() if len(layers) == 1 else None, []).append(opened)
-                    self._trim_twin(opened)
+                    if opened.address in self._twins:
+                        self._twins[opened.address].trim(live(opened, 0, opened.pieces))
                 else:
                     opened.close()
                     self._drop_twin(opened.address)
@@ -153,9 +237,9 @@ class Weights:
         """Moves out whatever tensor of `model` lies in a range now, wherever in the model it has got to meanwhile.
 
         On the stand-in it goes to torch's own memory, on CUDA to blocks of torch's allocator. All or none: raises
-        torch.OutOfMemoryError, DriverError or ManageError with the weights in the pool as before.
+        torch.OutOfMemoryError, DriverError, WeightsFileChanged or ManageError with the weights in the pool as before.
         """
-        self._run(self._steps_out(model), do=self._step_out, undo=self._step_in)
+        moving.run(self.device, self._steps_out(model), do=self._step_out, undo=self._step_back_in)
         self.forget()
 
     def forget(self) -> None:
@@ -164,15 +248,37 @@ class Weights:
             opened.close()
             self._drop_twin(opened.address)
         self.ranges.clear()
+        self.ring.close()
+        self._file_twins.close()
 
-    def _trim_twin(self, opened: Range) -> None:
-        """Gives the host pages back that a range with fewer tensors than before needs no more."""
-        twin = self._twins.get(opened.address)
-        if twin is not None and opened.backed < twin.backed:
-            needed = {first + n for first, count in live(opened, 0, opened.pieces) for n in range(count)}
-            for piece in range(twin.pieces):
-                if piece not in needed:
-                    twin.retire(piece, 1)
+    def _twins_in_files(
+        self, layout: Layout, found: Sequence[Span], plan: Plan, known: Files | None, find: Finder
+    ) -> dict[int, FileTwin]:
+        """By layer, of those that stream: what has all of their ranges. See Note [Which twin]."""
+        ranges = [each for each in layout.ranges if each.layer in plan.streamed]
+        lying = {each.layer: [(at.offset, found[at.block.key]) for at in each.placements] for each in ranges}
+        tensors = {id(tensor) for at in lying.values() for _, span in at for tensor in span.tensors}
+        files = known if known is not None else find(tensors) if tensors else {}
+        twins = {layer: self._file_twin(at, files) for layer, at in lying.items() if layer is not None}
+        return {layer: twin for layer, twin in twins.items() if twin is not None}
+
+    def _file_twin(self, at: Iterable[tuple[int, Span]], files: Files) -> FileTwin | None:
+        """Of a range in which these spans lie; None where not all of them are in files that can be registered, or
+        nobody says what lies there."""
+        places: list[Place] = []
+        for offset, span in at:
+            found = _in_file(span, files)
+            if found is None:
+                return None
+            places.append((offset, found))
+        twin = self._file_twins.twin(places) if places else None
+        return twin if twin is not None and twin.registered else None
+
+    def _count(self, move: MoveIn) -> None:
+        self._made += move.made
+
+    def _kept(self) -> list[FileTwin]:
+        return [twin.file for twin in list(self._twins.values()) if twin.file is not None]
 
     def _drop_twin(self, address: int) -> None:
         """Pages of it that tensors still show stay until those are gone."""
@@ -180,18 +286,22 @@ class Weights:
         if twin is not None:
             twin.close()
 
-    def _back(self, opened: Range, first: int, count: int) -> None:
-        """Puts pages behind pieces: of the device, or where the range streams of its twin."""
+    def _back(self, opened: Range, first: int, count: int) -> bool:
+        """Puts pages behind pieces, of the device or of a twin. False where they need not be filled."""
+        slot = self._slot_of.get(opened.address)
         twin = self._twins.get(opened.address)
-        if twin is None:
-            opened.map(first, count)
+        if slot is not None:
+            opened.alias(first, slot, first, count)
+        elif twin is not None:
+            twin.pages.map_host(first, count)
+            opened.alias(first, twin.pages, first, count)
         else:
-            twin.map_host(first, count)
-            opened.alias(first, twin, first, count)
+            opened.map(first, count)
+        return slot is None
 
     def _steps_out(self, model: nn.Module) -> list[Step]:
         """What lies in the ranges: layers first, whose pages are room for the rest, which goes one by one."""
-        tenants = tenants_of(self.all_ranges(), members(model, ()))
+        tenants = moving.tenants_of(self.all_ranges(), members(model, ()))
         home = {id(member.tensor): opened for member, opened in tenants}
         layer_of = {opened.address: layer for layer, ranges in self.ranges.items() for opened in ranges}
         layers: dict[int, Step] = {}
@@ -206,128 +316,52 @@ class Weights:
                 layers.setdefault(layer, []).append(move)
         return [*layers.values(), *resident]
 
-    def _run(self, steps: Iterable[Step], do: Callable[[Step], None], undo: Callable[[Step], None]) -> None:
-        done: list[Step] = []
-        try:
-            for step in steps:
-                do(step)
-                done.append(step)
-                # The pages of what was let go of are room for the next step, once the copies from them are done.
-                self.device.trim()
-                self.device.reap(wait=True)
-        except BaseException as error:
-            with _noted(error):
-                for step in reversed(done):
-                    undo([(opened, offset, next(spans(span.tensors, {}))) for opened, offset, span in step])
-            if isinstance(error, PoolExhausted):
-                raise torch.OutOfMemoryError(f"ballonet found no room to move a model's weights: {error}") from error
-            raise
-
-    def _step_in(self, step: Step) -> None:
-        for opened, offset, span in step:
-            first = offset // self.device.page_size
-            self._back(opened, first, -(-(offset + span.nbytes) // self.device.page_size) - first)
-        with _swapping() as pairs:
-            for opened, offset, span in step:
-                self._note(opened.address + offset, span.nbytes, True)
-                capsule = opened.tensor(offset, (span.nbytes,), (1,), *_UINT8)
-                self._made += 1
-                _copy(span, from_dlpack(capsule), pairs)
-
     def _step_out(self, step: Step) -> None:
-        with _swapping() as pairs:
-            for _, _, span in step:
-                self._note(span.start, span.nbytes, False)
-                with torch_memory(self.device):
-                    flat = torch.empty(span.nbytes, dtype=torch.uint8, device=torch_device(self.device))
-                _copy(span, flat, pairs)
+        for layer, ranges in self.ranges.items():
+            if layer is not None and step[0][0] in ranges:
+                self.ring.ground(layer)  # one at a time: what has its twin in a file needs host pages to be read
+        moving.out(self.device, step, self._note)
+
+    def _step_back_in(self, step: Step) -> None:
+        with moving.swapping() as pairs:
+            for opened, offset, span in step:
+                first = offset // self.device.page_size
+                self._back(opened, first, -(-(offset + span.nbytes) // self.device.page_size) - first)
+                flat = moving.flat_over(opened, offset, span.nbytes)
+                self._made += 1
+                moving.copy(span, flat)
+                pairs.extend(zip(span.tensors, span.over(flat), strict=True))
                 del flat
 
 
-def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[Member, Range]]:
-    """Those that lie in one of the ranges, each with its range."""
-    ordered = sorted(ranges, key=lambda opened: opened.address)
-    bounds = [(opened.address, opened.address + opened.nbytes) for opened in ordered]
-    result = []
-    for member in found:
-        if has_bytes(member.tensor):
-            address = member.tensor.data_ptr()
-            n = bisect_right(bounds, address, key=lambda each: each[0]) - 1
-            if n >= 0 and address < bounds[n][1]:
-                result.append((member, ordered[n]))
-    return result
+def is_away(opened: Range) -> bool:
+    """Do its addresses lead to pages of another range?"""
+    return any(opened.backing(first) == "alias" for first, _ in live(opened, 0, opened.pieces)[:1])
 
 
-def torch_device(device: Device) -> torch.device:
-    """Where the tensors of `device` are for torch."""
-    return torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+def _unchanged(twin: Twin) -> bool:
+    """Do its pages hold what its file does? Not where some of them are gone."""
+    if live(twin.pages, 0, twin.pages.pieces) != [(0, twin.pages.pieces)]:
+        return False
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        return all(
+            same(moving.flat_over(twin.pages, offset, span.nbytes), span, memory) for offset, span in twin.places
+        )
 
 
-def torch_memory(device: Device) -> AbstractContextManager[None]:
-    """Within it, what this thread allocates on the CPU comes from torch's own allocator. Changes nothing on CUDA."""
-    return install.stock() if device.kind == "standin" else nullcontext()
-
-
-def stream_of(device: Device) -> Callable[[], int]:
-    """What returns this thread's current stream."""
-    if device.kind == "standin":
-        return lambda: 0
-    return lambda: int(torch.cuda.current_stream(device.ordinal).cuda_stream)
-
-
-def note_of(device: Device) -> Callable[[int, int, bool], None]:
-    """What tells the device that this thread's current stream uses (address, bytes, whether it writes)."""
-    stream = stream_of(device)
-    if device.kind == "standin":
-        return lambda address, nbytes, write: device.note_use(address, nbytes, 0, write)
-    return lambda address, nbytes, write: device.note_stream(stream())
-
-
-def _copy(span: Span, flat: torch.Tensor, pairs: Pairs) -> None:
-    """Copies the span's bytes to `flat` and lists each of its tensors with its like over that."""
-    for offset, source in span.sources():
-        flat[offset : offset + source.numel()].copy_(source)
-    pairs.extend(zip(span.tensors, span.over(flat), strict=True))
-
-
-@contextmanager
-def _swapping() -> Iterator[Pairs]:
-    """At the end points each tensor that was listed at the bytes of the other, all or none.
-
-    The lists are emptied in any case: a traceback that someone keeps must not keep the memory of what failed.
-    """
-    pairs: Pairs = []
-    before: Pairs = []
-    try:
-        yield pairs
-        for tensor, new in pairs:
-            before.append((tensor, _exchange(tensor, new)))
-    except BaseException:
-        for tensor, old in reversed(before):
-            tensor.data = old
-        raise
-    finally:
-        pairs.clear()
-        before.clear()
-
-
-def _exchange(tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Gives the tensor the memory of the other and returns what it had. ManageError where its class does not allow."""
-    try:
-        old = tensor.data
-        tensor.data = new
-    except Exception as error:
-        raise ManageError(
-            f"a {type(tensor).__module__}.{type(tensor).__qualname__} of shape {tuple(tensor.shape)} does not let its "
-            f"memory be exchanged ({error}): a model with such weights cannot be managed"
-        ) from error
-    return old
-
-
-@contextmanager
-def _noted(error: BaseException) -> Iterator[None]:
-    """Undoing after `error`: should that fail too, `error` is still what is raised, and says so."""
-    try:
-        yield
-    except Exception as second:
-        error.add_note(f"and some weights could not be moved back, they are whole where they are: {second}")
+def _in_file(span: Span, files: Files) -> FileSpan | None:
+    """Its bytes in a file, None where they do not lie there as they lie in memory."""
+    found: FileSpan | None = None
+    for tensor in sorted(span.tensors, key=lambda tensor: tensor.data_ptr()):
+        of_tensor = files.get(id(tensor))
+        if of_tensor is None:
+            return None
+        start = of_tensor.start - (tensor.data_ptr() - span.start)  # of the span, in the file
+        end = of_tensor.start + of_tensor.nbytes
+        if found is None:
+            found = FileSpan(of_tensor.file, start, end - start)
+        elif found.file is not of_tensor.file or found.start != start:
+            return None
+        else:
+            found = FileSpan(found.file, start, max(found.start + found.nbytes, end) - start)
+    return found if found is not None and found.nbytes == span.nbytes else None

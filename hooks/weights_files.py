@@ -8,11 +8,11 @@ that file holds, is left out with the reason.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -21,11 +21,11 @@ from ..allocator.errors import WeightsFileError
 from ..offload.safetensors import Entry
 from ..offload.weights_file import FileSpan, WeightsFile
 from .compat import checkpoint_folder, loaded_names
+from .mapped import file_spans, same
 from .storages import has_bytes, members
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-CHUNK: Final = 4 * 2**20  # bytes compared at a time
 
 _DTYPES: Final = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -43,8 +43,9 @@ class Found:
     left: Mapping[str, str]
 
 
-def find(model: nn.Module) -> Found:
-    """Looks for every parameter and buffer of `model`, and compares what is found with the file.
+def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
+    """Looks for every parameter and buffer of `model`, and compares what is found with the file. `wanted`: ids of the
+    only tensors to look for.
 
     Reads the files once, and on a GPU sends them there to be compared; nothing comes back. WeightsFileChanged where a
     file changes meanwhile.
@@ -56,6 +57,8 @@ def find(model: nn.Module) -> Found:
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for member in members(model, ()):
             tensor = member.tensor
+            if wanted is not None and id(tensor) not in wanted:
+                continue
             possible = named.get(id(tensor), ())
             if not possible:
                 left[member.name] = broken or (
@@ -65,10 +68,10 @@ def find(model: nn.Module) -> Found:
                 left[member.name] = "its memory is not laid out as in the file"
             elif not (alike := [span for entry, span in possible if _alike(tensor, entry)]):
                 left[member.name] = "its dtype or shape is not that in the file"
-            elif (same := next((span for span in alike if _same(tensor, span, memory)), None)) is None:
+            elif (equal := next((span for span in alike if same(tensor, span, memory)), None)) is None:
                 left[member.name] = "its values are not those in the file"
             else:
-                spans[member.name] = same
+                spans[member.name] = equal
     for file in files:  # nothing changed under the last comparisons
         file.check()
     return Found(spans, left)
@@ -112,23 +115,19 @@ def _alike(tensor: torch.Tensor, entry: Entry) -> bool:
     return _DTYPES.get(entry.dtype) == tensor.dtype and entry.shape == tuple(tensor.shape)
 
 
-def _same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO) -> bool:
-    """Does the file hold what the tensor holds?
+def finder(model: weakref.ref[nn.Module]) -> Callable[[Set[int]], dict[int, FileSpan]]:
+    """Where tensors of the model lie in files, by their ids, of those whose ids are asked for: told by address where
+    they are views of a file, else looked for and compared."""
 
-    On the CPU a tensor may itself be a view of the mapped file, so its bytes are read without touching them, too.
-    """
-    flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for first in range(0, span.nbytes, CHUNK):
-        nbytes = min(CHUNK, span.nbytes - first)
-        data = span.file.read(span.start + first, nbytes)
-        if flat.device.type == "cpu":
-            try:
-                equal = data == os.pread(memory.fileno(), nbytes, flat.data_ptr() + first)
-            except OSError:  # there is nothing behind it any more
-                equal = False
-        else:
-            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(flat.device)
-            equal = torch.equal(sent, flat[first : first + nbytes])
-        if not equal:
-            return False
-    return True
+    def find_them(ids: Set[int]) -> dict[int, FileSpan]:
+        alive = model()
+        if alive is None:
+            return {}
+        wanted = {member.name: member for member in members(alive, ()) if id(member.tensor) in ids}
+        found = file_spans(wanted.values())
+        rest = ids - found.keys()
+        if rest and checkpoint_folder(alive) is not None:
+            found |= {id(wanted[name].tensor): span for name, span in find(alive, rest).spans.items()}
+        return found
+
+    return find_them

@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
-from ..allocator._native import Device, HostMemory
+from ..allocator._native import Device, Done, HostMemory, Transfer
 from ..allocator.errors import DriverError, WeightsFileError
 from .layout import ALIGNMENT
 from .weights_file import FileSpan, WeightsFile
@@ -85,7 +85,8 @@ class FileTwin:
     registered: bool
     reason: str
     files: tuple[WeightsFile, ...]
-    _copies: Sequence[tuple[int, int, int]]  # (offset in the range, address, bytes)
+    places: tuple[Place, ...]
+    copies: Sequence[tuple[int, int, int]]  # (offset in the range, address, bytes)
 
     def check(self) -> None:
         """WeightsFileChanged unless every file is what it was.
@@ -104,7 +105,7 @@ class FileTwin:
         if address % ALIGNMENT:
             raise ValueError(f"{address:#x} is no multiple of {ALIGNMENT}")
         self.check()
-        return [(address + offset, source, nbytes) for offset, source, nbytes in self._copies]
+        return [(address + offset, source, nbytes) for offset, source, nbytes in self.copies]
 
 
 class FileTwins:
@@ -126,6 +127,7 @@ class FileTwins:
 
         WeightsFileChanged; ValueError as `runs`.
         """
+        places = tuple(places)
         copies = runs(places, self._piece)
         files = tuple(dict.fromkeys(run.file for run in copies))
         for file in files:
@@ -137,8 +139,19 @@ class FileTwins:
         except (DriverError, WeightsFileError) as error:
             for file in files:
                 file.check()
-            return FileTwin(False, str(error), files, ())
-        return FileTwin(True, "", files, sources)
+            return FileTwin(False, str(error), files, places, ())
+        return FileTwin(True, "", files, places, sources)
+
+    def keep(self, twins: Iterable[FileTwin]) -> None:
+        """Unregisters what none of these copies from. DriverError."""
+        used = [source for twin in twins for _, source, _ in twin.copies]
+        for file, pieces in list(self._pieces.items()):
+            for index, memory in list(pieces.items()):
+                if not any(memory.address <= source < memory.address + memory.nbytes for source in used):
+                    memory.close()
+                    del pieces[index]
+            if not pieces:
+                del self._pieces[file]
 
     def close(self) -> None:
         """Unregisters everything, once the copies from it are done: the twins are worth nothing any more. DriverError,
@@ -160,3 +173,48 @@ class FileTwins:
             pieces[index] = HostMemory(self._device, run.file.mapping, first, nbytes)
             undo.callback(pieces.pop, index)
         return pieces[index].address + inside
+
+
+class FileLoader:
+    """Brings bytes of files to the device: those of one step while the next is prepared."""
+
+    def __init__(self, device: Device, twins: FileTwins, stream: int) -> None:
+        """`twins`: registers what is read; `stream`: what it was given has passed before bytes are overwritten.
+        DriverError."""
+        self._twins = twins
+        self._stream = stream
+        self._transfer = Transfer(device)
+        self._files: dict[WeightsFile, None] = {}
+        self._running: list[Done] = []
+
+    def load(self, address: int, span: FileSpan) -> bool:
+        """The bytes are on their way to `address`, a multiple of 512; False where the file cannot be registered.
+        WeightsFileChanged, DriverError."""
+        self._files[span.file] = None
+        twin = self._twins.twin([(0, span)])
+        if twin.registered:
+            copies = twin.parts(address)
+            self._running.append(self._transfer.copy(copies, after=self._stream, owner="weights", to="device"))
+        return twin.registered
+
+    def settle(self, but: int = 0) -> None:
+        """Waits for all copies but the last `but`. WeightsFileChanged, DriverError."""
+        done = self._running[: len(self._running) - but]
+        del self._running[: len(done)]
+        try:
+            for each in done:
+                each.wait()
+        except DriverError:
+            self._check()
+            raise
+
+    def finish(self, keep: Iterable[FileTwin]) -> None:
+        """All bytes are there, and were what the files held at the beginning; of the files only what `keep` copies from
+        is still registered. WeightsFileChanged, DriverError."""
+        self.settle()
+        self._check()
+        self._twins.keep(keep)
+
+    def _check(self) -> None:
+        for file in self._files:
+            file.check()

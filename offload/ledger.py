@@ -32,8 +32,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Final, Literal
 
+from ..allocator.units import format_time
 from .interval import Costs
+from .plan import Plan
 
+FIXED: Final = 0  # in the place of an interval
 _PARTS: Final = 1024  # of the link: how finely needs are told apart
 
 Reason = Literal["memory", "slo", "link"]
@@ -43,7 +46,7 @@ Reason = Literal["memory", "slo", "link"]
 class Client:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
     infinite where nobody said; `available`: device pages for its layers and slots; `only`: the interval that somebody
-    asked for."""
+    asked for; `fixed`: what it streams whatever anyone wants, which is no interval (FIXED)."""
 
     name: str
     costs: Costs
@@ -52,6 +55,11 @@ class Client:
     available: int
     idle: bool = False
     only: int | None = None
+    fixed: Plan | None = None
+
+    def plan(self, interval: int) -> Plan:
+        """ValueError for an interval below 1, where it is not FIXED."""
+        return self.costs.plan(interval) if self.fixed is None else self.fixed
 
     def bandwidth(self, part: int) -> int:
         """Bytes per second: so many parts of the link that `costs` was measured on."""
@@ -60,9 +68,9 @@ class Client:
     def time(self, interval: int, bandwidth: int) -> float:
         """Seconds of an iteration with so many bytes per second, and no more than were measured."""
         if bandwidth < 1:
-            return math.inf if self.costs.plan(interval).streamed else self.costs.seconds
+            return math.inf if self.plan(interval).streamed else self.costs.seconds
         page_seconds = max(self.costs.page_seconds, self.page_bytes / bandwidth)
-        return replace(self.costs, page_seconds=page_seconds).time(interval)
+        return replace(self.costs, page_seconds=page_seconds).of(self.plan(interval))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,20 +113,24 @@ class Refusal:
     pages: int | None
     bandwidth: int | None
 
-    def __str__(self) -> str:
-        why = {
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return {
             "memory": "its layers do not fit, even if all of them stream",
             "slo": "no interval that fits the memory meets its SLO",
             "link": "the link has too little left for any interval that fits the memory and meets its SLO",
         }[self.reason]
+
+    def __str__(self) -> str:
         ways = []
         if self.slo is not None:
-            ways.append(f"an SLO of {self.slo * 1e3:.1f} ms")
+            ways.append(f"an SLO of {format_time(self.slo)}")
         if self.pages is not None:
             ways.append(f"{self.pages} device pages for its layers")
         if self.bandwidth is not None:
             ways.append(f"{self.bandwidth / 1e9:.1f} GB/s of the link")
-        return f"{self.model}: {why}." + (f" What would do: {', or '.join(ways)}." if ways else "")
+        return f"{self.model}: {self.why}." + (f" What would do: {', or '.join(ways)}." if ways else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +144,6 @@ class Settled:
 _Sum = tuple[int, int, tuple[int, ...], tuple[Option, ...]]  # -bytes on the host, bytes per second, intervals, of what
 
 
-@lru_cache(maxsize=256)
 def options(client: Client) -> tuple[Option, ...]:
     """The intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one that
     streams least, as there is nothing to trade memory for."""
@@ -174,24 +185,48 @@ def settle(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) ->
 
 def _fitting(client: Client) -> Iterator[int]:
     every = range(1, client.costs.none + 1) if client.only is None else (client.only,)
-    return (i for i in every if client.costs.plan(i).device_pages <= client.available)
+    every = every if client.fixed is None else (FIXED,)
+    return (i for i in every if client.plan(i).device_pages <= client.available)
 
 
 def _valid(client: Client) -> tuple[Option, ...]:
+    anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
+    return tuple(each for each in anywhere if client.plan(each.interval).device_pages <= client.available)
+
+
+@lru_cache(maxsize=256)
+def _valid_anywhere(client: Client) -> tuple[Option, ...]:
     found = ((interval, _need(client, interval)) for interval in _fitting(client))
     return tuple(_option(client, interval, need) for interval, need in found if need is not None)
 
 
 def _option(client: Client, interval: int, need: int) -> Option:
-    host = client.costs.plan(interval).host_pages * client.page_bytes
-    return Option(interval, host, max(need, math.ceil(host / client.costs.time(interval))), need)
+    plan = client.plan(interval)
+    host = plan.host_pages * client.page_bytes
+    return Option(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
 
 
 def _need(client: Client, interval: int) -> int | None:
     """None where the whole link is not enough."""
-    parts = range(_PARTS + 1)
-    part = bisect_left(parts, True, key=lambda part: client.time(interval, client.bandwidth(part)) <= client.slo)
-    return client.bandwidth(part) if part < len(parts) else None
+
+    def enough(part: int) -> bool:
+        return client.time(interval, client.bandwidth(part)) <= client.slo
+
+    if not enough(_PARTS):
+        return None
+    if enough(0):
+        return 0
+    part, step = _least_part(client, interval), 1  # not enough, or just so: from there on in growing steps
+    while part + step < _PARTS and not enough(part + step):
+        part, step = part + step, 2 * step
+    parts = range(max(0, part - 1), min(part + step, _PARTS) + 1)
+    return client.bandwidth(parts[bisect_left(parts, True, key=enough)])
+
+
+def _least_part(client: Client, interval: int) -> int:
+    """The largest part of the link over which the bytes of an iteration take at least as long as the SLO."""
+    pages = client.plan(interval).host_pages
+    return min(_PARTS - 1, math.floor(pages * client.costs.page_seconds / client.slo * _PARTS)) if pages else 0
 
 
 def _levels(tables: Sequence[Sequence[Option]]) -> list[int]:
@@ -243,10 +278,10 @@ def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
 
 
 def _refusal(client: Client, before: Sequence[Sequence[Option]], left: int) -> Refusal:
-    reason: Reason = "link" if options(client) else "slo" if any(_fitting(client)) else "memory"
+    reason: Reason = "link" if options(client) else "slo" if next(_fitting(client), None) is not None else "memory"
     anywhere = _valid(replace(client, available=sum(client.costs.pages)))
     enough = [each.interval for each in anywhere if _possible([*before, (each,)], left)]
-    pages = min((client.costs.plan(interval).device_pages for interval in enough), default=None)
+    pages = min((client.plan(interval).device_pages for interval in enough), default=None)
     needed = _needed([*before, options(client)])
     return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
 

@@ -43,6 +43,13 @@ class Plan:
         """Pages of the twins."""
         return sum(self.pages[layer] for layer in self.streamed)
 
+    @property
+    def copied_pages(self) -> int:
+        """Pages that come over in each pass: a layer that has a slot to itself stays there, which `steady`, as the
+        papers' formulas, does not count on."""
+        turns = zip(self.streamed, self.slots, strict=True)
+        return sum(self.pages[layer] for layer, slot in turns if self.slots.count(slot) > 1)
+
     def steady(self, ratio: Fraction) -> Pass:
         """A pass over the layers, in layers; `ratio` as in schedule.py."""
         if not any(self.pages):
@@ -53,7 +60,9 @@ class Plan:
 
 
 def streaming(pages: Sequence[int], streamed: Sequence[int], slots: int) -> Plan:
-    """These layers take turns in so many slots, or as many as there are layers. ValueError for no slot."""
+    """Those of these layers that have pages take turns in so many slots, or as many as there are of them. ValueError
+    for no slot."""
+    streamed = [layer for layer in streamed if pages[layer]]
     if streamed and slots < 1:
         raise ValueError(f"{len(streamed)} streamed layers need a slot")
     return Plan(tuple(pages), tuple(streamed), tuple(j % slots for j in range(len(streamed))))

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from itertools import takewhile
 
 from .interval import Costs
@@ -34,7 +35,8 @@ from .plan import Plan, fewest, smallest, spread
 class Model:
     """A managed model. `plan`: what it streams; `decode`, `prefill`: of an iteration of either kind, `active`: it runs;
     `priority`: those with the lowest give first; `used`: when it last ran, on any clock; `most`: layers that it may
-    stream, where somebody said."""
+    stream, where somebody said; `base`: layers that it may stream in any case, as it came with so many; `least`: device
+    pages that it keeps, as an SLO needs them."""
 
     name: str
     plan: Plan
@@ -44,6 +46,8 @@ class Model:
     priority: int = 0
     used: float = 0.0
     most: int | None = None
+    base: int = 0
+    least: int = 0
 
     @property
     def costs(self) -> Costs:
@@ -54,7 +58,7 @@ class Model:
     def cap(self) -> int:
         """Layers that it may stream."""
         found = cap(self.costs)
-        return found if self.most is None else min(found, self.most)
+        return max(self.base, found if self.most is None else min(found, self.most))
 
     @property
     def freed(self) -> int:
@@ -76,6 +80,7 @@ class Remapping:
     short: int
 
 
+@lru_cache(maxsize=256)
 def cap(costs: Costs) -> int:
     """The most layers whose copies take no longer than the iteration, and not all that have pages. See Note [Algorithm
     1]."""
@@ -188,7 +193,8 @@ def _part(model: Model) -> Fraction:
 
 def _freeing_more(model: Model) -> Plan | None:
     """The fastest plan under its cap that frees more than it does now."""
-    return fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap)
+    plan = fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap)
+    return plan if plan is not None and plan.device_pages >= model.least else None
 
 
 def _first_served(model: Model) -> tuple[bool, float, int, float, str]:

@@ -27,7 +27,8 @@ TICK: Final = 20_000_000  # ns, more than between two times that a kernel gives 
 
 
 class WeightsFile:
-    """A safetensors file, open for as long as this is. Raises WeightsFileError where it is none, or not whole."""
+    """A safetensors file, open for as long as this is. Two of them are equal that were the same file in the same state
+    when they were opened. Raises WeightsFileError where it is none, or not whole."""
 
     tensors: Mapping[str, Entry]
 
@@ -50,6 +51,12 @@ class WeightsFile:
             self.close()
             raise
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeightsFile) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
     def check(self) -> None:
         """WeightsFileChanged unless the file is what it was."""
         try:
@@ -59,7 +66,8 @@ class WeightsFile:
         if now[:2] != self._identity[:2]:
             raise self._changed("was replaced by another")
         if now != self._identity:
-            raise self._changed(f"was written to (it had {self.nbytes} bytes and has {now[2]})")
+            sizes = "" if now[2] == self.nbytes else f" (it had {self.nbytes} bytes and has {now[2]})"
+            raise self._changed(f"was written to{sizes}")
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """These bytes of the file. WeightsFileChanged."""

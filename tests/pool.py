@@ -37,15 +37,15 @@ def in_pool(tensor: torch.Tensor, by: list[tuple[int, int]] | None = None) -> bo
     return covered(first, first + max(1, storage.nbytes()), mapped() if by is None else by)
 
 
-def bytes_that_exist() -> int:
-    """What the memfds of the device hold, as the kernel counts it."""
+def bytes_that_exist(place: str = "device") -> int:
+    """What the memfds of the device, or of the "host", hold, as the kernel counts it."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # another thread may close one between the listing and the look
-            if "memfd:ballonet-device" in os.readlink(link):
+            if f"memfd:ballonet-{place}" in os.readlink(link):
                 status = os.stat(link)
                 found[status.st_ino] = status.st_blocks * 512
-    assert found, "there is no memfd named ballonet-device"
+    assert found, f"there is no memfd named ballonet-{place}"
     return sum(found.values())
 
 

@@ -18,6 +18,7 @@ from ballonet.allocator.config import (
     parse_time,
 )
 from ballonet.allocator.errors import BallonetError, ConfigError
+from ballonet.allocator.units import format_time
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,12 @@ def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
 @given(st.integers(1, 2**50))
 def test_a_size_for_people_reads_back_to_two_digits(nbytes: int) -> None:
     assert parse_size(format_size(nbytes)) == pytest.approx(nbytes, rel=0.005, abs=0.5)
+
+
+@given(st.floats(1e-9, 1e5))
+def test_a_time_for_people_is_never_too_short(seconds: float) -> None:
+    assert seconds <= parse_time(format_time(seconds)) * (1 + 1e-9) <= seconds * 1.0011
+    assert [format_time(each) for each in (0.0, 0.07, 4.0, 90)] == ["0 ms", "70 ms", "4000 ms", "90 s"]
 
 
 @given(st.integers(1, 1000), st.sampled_from([("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)]))

@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 
-from .core import PAGE, Core, all_calls, arm, behind, holds, opened, physical, write
+from .core import PAGE, Core, all_calls, arm, behind, calls, holds, opened, physical, write
 
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
@@ -224,6 +224,42 @@ def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
         done.before(lane)
         done.wait()
         assert holds(slot.address, 6)
+
+
+def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting() -> None:
+    waits = calls()["cuEventSynchronize"]
+    with opened(link_latency_ns=300_000_000) as core:
+        slot, on_host = layer(core), twin(core, 6)
+        transfer = _native.Transfer(core.device)
+        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
+        thread = threading.Thread(target=done.wait)
+        thread.start()
+        while thread.is_alive() and calls()["cuEventSynchronize"] == waits:
+            thread.join(0.001)
+        core.device.note_stream(0)  # takes the lock that the one who waits must not hold
+        assert not done.passed()
+        thread.join()
+        assert done.passed()
+        assert holds(slot.address, 6)
+
+
+def test_one_range_may_lead_to_the_device_and_to_the_host() -> None:
+    """Host pages are opened for the CPU, too, which those of the device cannot be."""
+    with opened() as core:
+        one, slot = layer(core, 4), core.range(4, "weights")
+        slot.map(0, 1)
+        slot.map_host(1, 2)
+        slot.map(3, 1)
+        assert one.alias(0, slot, 0, 4)
+        assert [behind(one.address + piece * PAGE)[0] for piece in range(4)] == ["device", "host", "host", "device"]
+        for piece in range(4):
+            write(slot.address + piece * PAGE, piece + 1)
+            assert holds(one.address + piece * PAGE, piece + 1)
+        other = twin(core, 7)
+        transfer = _native.Transfer(core.device)
+        transfer.copy([(one.address + PAGE, other.address, 2 * PAGE)], after=0, owner="weights", to="device").wait()
+        assert holds(slot.address + PAGE, 7, 2 * PAGE)
+        core.device.check()
 
 
 def test_a_read_that_waits_for_no_copy_is_seen() -> None:

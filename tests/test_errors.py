@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from ballonet.allocator import errors
-from ballonet.allocator.errors import BallonetError, BudgetError, DriverError, PoolExhausted, TraceError
+from ballonet.allocator.errors import BallonetError, BudgetError, DriverError, PoolExhausted, SLOError, TraceError
 
 WITH_FIELDS = [
     (
@@ -21,6 +21,11 @@ WITH_FIELDS = [
     ),
     (TraceError("t.csv", 3, "size is '-5'"), "t.csv:3: size is '-5'"),
     (TraceError("t.csv", 0, "cannot be read"), "t.csv: cannot be read"),
+    (
+        SLOError("it is too short", 0.0058122, 2**30 + 1),
+        "it is too short. What would do: an SLO of 5.813 ms, or a budget of 1GiB (ballonet.set_budget(1073741825))",
+    ),
+    (SLOError("it is too short", None, None), "it is too short"),
 ]
 
 

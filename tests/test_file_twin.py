@@ -119,6 +119,8 @@ def test_a_large_layer_is_cut_where_pieces_meet_and_two_layers_share_one(tmp_pat
         registered = calls()["cuMemHostRegister"]
         made.twin([(0, file.span("a"))])
         assert calls()["cuMemHostRegister"] == registered
+        made.twin([(0, WeightsFile(path).span("a"))])  # whoever has opened it again
+        assert calls()["cuMemHostRegister"] == registered
         made.twin([(0, file.span("d"))])  # up to the last byte of the file
         assert made.registered == 5 * PIECE + 6 * PIECE - (-file.nbytes % PIECE)
 

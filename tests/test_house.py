@@ -77,6 +77,11 @@ def test_a_wrong_import_is_seen(room: str, line: str) -> None:
     assert wrong_imports(room, ast.parse(line)) != []
 
 
+def test_every_module_is_in_the_architecture() -> None:
+    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert [path.name for room, path in SOURCES if room != "facade" and path.stem not in {*named, "__init__"}] == []
+
+
 def test_only_config_reads_the_environment() -> None:
     readers = {
         path.relative_to(ROOT).as_posix()

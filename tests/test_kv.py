@@ -622,13 +622,13 @@ def test_an_append_is_inside_a_lease() -> None:
     assert current() is None
     layers[0].update(*tokens(1))
     assert group.leases == 0
-    lease = ForwardLease()
+    lease = ForwardLease().open()
     for layer in layers:
         layer.update(*tokens(1))
     assert current() is lease
     assert group.leases == 1
     assert [kv.owner for kv in lease.ranges] == ["kv"]
-    inner = ForwardLease()
+    inner = ForwardLease().open()
     layers[0].update(*tokens(1))
     assert group.leases == 2
     inner.close()
@@ -641,7 +641,7 @@ def test_an_append_is_inside_a_lease() -> None:
 def test_leases_that_are_closed_out_of_order() -> None:
     """An interrupted forward's may be closed while another runs."""
     group = CacheRanges().group(runtime.require())
-    outer, inner = ForwardLease(), ForwardLease()
+    outer, inner = ForwardLease().open(), ForwardLease().open()
     for lease in (outer, inner):
         lease.enter_group(group)
     outer.close()

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from ballonet.offload.interval import Costs, meeting
 from ballonet.offload.ledger import Client, Option, Refusal, Shares, options, settle, share
 
+from .links import fair
+
 PAGE = 1000  # bytes
 LINK = 10**6  # bytes per second: a page in a millisecond
 
@@ -63,19 +65,6 @@ def best_of_all(tables: list[tuple[Option, ...]], left: int) -> tuple[Option, ..
         return -sum(option.host for option in chosen), level, rate, tuple(option.interval for option in chosen)
 
     return min((chosen for chosen in product(*tables) if works(chosen, left)), key=key, default=None)
-
-
-def fair(wanted: list[float], link: float) -> list[float]:
-    """What each gets of a link that serves all alike, worked out by filling: equal parts until somebody has enough."""
-    got = [0.0] * len(wanted)
-    hungry = {n for n, want in enumerate(wanted) if want > 0}
-    while hungry and link > 1e-9:
-        part = min(link / len(hungry), min(wanted[n] - got[n] for n in hungry))
-        for n in hungry:
-            got[n] += part
-        link -= part * len(hungry)
-        hungry = {n for n in hungry if wanted[n] - got[n] > 1e-9}
-    return got
 
 
 def meets(it: Client, interval: int, bandwidth: float) -> bool:
@@ -243,11 +232,11 @@ def test_refusals_in_words() -> None:
         "a: its layers do not fit, even if all of them stream. What would do: 20 device pages for its layers."
     )
     assert words(client("a", seconds=0.01, slo=0.02, available=40)) == (
-        "a: no interval that fits the memory meets its SLO. What would do: an SLO of 80.0 ms, or 80 device pages for "
+        "a: no interval that fits the memory meets its SLO. What would do: an SLO of 80 ms, or 80 device pages for "
         "its layers."
     )
     assert words(client("a", slo=0.07)) == (
-        "a: no interval that fits the memory meets its SLO. What would do: an SLO of 80.0 ms."
+        "a: no interval that fits the memory meets its SLO. What would do: an SLO of 80 ms."
     )
 
 

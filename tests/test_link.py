@@ -1,13 +1,15 @@
-"""Traffic on the link, asked of an NVML that is made up, and of none."""
+"""The link: its speed by a clock that is set by hand; its kind and traffic, asked of an NVML that is made up."""
 
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from ballonet.offload import link
+
+from .core import PAGE, Core, opened
 
 
 class Missing(Exception):
@@ -41,6 +43,17 @@ class FakeNvml(ModuleType):
             raise Missing
         return {0: 7, 1: 3000}[counter]
 
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: str) -> int:
+        if handle == "GPU-virtual":
+            raise Missing
+        return 5
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.65.06"
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: str) -> int:
+        return 16
+
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
@@ -54,6 +67,14 @@ def test_what_a_gpu_receives(nvml: FakeNvml) -> None:
     assert nvml.opened == 1
 
 
+def test_what_a_link_is(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert link.described("GPU-a") == "PCIe 5 x16"
+    assert link.driver("GPU-a") == "580.65.06"
+    assert link.described("GPU-virtual") == link.driver("none") == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert link.described("GPU-a") == link.driver("GPU-a") == ""
+
+
 def test_nobody_knows(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.received("GPU-virtual") is None
     assert link.received("somewhere else") is None
@@ -61,3 +82,80 @@ def test_nobody_knows(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert link.received("GPU-b") is None, "no driver"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert link.received("GPU-a") is None, "not installed"
+
+
+# -- how fast it is
+
+
+class Tape:
+    """A clock that is as late as there are bytes: so many per second, and some time for each look at it."""
+
+    def __init__(self, core: Core, rate: float, look: float = 0.0, disturbed: int = 0) -> None:
+        self.core = core
+        self.rate = rate
+        self.look = look
+        self.disturbed = disturbed  # this look comes late
+        self.looks = 0
+        self.late = 0.0
+        self.bytes: list[int] = []
+
+    def __call__(self) -> float:
+        copied = self.core.device.snapshot()["copied"]["weights_h2d"]
+        self.bytes.append(copied)
+        self.looks += 1
+        self.late += self.look + 9 * (self.looks == self.disturbed)
+        return float(copied / self.rate + self.late)
+
+
+def held(core: Core) -> tuple[int, int]:
+    return core.pages()["weights"], core.device.snapshot()["copied"]["weights_d2h"]
+
+
+@pytest.mark.parametrize("rate", [1e6, 2e8, 5e10])
+@pytest.mark.parametrize(("budget", "host"), [(2, 2), (3, 9), (64, 5), (1024, 1024)])
+def test_the_speed_of_the_link(rate: float, budget: int, host: int) -> None:
+    with opened(budget=budget, host_budget=host) as core:
+        tape = Tape(core, rate)
+        for _ in range(2):  # what it has taken comes back
+            assert link.measure(core.device, tape) == pytest.approx(rate)
+            assert core.pages()["weights"] == 0
+        most = max(after - before for before, after in zip(tape.bytes, tape.bytes[1:], strict=False))
+        assert most <= max(rate / 10, 2**20), "a slow link is not kept for long"
+
+
+def test_what_disturbs_a_measurement_does_not_count() -> None:
+    with opened(budget=512, host_budget=512) as core:
+        quiet = Tape(core, 1e9, look=1e-4)
+        found = link.measure(core.device, quiet)
+        assert found is not None
+        assert 0.99e9 < found < 1e9, "copies are long enough for the looks not to count"
+        for late in range(quiet.looks):
+            assert link.measure(core.device, Tape(core, 1e9, disturbed=late + 1)) == pytest.approx(1e9)
+
+
+def test_under_a_pool_that_is_nearly_full() -> None:
+    with opened(budget=8, host_budget=8) as core:
+        mine, twin = core.range(7, "weights"), core.range(5, "weights")
+        mine.map(0, 7)
+        twin.map_host(0, 5)
+        before = held(core)
+        assert link.measure(core.device, Tape(core, 1e9)) == pytest.approx(1e9)
+        assert held(core) == before
+        core.device.check()
+        rest = core.range(1, "kv")
+        rest.map(0, 1)
+        assert link.measure(core.device) is None, "no page of the device"
+        rest.close()
+        core.device.reap(wait=True)
+        rest = core.range(3, "weights")
+        rest.map_host(0, 3)
+        assert link.measure(core.device) is None, "no page of the host"
+        assert link.measure(SimpleNamespace(host_pages=False, page_size=PAGE)) is None  # type: ignore[arg-type]
+
+
+def test_a_link_of_the_stand_in_is_no_faster_than_it_was_set_to() -> None:
+    """The clock is the real one; that a copy takes no less than its time the stand-in's engine sees to."""
+    with opened(budget=64, host_budget=64, link_bandwidth=100_000_000) as core:
+        found = link.measure(core.device)
+        assert found is not None
+        assert found <= 100_000_000 * 1.01

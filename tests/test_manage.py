@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import AlreadyManaged, BudgetError, ManageError, WrongDevice
+from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError, WrongDevice
 from ballonet.hooks.storages import members, survey
 
 from . import models
@@ -569,7 +569,12 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"tpot_slo": "80ms"}, r"no option 'tpot_slo'.*'chaos'"),
+        ({"budget": "80GiB"}, r"no option 'budget'.*'chaos'"),
+        ({"tpot_slo": "80ms"}, "no decoder layers"),
+        ({"tpot_slo": 0}, "takes no time"),
+        ({"ttft_slo": "soon"}, "is no time"),
+        ({"tpot_slo": "80ms", "interval": 2}, "leaves no choice"),
+        ({"priority": 1.5}, "whole number"),
         ({"chaos": -1}, "seed"),
         ({"chaos": "five"}, "seed"),
         ({"chaos": True}, "seed"),
@@ -577,7 +582,7 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
 )
 def test_options_that_it_does_not_have(device: Device, options: dict[str, Any], what: str) -> None:
     model = nn.Linear(4, 4)
-    with pytest.raises(ManageError, match=what):
+    with pytest.raises((ManageError, ConfigError), match=what):
         ballonet.manage(model, **options)
     assert in_pool(model.weight)
     assert ballonet.stats().pages.weights == 0

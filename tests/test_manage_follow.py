@@ -22,6 +22,7 @@ from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks import follow
+from ballonet.hooks.moving import MoveIn
 from ballonet.offload import layout
 
 from . import models
@@ -171,15 +172,15 @@ def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypat
 
         weights = managed._weights
         looks: list[int] = []
-        step_in, adopt = weights._step_in, weights.adopt
+        do, adopt = MoveIn.do, weights.adopt
 
-        def fail(step: Any) -> None:
+        def fail(move: MoveIn, step: Any) -> None:
             looks[-1] += 1
             if looks[-1] == 4:
                 raise DriverError("cuMemMap", 999, "CUDA_ERROR_UNKNOWN")
-            step_in(step)
+            do(move, step)
 
-        monkeypatch.setattr(weights, "_step_in", fail)
+        monkeypatch.setattr(MoveIn, "do", fail)
         monkeypatch.setattr(weights, "adopt", lambda *some, **more: (looks.append(0), adopt(*some, **more)))
         assert torch.equal(tokens(model), tokens(stock))
         assert looks == [4], "it is tried at the first forward, and not again"

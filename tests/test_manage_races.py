@@ -59,14 +59,14 @@ class Beginning:
         self.go_on = threading.Event()
         self._logits: list[torch.Tensor] = []
         reached = threading.Event()
-        open_lease = managed._forwards._open_lease
+        open_lease = managed._forwards._lease
 
         def stop() -> Any:
             reached.set()
             self.go_on.wait(LONG)
             return open_lease()
 
-        monkeypatch.setattr(managed._forwards, "_open_lease", stop)
+        monkeypatch.setattr(managed._forwards, "_lease", stop)
         self._thread = started(lambda: self._logits.append(logits(model)))
         assert reached.wait(LONG)
 

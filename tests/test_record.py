@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 
 from ballonet.offload.interval import Costs, choose, fitting, meeting
 from ballonet.offload.plan import at_interval
-from ballonet.offload.record import Point, Record, Unusable, load, path_of, save
+from ballonet.offload.record import (
+    GRID,
+    WINDOW,
+    Point,
+    Record,
+    Unusable,
+    intervals,
+    load,
+    on_grid,
+    path_of,
+    save,
+)
 
 KEY = {"model": "abc", "device": "H200", "driver": "580"}
 POINTS = {Point("decode", 1, 128): 0.02, Point("decode", 4, 128): 0.03, Point("decode", 1, 512): 0.025}
@@ -47,7 +58,111 @@ def test_a_record_is_kept_in_a_file(tmp_path: Path) -> None:
     save(RECORD, path)
     assert load(path, KEY) == RECORD
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert path_of(tmp_path, KEY | {"driver": "581"}) != path_of(tmp_path, KEY)
+    assert path_of(tmp_path, KEY | {"driver": "581"}) == path_of(tmp_path, KEY), "found, and found to be another's"
+    assert len({path_of(tmp_path, KEY | {name: "other"}) for name in ("model", "device", "driver")}) == 3
+
+
+def test_what_was_learned_is_not_kept(tmp_path: Path) -> None:
+    save(RECORD.learned(Point("decode", 8, 8), 3.0), tmp_path / "record")
+    assert load(tmp_path / "record", KEY) == RECORD
+
+
+# -- what runs teaches
+
+
+def taught(*times: tuple[Point, float], record: Record = RECORD) -> Record:
+    for point, seconds in times:
+        record = record.learned(point, seconds)
+    return record
+
+
+def test_a_time_counts_for_the_powers_of_two_above() -> None:
+    record = taught((Point("prefill", 3, 65), 0.5))
+    assert record.time("prefill", 4, 128) == record.time("prefill", 1, 1) == 0.5
+    assert record.time("prefill", 5, 128) is record.time("prefill", 4, 129) is None
+    assert taught((Point("prefill", 4, 128), 0.5)).points == record.points == {*POINTS, Point("prefill", 4, 128)}
+    assert RECORD.time("prefill", 1, 1) is None, "the first one is as it was"
+    assert record.with_bandwidth(7.0) == Record(KEY, 7.0, POINTS, record.lessons)
+
+
+def test_a_first_time_that_is_far_too_long_is_soon_forgotten() -> None:
+    there = Point("decode", 1, 1000)
+    record = taught((there, 9.0))
+    assert record.time(*there) == 9, "nothing else is known"
+    assert record.learned(there, 0.04).time(*there) == 0.04
+    assert taught(*[(there, 0.04)] * 40, (there, 9.0)).time(*there) == 0.04, (
+        "nor does one that is disturbed later count"
+    )
+    assert taught(*[(there, 9.0)] * WINDOW, *[(there, 0.04)] * (WINDOW - 1)).time(*there) == 0.04
+
+
+def test_nothing_below_what_was_measured_is_believed() -> None:
+    record = taught(*[(Point("decode", 1, 100), 0.001)] * 40)
+    assert record.time("decode", 1, 128) == 0.02
+    assert taught(*[(Point("decode", 1, 100), 0.5)] * 3).time("decode", 1, 128) == 0.5
+
+
+def test_short_prompts_do_not_stand_for_long_ones() -> None:
+    long, short = Point("prefill", 1, 1000), Point("prefill", 1, 520)
+    record = taught(*[(long, 0.8)] * 2, *[(short, 0.4)] * 40)
+    assert record.time(*long) == 0.8
+    assert taught(*[(Point("prefill", 1, 1024), 0.7)] * WINDOW, record=record).time(*long) == 0.7
+
+
+works = st.tuples(powers, powers, st.sampled_from([0.1, 0.2, 0.3, 0.9]))
+
+
+@given(st.lists(works, min_size=1, max_size=60), st.integers(1, 32), st.integers(1, 32))
+def test_what_was_learned_is_believed_once_two_say_so(
+    seen: list[tuple[int, int, float]], batch: int, length: int
+) -> None:
+    """Of the last `WINDOW` of a point, all of as much work, the second longest; and it grows with work."""
+    record = taught(*((Point("prefill", b, n), seconds) for b, n, seconds in seen))
+    times: dict[tuple[int, int], list[float]] = {}
+    for b, n, seconds in seen:
+        times.setdefault((b, n), []).append(seconds)
+    believed = {at: sorted(each[-WINDOW:])[-2:][0] for at, each in times.items()}
+    found = record.time("prefill", batch, length)
+    if found is None:
+        assert not any(b >= batch and n >= length for b, n in believed)
+        return
+    assert all(found >= seconds for (b, n), seconds in believed.items() if b <= batch and n <= length)
+    assert found in believed.values()
+    more = record.time("prefill", batch + 1, length + 1)
+    assert more is None or more >= found
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_what_is_no_time_is_not_learned(seconds: float) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        RECORD.learned(Point("decode", 1, 1), seconds)
+
+
+# -- the table of the paper
+
+
+def test_the_slo_is_listed_every_2_ms() -> None:
+    assert on_grid(0.0799) == pytest.approx(0.078)
+    assert on_grid(0.0019) == 0
+    for step in range(1, 1000):
+        assert on_grid(step * GRID) == pytest.approx(step * GRID)
+        assert on_grid(step * 0.0005) <= step * 0.0005 * (1 + 1e-9)
+
+
+def test_the_table_holds_the_smallest_interval_that_meets_the_slo() -> None:
+    times = {Point("decode", b, n): 0.00105 * b * n for b in (1, 2, 4) for n in (8, 16)}
+    record, pages, page = Record(KEY, 1e6, {**times, Point("prefill", 1, 8): 1.0}), (2,) * 8, 1000
+    table = intervals(record, "decode", pages, page, 0.0339)
+    assert set(table) == {(b, n) for b in (1, 2, 4) for n in (8, 16)}
+    for (batch, length), interval in table.items():
+        it = Costs(pages, 0.00105 * batch * length, page / 1e6)
+        meets = [i for i in range(1, it.none + 1) if it.time(i) <= 0.032]
+        assert interval == (meets[0] if meets else None)
+    assert table[2, 16] is None, "33.6 ms meet 33.9, but not what is listed for it"
+    assert len(set(table.values())) >= 2
+
+
+# -- the file
 
 
 def change(content: dict[str, Any], **changes: Any) -> str:

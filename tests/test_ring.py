@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.plan import streaming
 from ballonet.offload.ring import Part, Ring, Streamed
+from ballonet.offload.twins import Twin
 
 from .core import PAGE, Core, arm, behind, holds, opened, write
 
@@ -24,19 +25,28 @@ class Model:
         self.core = core
         self.plan = streaming(pages, streamed, slots)
         self.group = core.device.group()
+        self.twins: list[Twin] = []
         layers = []
         for layer, slot in zip(self.plan.streamed, self.plan.slots, strict=True):
             parts, offset = [], 0
             for count in split(pages[layer]):
-                home, twin = (core.range(count, "weights", self.group) for _ in range(2))
-                twin.map_host(0, count)
-                write(twin.address, layer + 1, count * PAGE)
-                home.alias(0, twin, 0, count)
+                home = core.range(count, "weights", self.group)
+                twin = Twin(core.device, self.group, home)
+                self.twins.append(twin)
+                twin.pages.map_host(0, count)
+                write(twin.pages.address, layer + 1, count * PAGE)
+                home.alias(0, twin.pages, 0, count)
                 parts.append(Part(home, twin, offset, 0, home.pieces))
                 offset += count
             layers.append(Streamed(layer, slot, tuple(parts)))
         self.layers = {each.layer: each for each in layers}
-        self.ring = Ring(core.device, self.group, self.plan.slot_pages, layers)
+        self.ring = Ring(core.device, self.group)
+        self.ring.arrange(self.plan.slot_pages, layers, 0)
+
+    def close(self) -> None:
+        self.ring.close()
+        for twin in self.twins:
+            twin.close()
 
     def run(self, layer: int) -> None:
         self.ring.enter(layer, 0)
@@ -70,7 +80,7 @@ def model(pages: Sequence[int], streamed: Sequence[int], slots: int, **options: 
         made.ring.rest()
         assert all(made.reads_right(layer) for layer in made.layers)
         core.device.check()
-        made.ring.close()
+        made.close()
         assert core.device.snapshot()["copied"]["weights_d2h"] == 0
 
 
@@ -86,7 +96,7 @@ def test_every_number_of_layers_and_slots(layers: int, slots: int) -> None:
                 it.run(layer)
             it.core.device.check()
         assert it.core.pages()["weights"] == used
-        alone = sum(len(turns) == 1 for turns in it.ring._turns)
+        alone = sum(len(slot.turns) == 1 for slot in it.ring._slots)
         # One copy per streamed layer and pass, but of layers that have a slot to themselves only the first; and what
         # the last pass has begun for the next.
         assert it.copied() == 2 * ((layers - alone) * 4 + alone + (min(slots, layers) - alone))

@@ -24,6 +24,7 @@ SNAPSHOT: dict[str, Any] = {
     "copied": {"weights_h2d": 5, "weights_d2h": 6, "kv_h2d": 7, "kv_d2h": 8},
     "driver_calls": {"cuMemMap": 9},
     "faults": 1,
+    "reclaimed": 10,
     "heap": {"live": 11},
 }
 
@@ -31,6 +32,7 @@ SNAPSHOT: dict[str, Any] = {
 def test_counts_are_attributes_and_items() -> None:
     stats = Stats.of(SNAPSHOT)
     assert (stats.page_size, stats.budget, stats.host_pages, stats.faults) == (4096, 40960, 4, 1)
+    assert stats.reclaimed == 10
     assert stats.pages.kv == stats.pages["kv"] == 3
     assert stats.copied.kv_d2h == stats.copied["kv_d2h"] == 8
     assert stats.driver_calls["cuMemMap"] == 9
@@ -54,7 +56,7 @@ def test_to_dict_is_plain_and_a_copy() -> None:
     stats = Stats.of(SNAPSHOT)
     plain = stats.to_dict()
     assert json.loads(json.dumps(plain)) == plain
-    assert set(plain) == {"page_size", "budget", "pages", "host_pages", "copied", "driver_calls", "faults"}
+    assert set(plain) == {"page_size", "budget", "pages", "host_pages", "copied", "driver_calls", "faults", "reclaimed"}
     plain["driver_calls"]["cuMemMap"] = 0
     assert stats.driver_calls["cuMemMap"] == 9
     assert copy.deepcopy(stats) == stats

@@ -203,6 +203,7 @@ def test_a_model_from_the_cache_of_the_hub(tmp_path: Path, monkeypatch: pytest.M
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(revision)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     model = loaded("some/model", local_files_only=True, cache_dir=tmp_path)
     assert model.name_or_path == "some/model"
     found = weights_files.find(model)

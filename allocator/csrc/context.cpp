@@ -32,7 +32,8 @@ Context::Context(const Driver& driver_, int ordinal, std::size_t page_size_, con
   host_place = device_place;
   host_place.location = {cuda::kLocationHostNuma, std::max(0, attribute(driver, cuda::kAttributeHostNumaId, device))};
   host_pages = attribute(driver, cuda::kAttributeHostNumaVirtualMemory, device) != 0;
-  access = {{cuda::kLocationDevice, device}, cuda::kAccessReadWrite};
+  access[0] = {device_place.location, cuda::kAccessReadWrite};
+  access[1] = {host_place.location, cuda::kAccessReadWrite};
 
   driver.cuDevicePrimaryCtxRetain(&handle, device).or_throw("opening the device's primary context");
   try {

@@ -1,7 +1,14 @@
 // The driver's side of a device, opened in the order that CUDA asks for and closed in the reverse: the primary context,
 // what the device can do, and the two things of the driver's that ballonet keeps for itself, a copy stream and one page
 // of addresses.
+//
+// Note [Host pages and the CPU]
+// The driver takes the address of a host page for host memory (its pointer attribute says so), and a copy between two
+// such may be made by the CPU, which has no access to mapped memory unless it is given some. So whatever opens a host
+// page opens it for the device and for the CPU.
 #pragma once
+
+#include <array>
 
 #include "driver.h"
 
@@ -22,7 +29,7 @@ struct Context {
   bool host_pages = false;
   CUmemAllocationProp device_place{};
   CUmemAllocationProp host_place{};
-  CUmemAccessDesc access{};
+  std::array<CUmemAccessDesc, 2> access{};  // for the device; for the CPU, which only host pages can be opened for
   CUstream copy_stream = nullptr;
   CUdeviceptr scratch = 0;  // addresses of one page, where `move` fills a page before it takes its place
   std::size_t page_size;

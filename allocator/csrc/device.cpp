@@ -2,7 +2,8 @@
 
 namespace ballonet {
 
-Device::Device(const Mapper::Options& options) : mapper(std::make_shared<Mapper>(options)), heap(mapper) {}
+Device::Device(const Mapper::Options& options)
+    : mapper(std::make_shared<Mapper>(options)), reclaim(mapper), heap(mapper, reclaim) {}
 
 Device::~Device() {
   try {
@@ -25,7 +26,8 @@ bool Device::own(Range& range, std::size_t first, std::size_t count) {
   return with_idle_pages(count, [&] { return mapper->own(range, first, count); });
 }
 
-// Attempts what takes so many device pages, and once more after the heap gave up what it could.
+// Attempts what takes so many device pages, once more after the heap gave up what it could, and again with what can be
+// reclaimed.
 template <class Attempt>
 auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt()) {
   try {
@@ -34,7 +36,7 @@ auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(att
     heap.trim_and_wait();
   }
   try {
-    return attempt();
+    return reclaim.supply(attempt);
   } catch (const PoolExhausted& reason) {
     std::lock_guard<std::mutex> lock(heap.mutex);
     throw PoolExhausted(heap.exhausted(pages * mapper->page_size, reason.what()));
@@ -57,6 +59,7 @@ void Device::set_budget(std::size_t bytes) {
   const std::size_t pages = bytes / mapper->page_size;
   if (pages < mapper->numbers().created) heap.trim_and_wait();
   mapper->set_budget(pages);
+  reclaim.shrink();
 }
 
 std::size_t Device::trim() {
@@ -84,6 +87,7 @@ std::pair<Mapper::Numbers, Heap::Numbers> Device::numbers() {
 void Device::check() {
   heap.check();
   mapper->check();
+  reclaim.check();
 }
 
 }  // namespace ballonet

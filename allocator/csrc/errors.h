@@ -30,7 +30,10 @@ struct DriverError : std::runtime_error {
 
 // No page could be had within the budget, or the driver has no memory left for one.
 struct PoolExhausted : std::runtime_error {
-  using std::runtime_error::runtime_error;
+  explicit PoolExhausted(const std::string& message, std::size_t wanted_ = 0, std::size_t missing_ = 0)
+      : std::runtime_error(message), wanted(wanted_), missing(missing_) {}
+  std::size_t wanted;   // pages that were asked of the pool
+  std::size_t missing;  // pages that have to be given back before they can be had; 0 where that would not help
 };
 
 // A check of the core's own invariants failed: a bug in ballonet.

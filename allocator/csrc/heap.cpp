@@ -4,7 +4,8 @@
 
 namespace ballonet {
 
-Heap::Heap(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)), page_(mapper_->page_size) {}
+Heap::Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim)
+    : mapper_(std::move(mapper)), reclaim_(reclaim), page_(mapper_->page_size) {}
 
 void* Heap::allocate(std::size_t size, CUstream stream) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -121,11 +122,12 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
   try {
     return fit(arenas, key, size, arena);
   } catch (const std::runtime_error&) {
-    // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had.
+    // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had, and then with
+    // what can be reclaimed.
   }
   try {
     if (!mapper_->capturing()) settle();
-    return fit(arenas, key, size, arena);
+    return reclaim_.supply([&] { return fit(arenas, key, size, arena); });
   } catch (const PoolExhausted& reason) {
     throw PoolExhausted(exhausted(size, reason.what()));
   } catch (const DriverError& reason) {

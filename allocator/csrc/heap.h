@@ -34,6 +34,7 @@
 
 #include "address_map.h"
 #include "mapper.h"
+#include "reclaim.h"
 #include "spans.h"
 
 namespace ballonet {
@@ -52,7 +53,7 @@ class Heap {
   static constexpr std::uint64_t kSmall = 1 << 20;
   static constexpr std::uint64_t kLargest = 1ULL << 45;
 
-  explicit Heap(std::shared_ptr<Mapper> mapper);
+  Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim);
 
   // Throws PoolExhausted with a message for the user. Pre: size > 0.
   void* allocate(std::size_t size, CUstream stream);
@@ -131,6 +132,7 @@ class Heap {
   std::uint64_t allowance() const;
 
   std::shared_ptr<Mapper> mapper_;
+  Reclaim& reclaim_;
   std::uint64_t page_;
   std::map<Key, Arenas> arenas_;
   Key hot_key_[2]{};

@@ -76,9 +76,14 @@ void Mapper::map_page(CUdeviceptr at, Pool& pool, PageId page) {
   ++pool.mappings(page);
 }
 
-void Mapper::allow_access(CUdeviceptr at, std::size_t pages) {
-  driver_.cuMemSetAccess(at, pages * page_size, &context_.access, std::size_t{1})
-      .or_throw(format("opening %zu pages", pages));
+void Mapper::allow_access(CUdeviceptr at, std::size_t pages, Place place) {
+  const std::size_t size = pages * page_size;
+  const std::size_t count = place == Place::kHost ? 2 : 1;
+  auto opened = driver_.cuMemSetAccess(at, size, context_.access.data(), count);
+  // A driver that does not open it for the CPU copies there without the CPU.
+  const bool refused = opened.code() == cuda::kInvalidValue || opened.code() == cuda::kNotSupported;
+  if (refused && count > 1) opened = driver_.cuMemSetAccess(at, size, context_.access.data(), std::size_t{1});
+  opened.or_throw(format("opening %zu pages", pages));
 }
 
 // Puts pages behind unbacked pieces, in order. All or none: on a failure what was mapped is unmapped again, and the
@@ -93,11 +98,12 @@ void Mapper::back(Range& range, const std::vector<std::size_t>& pieces, Pool& po
       piece.page = pages[mapped];
       piece.backing = backing;
       piece.place = &pool == &host_ ? Place::kHost : Place::kDevice;
+      piece.changed = ++changes_;
     }
     for (std::size_t from = 0, to = 0; from < pieces.size(); from = to) {
       to = from + 1;
       while (to < pieces.size() && pieces[to] == pieces[to - 1] + 1) ++to;
-      allow_access(address(range, pieces[from]), to - from);
+      allow_access(address(range, pieces[from]), to - from, &pool == &host_ ? Place::kHost : Place::kDevice);
       for (std::size_t i = from; i < to; ++i) range.at(pieces[i]).open = true;
     }
   } catch (...) {
@@ -109,6 +115,12 @@ void Mapper::back(Range& range, const std::vector<std::size_t>& pieces, Pool& po
     }
     throw;
   }
+}
+
+// The page that should be behind a piece, so that neighbours in address are neighbours in the pool.
+PageId Mapper::page_after(Range& range, std::size_t piece, Backing backing) {
+  if (piece == 0 || range.at(piece - 1).backing != backing) return kNoPage;
+  return range.at(piece - 1).page + 1;
 }
 
 void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place) {
@@ -140,26 +152,23 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
       throw UsageError(format("piece %zu already has another backing", i));
     }
   }
-  PageId hint = kNoPage;
-  if (!unbacked.empty() && unbacked.front() > 0) {
-    const Range::Piece& before = range.at(unbacked.front() - 1);
-    if (before.backing == wanted) hint = before.page + 1;
-  }
   // First of all, or the wait for other pages would take these away.
   for (const Span& span : adopted) {
     Range::Piece& piece = range.at(span.first);
     piece.backing = wanted;
     piece.ticket = 0;
+    piece.changed = ++changes_;
     pool.relabel(piece.page, range.owner);
   }
   try {
     for (std::size_t i = first; i < first + count; ++i) {  // what failed half way may have left pages without access
       Range::Piece& piece = range.at(i);
-      if (piece.backing == wanted && !piece.open) allow_access(address(range, i), 1);
+      if (piece.backing == wanted && !piece.open) allow_access(address(range, i), 1, place);
       piece.open = piece.backing == wanted;
     }
     if (!unbacked.empty()) {
       if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);
+      const PageId hint = page_after(range, unbacked.front(), wanted);
       back(range, unbacked, pool, pool.take(unbacked.size(), range.owner, hint), wanted);
     }
   } catch (...) {
@@ -290,8 +299,18 @@ bool Mapper::fence_passed(Fence& fence) {
 }
 
 void Mapper::fence_wait(Fence& fence) {
-  std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
+  std::unique_lock<std::mutex> lock(mutex);
+  if (streams_.glance(fence)) return;
+  if (fence.recorded) {
+    // Not under the lock: what is waited for may be a long time away, and nobody else has to wait with us. Should
+    // someone else see the fence pass meanwhile, its events are used again: this waits for too much then, never for too
+    // little.
+    const std::vector<CUevent> events = fence.events;
+    lock.unlock();
+    streams_.wait(events);
+    lock.lock();
+  }
   streams_.wait(fence);
 }
 
@@ -343,8 +362,8 @@ Mapper::Numbers Mapper::numbers() {
     DriverScope scope(driver_, context_.handle);
     reap_locked(false, done);
   }
-  return {device_.budget(), device_.created(), device_.created_peak(), host_.created(),
-          host_.budget(),   ranges_.size(),    device_.counts(),       copied_};
+  return {device_.budget(),          device_.created(), device_.created_peak(), host_.created(), host_.budget(),
+          host_.count(Owner::kFree), ranges_.size(),    device_.counts(),       copied_};
 }
 
 void Mapper::reset_peak() {
@@ -355,6 +374,11 @@ void Mapper::reset_peak() {
 std::size_t Mapper::available() {
   std::lock_guard<std::mutex> lock(mutex);
   return device_.available();
+}
+
+std::size_t Mapper::missing(std::size_t n) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return device_.missing(n);
 }
 
 void Mapper::shutdown() {

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -65,6 +66,7 @@ class Range : public std::enable_shared_from_this<Range> {
     Place place = Place::kDevice;  // of the page
     bool open = false;             // access was given
     bool doomed = false;           // to be retired when the last pin goes
+    std::uint64_t changed = 0;     // when it last came to lead elsewhere, in changes of the mapper's
   };
   // Grows on demand: a heap's range is far longer than what it ever uses.
   Piece& at(std::size_t piece);
@@ -76,6 +78,37 @@ class Range : public std::enable_shared_from_this<Range> {
 struct Copy {
   CUdeviceptr to, from;
   std::size_t size;
+};
+
+// Weights, or other bytes, whose pages may be taken: they go to twins on the host, and their addresses lead there
+// afterwards. See Note [Taking] in mapper_take.cpp.
+struct Takeable {
+  struct Source {
+    std::size_t offset;   // bytes from the beginning of the part
+    CUdeviceptr address;  // registered memory, or bytes of the part itself
+    std::size_t size;
+  };
+  struct Part {
+    std::weak_ptr<Range> home;
+    std::size_t first, count;
+    std::weak_ptr<Range> twin;
+    std::size_t twin_first;
+    std::vector<Source> sources;  // of what the twin lacks; none: the part itself
+  };
+  std::shared_ptr<Group> group;  // of every home
+  std::vector<Part> parts;
+  std::uint64_t as_of = 0;  // the mapper's changes when it was admitted
+};
+
+// What came of taking, or would come.
+struct Taken {
+  enum class Fate {
+    kTaken,   // `pages` of the device are free
+    kLeased,  // another thread holds a lease on the group
+    kLater,   // the host has no pages for the twin, a graph is being captured, or others lead to these pages
+    kVoid     // never: a range is gone, or leads elsewhere than when this was admitted
+  } fate;
+  std::size_t pages;
 };
 
 struct Copied {
@@ -115,6 +148,16 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // free, the piece is not movable, or another thread holds a lease. Throws DriverError with nothing changed.
   bool move(Range& range, std::size_t piece, Place to);
   void close(Range& range);
+
+  // Stamps it, so that any later change of a piece it names makes it void. False where it is void already. Throws
+  // UsageError where it makes no sense.
+  bool admit(Takeable& takeable);
+  // What `take` would come to.
+  Taken outlook(const Takeable& takeable);
+  // All or none. Throws DriverError with nothing changed.
+  Taken take(Takeable& takeable);
+  // Throws InvariantBroken where nothing has changed since it was admitted and its pages are not what they were.
+  void check(const Takeable& takeable);
 
   // Completes retirements, oldest first: those whose fences have passed, or all of them (blocks). Returns the pages
   // freed.
@@ -161,13 +204,15 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void shutdown();
 
   struct Numbers {
-    std::size_t budget, created, created_peak, host_created, host_budget, ranges;
+    std::size_t budget, created, created_peak, host_created, host_budget, host_free, ranges;
     std::array<std::size_t, kOwners> pages;
     Copied copied;
   };
   Numbers numbers();
   void reset_peak();
   std::size_t available();
+  // Device pages that have to be given back before `n` can be had.
+  std::size_t missing(std::size_t n);
   bool above_budget() const { return device_.above_budget(); }
 
   Journal journal;
@@ -200,14 +245,42 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     Place place;
   };
   void map_page(CUdeviceptr at, Pool& pool, PageId page);
-  void allow_access(CUdeviceptr at, std::size_t pages);
+  // Pages of one place. See Note [Host pages and the CPU] in context.h.
+  void allow_access(CUdeviceptr at, std::size_t pages, Place place);
   void back(Range& range, const std::vector<std::size_t>& pieces, Pool& pool, const std::vector<PageId>& pages,
             Backing backing);
   bool may_change(Range& range, std::unique_lock<std::mutex>& lease);
   bool quiesce();
-  void exchange(Range& range, std::size_t first, const std::vector<Target>& targets);
+  // What pieces of a range, from `first` on, are to lead to.
+  struct Change {
+    Range& range;
+    std::size_t first;
+    std::vector<Target> targets;
+  };
+  void exchange(const std::vector<Change>& changes);
   void show(Range& range, std::size_t index, const Target& target);
   void show_again(Range& range, std::size_t index, const Target& target);
+  // The ranges of each part, to be let go of once the locks are released.
+  struct Ends {
+    std::shared_ptr<Range> home, twin;
+    bool open() const { return home && twin && !home->closed_ && !twin->closed_; }
+  };
+  // The pieces of a twin that lack their bytes, and the copies that bring them.
+  struct Filling {
+    Range& home;
+    Range& twin;
+    std::vector<std::size_t> pieces;
+    std::vector<Copy> copies;
+  };
+  std::vector<Ends> ends_of(const Takeable& takeable);
+  Taken examine(const Takeable& takeable, const std::vector<Ends>& ends);
+  bool unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of);
+  bool sound(const Takeable::Part& part, const Ends& ends);
+  bool sources_there(const Takeable::Part& part, const Range& home) const;
+  Filling filling_of(const Takeable::Part& part, const Ends& ends);
+  void fill(const std::vector<Filling>& fillings);
+  bool registered(CUdeviceptr address, std::size_t size) const;
+  PageId page_after(Range& range, std::size_t piece, Backing backing);
   void retire_locked(Range& range, const Spans& spans);
   // Ranges whose last retirement is done go to `done`, to be destroyed once the lock is released.
   std::size_t reap_locked(bool wait, Ranges& done);
@@ -231,6 +304,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::deque<Retirement> retiring_;
   std::uint32_t next_ticket_ = 1;
   std::set<Range*> ranges_;
+  std::map<CUdeviceptr, std::size_t> registered_;  // host memory, and its size
+  std::uint64_t changes_ = 0;                      // how often a piece came to lead elsewhere; a move does not count
   Copied copied_;
   bool shut_ = false;
 };

@@ -42,7 +42,7 @@ bool Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
     }
   }
   if (!bare && (!changeable || !quiesce())) return false;
-  exchange(range, first, targets);
+  exchange({{range, first, targets}});
   return true;
 }
 
@@ -62,7 +62,7 @@ bool Mapper::own(Range& range, std::size_t first, std::size_t count) {
   if (device_.available() < count) reap_locked(true, done);
   std::vector<Target> targets;
   for (PageId page : device_.take(count, range.owner)) targets.push_back({page, Backing::kDevice, Place::kDevice});
-  exchange(range, first, targets);
+  exchange({{range, first, targets}});
   return true;
 }
 
@@ -86,27 +86,41 @@ bool Mapper::quiesce() {
   return true;
 }
 
-// Puts other pages behind pieces, all or none. Pages of the range's own that are behind no piece of it afterwards, be
+// Puts other pages behind pieces, all or none. Pages of a range's own that are behind no piece of it afterwards, be
 // they old or new, are free.
-void Mapper::exchange(Range& range, std::size_t first, const std::vector<Target>& targets) {
-  std::vector<Target> before;
-  for (std::size_t i = 0; i < targets.size(); ++i) {
-    const Range::Piece& piece = range.at(first + i);
-    before.push_back({piece.page, piece.backing, piece.place});
+void Mapper::exchange(const std::vector<Change>& changes) {
+  struct Step {
+    Range& range;
+    std::size_t index;
+    Target before, after;
+  };
+  std::vector<Step> steps;
+  for (const Change& change : changes) {
+    for (std::size_t i = 0; i < change.targets.size(); ++i) {
+      const Range::Piece& piece = change.range.at(change.first + i);
+      steps.push_back({change.range, change.first + i, {piece.page, piece.backing, piece.place}, change.targets[i]});
+    }
   }
   std::size_t reached = 0;
   std::exception_ptr failed;
   try {
-    for (; reached < targets.size(); ++reached) show(range, first + reached, targets[reached]);
-    if (!targets.empty()) allow_access(address(range, first), targets.size());
-    for (std::size_t i = 0; i < targets.size(); ++i) range.at(first + i).open = true;
+    for (; reached < steps.size(); ++reached) show(steps[reached].range, steps[reached].index, steps[reached].after);
+    for (const auto& [range, first, targets] : changes) {
+      for (std::size_t from = 0, to = 0; from < targets.size(); from = to) {
+        while (to < targets.size() && targets[to].place == targets[from].place) ++to;
+        allow_access(address(range, first + from), to - from, targets[from].place);
+      }
+    }
+    for (const Step& step : steps) step.range.at(step.index).open = true;
   } catch (...) {
     failed = std::current_exception();
-    for (std::size_t i = 0; i < std::min(reached + 1, before.size()); ++i) show_again(range, first + i, before[i]);
+    for (std::size_t i = 0; i < std::min(reached + 1, steps.size()); ++i) {
+      show_again(steps[i].range, steps[i].index, steps[i].before);
+    }
   }
-  for (std::size_t i = 0; i < targets.size(); ++i) {
-    for (const Target& side : {before[i], targets[i]}) {
-      const Range::Piece& piece = range.at(first + i);
+  for (const Step& step : steps) {
+    for (const Target& side : {step.before, step.after}) {
+      const Range::Piece& piece = step.range.at(step.index);
       if (side.page == kNoPage || (piece.page == side.page && piece.place == side.place)) continue;
       Pool& pool = pool_of(side.place);
       if (side.backing != Backing::kAlias) pool.relabel(side.page, Owner::kRetiring);
@@ -120,6 +134,7 @@ void Mapper::exchange(Range& range, std::size_t first, const std::vector<Target>
 // mapped.
 void Mapper::show(Range& range, std::size_t index, const Target& target) {
   Range::Piece& piece = range.at(index);
+  piece.changed = ++changes_;
   if (piece.page != kNoPage) {
     driver_.cuMemUnmap(address(range, index), page_size).or_throw("taking a page from its address");
     --pool_of(piece).mappings(piece.page);
@@ -141,7 +156,7 @@ void Mapper::show_again(Range& range, std::size_t index, const Target& target) {
   for (int attempt = 0; attempt < 4; ++attempt) {
     try {
       if (piece.page != target.page || piece.place != target.place) show(range, index, target);
-      if (piece.page != kNoPage && !piece.open) allow_access(address(range, index), 1);
+      if (piece.page != kNoPage && !piece.open) allow_access(address(range, index), 1, piece.place);
       piece.open = piece.page != kNoPage;
       return;
     } catch (const DriverError&) {

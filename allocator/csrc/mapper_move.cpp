@@ -48,7 +48,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     map_page(context_.scratch, target, fresh);
     scratch_pool_ = &target;
     scratch_page_ = fresh;
-    allow_access(context_.scratch, 1);
+    allow_access(context_.scratch, 1, to);
     driver_.cuMemcpyAsync(context_.scratch, here, page_size, context_.copy_stream).or_throw("copying a page");
     if (!clear_scratch()) {
       throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure",
@@ -74,7 +74,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     map_page(here, pool, wanted);
     shown = &pool;
     page = wanted;
-    allow_access(here, 1);
+    allow_access(here, 1, &pool == &host_ ? Place::kHost : Place::kDevice);
   };
   const Place from = piece.backing == Backing::kDevice ? Place::kDevice : Place::kHost;
   std::exception_ptr failed;
@@ -104,7 +104,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
 Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  if (streams_.capturing()) throw UsageError("nothing can be copied while a CUDA graph is being captured");
+  if (streams_.capturing({after})) throw UsageError("nothing can be copied for a stream that is being captured");
   streams_.note(after);
   Fence before = streams_.fence({after});
   try {

@@ -21,6 +21,7 @@ void Mapper::retire_locked(Range& range, const Spans& spans) {
     for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
       Range::Piece& piece = range.at(i);
       if (piece.backing == Backing::kNone || piece.backing == Backing::kRetiring) continue;
+      piece.changed = ++changes_;
       if (piece.pins > 0) {
         piece.doomed = true;
         continue;

@@ -10,13 +10,19 @@ Pool::Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t p
 
 std::size_t Pool::available() const { return free_.size() + (budget_ > created_ ? budget_ - created_ : 0); }
 
+std::size_t Pool::missing(std::size_t n) const {
+  const std::size_t allowed = free_.size() + budget_;
+  return n + created_ > allowed ? n + created_ - allowed : 0;
+}
+
 std::vector<PageId> Pool::take(std::size_t n, Owner owner, PageId hint) {
   if (n > available()) {
     throw PoolExhausted(
-        format("%zu pages of %s asked for, %zu can be had", n, in_units(page_size_).c_str(), available()));
+        format("%zu pages of %s asked for, %zu can be had", n, in_units(page_size_).c_str(), available()), n,
+        missing(n));
   }
   // What was created stays, free, where a later creation fails: nothing is lost and nobody owns it.
-  while (free_.size() < n) create_one();
+  while (free_.size() < n) create_one(n);
   std::vector<PageId> taken;
   taken.reserve(n);
   auto next = hint == kNoPage ? free_.begin() : free_.lower_bound(hint);
@@ -48,7 +54,8 @@ void Pool::label(PageId page, Owner owner) {
   ++counts_[static_cast<std::size_t>(owner)];
 }
 
-void Pool::create_one() {
+// `wanted`: pages that must be free in the end.
+void Pool::create_one(std::size_t wanted) {
   CUmemGenericAllocationHandle handle = 0;
   auto made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
   const bool refused = made.code() == cuda::kNotSupported || made.code() == cuda::kNotPermitted;
@@ -59,7 +66,8 @@ void Pool::create_one() {
   }
   if (made.code() == cuda::kOutOfMemory) {
     throw PoolExhausted(format("the driver has no memory for another page of %s, although the budget allows %zu more",
-                               in_units(page_size_).c_str(), budget_ - created_));
+                               in_units(page_size_).c_str(), budget_ - created_),
+                        wanted, wanted - free_.size());
   }
   made.or_throw("creating a page");
   PageId page;

@@ -42,6 +42,8 @@ class Pool {
   bool above_budget() const { return above_.load(std::memory_order_relaxed); }
   // Pages that `take` can give without anyone giving one back.
   std::size_t available() const;
+  // Pages that have to be given back before `n` can be taken and no more exist than the budget allows.
+  std::size_t missing(std::size_t n) const;
 
   // `n` pages for `owner`, all or none; the first is `hint` where that is free and the rest follow it as far as they
   // can, so that neighbours in address are neighbours in the pool. Throws PoolExhausted, DriverError.
@@ -69,7 +71,7 @@ class Pool {
     unsigned mappings = 0;
   };
 
-  void create_one();
+  void create_one(std::size_t wanted);
   bool release_one(PageId page);
   void shrink();
   void label(PageId page, Owner owner);

@@ -28,6 +28,7 @@ void before_fork() {
   g_mutex.lock();
   for (const auto& device : kept()) {
     device->heap.mutex.lock();
+    device->reclaim.mutex.lock();
     device->mapper->mutex.lock();
   }
 }
@@ -35,6 +36,7 @@ void before_fork() {
 void after_fork() {
   for (const auto& device : kept()) {
     device->mapper->mutex.unlock();
+    device->reclaim.mutex.unlock();
     device->heap.mutex.unlock();
   }
   g_mutex.unlock();

@@ -10,8 +10,8 @@ void Streams::note(CUstream stream) {
 
 void Streams::forget(CUstream stream) { seen_.erase(std::remove(seen_.begin(), seen_.end(), stream), seen_.end()); }
 
-bool Streams::capturing() const {
-  return std::any_of(seen_.begin(), seen_.end(), [this](CUstream stream) {
+bool Streams::capturing(const std::vector<CUstream>& some) const {
+  return std::any_of(some.begin(), some.end(), [this](CUstream stream) {
     int status = cuda::kCaptureNone;
     const auto asked = driver_.cuStreamIsCapturing(stream, &status);
     // The legacy stream answers so while a blocking stream is being captured, also one that was never seen.
@@ -24,11 +24,11 @@ Fence Streams::fence() { return fence(seen_); }
 
 Fence Streams::fence(const std::vector<CUstream>& some) {
   Fence made;
-  if (!capturing()) record(made, some);
+  if (!capturing(some)) record(made, some);
   return made;
 }
 
-// All events or none; false where the driver refuses one. Pre: no stream is being captured.
+// All events or none; false where the driver refuses one. Pre: none of these is being captured.
 bool Streams::record(Fence& fence, const std::vector<CUstream>& streams) {
   for (CUstream stream : streams) {
     CUevent event = nullptr;
@@ -63,21 +63,25 @@ bool Streams::passed(Fence& fence) {
   return true;
 }
 
-// How often a fence is looked at before the host waits: a stream that is idle reaches an event within microseconds, and
-// looking disturbs nothing, while a wait is one of the host.
-constexpr int kLooks = 64;
+bool Streams::glance(Fence& fence) {
+  constexpr int kLooks = 64;
+  for (int look = 0; look < kLooks; ++look) {
+    if (passed(fence)) return true;
+  }
+  return false;
+}
 
 void Streams::wait(Fence& fence) {
-  for (int look = 0; look < kLooks; ++look) {
-    if (passed(fence)) return;
-  }
+  if (glance(fence)) return;
   if (capturing()) throw UsageError("memory is still in use by a stream whose graph capture has not ended");
   if (!fence.recorded) driver_.cuCtxSynchronize().or_throw("waiting for every stream before pages change hands");
   fence.recorded = true;
-  for (CUevent event : fence.events) {
-    driver_.cuEventSynchronize(event).or_throw("waiting for a stream before a page changes hands");
-  }
+  wait(fence.events);
   recycle(fence);
+}
+
+void Streams::wait(const std::vector<CUevent>& events) const {
+  for (CUevent event : events) driver_.cuEventSynchronize(event).or_throw("waiting for what a stream was given");
 }
 
 void Streams::recycle(Fence& fence) {

@@ -42,8 +42,8 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Transfer& operator=(const Transfer&) = delete;
 
   // Submits copies that start when what `after` was given so far has passed. Host memory is given by its address.
-  // The bytes are counted for `owner` as going to the host or to the device. Throws UsageError while a stream is being
-  // captured, DriverError; nothing was copied, or what was is waited for.
+  // The bytes are counted for `owner` as going to the host or to the device. Throws UsageError while `after` is
+  // being captured, DriverError; nothing was copied, or what was is waited for.
   std::shared_ptr<Done> copy(const std::vector<Copy>& parts, CUstream after, Owner owner, Place to);
 
  private:

@@ -4,6 +4,7 @@
     ballonet.manage(model)              # weights into fixed ranges, elastic KV
     model.generate(...)                 # unmodified
     ballonet.stats()                    # who owns which page
+    model = ballonet.from_pretrained("org/model")    # one that is larger than the device, and managed
 
 Importing this package imports neither torch nor transformers; a name does so when it is first used.
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .allocator.install import allocator, install, restore, set_budget
     from .allocator.stats import Stats, stats
     from .hooks.kv_cache import KVCache
+    from .hooks.loading import from_pretrained
     from .hooks.managed import Managed, manage
     from .hooks.notebook import load_ipython_extension, unload_ipython_extension
 
@@ -31,6 +33,7 @@ _HOMES = {
     "KVCache": "hooks.kv_cache",
     "Managed": "hooks.managed",
     "Stats": "allocator.stats",
+    "from_pretrained": "hooks.loading",
     "install": "allocator.install",
     "load_ipython_extension": "hooks.notebook",
     "manage": "hooks.managed",
@@ -47,6 +50,7 @@ __all__ = [
     "Stats",
     "__version__",
     "allocator",
+    "from_pretrained",
     "install",
     "load_ipython_extension",
     "manage",

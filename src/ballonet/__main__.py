@@ -1,4 +1,4 @@
-"""The command line: `python -m ballonet run | replay | info | simulate`.
+"""The command line: `python -m ballonet run | replay | info | profile | simulate`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input. Those of `run` are the program's own once it has started.
 """
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from . import __version__
-from .allocator.config import Config
+from .allocator.config import Config, parse_time
 from .allocator.errors import BallonetError, ConfigError, PoolExhausted, TraceError
 
 
@@ -65,6 +65,19 @@ def _info(args: argparse.Namespace) -> None:
         show(facts)
 
 
+def _profile(args: argparse.Namespace) -> None:
+    from .hooks import profile, profile_facts
+
+    default = profile.Grid()
+    grid = profile.Grid(args.batch or default.batch, args.length or default.length, args.seconds or default.seconds)
+    asked = grid if args.batch or args.length or args.seconds else None
+    facts = profile_facts.gather(args.model, args.budget, asked, args.ttft_slo, args.tpot_slo, force=args.force)
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        profile_facts.show(facts)
+
+
 def _simulate(args: argparse.Namespace) -> None:
     from .offload import schedule, whatif
 
@@ -100,8 +113,29 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--batch", metavar="N", type=_count, default=1, help="sequences side by side (default: 1)")
     info.add_argument("--tokens", metavar="N", type=_count, default=4096, help="tokens of each (default: 4096)")
 
+    _add_profile(commands)
     _add_simulate(commands)
     return parser
+
+
+def _add_profile(commands: Any) -> None:
+    text = (
+        "measure what a model's iterations take and how fast the host link is, for SLOs and intervals; kept in a file"
+    )
+    profile = _command(commands, "profile", _profile, text)
+    profile.description = f"""{profile.description} What was measured before for the same model on the same machine is
+        read from its file; a change of device, driver, link or version has it measured anew."""
+    profile.add_argument("model", metavar="MODEL", help="a folder or a name on the hub")
+    profile.add_argument("--budget", metavar="SIZE", help="device pages, such as 24GiB (BALLONET_BUDGET)")
+    profile.add_argument("--batch", metavar="N", type=_count, help="sequences side by side, at most (default: 8)")
+    profile.add_argument("--length", metavar="N", type=_count, help="tokens of each, at most (default: 2048)")
+    profile.add_argument("--seconds", metavar="S", type=_count, help="when to end, sizes being left out (default: 60)")
+    profile.add_argument(
+        "--tpot-slo", metavar="TIME", type=_time, help="show the intervals for this time per token, 80ms"
+    )
+    profile.add_argument("--ttft-slo", metavar="TIME", type=_time, help="and for this time to the first token")
+    profile.add_argument("--force", action="store_true", help="measure everything anew")
+    profile.add_argument("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def _add_simulate(commands: Any) -> None:
@@ -135,6 +169,16 @@ def _count(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
     return number
+
+
+def _time(text: str) -> float:
+    try:
+        seconds = parse_time(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not seconds:
+        raise argparse.ArgumentTypeError("an SLO of no time cannot be met")
+    return seconds
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:

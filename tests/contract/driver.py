@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEADER = ROOT / "allocator" / "csrc" / "driver_abi.h"
 
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_CONTEXT = 0, 1, 2, 3, 201
-INVALID_HANDLE, ILLEGAL_STATE, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED = 400, 401, 600, 700, 800
+INVALID_HANDLE, ILLEGAL_STATE, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = 400, 401, 600, 700, 800, 801
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 READ_ONLY = 8  # a flag of cuMemHostRegister
 DEVICE, HOST = 1, 3  # kinds of location
@@ -166,13 +166,14 @@ class Driver:
         self.ok("cuMemAddressReserve", ctypes.byref(address), nbytes, alignment, 0, 0)
         return address.value
 
-    def map(self, address: int, nbytes: int, handle: int) -> None:
+    def map(self, address: int, nbytes: int, handle: int, location: int = DEVICE) -> None:
         """Maps and gives access."""
         self.ok("cuMemMap", address, nbytes, 0, handle, 0)
-        self.access(address, nbytes)
+        self.access(address, nbytes, location)
 
-    def access(self, address: int, nbytes: int) -> None:
-        self.ok("cuMemSetAccess", address, nbytes, ctypes.byref(ACCESS), 1)
+    def access(self, address: int, nbytes: int, location: int = DEVICE) -> None:
+        """For the device; to what is on the host for the CPU, too."""
+        self.ok("cuMemSetAccess", address, nbytes, ACCESSES, 2 if location == HOST else 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
         self.ok("cuMemUnmap", address, nbytes)
@@ -181,7 +182,7 @@ class Driver:
     def mapped(self, nbytes: int, location: int = DEVICE) -> Iterator[int]:
         """An address with a page of its own behind it."""
         handle, address = self.create(nbytes, location), self.reserve(nbytes)
-        self.map(address, nbytes, handle)
+        self.map(address, nbytes, handle, location)
         yield address
         self.ok("cuCtxSynchronize")
         self.unmap(address, nbytes)
@@ -215,6 +216,7 @@ class Driver:
 
 
 ACCESS = AccessDesc(Location(DEVICE, 0), 3)
+ACCESSES = (AccessDesc * 2)(ACCESS, AccessDesc(Location(HOST, 0), 3))
 
 
 def properties(location: int) -> AllocationProp:

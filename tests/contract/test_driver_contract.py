@@ -10,12 +10,14 @@ import threading
 import pytest
 
 from .driver import (
+    ACCESSES,
     DEVICE,
     HOST,
     HOST_PAGES_ATTRIBUTE,
     INVALID_CONTEXT,
     INVALID_VALUE,
     NOT_READY,
+    NOT_SUPPORTED,
     SUCCESS,
     Driver,
     properties,
@@ -198,12 +200,38 @@ def test_a_host_page_takes_the_place_of_a_device_page(driver: Driver, page: int)
     address = driver.reserve(page)
     for location in (DEVICE, HOST, DEVICE):
         handle = driver.create(page, location)
-        driver.map(address, page, handle)
+        driver.map(address, page, handle, location)
         driver.write(address, pattern(6 + location, page))
         assert driver.read(address, page) == pattern(6 + location, page)
         driver.ok("cuCtxSynchronize")
         driver.unmap(address, page)
         driver.ok("cuMemRelease", handle)
+    driver.ok("cuMemAddressFree", address, page)
+
+
+def test_a_host_page_is_open_to_the_cpu_and_takes_copies_from_the_host(driver: Driver, page: int) -> None:
+    """A copy from the host to it may be made by the CPU."""
+    if not driver.attribute(HOST_PAGES_ATTRIBUTE):
+        pytest.skip("this device cannot map host pages")
+    source = ctypes.create_string_buffer(pattern(3, page), page)
+    with driver.mapped(page, HOST) as one, driver.mapped(page, HOST) as other, driver.stream() as stream:
+        for before, after in ((ctypes.addressof(source), one), (one, other)):
+            driver.ok("cuMemcpyAsync", after, before, page, stream)
+            driver.ok("cuStreamSynchronize", stream)
+            assert driver.read(after, page) == pattern(3, page)
+            assert ctypes.string_at(after, page) == pattern(3, page)
+        ctypes.memset(one, 5, page)
+        assert driver.read(one, page) == b"\5" * page
+
+
+def test_device_memory_cannot_be_opened_to_the_cpu(driver: Driver, page: int) -> None:
+    address, handle = driver.reserve(page), driver.create(page)
+    driver.map(address, page, handle)
+    assert driver.result("cuMemSetAccess", address, page, ACCESSES, 2) in (INVALID_VALUE, NOT_SUPPORTED)
+    driver.write(address, pattern(2, page))
+    assert driver.read(address, page) == pattern(2, page)
+    driver.unmap(address, page)
+    driver.ok("cuMemRelease", handle)
     driver.ok("cuMemAddressFree", address, page)
 
 

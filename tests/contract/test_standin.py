@@ -15,6 +15,7 @@ from .driver import (
     ACCESS,
     DEVICE,
     HOST,
+    ILLEGAL_ADDRESS,
     ILLEGAL_STATE,
     INVALID_HANDLE,
     INVALID_VALUE,
@@ -245,6 +246,23 @@ def test_ranges_with_a_gap_are_refused(standin: Driver) -> None:
         standin.unmap(address + i * PAGE, PAGE)
         standin.ok("cuMemRelease", handle)
     standin.ok("cuMemAddressFree", address, 3 * PAGE)
+
+
+def test_a_copy_from_host_to_host_needs_both_open_to_the_cpu(standin: Driver) -> None:
+    """Where nothing says which address is the device's a driver may have the CPU copy."""
+    with standin.mapped(PAGE, HOST) as opened:
+        address, handle = standin.reserve(PAGE), standin.create(PAGE, HOST)
+        standin.map(address, PAGE, handle)  # for the device alone
+        for to, source in ((address, opened), (opened, address)):
+            assert standin.result("cuMemcpyAsync", to, source, PAGE, 0) == ILLEGAL_ADDRESS
+        assert "access" in standin.violation()
+        standin.write(address, b"w" * PAGE)  # this function says it
+        standin.access(address, PAGE, HOST)
+        standin.ok("cuMemcpyAsync", opened, address, PAGE, 0)
+        assert standin.read(opened, PAGE) == b"w" * PAGE
+        standin.unmap(address, PAGE)
+        standin.ok("cuMemRelease", handle)
+        standin.ok("cuMemAddressFree", address, PAGE)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

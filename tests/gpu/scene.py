@@ -216,7 +216,9 @@ def enter(module: str, name: str, kind: str, pages: int, host_pages: int, argume
 
 
 def act(scene: Callable[..., None], kind: str, pages: int, host_pages: int, arguments: dict[str, Any]) -> None:
-    page = PAGES[kind]
+    page, threads = PAGES[kind], torch.get_num_threads()
+    if kind == "cpu":
+        torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(pages * page, page_size=page, host_budget=host_pages * page, device=kind)
     device = runtime.require()
     assert device.kind == ("cuda" if kind == "cuda" else "standin")
@@ -236,4 +238,5 @@ def act(scene: Callable[..., None], kind: str, pages: int, host_pages: int, argu
     finally:
         if kind == "cpu":
             ballonet.restore()
+            torch.set_num_threads(threads)
     assert kind == "cuda" or runtime.current() is None, "memory of the pool is still in use"

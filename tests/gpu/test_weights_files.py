@@ -13,7 +13,7 @@ import ballonet
 from ballonet.allocator import _native
 from ballonet.allocator.errors import DriverError, WeightsFileChanged
 from ballonet.hooks import weights_files
-from ballonet.hooks.weights import stream_of
+from ballonet.hooks.moving import stream_of
 from ballonet.offload.file_twin import FileTwins
 from ballonet.offload.layout import ALIGNMENT
 from ballonet.offload.weights_file import WeightsFile

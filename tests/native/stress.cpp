@@ -1,12 +1,15 @@
 // Several threads and streams at once, through the entry points that torch calls and through ranges: every block and
 // every piece is filled with a pattern of its own and verified when it is freed, while others trim, move pages and
-// change the budget. Ends with the core's own integrity check and with every page back.
+// change the budget, and layers are taken whenever pages run out. Ends with the core's own integrity check and with
+// every page back.
 //
 //   stress STANDIN.so THREADS OPERATIONS
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -58,7 +61,7 @@ class Exchange {
 
 Exchange exchange;
 std::atomic<std::uint64_t> numbers{1};
-std::atomic<std::uint64_t> refused{0}, verified{0}, moved{0};
+std::atomic<std::uint64_t> refused{0}, verified{0}, moved{0}, brought_back{0};
 std::vector<void*> streams{nullptr};  // of the driver's, and the legacy one
 
 // Streams of the device's own context, as torch makes them.
@@ -155,6 +158,98 @@ void grow_and_move(Device& device, unsigned seed, int operations) {
   device.mapper->close(*range);
 }
 
+// A model whose layers lie in pages of their own or, when these were taken, lead to their twins; in any case they hold
+// what was written. Its thread runs it under a lease, takes what others ask for, brings layers back, and says anew what
+// may be taken, which replaces what all models said before.
+class Model {
+ public:
+  Model(Device& device, unsigned index) : device_(device), random_(300 + index), first_key_(index * kLayers) {
+    for (Layer& layer : layers_) {
+      layer.home = device.mapper->reserve(kPieces, Owner::kWeights, group_);
+      layer.twin = device.mapper->reserve(kPieces, Owner::kWeights, group_);
+    }
+  }
+  ~Model() {
+    device_.reclaim.withdraw(keys());
+    for (Layer& layer : layers_) {
+      device_.mapper->close(*layer.home);
+      device_.mapper->close(*layer.twin);
+    }
+  }
+
+  void run(int operations) {
+    for (int i = 0; i < operations / 4; ++i) {
+      group_->enter();
+      for (const Layer& layer : layers_) {
+        if (layer.number != 0 && !holds(words(layer.home), kWords, layer.number, kStep))
+          die("a layer does not hold what was written into it");
+      }
+      ++verified;
+      if (device_.reclaim.demand() > 0) device_.reclaim.obey();
+      group_->leave();
+      device_.reclaim.withdraw(keys());
+      for (Layer& layer : layers_) {
+        if (random_() % 2 == 0) bring_back(layer);
+      }
+      publish();
+      device_.reclaim.taken();
+    }
+  }
+
+ private:
+  static constexpr std::size_t kLayers = 12, kPieces = 3, kWords = kPieces * kPage / 8;
+  struct Layer {
+    std::shared_ptr<Range> home, twin;
+    std::uint64_t number = 0;  // of what was written; 0: nothing
+  };
+
+  static std::uint64_t* words(const std::shared_ptr<Range>& range) {
+    return reinterpret_cast<std::uint64_t*>(range->base);
+  }
+
+  std::vector<std::int64_t> keys() const {
+    std::vector<std::int64_t> keys;
+    for (std::size_t i = 0; i < kLayers; ++i) keys.push_back(first_key_ + i);
+    return keys;
+  }
+
+  // Pre: the layer is not published.
+  void bring_back(Layer& layer) {
+    try {
+      if (layer.number == 0) {
+        device_.map(*layer.home, 0, kPieces, Place::kDevice);
+        layer.number = numbers++;
+        fill(words(layer.home), kWords, layer.number, kStep);
+      } else if (device_.mapper->backing(*layer.home, 0) == Backing::kAlias) {
+        if (!device_.own(*layer.home, 0, kPieces)) return;
+        std::memcpy(words(layer.home), words(layer.twin), kPieces * kPage);
+        ++brought_back;
+        if (random_() % 2 == 0) device_.mapper->retire(*layer.twin, {{0, kPieces}});  // else it is clean
+      }
+    } catch (const PoolExhausted&) {
+      ++refused;
+    }
+  }
+
+  void publish() {
+    std::vector<Reclaim::Entry> entries;
+    for (std::size_t i = 0; i < kLayers; ++i) {
+      const Layer& layer = layers_[i];
+      if (layer.number == 0) continue;
+      entries.push_back({first_key_ + static_cast<std::int64_t>(i),
+                         {group_, {{layer.home, 0, 1, layer.twin, 0, {}}, {layer.home, 1, 2, layer.twin, 1, {}}}}});
+    }
+    std::shuffle(entries.begin(), entries.end(), random_);
+    device_.reclaim.publish(std::move(entries));
+  }
+
+  Device& device_;
+  std::mt19937 random_;
+  const std::int64_t first_key_;
+  const std::shared_ptr<Group> group_ = std::make_shared<Group>();
+  Layer layers_[kLayers];
+};
+
 void change_budget(Device& device, const std::atomic<bool>& done) {
   std::mt19937 random(7);
   while (!done) {
@@ -173,7 +268,7 @@ int main(int count, char** arguments) {
   options.library = arguments[1];
   options.page_size = kPage;
   options.budget = kBudget;
-  options.host_budget = 32;
+  options.host_budget = 104;
   const auto device = std::make_shared<Device>(options);
   bind(device);
   make_streams(Driver(options.library));
@@ -185,7 +280,9 @@ int main(int count, char** arguments) {
   for (int i = 0; i < threads; ++i) {
     workers.emplace_back([&, i] {
       try {
-        i % 2 == 0 ? allocate_and_free(core, 100 + i, operations) : grow_and_move(*device, 200 + i, operations);
+        if (i % 3 == 0) allocate_and_free(core, 100 + i, operations);
+        if (i % 3 == 1) grow_and_move(*device, 200 + i, operations);
+        if (i % 3 == 2) Model(*device, i).run(operations);
       } catch (const std::exception& error) {
         die(error.what());
       }
@@ -196,15 +293,24 @@ int main(int count, char** arguments) {
   done = true;
   budget.join();
   for (Block block; exchange.take(block);) release(core, block);
+  {
+    Model last(*device, threads);  // however short the run was, layers were taken and brought back
+    last.run(64);
+    device->set_budget(0);
+    device->set_budget(kBudget * kPage);
+    last.run(64);
+  }
 
   device->check();
   unbind(device);
   device->close();
   const auto numbers_left = device->mapper->numbers();
   if (numbers_left.created != 0 || numbers_left.host_created != 0) die("pages were left behind");
-  if (verified == 0 || moved == 0) die("nothing was verified or nothing moved: the run was too short");
-  std::printf("verified %llu, moved %llu, refused %llu: every page came back\n",
+  if (verified == 0 || moved == 0 || brought_back == 0)
+    die("nothing was verified, moved or brought back: the run was too short");
+  std::printf("verified %llu, moved %llu, taken %zu, brought back %llu, refused %llu: every page came back\n",
               static_cast<unsigned long long>(verified), static_cast<unsigned long long>(moved),
+              device->reclaim.pages(), static_cast<unsigned long long>(brought_back),
               static_cast<unsigned long long>(refused));
   return 0;
 }

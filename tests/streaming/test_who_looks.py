@@ -16,6 +16,7 @@ from torch import nn
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import ManageError
 from ballonet.offload import plan
 
 from ..models import Output, generate
@@ -160,6 +161,29 @@ def test_a_write_after_ctrl_c_is_not_lost(model: Any, original: Any, managed: ba
     assert say(model).agrees(expected)
 
 
+def test_a_layer_that_writes_to_its_own_weights_is_told(
+    model: Any, original: Any, stock: Output, managed: ballonet.Managed
+) -> None:
+    """The slot goes to the next layer, and the write with it."""
+
+    def write(module: Any, *_: object) -> None:
+        module.up_proj.weight.mul_(1.5)
+
+    fly(model, managed)
+    mlp = model.model.layers[managed.streamed[1]].mlp
+    handle = mlp.register_forward_hook(write)
+    with pytest.raises(ManageError, match="has written to its own weights"):
+        say(model)
+    assert bits(mlp.up_proj.weight) == wanted(original, managed, 1)
+    with managed.resident():
+        say(model)
+    handle.remove()
+    assert bits(mlp.up_proj.weight) != wanted(original, managed, 1)
+    mlp.up_proj.weight.data.copy_(original.model.layers[managed.streamed[1]].mlp.up_proj.weight)
+    assert say(model).agrees(stock)
+    fly(model, managed)
+
+
 def test_gradients_after_ctrl_c(model: Any, original: Any, managed: ballonet.Managed) -> None:
     """A layer that is called by itself then must not take the turn that was left open for its own."""
 
@@ -291,9 +315,9 @@ def test_a_module_in_several_layers_does_not_keep_them_from_flying(
         expected = say(copy.deepcopy(model))
     with ballonet.manage(model, interval=1) as managed:
         rested = []
-        before = type(managed._streaming._ring).rest  # type: ignore[union-attr]
+        before = type(managed._elastic.streaming._ring).rest  # type: ignore[union-attr]
         monkeypatch.setattr(
-            type(managed._streaming._ring), "rest", lambda ring: (rested.append(ring.flying), before(ring))
+            type(managed._elastic.streaming._ring), "rest", lambda ring: (rested.append(ring.flying), before(ring))
         )
         for _ in range(2):
             assert say(model).agrees(expected)

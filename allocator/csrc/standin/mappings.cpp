@@ -144,7 +144,7 @@ CUresult Mappings::map(std::uint64_t address, std::uint64_t size, std::uint64_t 
     return refuse(cuda::kAlreadyMapped, "cuMemMap: [%#llx, +%llu) overlaps the mapping at %#llx; unmap it first",
                   ull{address}, ull{size}, ull{hits_before ? std::prev(next)->first : next->first});
   }
-  const auto made = mappings_.emplace_hint(next, address, Mapping{size, handle, false});
+  const auto made = mappings_.emplace_hint(next, address, Mapping{size, handle, false, false});
   if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, fd(backing.store),
              static_cast<off_t>(backing.offset)) == MAP_FAILED) {
     const int error = errno;
@@ -167,11 +167,15 @@ CUresult Mappings::whole(std::uint64_t address, std::uint64_t size, const char* 
                 ull{address}, ull{size}, ull{covered});
 }
 
-CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size) {
+CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size, bool for_cpu) {
   const CUresult refused = whole(address, size, "cuMemSetAccess");
   if (refused != cuda::kSuccess) return refused;
   const auto first = mappings_.find(address);
   const auto last = mappings_.lower_bound(address + size);
+  const auto on_host = [&](const auto& mapping) { return handles_.at(mapping.second.handle).store == Store::kHost; };
+  if (for_cpu && !std::all_of(first, last, on_host)) {
+    return refuse(cuda::kInvalidValue, "cuMemSetAccess: memory of the device cannot be opened for the CPU");
+  }
   if (::mprotect(pointer(address), size, PROT_READ | PROT_WRITE) != 0) {
     const int error = errno;
     for (auto at = first; at != last; ++at) {  // mprotect may have changed some of them
@@ -182,12 +186,22 @@ CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size) {
   ::madvise(pointer(address), size,
             MADV_POPULATE_WRITE);  // only a saving: pages are committed, a touch would map them too
   for (auto at = first; at != last; ++at) {
+    at->second.for_cpu |= for_cpu;
     if (at->second.accessible) continue;
     const Handle& backing = handles_.at(at->second.handle);
     visible_.show(at->first, Run{backing.store, backing.offset, backing.size});
     at->second.accessible = true;
   }
   return cuda::kSuccess;
+}
+
+bool Mappings::open_for_cpu(std::uint64_t address, std::uint64_t size) const {
+  auto first = mappings_.upper_bound(address);
+  if (first != mappings_.begin() && std::prev(first)->first + std::prev(first)->second.size > address) --first;
+  const auto last = mappings_.lower_bound(address + size);
+  return std::all_of(first, last, [&](const auto& mapping) {
+    return mapping.second.for_cpu || handles_.at(mapping.second.handle).store == Store::kDevice;
+  });
 }
 
 CUresult Mappings::unmap(std::uint64_t address, std::uint64_t size) {

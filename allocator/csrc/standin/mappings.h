@@ -26,7 +26,8 @@ class Mappings {
   CUresult reserve(std::uint64_t size, std::uint64_t alignment, std::uint64_t hint, std::uint64_t* address);
   CUresult free(std::uint64_t address, std::uint64_t size);
   CUresult map(std::uint64_t address, std::uint64_t size, std::uint64_t handle);
-  CUresult set_access(std::uint64_t address, std::uint64_t size);
+  // `for_cpu`: too, which only host memory can be.
+  CUresult set_access(std::uint64_t address, std::uint64_t size, bool for_cpu);
   CUresult unmap(std::uint64_t address, std::uint64_t size);
 
   // Success where [address, address + size) is exactly one or more whole mappings that touch each other.
@@ -34,6 +35,9 @@ class Mappings {
   // The runs behind an address range, in order. Refused with `code` unless all of it is visible or none of it reserved.
   CUresult locate(std::uint64_t address, std::uint64_t size, CUresult code, const char* function,
                   std::vector<Run>* runs) const;
+
+  // May the CPU use what host memory is mapped there?
+  bool open_for_cpu(std::uint64_t address, std::uint64_t size) const;
 
   std::uint64_t device_bytes() const { return stores_[0].taken(); }
   int fd(Store store) const { return stores_[static_cast<int>(store)].fd(); }
@@ -50,7 +54,7 @@ class Mappings {
   };
   struct Mapping {
     std::uint64_t size, handle;
-    bool accessible;
+    bool accessible, for_cpu;
   };
 
   Extents& extents(Store store) { return stores_[static_cast<int>(store)]; }

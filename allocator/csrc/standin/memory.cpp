@@ -125,12 +125,20 @@ CUresult cuMemMap(CUdeviceptr address, std::size_t size, std::size_t offset, CUm
 
 CUresult cuMemSetAccess(CUdeviceptr address, std::size_t size, const CUmemAccessDesc* wanted, std::size_t count) {
   return enter(Needs::kContext, "cuMemSetAccess", [&](State& all, auto&) {
-    if (count != 1 || wanted->location.type != cuda::kLocationDevice || wanted->location.id != 0 ||
-        wanted->flags != cuda::kAccessReadWrite) {
-      return refuse(cuda::kNotSupported,
-                    "cuMemSetAccess: the stand-in gives read and write access to device 0 and nothing else");
+    bool for_device = false, for_cpu = false, other = false;
+    for (std::size_t i = 0; i < count; ++i) {
+      const bool device = wanted[i].location.type == cuda::kLocationDevice && wanted[i].location.id == 0;
+      const bool cpu = wanted[i].location.type == cuda::kLocationHostNuma;  // whatever its id
+      for_device |= device;
+      for_cpu |= cpu;
+      other |= !(device || cpu) || wanted[i].flags != cuda::kAccessReadWrite;
     }
-    return all.mappings.set_access(address, size);
+    if (other || !for_device) {
+      return refuse(cuda::kNotSupported,
+                    "cuMemSetAccess: the stand-in gives read and write access to device 0, to the CPU too where it is "
+                    "wanted, and nothing else");
+    }
+    return all.mappings.set_access(address, size, for_cpu);
   });
 }
 

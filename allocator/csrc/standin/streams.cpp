@@ -62,8 +62,10 @@ Link link_between(const std::vector<Run>& source, const std::vector<Run>& destin
   return on_host(source) ? Link::kToDevice : Link::kToHost;
 }
 
+// `told`: does the function say which of the two addresses is the device's? Where it does not a driver may have the CPU
+// copy from host to host.
 CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, std::uint64_t from, std::uint64_t size,
-              const std::shared_ptr<Stream>& stream) {
+              const std::shared_ptr<Stream>& stream, bool told) {
   if (size == 0) return cuda::kSuccess;
   auto op = std::make_unique<Op>();
   op->kind = Op::kCopy;
@@ -73,6 +75,14 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
   CUresult refused = all.mappings.locate(to, size, cuda::kInvalidValue, function, &op->writes);
   if (refused == cuda::kSuccess) refused = all.mappings.locate(from, size, cuda::kInvalidValue, function, &op->reads);
   if (refused != cuda::kSuccess) return refused;
+  const bool for_cpu = all.mappings.open_for_cpu(from, size) && all.mappings.open_for_cpu(to, size);
+  if (!told && on_host(op->reads) && on_host(op->writes) && !for_cpu) {
+    return refuse(
+        cuda::kIllegalAddress,
+        "%s: a copy from host memory to host memory, %#llx to %#llx, of which the CPU may not use all (give it "
+        "access, too)",
+        function, ull{from}, ull{to});
+  }
   bool target_registered = false;
   refused = all.registered.may_copy(function, from, size, false, &op->registered);
   if (refused == cuda::kSuccess) refused = all.registered.may_copy(function, to, size, true, &target_registered);
@@ -101,7 +111,7 @@ CUresult check_reserved(State& all, std::uint64_t address, std::uint64_t size, c
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, std::size_t size, CUstream handle) {
   return enter(Needs::kContext, "cuMemcpyAsync", [&](State& all, auto& lock) {
     return with_stream(all, handle, "cuMemcpyAsync", [&](const std::shared_ptr<Stream>& stream) {
-      return copy(all, lock, "cuMemcpyAsync", to, from, size, stream);
+      return copy(all, lock, "cuMemcpyAsync", to, from, size, stream, false);
     });
   });
 }
@@ -111,7 +121,7 @@ CUresult cuMemcpyHtoD(CUdeviceptr to, const void* from, std::size_t size) {
   return enter(Needs::kContext, "cuMemcpyHtoD", [&](State& all, auto& lock) {
     const CUresult refused = check_reserved(all, to, size, "cuMemcpyHtoD");
     return refused != cuda::kSuccess ? refused
-                                     : copy(all, lock, "cuMemcpyHtoD", to, number(from), size, all.null_stream);
+                                     : copy(all, lock, "cuMemcpyHtoD", to, number(from), size, all.null_stream, true);
   });
 }
 
@@ -119,7 +129,8 @@ CUresult cuMemcpyHtoD(CUdeviceptr to, const void* from, std::size_t size) {
 CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, std::size_t size) {
   return enter(Needs::kContext, "cuMemcpyDtoH", [&](State& all, auto& lock) {
     CUresult refused = check_reserved(all, from, size, "cuMemcpyDtoH");
-    if (refused == cuda::kSuccess) refused = copy(all, lock, "cuMemcpyDtoH", number(to), from, size, all.null_stream);
+    if (refused == cuda::kSuccess)
+      refused = copy(all, lock, "cuMemcpyDtoH", number(to), from, size, all.null_stream, true);
     return refused != cuda::kSuccess ? refused : wait(all, lock, "cuMemcpyDtoH", mark(all, all.null_stream));
   });
 }

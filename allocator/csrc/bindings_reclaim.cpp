@@ -1,0 +1,55 @@
+// The reclaim list of a device.
+#include "bindings.h"
+
+namespace ballonet {
+namespace {
+
+using SourceTuple = std::tuple<std::size_t, std::uint64_t, std::size_t>;
+using PartTuple =
+    std::tuple<RangeHandle*, std::size_t, std::size_t, RangeHandle*, std::size_t, std::vector<SourceTuple>>;
+using EntryTuple = std::tuple<std::int64_t, std::shared_ptr<Group>, std::vector<PartTuple>>;
+
+Takeable::Part part_of(const PartTuple& tuple) {
+  const auto& [home, first, count, twin, twin_first, sources] = tuple;
+  if (home == nullptr || twin == nullptr) throw UsageError("a part has two ranges");
+  Takeable::Part part{home->range, first, count, twin->range, twin_first, {}};
+  for (const auto& [offset, address, size] : sources) part.sources.push_back({offset, address, size});
+  return part;
+}
+
+void publish(Device& device, const std::vector<EntryTuple>& tuples) {
+  std::vector<Reclaim::Entry> entries;
+  for (const auto& [key, group, parts] : tuples) {
+    Reclaim::Entry& entry = entries.emplace_back(Reclaim::Entry{key, {group, {}}});
+    for (const PartTuple& part : parts) entry.takeable.parts.push_back(part_of(part));
+  }
+  device.reclaim.publish(std::move(entries));
+}
+
+std::vector<std::tuple<std::int64_t, std::int64_t, std::size_t>> taken(Device& device) {
+  std::vector<std::tuple<std::int64_t, std::int64_t, std::size_t>> rows;
+  for (const Reclaim::Event& event : device.reclaim.taken()) rows.emplace_back(event.time_ns, event.key, event.pages);
+  return rows;
+}
+
+// Asked between any two layers, and hardly ever answered with anything but 0: the GIL is kept for that.
+std::size_t if_demanded(Device& device, std::size_t (Reclaim::*ask)()) {
+  if (!device.reclaim.demanded()) return 0;
+  py::gil_scoped_release release;
+  return (device.reclaim.*ask)();
+}
+
+}  // namespace
+
+void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
+  device.def("publish", &publish, py::arg("entries"), ReleaseGil())
+      .def(
+          "withdraw", [](Device& d, const std::vector<std::int64_t>& keys) { d.reclaim.withdraw(keys); },
+          py::arg("keys"), ReleaseGil())
+      .def_property_readonly("published", py::cpp_function([](Device& d) { return d.reclaim.keys(); }, ReleaseGil()))
+      .def("taken", &taken, ReleaseGil())
+      .def_property_readonly("demand", [](Device& d) { return if_demanded(d, &Reclaim::demand); })
+      .def("obey", [](Device& d) { return if_demanded(d, &Reclaim::obey); });
+}
+
+}  // namespace ballonet

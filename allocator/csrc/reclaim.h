@@ -1,0 +1,95 @@
+// The reclaim list: what may be taken when pages run out, in order, published ahead of time by whoever decides that.
+//
+// Note [One trigger]
+// An allocation can fail inside any operator, on any thread, with or without the interpreter's lock. So what decides is
+// not asked then: it has published what may be taken. Who finds no page, once free blocks are trimmed and retirements
+// reaped, takes entries in their order until there are enough. It learns nothing of what an entry is; who published it
+// learns of it afterwards, from `taken`.
+//
+// Note [Demand]
+// An entry whose group another thread leases is in use, even where nothing of it runs at the moment. What is missing
+// for want of such entries is posted as a demand, and the asker goes without. The thread with the lease sees it at its
+// next layer boundary and takes the entries itself. A request that all entries together could not meet takes none.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "mapper.h"
+
+namespace ballonet {
+
+class Reclaim {
+ public:
+  struct Entry {
+    std::int64_t key;
+    Takeable takeable;
+  };
+  struct Event {
+    std::int64_t time_ns;  // CLOCK_MONOTONIC
+    std::int64_t key;
+    std::size_t pages;
+  };
+  // Events that are kept for whoever asks; of more the oldest are gone.
+  static constexpr std::size_t kCapacity = 1 << 12;
+
+  explicit Reclaim(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)) {}
+
+  // Replaces the list; entries that are void already are left out. Throws UsageError with the old one in place.
+  void publish(std::vector<Entry> entries);
+  // These will not be taken any more. Waits for one that is being taken.
+  void withdraw(const std::vector<std::int64_t>& keys);
+  // What is on the list, in order. What became void leaves it when it is looked at.
+  std::vector<std::int64_t> keys();
+  // Takes the events, oldest first.
+  std::deque<Event> taken();
+  // Device pages that entries have given so far.
+  std::size_t pages() const { return pages_.load(std::memory_order_relaxed); }
+
+  // Calls `attempt` again for as long as it throws PoolExhausted and entries give what it misses. Throws what it
+  // throws, and DriverError where entries could have helped but for that. Pre: the caller holds no group's lock, nor
+  // the mapper's.
+  template <class Attempt>
+  auto supply(Attempt attempt) -> decltype(attempt()) {
+    for (;;) {
+      const std::size_t before = pages();
+      try {
+        return attempt();
+      } catch (const PoolExhausted& reason) {
+        if (!meet(reason, before)) throw;
+      }
+    }
+  }
+  // Has as few pages exist as the budget allows now, as far as entries can help. Throws DriverError.
+  void shrink();
+  // Pages that are wanted and that only entries leased by other threads can give; 0 once they are had otherwise.
+  std::size_t demand();
+  // Is anything demanded, as far as can be told without waiting?
+  bool demanded() const { return demanded_.load(std::memory_order_relaxed); }
+  // Takes for the demand what the calling thread may take; returns the pages. What other threads still hold stays
+  // demanded. Throws DriverError.
+  std::size_t obey();
+  // Throws InvariantBroken.
+  void check();
+
+  // Held across a fork by the atfork handlers. Order: the heap's, this, a group's, the mapper's.
+  std::mutex mutex;
+
+ private:
+  // Is it worth another attempt? `before`: what entries had given when the last one began.
+  bool meet(const PoolExhausted& reason, std::size_t before);
+  std::size_t take(std::size_t wanted, std::size_t missing, bool all_or_none);
+
+  const std::shared_ptr<Mapper> mapper_;
+  std::vector<Entry> entries_;
+  std::deque<Event> events_;
+  std::atomic<std::size_t> pages_{0};
+  std::size_t wanted_ = 0;  // what the demand is for: this many pages that can be had
+  std::atomic<bool> demanded_{false};
+};
+
+}  // namespace ballonet

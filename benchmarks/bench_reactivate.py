@@ -1,0 +1,157 @@
+"""A model gives pages of its layers to another's KV cache: how long it takes to its first token when it runs again.
+
+Three models share a budget that holds their weights. "running" is given a prompt whose cache finds no pages, so an idle
+model gives some (Oneiros §5): by the rule the one that ran last, which in a round of models is the one whose turn is
+farthest away, or, by its lower priority, the one whose turn is next. Then the next one answers. Its bound is the longer
+of its first token with all layers resident and of the bytes that came over the link. Later, when the cache is gone,
+weights take the pages back, and a token takes as long as before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from common import Figure, Options, describe_few, options, report
+from peer import peers, seconds, serve
+from streamed import MIB, environment, page_size
+
+if TYPE_CHECKING:
+    from ballonet import Managed
+
+POLICIES = {"the one that ran last": 0, "the one that is next": -1}  # the priority of the next one
+LAYERS = 16
+PROMPTS = {"cuda": (8, 2048), "cpu": (4, 512), "tiny": (1, 512)}  # sequences and tokens of the one that is too long
+QUESTION = 64  # tokens of the others
+ROUNDS = 3
+PATIENCE = 30.0  # s until weights are back
+IDLE = 1.2  # s after which a model counts as idle
+LIMIT = 1.1
+COLUMNS = [
+    "who gives first",
+    "layers of the next, the last",
+    "first token of the next: resident, ms",
+    "ms",
+    "MiB over the link",
+    "bound, ms",
+    "ms / bound",
+    "token later / resident",
+    "to the host twice",
+]
+
+
+def main() -> None:
+    chosen = options("reactivate", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    rows = []
+    policies = list(POLICIES)[-1:] if chosen.tiny else list(POLICIES)
+    for policy in policies:
+        names = (policy, "link")
+        with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as found:
+            answer, link = found[policy].ask("reactivate"), found["link"].ask("link")
+        bound = max(answer["resident"], answer["bytes"] / link * 1e3)
+        over, later = Figure.of([answer["ms"] / bound]), Figure.of([answer["later"] / answer["token"]])
+        rows.append(
+            [
+                policy,
+                f"{answer['next']}, {answer['last']}",
+                Figure.of([answer["resident"]]),
+                Figure.of([answer["ms"]]),
+                round(answer["bytes"] / MIB, 1),
+                round(bound, 1),
+                over.at_most(LIMIT) if chosen.cuda else over,
+                later.at_most(1.03) if chosen.cuda else later,
+                Figure.of([float(answer["back"])]).at_most(0),
+            ]
+        )
+    title = f"a model that gave pages of its layers runs again: three models of {describe_few(chosen, LAYERS)}"
+    report(chosen, "reactivate", title, COLUMNS, rows)
+
+
+def serve_as(name: str, chosen: Options) -> None:
+    if name == "link":
+        from bandwidth import measure
+
+        serve({"link": measure(chosen)})
+    else:
+        serve({"reactivate": lambda: reactivate(POLICIES[name], chosen)})
+
+
+def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
+    """`priority`: of the model that is next."""
+    import torch
+    from llama import build, few
+
+    import ballonet
+    from ballonet.allocator import runtime
+
+    ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
+    device = runtime.require()
+    models = [build(few(chosen, LAYERS), chosen.device) for _ in range(3)]
+    managed = [ballonet.manage(each, priority=n) for each, n in zip(models, (priority, 0, 0), strict=True)]
+    following, last, running = models
+    batch, length = PROMPTS["tiny" if chosen.tiny else chosen.device]
+    question = torch.ones(1, QUESTION, dtype=torch.long, device=chosen.device)
+    too_long = torch.ones(batch, length, dtype=torch.long, device=chosen.device)
+
+    def say(model: Any, prompt: torch.Tensor, tokens: int = 1) -> float:
+        mask = torch.ones_like(prompt)
+        work: Callable[[], object] = lambda: model.generate(  # noqa: E731
+            prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False
+        )
+        return seconds(chosen.device, work) * 1e3
+
+    for model in models:
+        say(model, question, 2)
+    resident = median(say(following, question) for _ in range(ROUNDS))
+    token = per_token(say, last, question)
+    device.reset_peaks()
+    say(running, too_long, 2)
+    budget, less = device.snapshot()["physical_peak"], -(-layer_bytes(managed[0]) // 2)
+    while not any(each.streamed for each in managed):
+        budget -= less
+        ballonet.set_budget(budget)
+        for model in models:
+            say(model, question, 2)  # what may be given is known from here on
+        time.sleep(IDLE)
+        say(running, too_long, 2)
+    given = [len(each.streamed) for each in managed[:2]]
+    before = ballonet.stats().copied
+    ms = say(following, question)
+    moved = ballonet.stats().copied
+    ends = time.monotonic() + (0 if chosen.tiny else PATIENCE)
+    while any(each.streamed for each in managed) and time.monotonic() < ends:
+        for model in models:
+            say(model, question, 2)
+    later = per_token(say, last, question)
+    ends_with = ballonet.stats()
+    return {
+        "resident": resident,
+        "token": token,
+        "next": given[0],
+        "last": given[1],
+        "ms": ms,
+        "bytes": moved.weights_h2d - before.weights_h2d,
+        "later": later,
+        "back": max(0, ends_with.copied.weights_d2h - ends_with.host_pages * ends_with.page_size),
+    }
+
+
+def per_token(say: Callable[..., float], model: Any, prompt: Any) -> float:
+    """ms of a decode step."""
+    return median((say(model, prompt, 9) - say(model, prompt, 1)) / 8 for _ in range(ROUNDS))
+
+
+def layer_bytes(managed: Managed) -> int:
+    """About."""
+    import ballonet
+
+    return managed.pages * ballonet.stats().page_size // (LAYERS + 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Models with an SLO: what they take, and how much of their weights they do without.
+
+Everything in one process: a model is measured (Select-N §4.4), then managed with SLOs of so many times what a token and
+a prompt take it with all layers resident; last come two models that share the link. `interval` is the one that it
+decodes at, `smallest` the one that the schedule gives for the time and the link measured here. An SLO that no interval
+meets is refused, with the nearest that one does. The stand-in's link is slowed to 2 GB/s.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from statistics import median
+from typing import Any
+
+from common import Figure, Options, describe_few, options, report
+from peer import peers, seconds, serve
+from streamed import MIB, environment, page_size
+
+from ballonet.offload.interval import Costs, meeting
+from ballonet.offload.schedule import every
+
+LAYERS = 16
+QUOTIENTS = {"cuda": (1.1, 1.5, 3.0), "cpu": (1.1, 1.5, 3.0), "tiny": (3.0,)}
+BELOW = 0.5  # of the resident time: nothing meets it
+PROMPT = 120  # tokens
+TOKENS, ROUNDS = 8, 3
+GRID = {"cuda": 1024, "cpu": 256, "tiny": 128}  # tokens of the longest prompt that is measured beforehand
+COLUMNS = ["", "SLO, ms", "ms per token / SLO", "first token / SLO", "interval", "smallest", "MiB freed"]
+
+
+def main() -> None:
+    chosen = options("slo", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    names = ("ballonet", "link")
+    with tempfile.TemporaryDirectory() as folder:
+        given = {**environment(chosen), "BALLONET_CACHE_DIR": folder}
+        with peers(__file__, chosen, names, dict.fromkeys(names, given)) as found:
+            rows = found["ballonet"].ask("rows", link=found["link"].ask("link"))
+    for row in rows:
+        for column in (2, 3):
+            if row[column] is not None:
+                figure = Figure.of([row[column]])
+                row[column] = figure.at_most(1.0) if chosen.cuda else figure
+    plain = [["" if value is None else value for value in row] for row in rows]
+    report(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", COLUMNS, plain)
+
+
+def serve_as(name: str, chosen: Options) -> None:
+    if name == "link":
+        from bandwidth import measure
+
+        serve({"link": measure(chosen)})
+    else:
+        serve({"rows": Measuring(chosen).rows})
+
+
+class Measuring:
+    """The process that has the models."""
+
+    def __init__(self, chosen: Options) -> None:
+        import torch
+        from llama import build, few
+
+        import ballonet
+        from ballonet.allocator import runtime
+        from ballonet.hooks.profile import Grid, load_or_measure
+
+        kind = "tiny" if chosen.tiny else chosen.device
+        ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
+        self._device = chosen.device
+        self._quotients = QUOTIENTS[kind]
+        self._rounds, self._tokens = (1, 3) if chosen.tiny else (ROUNDS, TOKENS)
+        self._models = [build(few(chosen, LAYERS), chosen.device) for _ in range(2)]
+        self._prompt = torch.ones(1, PROMPT, dtype=torch.long, device=chosen.device)
+        model = self._models[0]
+        with ballonet.manage(model, interval=None) as managed:
+            load_or_measure(model, managed, runtime.require(), Grid(batch=1, length=GRID[kind]))
+            self._pages = managed.pages
+            self._token, self._first = self._times(model)
+        with ballonet.manage(model, interval=1) as managed:
+            self._layer = managed.host_pages // len(managed.streamed)
+
+    def rows(self, link: float) -> list[list[Any]]:
+        """`link`: bytes per second. Lists as `COLUMNS` say; of times what is above 1 misses its SLO."""
+        import ballonet
+        from ballonet.allocator.errors import SLOError
+
+        page = ballonet.stats().page_size
+        costs = Costs((self._layer,) * LAYERS, self._token / 1e3, page / link)
+        found: list[list[Any]] = []
+        model, other = self._models
+        for quotient in self._quotients:
+            slo, first = quotient * self._token, quotient * self._first
+            with ballonet.manage(model, tpot_slo=slo / 1e3, ttft_slo=first / 1e3) as managed:
+                row = self._row(f"{quotient:g} x resident", model, managed, slo, first)
+            found.append([*row[:5], meeting(costs, slo / 1e3), row[5]])
+        try:
+            ballonet.manage(model, tpot_slo=BELOW * self._token / 1e3).release()
+            refused = "not refused"
+        except SLOError as error:
+            nearest = None if error.slo is None else f"{error.slo * 1e3:.3g} ms"
+            refused = f"refused, nearest: {nearest}"
+        found.append([f"{BELOW:g} x resident: {refused}", round(BELOW * self._token, 2), *[None] * 5])
+        slo, first = self._quotients[-1] * self._token, self._quotients[-1] * self._first
+        asked = {"tpot_slo": slo / 1e3, "ttft_slo": first / 1e3}
+        with ballonet.manage(model, **asked) as one, ballonet.manage(other, **asked) as two:
+            for name, each, managed in (("first of two", model, one), ("second of two", other, two)):
+                row = self._row(f"{name}, {self._quotients[-1]:g} x resident", each, managed, slo, first)
+                found.append([*row[:5], None, row[5]])
+        return found
+
+    def _row(self, what: str, model: Any, managed: Any, slo: float, first: float) -> list[Any]:
+        """What it is; ms of the SLO; times over their SLOs; the interval; MiB that the device has more."""
+        import ballonet
+
+        token, prompt = self._times(model)
+        freed = (self._pages - managed.pages) * ballonet.stats().page_size
+        intervals = (each for each in range(1, LAYERS + 1) if every(LAYERS, each) == managed.streamed)
+        return [what, round(slo, 2), token / slo, prompt / first, next(intervals, None), round(freed / MIB)]
+
+    def _times(self, model: Any) -> tuple[float, float]:
+        """ms of a decode step and of a prompt's first token: medians."""
+        rounds, tokens = range(self._rounds), self._tokens
+        self._say(model, 2)
+        first = median(self._say(model, 1) for _ in rounds)
+        token = median((self._say(model, 1 + tokens) - self._say(model, 1)) / tokens for _ in rounds)
+        return token, first
+
+    def _say(self, model: Any, tokens: int) -> float:
+        def work() -> object:
+            return model.generate(self._prompt, max_new_tokens=tokens, do_sample=False)
+
+        return seconds(self._device, work) * 1e3
+
+
+if __name__ == "__main__":
+    main()

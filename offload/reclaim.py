@@ -1,0 +1,89 @@
+"""The order in which the native core may take layers while nobody is there to plan: numbers in, a list out.
+
+Note [Nested]
+    `remap.reclaimable` says what plan a model has after each step, and its plans for m and for m + 1 layers have few
+    layers in common. The core takes layer by layer, and cannot put back what it took before. So the list has the layers
+    in an order of which every beginning is spread around the circle as well as it can be: the next layer is always the
+    one farthest from those that stream. Where there are 2^k equal layers that is the order of van der Corput, in which
+    no gap is below half of what even spacing would give. What was taken is arranged exactly before the model runs next.
+
+Note [As much as can be arranged]
+    A layer that is taken gives all its pages, and what streams then needs slots, which come out of layers that stream
+    as well (m is more than what is freed). So a model gives as many pages as the plan that frees most under its cap,
+    and never more: then there is always a plan for what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+
+from .plan import smallest
+from .remap import Model, victims
+
+
+@lru_cache(maxsize=256)
+def nested(pages: tuple[int, ...], streamed: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The layers with pages that are not among `streamed`, each as far as possible, by what there is to compute
+    between, from those and from the ones before it; of equals one from the widest gap. See Note [Nested]."""
+    total, ends = sum(pages), list(accumulate(pages))
+
+    def room(layer: int) -> tuple[int, int, int]:
+        around = [(ends[layer] - ends[other]) % total for other in there]
+        behind, ahead = min(around, default=total), total - max(around, default=0)
+        return min(behind, ahead), behind + ahead, -layer
+
+    there, order = list(streamed), []
+    left = {layer for layer in range(len(pages)) if pages[layer]}.difference(there)
+    while left:
+        order.append(max(left, key=room))
+        there.append(order[-1])
+        left.remove(order[-1])
+    return tuple(order)
+
+
+def listing(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> list[tuple[str, int]]:
+    """(model, layer) of all that may be taken, in the order of `remap.victims`: idle models each until it has given
+    what it can, then those that run, in turns. `gone`: layers of each that have no pages of their own. See Note [As
+    much as can be arranged]."""
+    givers = [_Giver.of(model, gone[model.name]) for model in victims(models)]
+    taken: list[tuple[str, int]] = []
+    while givers:
+        giver = givers[0] if not givers[0].model.active else min(givers, key=lambda it: (it.model.priority, it.part))
+        layer = next((each for each in giver.order if giver.model.plan.pages[each] <= giver.left), None)
+        if layer is None:
+            givers.remove(giver)
+        else:
+            taken.append((giver.model.name, layer))
+            giver.give(layer)
+    return taken
+
+
+@dataclass(slots=True)
+class _Giver:
+    model: Model
+    order: list[int]
+    left: int  # pages that it can still give
+    freed: int
+
+    @classmethod
+    def of(cls, model: Model, gone: Collection[int]) -> _Giver:
+        plan = model.plan
+        left = plan.device_pages - max(model.least, _least(plan.pages, model.cap))
+        return cls(model, list(nested(plan.pages, tuple(sorted(gone)))), left, model.freed)
+
+    @property
+    def part(self) -> Fraction:
+        return Fraction(self.freed, max(1, sum(self.model.plan.pages)))
+
+    def give(self, layer: int) -> None:
+        pages = self.model.plan.pages[layer]
+        self.order.remove(layer)
+        self.left -= pages
+        self.freed += pages
+
+
+_least = lru_cache(maxsize=256)(smallest)

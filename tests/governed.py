@@ -1,0 +1,201 @@
+"""A device and models that are made up, for the governor: pages are counted, and taken as the core takes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from ballonet.offload.governor import Decision, Governor
+from ballonet.offload.plan import Plan
+from ballonet.offload.record import Point
+from ballonet.offload.seat import LAYERS
+
+PAGE = 1000  # bytes
+LINK = 10**6  # bytes per second: a page in a millisecond
+EQUAL = (5,) * 8
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeDevice:
+    """`budget` in pages. `kv`: pages that caches have. The list is taken from as the core does it, see S1 in the
+    stub: in order, of those whose model no other thread runs."""
+
+    page_size = PAGE
+
+    def __init__(self, pages: int) -> None:
+        self.budget = pages * PAGE
+        self.kv = 0
+        self.models: list[FakeModel] = []
+        self.listed: list[Any] = []
+        self.published = 0
+        self.trace: list[tuple[str, int]] = []
+        self.demand = 0
+        self.copied = 0
+        self._taken: list[tuple[int, int, int]] = []
+
+    @property
+    def free(self) -> int:
+        return self.budget // PAGE - self.kv - sum(model.here for model in self.models)
+
+    def snapshot(self) -> dict[str, Any]:
+        used = {"weights": sum(model.here for model in self.models), "activations": 0, "kv": self.kv, "retiring": 0}
+        return {"pages": {"free": self.free, **used}, "copied": {"weights_h2d": self.copied, "weights_d2h": 99}}
+
+    def publish(self, entries: list[Any]) -> None:
+        for key, model, parts in entries:
+            assert parts == [key % LAYERS], "whose layer is it?"
+            assert not model.changes, "it is being changed"
+        self.listed = list(entries)
+        self.published += 1
+
+    def taken(self) -> list[tuple[int, int, int]]:
+        found, self._taken = self._taken, []
+        return found
+
+    def withdraw(self, keys: list[int]) -> None:
+        self.listed = [entry for entry in self.listed if entry[0] not in keys]
+
+    def want(self, pages: int, asking: FakeModel | None = None) -> bool:
+        """Makes so many pages free if it can: what the core does before it gives up."""
+        free = [each for each in self.listed if not each[1].running or each[1] is asking]
+        if self.free + sum(model.plan.pages[layer] for _, model, (layer,) in free) < pages:
+            return False
+        while self.free < pages:
+            entry = free.pop(0)
+            self.listed.remove(entry)
+            key, model, (layer,) = entry
+            assert layer not in model.gone, "it has no pages any more"
+            before = self.free
+            model.gone.add(layer)
+            assert self.free == before + model.plan.pages[layer] > before
+            self._taken.append((0, key, self.free - before))
+            self.trace.append((model.name, layer))
+        return True
+
+    def grow(self, pages: int, asking: FakeModel | None = None) -> bool:
+        """The caches get so many pages more, or none."""
+        if not self.want(pages, asking):
+            return False
+        self.kv += pages
+        return True
+
+
+class FakeModel:
+    """Eight layers of five pages as a rule: a millisecond to copy a page, so that four layers hide behind a decode step
+    of 20 ms and six behind a prefill of 30 ms."""
+
+    def __init__(
+        self,
+        device: FakeDevice,
+        name: str,
+        pages: Sequence[int] = EQUAL,
+        *,
+        plan: Plan | None = None,
+        interval: int | Literal["auto"] | None = "auto",
+        tpot: float | None = None,
+        ttft: float | None = None,
+        priority: int = 0,
+        decode: float | None = 0.02,
+        prefill: float | None = 0.03,
+    ) -> None:
+        self.device = device
+        self.name = name
+        self.plan = Plan(tuple(pages)) if plan is None else plan
+        self.interval = interval
+        self.tpot_slo, self.ttft_slo = tpot, ttft
+        self.priority = priority
+        self.running = False
+        self.times = {"decode": decode, "prefill": prefill}
+        self.gone: set[int] = set()  # layers that were taken
+        self.changes = 0
+        self.asked = 0
+        self.covered: list[tuple[int, ...]] = []
+        self.entries: Callable[[int], bool] = lambda layer: True
+        self.decisions: list[Decision] = []
+        self.loaded = 0  # pages that came back from the host
+        device.models.append(self)
+
+    @property
+    def here(self) -> int:
+        """Device pages of its layers and slots."""
+        return self.plan.device_pages - sum(self.plan.pages[layer] for layer in self.gone)
+
+    def slo(self, phase: str) -> float:
+        """Seconds."""
+        found = self.tpot_slo if phase == "decode" else self.ttft_slo
+        return math.inf if found is None else found
+
+    def seconds(self, point: Point) -> float | None:
+        self.asked += 1
+        return self.times[point.phase]
+
+    def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
+        assert layer not in self.plan.streamed
+        return (self, [layer]) if self.entries(layer) else None
+
+    def cover(self, layers: Sequence[int]) -> None:
+        self.covered.append(tuple(layers))
+
+    def arrange(self, governor: Governor, plan: Plan) -> None:
+        """As a managed model does it. Pages that it needs beyond those that it has are taken if need be."""
+        with governor.changing(self) as taken:
+            self.changes += 1
+            assert taken == self.gone
+            before, resident = self.here, {*range(len(plan.pages))} - {*self.plan.streamed} - self.gone
+            if plan.device_pages > before:
+                assert self.device.want(plan.device_pages - before, self), "the pages that it was promised"
+            self.loaded += sum(plan.pages[k] for k in range(len(plan.pages)) if k not in {*plan.streamed, *resident})
+            self.plan, self.gone = plan, set()
+            assert self.device.free >= 0
+            self.changes -= 1
+
+    def step(
+        self,
+        governor: Governor,
+        phase: Literal["decode", "prefill"] = "decode",
+        batch: int = 1,
+        length: int = 8,
+        kv: int = 0,
+    ) -> Decision:
+        """An iteration, with which the cache grows. MemoryError where there are no pages for that."""
+        self.running = True
+        try:
+            decision = governor.before(self, Point(phase, batch, length))
+            if decision.plan != self.plan or self.gone:
+                self.arrange(governor, decision.plan)
+            self.decisions.append(decision)
+            if kv > 0 and not self.device.grow(kv, self):
+                raise MemoryError
+            self.device.kv += min(kv, 0)
+            return decision
+        finally:
+            governor.after(self)
+            self.running = False
+
+
+def governed(
+    pages: int, *models: dict[str, Any], **options: Any
+) -> tuple[FakeDevice, Governor, Clock, list[FakeModel]]:
+    """A device of so many pages, and models named a, b, c."""
+    device, clock = FakeDevice(pages), Clock()
+    governor = Governor(device, bandwidth=options.pop("bandwidth", LINK), clock=clock, **options)
+    them = [FakeModel(device, each.pop("name", "abcdef"[n]), **each) for n, each in enumerate(models)]
+    for each in them:
+        governor.add(each)
+    return device, governor, clock, them
+
+
+def trace(device: FakeDevice) -> list[str]:
+    return [name for name, _ in device.trace]
+
+
+def keys(device: FakeDevice) -> list[tuple[str, int]]:
+    return [(model.name, layer) for _, model, (layer,) in device.listed]

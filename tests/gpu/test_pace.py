@@ -1,0 +1,121 @@
+"""Times of forwards by events that nobody waits for, and the speed of the link, on the device itself."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+import ballonet
+from ballonet.hooks.marks import marks_of
+from ballonet.hooks.pace import Pace
+from ballonet.offload import link
+from ballonet.offload.record import Point
+
+from ..models import build, generate, prompts
+from .scene import Captured, Place, everywhere, play
+
+HERE = Point("decode", 1, 100)
+
+
+def stalls_are_told_from_work(place: Place) -> None:
+    """On a GPU the stream works for half a second, and then waits for one that works twice as long."""
+    pace, lane = Pace(marks_of(place.device)), place.lane()
+    for _ in range(3):
+        lane.follow()
+        with lane():
+            place.sleep()
+            place.sleep()
+        pace.begin(HERE)
+        place.sleep()
+        with pace.waiting():
+            lane.lead()
+        pace.end()
+        if place.cuda:
+            assert pace.drain() == [], "it is not over, and nobody waits for it"
+        place.synchronize()
+        (found,) = pace.drain()
+        assert found.point == HERE
+        assert 0 <= found.stall <= found.total
+        assert 0 < found.seconds <= found.total
+        if place.cuda:
+            assert 0.25 < found.stall / found.total < 0.75
+            assert 0.25 < found.seconds / found.total < 0.75
+
+
+@everywhere
+def test_stalls_are_told_from_work(kind: str) -> None:
+    play(stalls_are_told_from_work, kind)
+
+
+def captures_are_left_alone(place: Place) -> None:
+    """What is captured is not timed, and whoever drains meanwhile, on any thread, breaks no capture."""
+    pace = Pace(marks_of(place.device))
+    numbers = torch.zeros(100, device=place.kind)
+    drained = []
+
+    def drain() -> None:
+        drained.extend(pace.drain())
+
+    def work() -> tuple[torch.Tensor, ...]:
+        pace.begin(HERE)
+        numbers.add_(1)
+        pace.end()
+        other = threading.Thread(target=drain)
+        other.start()
+        other.join()
+        return (numbers,)
+
+    captured = Captured(place, work)
+    place.synchronize()
+    drain()
+    assert len(drained) == (3 if place.cuda else 1), "those before the capture"
+    (shown,) = captured.replay()
+    assert shown.eq(1).all().item()
+
+
+@everywhere
+def test_captures_are_left_alone(kind: str) -> None:
+    play(captures_are_left_alone, kind)
+
+
+def a_managed_model_tells_its_times(place: Place) -> None:
+    model = build("llama").to(place.kind)
+    inputs = {name: tensor.to(place.kind) for name, tensor in prompts(2, 9).items()}
+    with ballonet.manage(model) as managed:
+        with managed.pace.listening() as heard:
+            generate(model, "greedy", inputs, 4)
+            place.synchronize()
+            managed.pace.drain()
+        assert [each.point for each in heard] == [
+            Point("prefill", 2, 9),
+            *(Point("decode", 2, length) for length in (9, 10, 11)),
+        ]
+        assert all(0 < each.seconds <= each.total for each in heard)
+        assert [each.between is None for each in heard] == [True, True, False, False]
+
+
+@everywhere
+def test_a_managed_model_tells_its_times(kind: str) -> None:
+    play(a_managed_model_tells_its_times, kind, pages=256)
+
+
+def the_link_has_a_speed(place: Place) -> None:
+    """And nothing of what measured it stays."""
+    before = place.device.snapshot()
+    found = [link.measure(place.device) for _ in range(3)]
+    if not place.device.host_pages:
+        assert found == [None] * 3
+        return
+    speeds = [each for each in found if each is not None]
+    assert len(speeds) == 3
+    if place.cuda:
+        assert min(speeds) > 1e9
+    after = place.device.snapshot()
+    assert after["pages"]["weights"] == before["pages"]["weights"]
+    assert after["copied"]["weights_d2h"] == before["copied"]["weights_d2h"]
+
+
+@everywhere
+def test_the_link_has_a_speed(kind: str) -> None:
+    play(the_link_has_a_speed, kind)

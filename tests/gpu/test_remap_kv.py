@@ -1,0 +1,66 @@
+"""A cache that finds no pages gets those of layers (Oneiros §5), while kernels may be running."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import torch
+
+import ballonet
+
+from .. import models
+from .scene import Place, everywhere, play
+from .stock import differences, questions
+from .test_weights_streaming import small_layers, streams_here, tiny
+
+LAYERS = 8  # of which a model may stream a quarter where nothing was measured
+TOKENS = 4
+STEP = 2  # pages by which the budget shrinks
+
+
+def pages_of_layers_go_to_a_cache(place: Place, rows: int) -> None:
+    """The budget shrinks little by little until somebody gives. Nothing is copied before, tokens are the same in all
+    that follows, and no weight goes to the host twice."""
+    three = [tiny("llama", place, layers=LAYERS) for _ in range(3)]
+    inputs = questions("llama", place.kind)
+    many = {name: torch.cat([each] * rows) for name, each in inputs.items()}
+    expected = [models.generate(model, "greedy", inputs, TOKENS) for model in three]
+    expected_of_many = models.generate(three[2], "greedy", many, TOKENS)
+
+    def all_say_what_they_said() -> None:
+        for model, right in zip(three, expected, strict=True):
+            assert not differences(models.generate(model, "greedy", inputs, TOKENS), right)
+
+    def a_large_cache() -> None:
+        assert not differences(models.generate(three[2], "greedy", many, TOKENS), expected_of_many)
+        gc.collect()
+
+    with small_layers(), contextlib.ExitStack() as stack:
+        managed = [stack.enter_context(ballonet.manage(model)) for model in three]
+        all_say_what_they_said()
+        a_large_cache()
+        place.empty_cache()
+        place.device.reset_peaks()
+        a_large_cache()
+        most = place.device.snapshot()["physical_peak"] // place.page
+        for pages in range(most, 0, -STEP):
+            assert ballonet.stats().copied.weights_h2d == 0, "something was copied, and nobody has given"
+            ballonet.set_budget(pages * place.page)
+            a_large_cache()
+            if any(each.streamed for each in managed):
+                break
+        assert not any(len(each.streamed) == LAYERS for each in managed), "never a whole model"
+        for _ in range(2):
+            all_say_what_they_said()
+            a_large_cache()
+        found = ballonet.stats()
+        assert found.copied.weights_h2d > 0
+        assert found.copied.weights_d2h <= found.host_pages * found.page_size, "a twin was made twice"
+        assert sum(found.pages.values()) <= pages
+
+
+@everywhere
+def test_pages_of_layers_go_to_a_cache(kind: str) -> None:
+    streams_here(kind)
+    play(pages_of_layers_go_to_a_cache, kind, pages=512, host_pages=256, rows=32 if kind == "cuda" else 4)

@@ -1,0 +1,125 @@
+"""SLOs at run time: what was measured is looked up, what cannot be kept is refused, what can decides what streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator.config import cache_dir
+from ballonet.allocator.errors import SLOError
+from ballonet.hooks import governors
+from ballonet.hooks.record_key import key_of
+from ballonet.offload import layout, record
+from ballonet.offload.record import Point, Record
+
+from .conftest import LAYERS
+from .test_remapping import full
+from .test_streaming import Output, say
+
+LAYER = 8 * 4096  # bytes of one that streams
+
+
+@pytest.fixture(scope="module")
+def stock(original: Any) -> Output:
+    with install.stock():
+        return say(original)
+
+
+def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> Path:
+    """As `python -m ballonet profile` would have left it: seconds of an iteration, bytes per second."""
+    seconds = {}
+    for batch in (1, 2, 4, 8):
+        for length in (64, 128, 256):
+            seconds[Point("prefill", batch, length)] = prefill
+            seconds[Point("decode", batch, length)] = decode
+    key = key_of(model, runtime.require())
+    path = record.path_of(cache_dir(runtime.settings()), key)
+    record.save(Record(key, bandwidth, seconds), path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    governor = governors.of(runtime.require())
+    monkeypatch.setattr("ballonet.hooks.profile.cache_dir", lambda settings: tmp_path)
+    monkeypatch.setattr(f"{__name__}.cache_dir", lambda settings: tmp_path)
+    governor.bandwidth = 1e12
+
+
+def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> None:
+    """A layer computes in 1 s and is copied in 3.5 s: with two slots 4 s are enough for one, 7 for two, 14 for all."""
+    for slo, count in ((4.0, 1), (7.1, 2), (14.5, 4)):
+        measured(model, prefill=4.0, decode=4.0, bandwidth=LAYER / 3.5)
+        with ballonet.manage(model, tpot_slo=slo, ttft_slo=slo) as managed:
+            assert say(model).agrees(stock)
+            assert len(managed.streamed) == count, slo
+            report = managed.report()
+            assert report.bandwidth == LAYER / 3.5
+            assert report.times["decode"].slo == slo
+            assert report.link_bytes > 0
+            assert str(report)
+
+
+def test_prefill_and_decode_apart(model: Any, stock: Output) -> None:
+    measured(model, prefill=40.0, decode=4.0, bandwidth=LAYER / 3.5)
+    seen: dict[int, tuple[int, ...]] = {}
+    with ballonet.manage(model, tpot_slo=4.0, ttft_slo=41.0) as managed:
+        handle = model.model.layers[-1].register_forward_hook(
+            lambda module, args, output: seen.__setitem__(args[0].shape[1], managed.streamed)
+        )
+        assert say(model).agrees(stock)
+        handle.remove()
+    assert len(seen.pop(1)) == 1
+    (prefill,) = seen.values()
+    assert len(prefill) > 1, "a prefill is long enough to hide more"
+
+
+@pytest.mark.parametrize("slo", [3.9, "1ms"])
+def test_an_slo_below_the_resident_time_is_refused(model: Any, original: Any, slo: Any) -> None:
+    measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
+    with pytest.raises(SLOError, match="an SLO of 4000 ms") as caught:
+        ballonet.manage(model, tpot_slo=slo)
+    assert caught.value.slo == pytest.approx(4.0)
+    runtime.require().check()
+    with ballonet.manage(model, tpot_slo=caught.value.slo):
+        pass
+
+
+def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "LARGE", 2**30)
+    measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
+    with pytest.raises(SLOError) as caught:
+        ballonet.manage(model, tpot_slo=3.9)
+    assert caught.value.slo == pytest.approx(4.0)
+    with ballonet.manage(model, tpot_slo=caught.value.slo, ttft_slo=5.0) as managed:
+        say(model)
+        assert managed.streamed == ()
+
+
+def test_a_damaged_record_is_measured_anew(model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
+    path.write_text(path.read_text()[:-100])
+    monkeypatch.setattr("ballonet.hooks.profile.Grid.sizes", lambda grid, longest=0: [(1, 16)])
+    with pytest.warns(RuntimeWarning, match=r"cannot be read|damaged"):
+        managed = ballonet.manage(model, tpot_slo=60.0)
+    with managed:
+        assert say(model).agrees(stock)
+        assert managed.report().times["decode"].resident is not None
+    assert len(managed.streamed) <= LAYERS
+
+
+def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, stock: Output) -> None:
+    """Memory demands that layers stream; then the link gets slow."""
+    measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
+    with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=30):
+        assert say(model).agrees(stock)
+        assert managed.streamed
+        governors.of(runtime.require()).bandwidth = LAYER / 100
+        with pytest.warns(RuntimeWarning, match="a decode step within 5000 ms is not kept") as warned:
+            assert all(say(model).agrees(stock) for _ in range(2))
+        assert len(warned) == 1
+        assert "is not kept" in managed.report().why

@@ -1,0 +1,218 @@
+"""Twins of layers at home, made and used while the model runs, is written to, looked at and deleted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks import governors
+from ballonet.offload.plan import spread, streaming
+
+from .conftest import BUDGET, INPUTS, LAYERS, PAGE
+from .test_remapping import until
+
+IDS = INPUTS["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    """Large enough that a layer may be taken."""
+    from ..models import build
+
+    with install.stock():
+        return build("llama", num_hidden_layers=2 * LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def governor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whose pages are always scarce."""
+    found = governors.of(runtime.require())
+    monkeypatch.setattr(found, "_scarce", True)
+    monkeypatch.setattr(found, "_clock", lambda: 0.0)
+    found.bandwidth = 1e12
+    return found
+
+
+@pytest.fixture
+def managed(model: Any, governor: Any) -> Iterator[ballonet.Managed]:
+    """With a layer that may be taken, the first."""
+    with ballonet.manage(model) as managed:
+        logits(model)
+        prepare(governor)
+        until(lambda: managed._elastic.entry(0) is not None)
+        yield managed
+
+
+def prepare(governor: Any) -> None:
+    """Twins are made now."""
+    governor._list.void()
+    governor._publish()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def stock(model: Any) -> torch.Tensor:
+    with install.stock():
+        return logits(model)
+
+
+def take() -> None:
+    """Pages run out for a moment: what may be taken is."""
+    device = runtime.require()
+    gc.collect()
+    device.trim()
+    device.reap(wait=True)
+    used = sum(count for owner, count in device.snapshot()["pages"].items() if owner != "free")
+    filler = device.reserve((BUDGET // PAGE - used + 1) * PAGE, "kv", device.group())
+    try:
+        filler.map(0, filler.pieces)
+    finally:
+        filler.close()
+        device.reap(wait=True)
+
+
+@contextmanager
+def in_its_forward(module: Any, act: Any) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(lambda *_: act())
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def halve(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def test_a_twin_that_is_made_while_its_model_runs(model: Any, original: Any) -> None:
+    def wait() -> None:
+        for thread in threading.enumerate():
+            if thread.name == "ballonet-twins":
+                thread.join(30)
+
+    expected = stock(original)
+    with ballonet.manage(model) as managed:
+        logits(model)
+        with in_its_forward(model.model.layers[-1], wait):
+            for _ in range(3):
+                logits(model)
+        assert managed.twins[0] > 0
+        assert managed.host_pages > 0
+        take()
+        assert managed.streamed
+        for _ in range(3):
+            assert torch.equal(logits(model), expected)
+
+
+def test_a_layer_at_home_that_writes_to_itself(model: Any, original: Any, managed: ballonet.Managed) -> None:
+    for each in (original_copy := _copy(original), model):
+        module = each.model.layers[0].mlp.down_proj
+        with in_its_forward(module, lambda module=module: halve(module.weight)):
+            (stock if each is original_copy else logits)(each)
+    with pytest.raises(Exception, match="can be had"):
+        take()
+    assert torch.equal(logits(model), stock(original_copy))
+
+
+def test_a_layer_at_home_that_an_exception_ends(model: Any, original: Any, managed: ballonet.Managed) -> None:
+    kept = []
+
+    def fail() -> None:
+        kept.append(module.weight)
+        raise ArithmeticError
+
+    module = model.model.layers[0].mlp.down_proj
+    with in_its_forward(module, fail), pytest.raises(ArithmeticError):
+        logits(model)
+    halve(kept.pop())
+    with pytest.raises(Exception, match="can be had"):
+        take()
+    changed = _copy(original)
+    halve(changed.model.layers[0].mlp.down_proj.weight)
+    assert torch.equal(logits(model), stock(changed))
+
+
+def test_what_was_written_at_rest_comes_home_although_a_file_has_something_else(original: Any, tmp_path: Path) -> None:
+    original.save_pretrained(tmp_path)
+    with install.stock_everywhere():
+        loaded = type(original).from_pretrained(tmp_path)
+    changed = _copy(original)
+    halve(changed.model.layers[0].mlp.down_proj.weight)
+    with ballonet.manage(loaded, interval=1) as managed:
+        logits(loaded)
+        assert managed.host_pages == 0
+        assert managed.flying
+        halve(loaded.model.layers[0].mlp.down_proj.weight)
+        pages = managed._elastic.plan.pages
+        managed._elastic._change(streaming(pages, spread(pages, 0), 1))
+        assert managed.streamed == ()
+        assert torch.equal(logits(loaded), stock(changed))
+        written = sum(part.home.backed for part in managed._weights.covered()[0])
+        assert managed.host_pages == written, "what the file has is in memory once"
+
+
+def test_whoever_waits_for_a_change_finds_a_layer_that_streams(
+    model: Any, original: Any, managed: ballonet.Managed
+) -> None:
+    """And takes its twin for one of a layer at home no more."""
+    module, elastic = model.model.layers[0].mlp.down_proj, managed._elastic
+    pages = elastic.plan.pages
+    looker = threading.Thread(target=lambda: halve(module.weight))
+    with elastic._lock:
+        looker.start()
+        looker.join(0.05)  # it waits for the lock
+        elastic._change(streaming(pages, (0,), 1))
+    looker.join(30)
+    changed = _copy(original)
+    halve(changed.model.layers[0].mlp.down_proj.weight)
+    for _ in range(2):
+        assert torch.equal(logits(model), stock(changed))
+    assert managed.streamed == (0,)
+
+
+def test_a_model_that_is_collected_while_its_thread_asks_the_governor(
+    model: Any, original: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    other = _copy(original)
+    with ballonet.manage(model):
+        managed = ballonet.manage(other)
+        logits(model)
+        logits(other)
+        object.__setattr__(other, "itself", other)  # only the garbage collector finds it
+        del other
+
+        def clock() -> float:
+            if governor._lock.locked() and not asked:
+                asked.append(gc.collect())
+            return 0.0
+
+        monkeypatch.setattr(governor, "_clock", clock)
+        done = threading.Thread(target=logits, args=(model,), daemon=True)
+        done.start()
+        done.join(10)
+        assert not done.is_alive()
+        assert asked
+        assert managed.released
+        assert len(governor._seats) == 1
+        monkeypatch.setattr(governor, "_clock", lambda: 0.0)
+
+
+def _copy(model: Any) -> Any:
+    with install.stock():
+        return copy.deepcopy(model)

@@ -1,0 +1,827 @@
+"""The reclaim list: who gives pages when there are none, in which order, and that bytes stay where they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import mmap
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+
+from . import core as cores
+from .core import PAGE, Core, all_calls, arm, behind, disarm, holds, library, opened, physical, write
+from .pool import bytes_that_exist, in_pool, installing
+
+
+@dataclass
+class Layer:
+    """Weights in pages of their own, each page full of another byte, and a twin that has no pages at first."""
+
+    core: Core
+    group: _native.Group
+    home: _native.Range
+    twin: _native.Range
+    value: int
+
+    def entry(self, key: int, sources: list[_native.Source] | None = None) -> _native.Entry:
+        return key, self.group, [(self.home, 0, self.home.pieces, self.twin, 0, sources or [])]
+
+    def clean(self) -> Layer:
+        """Its twin is made."""
+        self.twin.map_host(0, self.twin.pieces)
+        fill(self.twin, self.value)
+        return self
+
+    @property
+    def place(self) -> str | None:
+        (place,) = {behind(self.home.address + piece * PAGE)[0] for piece in range(self.home.pieces)}
+        return place
+
+    def intact(self) -> bool:
+        return all(holds(self.home.address + piece * PAGE, self.value + piece) for piece in range(self.home.pieces))
+
+
+def fill(one: _native.Range, value: int) -> None:
+    for piece in range(one.pieces):
+        write(one.address + piece * PAGE, value + piece)
+
+
+def layer(core: Core, pieces: int = 2, value: int = 1, group: _native.Group | None = None) -> Layer:
+    group = group or core.device.group()
+    made = Layer(core, group, core.range(pieces, "weights", group), core.range(pieces, "weights", group), value)
+    made.home.map(0, pieces)
+    fill(made.home, value)
+    return made
+
+
+def keys(core: Core) -> list[int]:
+    return [key for _, key, _ in core.device.taken()]
+
+
+def d2h(core: Core) -> int:
+    copied: int = core.device.snapshot()["copied"]["weights_d2h"]
+    return copied
+
+
+class Other:
+    """Another thread, which does one thing after the other."""
+
+    def __init__(self) -> None:
+        self._todo: Callable[[], object] | None = None
+        self._given, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._given.acquire() and self._todo is not None:
+            self.result = self._todo()
+            self._done.release()
+
+    def does(self, work: Callable[[], object]) -> object:
+        self._todo = work
+        self._given.release()
+        self._done.acquire()
+        return self.result
+
+    def end(self) -> None:
+        self._todo = None
+        self._given.release()
+        self._thread.join()
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    made = Other()
+    yield made
+    made.end()
+
+
+def test_entries_are_taken_in_order_and_only_until_there_are_enough() -> None:
+    with opened(budget=8) as core:
+        layers = [layer(core, value=10 * number) for number in (1, 2, 3, 4)]
+        core.device.publish([layers[number].entry(key) for key, number in ((7, 2), (5, 0), (9, 3), (-1, 1))])
+        assert core.device.published == [7, 5, 9, -1]
+        kv = core.range(8)
+        kv.map(0, 1)
+        assert keys(core) == [7]
+        kv.map(1, 1)  # the rest of what the first one gave
+        assert keys(core) == []
+        kv.map(2, 3)
+        (first, second) = core.device.taken()
+        assert (first[1:], second[1:]) == ((5, 2), (9, 2))
+        assert first[0] < second[0]
+        assert core.device.published == [-1]
+        assert [one.place for one in layers] == ["host", "device", "host", "host"]
+        assert all(one.intact() for one in layers)
+        assert core.pages() == {"free": 1, "weights": 2, "activations": 0, "kv": 5, "retiring": 0}
+        assert core.device.snapshot()["reclaimed"] == 6
+        assert physical() == 8 * PAGE
+        core.device.check()
+
+
+WAYS: dict[str, Callable[[Core, Layer], object]] = {
+    "map": lambda core, one: core.range(3).map(0, 3),
+    "own": lambda core, one: one.home.own(0, 3),
+    "allocate": lambda core, one: core.device.deallocate(core.device.allocate(3 * PAGE)),
+    "budget": lambda core, one: core.device.set_budget(3 * PAGE),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_there_is_one_trigger(way: str) -> None:
+    with opened(budget=6) as core:
+        one, coming = layer(core, 3), layer(core, 3).clean()
+        assert coming.home.alias(0, coming.twin, 0, 3)
+        rest = core.range(3)
+        rest.map(0, 3)
+        core.device.publish([one.entry(1)])
+        WAYS[way](core, coming)
+        assert keys(core) == [1]
+        assert one.place == "host"
+        assert one.intact()
+        core.device.check()
+        assert physical() <= core.device.budget
+
+
+def test_what_lies_idle_goes_first() -> None:
+    with opened(budget=6) as core:
+        one = layer(core)
+        core.device.publish([one.entry(1)])
+        block = core.device.allocate(2 * PAGE)
+        core.device.deallocate(block)  # is kept for the next allocation
+        old, new = core.range(2), core.range(4)
+        old.map(0, 2)
+        more = core.range(1)
+        old.retire(0, 2)
+        new.map(0, 4)
+        assert keys(core) == []
+        assert one.place == "device"
+        more.map(0, 1)
+        assert keys(core) == [1]
+
+
+def test_who_moves_a_page_finds_none_and_takes_nothing() -> None:
+    with opened(budget=2) as core:
+        one = layer(core)
+        core.device.publish([one.entry(1)])
+        kv = core.range(1)
+        kv.map_host(0, 1)
+        assert not kv.move(0, "device")
+        assert keys(core) == []
+
+
+def test_a_request_that_nothing_could_meet_takes_nothing() -> None:
+    with opened(budget=6) as core:
+        one, kept = layer(core), layer(core)
+        core.device.publish([one.entry(1)])
+        for ask in (lambda: core.range(9).map(0, 5), lambda: core.device.allocate(5 * PAGE)):
+            with pytest.raises(PoolExhausted):
+                ask()
+        assert (keys(core), core.device.demand) == ([], 0)
+        assert one.place == kept.place == "device"
+        core.range(4).map(0, 4)
+        assert keys(core) == [1]
+
+
+def test_a_lower_budget_takes_what_it_can() -> None:
+    with opened(budget=8) as core:
+        layers = [layer(core, value=value) for value in (1, 5)]
+        core.range(4).map(0, 4)
+        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
+        core.device.set_budget(7 * PAGE)
+        assert keys(core) == [0]
+        assert (core.created(), physical()) == (7, 7 * PAGE)  # one of them is free
+        core.device.set_budget(2 * PAGE)
+        assert keys(core) == [1]
+        assert physical() == 4 * PAGE
+        assert all(one.intact() for one in layers)
+
+
+def test_a_clean_twin_costs_no_copy() -> None:
+    with opened(budget=2) as core:
+        one = layer(core).clean()
+        core.device.publish([one.entry(1)])
+        made = all_calls(lambda: core.range(2).map(0, 2))
+        assert keys(core) == [1]
+        assert one.intact()
+        assert (d2h(core), made.get("cuMemcpyAsync", 0)) == (0, 0)
+
+
+def test_a_twin_is_made_from_the_pages_themselves_and_only_where_it_lacks_them() -> None:
+    with opened(budget=5) as core:
+        one = layer(core, 5)
+        one.twin.map_host(1, 1)
+        one.twin.map_host(3, 1)
+        write(one.twin.address + PAGE, 2)
+        write(one.twin.address + 3 * PAGE, 77)  # is taken for what it should be
+        core.device.publish([one.entry(1)])
+        core.range(1).map(0, 1)
+        assert d2h(core) == 3 * PAGE
+        assert [one.home.page(piece) for piece in range(5)] == [one.twin.page(piece) for piece in range(5)]
+        assert holds(one.home.address + 3 * PAGE, 77)
+        write(one.home.address + 3 * PAGE, 4)
+        assert one.intact()
+        assert physical("host") == 5 * PAGE
+
+
+def test_a_layer_that_comes_back_and_is_taken_again_costs_one_copy_in_all() -> None:
+    with opened(budget=2) as core:
+        one = layer(core)
+        kv = core.range(2)
+        for times in range(3):
+            core.device.publish([one.entry(times)])
+            kv.map(0, 2)
+            assert keys(core) == [times]
+            assert one.intact()
+            kv.retire(0, 2)
+            assert one.home.own(0, 2)
+            fill(one.home, one.value)
+        assert d2h(core) == 2 * PAGE
+
+
+def test_tensors_at_home_show_the_same_bytes_at_the_same_address() -> None:
+    with opened(budget=4) as core:
+        one = layer(core)
+        tensor = from_dlpack(one.home.tensor(0, (2 * PAGE,), (1,), 1, 8))
+        before, address = tensor.clone(), tensor.data_ptr()
+        core.device.publish([one.entry(1)])
+        core.range(4).map(0, 3)
+        assert keys(core) == [1]
+        assert torch.equal(tensor, before)
+        assert tensor.data_ptr() == address
+        tensor[0] = 99
+        assert ctypes.string_at(one.twin.address, 1) == b"\x63"
+        del tensor
+
+
+@pytest.fixture
+def memory() -> Iterator[tuple[mmap.mmap, bytes]]:
+    data = bytes(value % 251 for value in range(3 * PAGE))
+    one = mmap.mmap(-1, 4 * PAGE)
+    one[: len(data)] = data
+    yield one, data
+    gc.collect()
+    one.close()
+
+
+def test_a_twin_is_made_from_its_sources(memory: tuple[mmap.mmap, bytes]) -> None:
+    """Of registered memory, at any byte of it, and of the part itself; only what the twin lacks."""
+    held, data = memory
+    with opened(budget=3) as core:
+        source = _native.HostMemory(core.device, held, 0, 4 * PAGE)
+        one = layer(core, 3, value=50)
+        one.twin.map_host(1, 1)
+        write(one.twin.address + PAGE, 60)
+        parts = [
+            (0, source.address + 100, PAGE + 7),
+            (PAGE + 7, source.address, 5),
+            (2 * PAGE, one.home.address + 2 * PAGE, 512),
+            (2 * PAGE + 512, source.address + 3, PAGE - 512),
+        ]
+        core.device.publish([one.entry(1, parts)])
+        core.range(1).map(0, 1)
+        assert keys(core) == [1]
+        shown = ctypes.string_at(one.home.address, 3 * PAGE)
+        assert shown[:PAGE] == data[100 : 100 + PAGE]
+        assert shown[PAGE : 2 * PAGE] == bytes([60]) * PAGE
+        assert shown[2 * PAGE : 2 * PAGE + 512] == bytes([52]) * 512
+        assert shown[2 * PAGE + 512 :] == data[3 : 3 + PAGE - 512]
+        assert core.device.snapshot()["copied"] == {"weights_h2d": 0, "weights_d2h": 512, "kv_h2d": 0, "kv_d2h": 0}
+        source.close()
+
+
+def test_a_trim_gives_the_hosts_free_pages_back_too() -> None:
+    with opened() as core:
+        one = layer(core, 3).clean()
+        one.twin.retire(0, 2)
+        core.device.reap(wait=True)
+        assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (3, 2)
+        assert physical("host") == 3 * PAGE
+        one.twin.retire(2, 1)
+        assert core.device.trim() == 0
+        assert (core.device.snapshot()["host_pages"], core.device.snapshot()["host_free"]) == (0, 0)
+        assert physical("host") == 0
+
+
+def test_several_parts_go_together() -> None:
+    with opened(budget=6) as core:
+        group = core.device.group()
+        one, two = layer(core, 3, 10, group), layer(core, 2, 20, group)
+        rest = core.range(1)
+        rest.map(0, 1)
+        parts = [
+            (one.home, 0, 1, two.twin, 1, []),
+            (one.home, 2, 1, two.twin, 0, []),
+            (two.home, 0, 2, one.twin, 1, []),
+        ]
+        core.device.publish([(4, group, parts)])
+        core.range(1).map(0, 1)
+        assert core.device.taken()[0][1:] == (4, 4)
+        assert one.intact()
+        assert two.intact()
+        assert [one.home.backing(piece) for piece in range(3)] == ["alias", "device", "alias"]
+        assert two.place == "host"
+
+
+def test_what_still_runs_over_the_pages_is_waited_for() -> None:
+    """Or the order checker would refuse to take them from their addresses."""
+    with opened(budget=3) as core:
+        one = layer(core).clean()
+        lane = core.stream()
+        core.device.publish([one.entry(1)])
+        core.occupy(lane, 0.1)
+        core.device.note_use(one.home.address, 2 * PAGE, lane, False)
+        core.range(1).map(0, 1)
+        assert keys(core) == [1]
+        assert one.intact()
+
+
+def test_the_asking_threads_own_leases_are_no_obstacle() -> None:
+    with opened(budget=2) as core:
+        one = layer(core)
+        core.device.publish([one.entry(1)])
+        one.group.enter()
+        one.group.enter()
+        core.range(1).map(0, 1)
+        assert keys(core) == [1]
+        assert one.group.leases == 2
+        one.group.leave()
+        one.group.leave()
+
+
+def test_another_threads_lease_posts_a_demand_that_it_obeys(other: Other) -> None:
+    with opened(budget=4) as core:
+        one, two = layer(core, value=10), layer(core, value=20)
+        core.device.publish([one.entry(1), two.entry(2)])
+        other.does(one.group.enter)
+        other.does(one.group.enter)
+        kv = core.range(3)
+        kv.map(0, 1)
+        assert keys(core) == [2], "who is not in use is taken instead"
+        assert core.device.demand == 0
+        assert core.device.published == [1]
+        with pytest.raises(PoolExhausted):
+            kv.map(1, 2)
+        assert core.device.demand == 1
+        assert core.device.obey() == 0, "this thread may not take it either"
+        assert core.device.demand == 1
+        other.does(one.group.leave)
+        assert core.device.obey() == 0, "one lease is left"
+        assert other.does(core.device.obey) == 2
+        assert keys(core) == [1]
+        assert core.device.demand == 0
+        assert one.intact()
+        kv.map(1, 2)
+        other.does(one.group.leave)
+        assert other.does(core.device.obey) == 0
+
+
+def test_a_demand_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_more(other: Other) -> None:
+    with opened(budget=4) as core:
+        one, kv, more = layer(core), core.range(2), core.range(2)
+        core.device.publish([one.entry(1)])
+        other.does(one.group.enter)
+        kv.map(0, 2)
+        with pytest.raises(PoolExhausted):
+            core.device.allocate(2 * PAGE)
+        assert core.device.demand == 2
+        kv.retire(0, 2)
+        core.device.reap(wait=True)
+        assert core.device.demand == 0
+        kv.map(0, 2)
+        assert core.device.demand == 0, "it was met"
+        with pytest.raises(PoolExhausted):
+            more.map(0, 2)
+        other.does(one.group.leave)
+        more.map(0, 2)
+        assert keys(core) == [1]
+        assert core.device.obey() == 0
+        assert core.device.demand == 0
+
+
+def test_a_budget_below_what_is_leased_is_demanded(other: Other) -> None:
+    with opened(budget=4) as core:
+        one, kv = layer(core), core.range(2)
+        kv.map(0, 2)
+        core.device.publish([one.entry(1)])
+        other.does(one.group.enter)
+        core.device.set_budget(3 * PAGE)
+        assert core.device.demand == 1
+        assert other.does(core.device.obey) == 2
+        assert core.device.demand == 0
+        other.does(one.group.leave)
+        assert core.pages() == {"free": 1, "weights": 0, "activations": 0, "kv": 2, "retiring": 0}
+        assert physical() == 3 * PAGE
+
+
+def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
+    with opened(budget=6, host_budget=3) as core:
+        one, two, three = layer(core, value=10), layer(core, value=20).clean(), layer(core, value=30)
+        core.device.publish([one.entry(1), three.entry(3), two.entry(2)])
+        kv = core.range(6)
+        with pytest.raises(PoolExhausted):
+            kv.map(0, 4)
+        assert keys(core) == []
+        kv.map(0, 2)
+        assert keys(core) == [2]
+        with pytest.raises(PoolExhausted):
+            kv.map(2, 1)
+        assert core.device.published == [1, 3]
+        assert core.device.demand == 0
+        assert physical("host") == 2 * PAGE
+        assert two.home.own(0, 0)
+        two.home.close()
+        two.twin.close()
+        core.device.reap(wait=True)
+        kv.map(2, 2)
+        assert keys(core) == [1]
+        assert one.intact()
+        assert three.intact()
+
+
+VOID: dict[str, Callable[[Core, Layer], object]] = {
+    "home closed": lambda core, one: one.home.close(),
+    "twin closed": lambda core, one: one.twin.close(),
+    "retired": lambda core, one: one.home.retire(1, 1),
+    "retired under a tensor": lambda core, one: (
+        from_dlpack(one.home.tensor(0, (PAGE,), (1,), 1, 8)),
+        one.home.retire(0, 1),
+    ),
+    "led elsewhere": lambda core, one: one.home.alias(0, layer(core).home, 0, 1),
+    "led elsewhere and back": lambda core, one: (one.home.alias(0, layer(core).home, 0, 1), one.home.own(0, 1)),
+    "retired and mapped": lambda core, one: (one.home.retire(0, 2), one.home.map(0, 2)),
+    "twin mapped": lambda core, one: one.twin.map_host(1, 1),
+    "twin retired": lambda core, one: one.twin.retire(0, 1),
+}
+
+
+@pytest.mark.parametrize("what", VOID)
+def test_an_entry_is_void_once_its_pages_are_not_what_they_were(what: str) -> None:
+    with opened(budget=10) as core:
+        one, sound = layer(core, value=10), layer(core, value=20)
+        if what == "twin retired":
+            one.clean()
+        core.device.publish([one.entry(1), sound.entry(2)])
+        kept = VOID[what](core, one)
+        core.device.check()
+        rest = core.range(10)
+        core.device.reap(wait=True)
+        rest.map(0, 10 - core.created() + core.pages()["free"])
+        more = core.range(3)
+        with pytest.raises(PoolExhausted):
+            more.map(0, 3)
+        more.map(0, 2)
+        assert keys(core) == [2]
+        assert core.device.published == []
+        core.device.publish([one.entry(1)])  # what is void now does not enter the list
+        core.device.check()
+        del kept
+
+
+def test_pieces_go_with_the_last_tensor_over_them_and_the_entry_with_them() -> None:
+    with opened(budget=4) as core:
+        group = core.device.group()
+        home = core.range(2, "weights", group, auto_retire=True)
+        twin = core.range(2, "weights", group)
+        home.map(0, 2)
+        one = from_dlpack(home.tensor(0, (PAGE,), (1,), 1, 8))
+        two = from_dlpack(home.tensor(PAGE, (PAGE,), (1,), 1, 8))
+        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
+        assert core.device.published == [1]
+        del one
+        assert core.device.published == []
+        core.device.publish([(1, group, [(home, 1, 1, twin, 1, [])])])
+        core.range(4).map(0, 4)
+        assert core.device.taken()[0][1:] == (1, 1)
+        del two, home, twin
+        gc.collect()
+
+
+def test_ranges_that_are_collected_leave_nothing_behind() -> None:
+    with opened(budget=4) as core:
+        group = core.device.group()
+        home, twin = core.device.reserve(2 * PAGE, "weights", group), core.range(2, "weights", group)
+        home.map(0, 2)
+        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
+        del home
+        gc.collect()
+        assert core.device.published == []
+        core.device.publish([(1, group, [])])
+        assert core.device.published == [1]
+        with pytest.raises(PoolExhausted):
+            core.range(5).map(0, 5)
+        assert core.device.published == [1], "an entry of no pages is never taken"
+
+
+def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: tuple[mmap.mmap, bytes]) -> None:
+    held, _ = memory
+    with opened(budget=2) as core:
+        source = _native.HostMemory(core.device, held, 0, 2 * PAGE)
+        one = layer(core)
+        core.device.publish([one.entry(1, [(0, source.address, 2 * PAGE)])])
+        assert core.device.published == [1]
+        source.close()
+        assert core.device.published == []
+        with pytest.raises(PoolExhausted):
+            core.range(1).map(0, 1)
+
+
+def test_a_page_that_moved_is_the_same_page() -> None:
+    with opened(budget=4) as core:
+        one = layer(core)
+        core.device.publish([one.entry(1)])
+        assert one.home.move(0, "device")
+        assert one.home.move(1, "host")
+        assert core.device.published == [1]
+        core.range(4).map(0, 4)
+        assert core.device.taken()[0][1:] == (1, 1), "the other was on the host"
+        assert one.intact()
+        assert one.place == "host"
+
+
+def test_pages_that_others_show_are_passed_over_until_they_do_not() -> None:
+    with opened(budget=2) as core:
+        one, shows = layer(core), core.range(1, "weights")
+        core.device.publish([one.entry(1)])
+        assert shows.alias(0, one.home, 1, 1)
+        with pytest.raises(PoolExhausted):
+            core.range(1).map(0, 1)
+        shows.retire(0, 1)
+        core.range(1).map(0, 1)
+        assert keys(core) == [1]
+
+
+def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: tuple[mmap.mmap, bytes]) -> None:
+    held, _ = memory
+    stranger = cores.make(PAGE, 2)
+    with opened(budget=6) as core:
+        one, two = layer(core), layer(core)
+        far = stranger.reserve(2 * PAGE, "weights", stranger.group())
+        source = _native.HostMemory(core.device, held, 0, PAGE)
+        core.device.publish([one.entry(1)])
+        home, twin, group = one.home, one.twin, one.group
+        outside = ctypes.create_string_buffer(2 * PAGE)
+        for match, entries in {
+            "two entries have the key 3": [one.entry(3), two.entry(3)],
+            "another group": [(2, core.device.group(), [(home, 0, 2, twin, 0, [])])],
+            "two parts share pieces": [(2, group, [(home, 0, 1, twin, 0, []), (home, 1, 1, twin, 0, [])])],
+            "two parts share": [(2, group, [(home, 1, 1, twin, 1, [])]), (3, group, [(home, 0, 2, far, 0, [])])],
+            "parts share pieces": [(2, group, [(home, 0, 2, home, 1, [])])],
+            "pieces 1 to 3 lie outside": [(2, group, [(home, 1, 2, twin, 0, [])])],
+            "pieces 2 to 3 lie outside": [(2, group, [(home, 0, 1, twin, 2, [])])],
+            "another device": [(2, group, [(home, 0, 2, far, 0, [])])],
+            "outside a part": [(2, group, [(home, 1, 1, twin, 0, [(1, source.address, PAGE)])])],
+            "neither in registered memory": [(2, group, [(home, 0, 2, twin, 0, [(0, source.address + 1, PAGE)])])],
+            "neither in registered": [(2, group, [(home, 0, 2, twin, 0, [(0, ctypes.addressof(outside), PAGE)])])],
+            "neither in": [(2, group, [(home, 1, 1, twin, 0, [(0, home.address, PAGE)])])],
+        }.items():
+            with pytest.raises(BallonetError, match=match):
+                core.device.publish([*entries, two.entry(9)])
+            assert core.device.published == [1]
+        source.close()
+        far.close()
+    stranger.close()
+
+
+def test_what_is_withdrawn_is_not_taken_and_another_list_replaces_the_first() -> None:
+    with opened(budget=6) as core:
+        layers = [layer(core, value=10 * number) for number in range(3)]
+        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
+        core.device.withdraw([0, 2, 55])
+        assert core.device.published == [1]
+        core.device.publish([layers[2].entry(2), layers[0].entry(0)])
+        core.device.withdraw([])
+        core.range(1).map(0, 1)
+        assert keys(core) == [2]
+        core.device.publish([])
+        with pytest.raises(PoolExhausted):
+            core.range(2).map(0, 2)
+
+
+def test_withdrawing_waits_for_what_is_being_taken(other: Other) -> None:
+    with opened(budget=2, link_latency_ns=100_000_000) as core:
+        one = layer(core)
+        core.device.publish([one.entry(1)])
+        thread = threading.Thread(target=lambda: core.range(1).map(0, 1))
+        thread.start()
+        while thread.is_alive() and not physical("host"):
+            threading.Event().wait(0.001)
+        core.device.withdraw([1])
+        assert keys(core) == [1], "by now it has been"
+        assert one.place == "host"
+        assert one.intact()
+        thread.join()
+
+
+def test_events_beyond_what_is_kept_push_out_the_oldest() -> None:
+    count = 4096 + 20
+    with opened(budget=count, host_budget=count) as core:
+        one = core.range(count, "weights", group := core.device.group())
+        twin = core.range(count, "weights", group)
+        one.map(0, count)
+        twin.map_host(0, count)
+        core.device.publish([(key, group, [(one, key, 1, twin, key, [])]) for key in range(count)])
+        core.range(count).map(0, count)
+        assert keys(core) == list(range(20, count))
+        assert core.device.snapshot()["reclaimed"] == count
+        assert core.device.taken() == []
+
+
+@dataclass
+class Taking:
+    """An entry of two parts whose twins are made from it, and who asks."""
+
+    core: Core
+
+    def __post_init__(self) -> None:
+        group = self.core.device.group()
+        self.one, self.two = layer(self.core, 3, 10, group), layer(self.core, 2, 20, group)
+        self.one.twin.map_host(1, 1)
+        write(self.one.twin.address + PAGE, 11)
+        self.kv = self.core.range(5)
+        self.entry: _native.Entry = (1, group, [*self.one.entry(0)[2], *self.two.entry(0)[2]])
+        self.core.device.publish([self.entry])
+
+    def ask(self) -> None:
+        self.kv.map(0, 5)
+
+    def untouched(self) -> bool:
+        return (self.one.place, self.two.place) == ("device", "device") and not self.two.twin.backed
+
+    def intact(self) -> bool:
+        self.core.device.check()
+        assert physical() == self.core.created() * PAGE
+        return self.one.intact() and self.two.intact()
+
+
+def taking_calls() -> dict[str, int]:
+    with opened(budget=5) as core:
+        return all_calls(Taking(core).ask)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_fault_at_every_driver_call_of_a_take(times: int) -> None:
+    """The entry is taken as a whole, or is as it was and is taken by the next who asks."""
+    made = taking_calls()
+    assert min(made["cuMemcpyAsync"], made["cuStreamSynchronize"], made["cuMemSetAccess"]) >= 1
+    failed = 0
+    for function, count in made.items():
+        for ahead in range(1, count + 1):
+            with opened(budget=5) as core:
+                taking = Taking(core)
+                for more in range(times):
+                    arm(function, ahead + more)
+                try:
+                    taking.ask()
+                except (BallonetError, PoolExhausted):
+                    failed += 1
+                    assert taking.intact(), (function, ahead)
+                    disarm()
+                    if not core.device.snapshot()["reclaimed"]:
+                        assert taking.untouched(), (function, ahead)
+                        assert core.device.published == [1], (function, ahead)
+                    taking.ask()
+                assert taking.intact(), (function, ahead)
+                assert (taking.one.place, taking.two.place) == ("host", "host"), (function, ahead)
+                assert keys(core) == [1]
+                disarm()
+                cores.driver().ok("cuCtxSetCurrent", None)
+    assert failed > 0
+
+
+def test_a_take_that_fails_twice_says_why_and_leaves_the_entry() -> None:
+    with opened(budget=5) as core:
+        taking = Taking(core)
+        for ask, error in ((taking.ask, DriverError), (lambda: core.device.allocate(5 * PAGE), PoolExhausted)):
+            arm("cuMemcpyAsync", 1)
+            arm("cuMemcpyAsync", 2)
+            with pytest.raises(error, match=r"cuMemcpyAsync.*filling a twin"):
+                ask()
+            assert taking.untouched()
+            assert taking.intact()
+            assert core.device.published == [1]
+        core.device.set_budget(0)
+        assert keys(core) == [1]
+
+
+def test_another_entry_stands_in_for_one_that_fails() -> None:
+    with opened(budget=4) as core:
+        one, two = layer(core, value=10), layer(core, value=20).clean()
+        core.device.publish([one.entry(1), two.entry(2)])
+        arm("cuMemcpyAsync", 1)
+        arm("cuMemcpyAsync", 2)
+        core.range(2).map(0, 2)
+        assert keys(core) == [2]
+        assert core.device.published == [1]
+        core.range(2).map(0, 2)
+        assert keys(core) == [1]
+        assert one.intact()
+
+
+CAPTURING = """
+static int capturing;
+void set_capturing(int now) { capturing = now; }
+int cuStreamIsCapturing(void* stream, int* status) { *status = capturing; return 0; }
+"""
+
+
+def test_nothing_is_taken_while_a_graph_is_captured(tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler")
+    shim = tmp_path / "libcapturing.so"
+    (tmp_path / "capturing.c").write_text(CAPTURING)
+    flags = ["-shared", "-fPIC", "-Wl,--no-as-needed", "-o", str(shim)]
+    subprocess.run(["gcc", *flags, str(tmp_path / "capturing.c"), str(library())], check=True)
+    with opened(budget=4, path=str(shim)) as core:
+        one = layer(core)
+        rest = core.range(2)
+        rest.map(0, 2)
+        core.device.publish([one.entry(1)])
+        ctypes.CDLL(str(shim)).set_capturing(1)
+        for ask in (lambda: core.range(1).map(0, 1), lambda: core.device.allocate(PAGE)):
+            with pytest.raises(PoolExhausted):
+                ask()
+        core.device.set_budget(3 * PAGE)
+        assert (keys(core), core.device.published, one.place) == ([], [1], "device")
+        ctypes.CDLL(str(shim)).set_capturing(0)
+        core.device.set_budget(4 * PAGE)
+        core.range(1).map(0, 1)
+        assert keys(core) == [1]
+
+
+def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
+    """Several ask at the same moment and there is one entry, with a page for each."""
+    threads, rounds = 4, 300
+    with opened(budget=threads) as core:
+        one = layer(core, threads, value=40).clean()
+        asking = [core.range(1) for _ in range(threads)]
+        start, end = threading.Barrier(threads + 1), threading.Barrier(threads + 1)
+        refused = []
+
+        def ask(kv: _native.Range) -> None:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                for number in range(rounds):
+                    start.wait()
+                    try:
+                        kv.map(0, 1)
+                    except PoolExhausted:
+                        refused.append(number)
+                    end.wait()
+
+        workers = [threading.Thread(target=ask, args=(kv,)) for kv in asking]
+        for worker in workers:
+            worker.start()
+        try:
+            for number in range(rounds):
+                core.device.publish([one.entry(number)])
+                start.wait()
+                end.wait()
+                assert keys(core) == [number]
+                assert one.intact()
+                for kv in asking:
+                    kv.retire(0, 1)
+                assert one.home.own(0, threads)
+                fill(one.home, 40)
+        finally:
+            start.abort()
+            end.abort()
+            for worker in workers:
+                worker.join()
+        assert refused == []
+
+
+def test_torch_finds_memory_where_a_layer_was() -> None:
+    """From the kernel's books: the layer was in the pool and is not any more, and the pool never exceeds its budget."""
+    budget, page = 2**22, 2**16
+    with installing(budget, page) as install:
+        device = install()
+        group = device.group()
+        home, twin = (device.reserve(budget // 2, "weights", group) for _ in range(2))
+        home.map(0, home.pieces)
+        weights = from_dlpack(home.tensor(0, (budget // 8,), (1,), 2, 32)).normal_()
+        before = bytes(weights.numpy())
+        assert in_pool(weights)
+        device.publish([(1, group, [(home, 0, home.pieces, twin, 0, [])])])
+        more = torch.ones(budget * 3 // 16)
+        assert in_pool(more)
+        assert not in_pool(weights)
+        assert bytes_that_exist() <= budget
+        assert bytes(weights.numpy()) == before
+        assert [key for _, key, _ in device.taken()] == [1]
+        with pytest.raises(RuntimeError, match="tried to allocate"):
+            torch.ones(budget // 8)
+        del weights, more
+        home.close()
+        twin.close()

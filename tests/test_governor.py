@@ -1,0 +1,391 @@
+"""Whose layers are taken and when they come back (Oneiros): the governor with a device and models that are made up."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballonet.offload.governor import DWELL, PAUSE, SPARE
+from ballonet.offload.interval import Costs
+from ballonet.offload.plan import Plan, at_interval, fewest, spread, streaming
+from ballonet.offload.reclaim import listing, nested
+from ballonet.offload.record import Point
+from ballonet.offload.remap import Model, cap, reclaimable
+from ballonet.offload.schedule import gaps
+
+from .governed import EQUAL, LINK, FakeDevice, FakeModel, governed, keys, trace
+
+# -- the list to take from
+
+
+def test_layers_are_taken_around_the_circle() -> None:
+    """Oneiros, which layers: those taken so far are spread at any moment, the gap across the end included."""
+    assert nested((5,) * 8) == (0, 4, 2, 6, 1, 3, 5, 7), "the order of van der Corput"
+    assert nested((5,) * 8, (3,)) == (7, 1, 5, 0, 2, 4, 6)
+    assert nested((1, 1, 0, 8, 1, 1)) == (0, 3, 1, 4, 5), "far by what there is to compute between"
+    for layers in (7, 12, 32, 40):
+        order = nested((5,) * layers)
+        assert sorted(order) == list(range(layers))
+        for count in range(1, layers):
+            assert min(gaps(layers, sorted(order[:count]))) >= max(1, layers // count // 2)
+
+
+@st.composite
+def some_models(draw: st.DrawFn) -> list[Model]:
+    found = []
+    for name in "abcd"[: draw(st.integers(1, 4))]:
+        pages = draw(st.one_of(st.just(EQUAL), st.lists(st.integers(0, 6), min_size=1, max_size=8).map(tuple)))
+        decode = draw(st.sampled_from([0.001, 0.005, 0.02, 0.1]))
+        costs, longer = (Costs(pages, seconds, 0.001) for seconds in (decode, 3 * decode))
+        active, priority, used = draw(st.booleans()), draw(st.integers(0, 2)), draw(st.integers(0, 3))
+        made = Model(name, Plan(pages), costs, longer, active, priority, used, base=draw(st.sampled_from([0, 0, 3])))
+        plan = fewest(pages, sum(pages) - draw(st.integers(0, 20)), made.costs.ratio, made.cap)
+        found.append(made if plan is None else Model(name, plan, costs, longer, active, priority, used, base=made.base))
+    return found
+
+
+@given(some_models())
+def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: list[Model]) -> None:
+    """Oneiros, how many: whatever is arranged stays under the cap; in the order of `reclaimable`, and as much."""
+    order = listing(them, {each.name: each.plan.streamed for each in them})
+    assert len(set(order)) == len(order)
+    steps = list(reclaimable(them))
+    assert list(dict.fromkeys(name for name, _ in order)) == [
+        name for name in dict.fromkeys(step.model for step in steps) if name in {name for name, _ in order}
+    ]
+    for each in them:
+        mine = [layer for name, layer in order if name == each.name]
+        assert not set(mine) & set(each.plan.streamed)
+        left = each.plan.device_pages
+        for layer in mine:
+            left -= each.plan.pages[layer]
+            assert fewest(each.plan.pages, left, each.costs.ratio, each.cap) is not None
+        if each.plan.pages == EQUAL:
+            assert each.plan.device_pages - left == sum(step.freed for step in steps if step.model == each.name)
+
+
+# -- Oneiros: when
+
+
+def test_nothing_is_taken_while_pages_are_free() -> None:
+    """Oneiros, when: on exhaustion, not before."""
+    device, governor, _, (a, b) = governed(120, {}, {})
+    for _ in range(4):
+        assert a.step(governor, kv=10).plan == Plan(EQUAL)
+    assert (device.free, device.trace) == (0, [])
+    a.step(governor, kv=1)
+    assert device.trace == [("b", 0)], "the idle model, one layer"
+    assert a.plan == Plan(EQUAL)
+    assert b.plan == Plan(EQUAL), "it learns of it when it runs"
+    assert device.demand == 0
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["prefill", "decode"]), st.integers(-9, 9)), max_size=40)
+)
+def test_taken_only_when_it_had_to_be_and_never_beyond_the_caps(steps: list[tuple[str, Any, int]]) -> None:
+    device, governor, clock, them = governed(140, {}, {"priority": 1}, {"decode": 0.005, "prefill": 0.1})
+    for name, phase, kv in steps:
+        clock.now += 0.4
+        model = them["abc".index(name)]
+        kv = max(kv, -device.kv)
+        free, taken, here = device.free, len(device.trace), model.here
+        try:
+            decision = model.step(governor, phase, kv=kv)
+        except MemoryError:
+            assert device.free < kv
+            assert device.free + sum(each.plan.pages[layer] for _, each, (layer,) in device.listed) < kv
+            continue
+        assert decision.plan == model.plan
+        if len(device.trace) > taken:
+            assert free < kv + max(0, model.plan.device_pages - here)
+        for each in them:
+            assert len(each.gone) < len(EQUAL), "never a whole model"
+            longest = Costs(EQUAL, max(each.times.values()), 0.001)  # type: ignore[type-var]
+            assert len(each.plan.streamed) <= cap(longest)
+
+
+# -- Oneiros: which model
+
+
+def test_idle_models_give_first_each_until_its_cap_then_the_one_that_runs() -> None:
+    """Oneiros, which model (Figure 7): A runs, B and C wait, C has the lowest priority."""
+    device, governor, _, (a, b, c) = governed(120, {"priority": 0}, {"priority": 1}, {"priority": 0})
+    a.step(governor)
+    for _ in range(65):
+        a.step(governor, kv=1)
+    assert trace(device) == ["c"] * 5 + ["b"] * 5 + ["a"] * 3, "one less than the cap of six, or four: the slot"
+    with pytest.raises(MemoryError):
+        a.step(governor, kv=1)
+    a.step(governor)
+    assert len(a.plan.streamed) == 4 == cap(Costs(EQUAL, 0.02, 0.001))
+    for each in (b, c):
+        each.step(governor, "prefill")
+        assert each.plan == streaming(EQUAL, spread(EQUAL, 6), 1), "uniform, and through one slot"
+        assert each.gone == set()
+
+
+def test_of_equals_the_one_used_last_gives_first() -> None:
+    """Oneiros, which model: most recently used, of those that are idle."""
+    device, governor, clock, them = governed(160, {}, {}, {}, {})
+    for each in (them[2], them[0], them[1]):
+        each.step(governor)
+        clock.now += 2 * PAUSE
+    them[3].step(governor, kv=11)
+    assert trace(device) == ["b"] * 3
+    clock.now += 2 * PAUSE
+    them[1].step(governor, kv=1)
+    them[1].step(governor, kv=15)
+    assert trace(device)[3:] == ["d"] * 3, "now that one"
+
+
+def test_used_last_is_what_ended_last() -> None:
+    """An iteration may take long."""
+    device, governor, clock, (a, b, c) = governed(120, {}, {}, {})
+    a.running = True
+    governor.before(a, Point("prefill", 1, 8))
+    clock.now += PAUSE
+    b.step(governor)
+    clock.now += PAUSE
+    assert c.step(governor).plan == Plan(EQUAL)
+    assert keys(device)[0][0] == "b", "the other runs"
+    governor.after(a)
+    a.running = False
+    clock.now += 2 * PAUSE
+    c.step(governor, kv=1)
+    assert trace(device) == ["a"]
+
+
+def test_models_that_all_run_give_in_turns() -> None:
+    """Oneiros, which model: in spatial sharing each gives."""
+    device, governor, _, them = governed(80, {}, {})
+    for kv in (0, 3, 3, 3, 3):
+        for each in them:
+            each.step(governor, kv=kv)
+    assert trace(device) == ["a", "b", "a", "b", "a"]
+    assert [each.here for each in them] == [25, 30]
+
+
+# -- Oneiros: which layers, slots
+
+
+def test_what_was_taken_is_arranged_before_the_next_iteration() -> None:
+    """Oneiros, which layers: ⌊j·n/m⌋ again, whatever the core took; and no page beside those."""
+    _device, governor, _, (a,) = governed(40, {"pages": (1,) * 32, "decode": 0.004})
+    for _ in range(8):
+        a.step(governor, kv=1)
+    before = a.here
+    a.step(governor, kv=3)
+    a.step(governor)
+    assert a.here == before - 3 == a.plan.device_pages
+    assert a.plan == fewest((1,) * 32, 29, Fraction(8))
+    assert a.plan.streamed == spread((1,) * 32, len(a.plan.streamed))
+    assert len(a.plan.streamed) == 3 + len(a.plan.slot_pages)
+
+
+# -- Oneiros: back
+
+
+def wave(
+    half: float, seconds: float, step: float = 0.5
+) -> tuple[FakeDevice, list[FakeModel], list[float], list[float]]:
+    """The cache of a wants 30 pages more for `half` seconds, then none, and so on. When layers were taken, and given
+    back."""
+    device, governor, clock, (a, b) = governed(96, {}, {}, pause=1.0)
+    taken, back = [], []
+    while clock.now < seconds:
+        high = clock.now // half % 2 == 0
+        count, plans = len(device.trace), (a.plan, b.plan)
+        a.step(governor, kv=(30 if high else 0) - device.kv)
+        b.step(governor, "decode")
+        if len(device.trace) > count:
+            taken.append(clock.now)
+        if any(now.device_pages > before.device_pages for now, before in zip((a.plan, b.plan), plans, strict=True)):
+            back.append(clock.now)
+        clock.now += step
+    return device, [a, b], taken, back
+
+
+def test_weights_come_back_when_the_load_is_gone() -> None:
+    """Oneiros, reversion: all is resident after `dwell` seconds of empty pages."""
+    device, them, taken, back = wave(30.0, 60.0)
+    assert taken == [0.0]
+    assert back
+    assert back[0] >= 30.0 + DWELL - 0.5
+    assert all(each.plan == Plan(EQUAL) for each in them)
+    assert device.free == 16
+
+
+@settings(max_examples=15)
+@given(st.sampled_from([0.5, 1.0, 3.0, 7.0, 9.5, 12.0, 15.0, 25.0]), st.sampled_from([0.5, 0.7]))
+def test_nothing_flaps_on_a_square_wave(half: float, step: float) -> None:
+    _, _, taken, back = wave(half, 100.0, step)
+    if half < DWELL:
+        assert len(taken) == 1
+        assert not back
+    assert len(taken) <= math.ceil(100.0 / (2 * half))
+    for moment in back:
+        assert not any(moment - DWELL < each <= moment for each in taken)
+
+
+def test_pages_that_were_short_in_between_are_not_to_spare() -> None:
+    """However many are free whenever it is looked: layers would come back to be taken again."""
+    device, governor, clock, (a, b) = governed(120, {}, {})
+    for more in range(5):
+        clock.now += 0.6 * DWELL
+        b.step(governor, "prefill")
+        assert b.here == 40 - 5 * more
+        clock.now += PAUSE
+        a.step(governor, kv=45 + 5 * more)
+        device.kv = 0
+    assert trace(device) == ["b"] * 5
+    clock.now += 0.6 * DWELL
+    b.step(governor, "prefill")
+    assert b.here == 15
+    for _ in range(2):
+        clock.now += 1.2 * DWELL
+        b.step(governor, "prefill")
+    assert b.here > 15
+
+
+def test_what_is_given_back_leaves_room_for_the_next_tokens() -> None:
+    device, governor, clock, (a,) = governed(64, {"pages": (8,) * 8, "decode": 1.0})
+    a.step(governor, kv=16)
+    a.step(governor)
+    assert a.here == 48
+    device.kv = 0
+    for _ in range(40):
+        clock.now += 1.0
+        a.step(governor)
+    assert device.free >= 64 // SPARE > 0
+    assert a.here == 56, "whole layers"
+    assert a.decisions[-1].plan == a.plan
+
+
+def test_an_idle_model_takes_back_what_is_still_there_when_it_runs() -> None:
+    """Its plan is kept for it, but not its pages."""
+    for still_there in (True, False):
+        device, governor, clock, (a, b) = governed(80, {}, {})
+        a.step(governor, kv=20)
+        assert trace(device) == ["b"] * 4
+        device.kv = 0
+        for _ in range(30):
+            clock.now += 1.0
+            a.step(governor)
+        device.kv = 0 if still_there else 18
+        b.step(governor, "prefill")
+        assert (b.plan.device_pages > 20) == still_there
+        assert len(device.trace) == 4, "nobody else gave for that"
+
+
+# -- Oneiros: a model runs again
+
+
+def test_a_model_that_runs_again_drops_to_its_decode_cap_before_it_decodes() -> None:
+    """Oneiros, how many: under the prefill cap while it waits and prefills, under that of decoding from then on. Others
+    give what that takes."""
+    device, governor, clock, (a, b, _c) = governed(120, {}, {"priority": -1}, {"priority": 1})
+    a.step(governor, kv=25)
+    clock.now += 2 * PAUSE
+    assert trace(device) == ["b"] * 5
+    assert b.step(governor, "prefill").plan == streaming(EQUAL, spread(EQUAL, 6), 1)
+    loaded = b.loaded
+    again = b.step(governor, "decode")
+    assert len(again.plan.streamed) == 4
+    assert "decodes" in again.why
+    assert b.loaded > loaded
+    assert set(trace(device)[5:]) == {"a"}, "it was used last of those that are idle and not as important as c"
+    assert b.step(governor, "decode").plan == again.plan
+    assert "decodes" not in b.decisions[-1].why
+
+
+def test_where_nobody_gives_it_streams_more_than_hides_and_says_so() -> None:
+    device, governor, clock, (a, b) = governed(80, {"interval": None}, {})
+    a.step(governor, kv=25)
+    assert trace(device) == ["b"] * 5
+    b.step(governor, "prefill")
+    assert len(b.plan.streamed) == 6
+    before, late = b.plan, b.step(governor, "decode")
+    costs = Costs(EQUAL, 0.02, 0.001)
+    assert late.plan.device_pages <= before.device_pages
+    assert costs.of(late.plan) < costs.of(before), "the best for the pages that it has"
+    assert "missing" in late.why
+    device.kv -= 7
+    clock.now += 2 * PAUSE
+    b.step(governor, "prefill")
+    assert b.step(governor, "decode").plan.device_pages == 20, "with the pages there are"
+
+
+def test_a_cap_that_falls_while_a_model_runs_takes_nothing_back_at_once() -> None:
+    """Or batches of many sequences and of one, in turns, would flap."""
+    _device, governor, clock, (a,) = governed(40, {})
+    a.times["decode"] = 0.03
+    a.step(governor, batch=8, kv=25)
+    a.step(governor, batch=8)
+    assert len(a.plan.streamed) == 6
+    a.times["decode"] = 0.01
+    for turn in range(6):
+        clock.now += 0.1
+        assert a.step(governor, batch=1 + turn % 2).plan == a.plan
+    assert a.loaded == 0
+
+
+# -- interval
+
+
+def test_an_interval_that_was_given_stays_and_gives_nothing() -> None:
+    pages = at_interval(EQUAL, 4)
+    device, governor, _, (a, b, c) = governed(
+        115, {"interval": 4, "plan": pages}, {"interval": None}, {"interval": 1, "plan": at_interval(EQUAL, 1)}
+    )
+    for phase in ("prefill", "decode"):
+        assert a.step(governor, phase).plan == pages  # type: ignore[arg-type]
+        assert b.step(governor, phase).plan == Plan(EQUAL)  # type: ignore[arg-type]
+    assert a.decisions[-1].interval == 4
+    assert device.listed == []
+    with pytest.raises(MemoryError):
+        c.step(governor, kv=device.free + 1)
+    assert device.trace == []
+
+
+def test_without_an_slo_it_streams_what_memory_demands() -> None:
+    """More than hides, and it is not asked for more than that; what it came with it may stream again."""
+    plan = fewest(EQUAL, 10, Fraction(2))
+    assert plan is not None
+    device, governor, clock, (a,) = governed(20, {"plan": plan})
+    assert len(plan.streamed) == 8 > cap(Costs(EQUAL, 0.02, 0.001)) == 4
+    decision = a.step(governor, kv=10)
+    assert (decision.plan, decision.why) == (plan, "memory demands it")
+    with pytest.raises(MemoryError):
+        a.step(governor, kv=1)
+    device.kv = 0
+    for _ in range(30):
+        clock.now += 1.0
+        a.step(governor)
+    assert a.here == 15, "there was room for one layer more"
+    a.step(governor, kv=10)
+    assert a.step(governor).plan == plan
+
+
+@pytest.mark.parametrize(("seconds", "bandwidth"), [(None, LINK), (0.02, None), (None, None)])
+def test_where_nothing_was_measured_it_assumes_and_says_so(seconds: float | None, bandwidth: float | None) -> None:
+    device, governor, _, (a, b) = governed(
+        80, {"decode": seconds, "prefill": seconds}, {"decode": seconds, "prefill": seconds}, bandwidth=bandwidth
+    )
+    a.step(governor, kv=5)
+    with pytest.raises(MemoryError):
+        a.step(governor, kv=6)
+    a.step(governor, kv=5)
+    b.step(governor, "prefill")
+    a.step(governor)
+    for each in (a, b):
+        assert len(each.plan.streamed) == 2
+        assert each.decisions[-1].seconds is None
+        assert "assumed" in each.decisions[-1].why
+    assert trace(device) == ["b", "a"], "two of eight layers hide where copying takes four times as long as computing"

@@ -1,0 +1,322 @@
+"""Whom the governor asks, when, and holding what; and what it knows of the link."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ballonet.offload import governor as governor_module
+from ballonet.offload.governor import DWELL, PAUSE, Governor
+from ballonet.offload.plan import Plan, streaming
+from ballonet.offload.record import Point
+from ballonet.offload.traffic import Traffic, sent
+
+from .governed import EQUAL, LINK, Clock, FakeDevice, FakeModel, governed, keys, trace
+
+# -- what is asked of whom, and when
+
+
+def test_while_nothing_happens_nobody_is_asked_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, governor, clock, (a, b) = governed(100, {}, {"tpot": 0.05})
+    for each in (a, b, a, b):
+        each.step(governor)
+    published, asked = device.published, (a.asked, b.asked)
+    monkeypatch.setattr(governor_module, "decide", None)
+    monkeypatch.setattr(governor_module, "listed", None)
+    for _ in range(20):
+        clock.now += 0.3
+        a.step(governor, length=7, kv=1)
+        b.step(governor, batch=1, length=5)
+    assert device.published == published
+    assert (a.asked, b.asked) == asked
+
+
+def test_the_list_is_published_when_it_is_another_one() -> None:
+    device, governor, clock, (a, b) = governed(100, {}, {})
+    a.step(governor)
+    assert keys(device)[:5] == [("b", layer) for layer in (0, 4, 2, 6, 1)]
+    assert keys(device)[5:] == [("a", layer) for layer in (0, 4, 2)]
+    first = device.published
+    a.step(governor, "prefill")
+    a.step(governor)
+    assert device.published == first
+    clock.now += 2 * PAUSE
+    b.step(governor)
+    assert keys(device)[:5] == [("a", layer) for layer in (0, 4, 2, 6, 1)]
+    a.times["prefill"] = 0.01
+    governor.changed(a)
+    b.step(governor)
+    assert keys(device)[:2] == [("a", 0), ("b", 0)], "two hide behind a prefill now: one is freed"
+
+
+def test_layers_that_cannot_be_taken_are_not_in_the_list() -> None:
+    device, governor, _, (a, _b) = governed(100, {}, {"interval": None})
+    a.entries = lambda layer: layer % 4 != 0
+    a.step(governor)
+    assert keys(device) == [("a", 2)]
+    a.entries = lambda layer: True
+    a.step(governor)
+    assert keys(device) == [("a", 2)], "nobody said that there is more"
+    governor.changed(a)
+    a.step(governor)
+    assert keys(device) == [("a", 0), ("a", 4), ("a", 2)]
+    governor.remove(a)
+    assert device.listed == []
+    governor.remove(a)
+    with pytest.raises(KeyError):
+        governor.before(a, Point("decode", 1, 1))
+
+
+def test_twins_are_prepared_only_once_pages_are_scarce() -> None:
+    device, governor, _, (a, b) = governed(160, {}, {})
+    a.step(governor, kv=39)
+    a.step(governor)
+    assert a.covered == b.covered == [], "half of what is left: a model in a large pool pays nothing"
+    a.step(governor, kv=2)
+    a.step(governor)
+    assert (a.covered, b.covered) == ([(0, 4, 2)], [(0, 4, 2, 6, 1)])
+    device.kv = 0
+    a.step(governor)
+    assert len(a.covered) == 1
+    roomy, other, _, (c,) = governed(1000, {"tpot": 0.1})
+    c.step(other)
+    assert c.plan.streamed
+    d = FakeModel(roomy, "d")
+    other.add(d)
+    d.step(other)
+    assert d.covered == [(0, 4, 2, 6, 1), (0, 4, 2)], "somebody has an SLO"
+
+
+def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
+    device, governor, clock, (a, b) = governed(80, {}, {})
+    a.step(governor, kv=20)
+    b.step(governor, "prefill")
+    clock.now += 2 * PAUSE
+    device.kv = 0
+    for _ in range(3):
+        clock.now += 0.6 * DWELL
+        a.step(governor)
+    a.step(governor, kv=25)
+    assert len(b.gone) == 1
+    device.kv = 0
+    clock.now += 2 * PAUSE
+    b.step(governor, "prefill")
+    assert b.here == 15, "not what was kept for it before"
+
+
+def test_a_model_that_changes_is_not_taken_from() -> None:
+    device, governor, _, (a, b) = governed(90, {}, {})
+    a.step(governor, kv=15)
+    assert trace(device) == ["b"]
+    with governor.changing(b) as taken:
+        b.changes += 1
+        assert taken == {0}
+        assert {name for name, _ in keys(device)} == {"a"}
+        a.step(governor)
+        assert {name for name, _ in keys(device)} == {"a"}
+        assert not device.want(16), "only what a has"
+        b.plan, b.gone = streaming(EQUAL, (0, 4), 1), set()
+        b.changes -= 1
+    assert keys(device)[0][0] == "b"
+    assert ("b", 4) not in keys(device)
+
+
+def test_a_change_that_fails_is_asked_for_again() -> None:
+    _device, governor, _, (a, b) = governed(90, {}, {})
+    a.step(governor, kv=15)
+    point = Point("prefill", 1, 1)
+    wanted = governor.before(b, point).plan
+    assert wanted == streaming(EQUAL, (0, 4), 1)
+    with pytest.raises(MemoryError), governor.changing(b):
+        raise MemoryError
+    assert governor.before(b, point).plan == wanted
+    with governor.changing(b) as taken:
+        assert taken == {0}
+        b.plan, b.gone = wanted, set()
+    assert governor.before(b, point).plan == wanted
+    with governor.changing(b) as taken:
+        assert taken == set()
+
+
+def test_a_list_that_is_overtaken_is_not_published() -> None:
+    """While entries are made a model may begin to change, on another thread or this one."""
+    device, governor, _, (a, b) = governed(100, {}, {})
+    changing = None
+
+    def entries(layer: int) -> bool:
+        nonlocal changing
+        if changing is None:
+            changing = governor.changing(b)
+            changing.__enter__()
+            b.changes += 1
+        return True
+
+    a.entries = entries
+    a.step(governor)
+    assert "b" not in {name for name, _ in keys(device)}
+    assert changing is not None
+    b.changes -= 1
+    changing.__exit__(None, None, None)
+    assert "b" in {name for name, _ in keys(device)}
+
+
+def test_models_are_called_without_the_lock() -> None:
+    """`entry` and `cover` may wait for whoever waits for the governor."""
+    device, governor, _, (a, _b) = governed(60, {}, {"interval": None})
+    called = []
+
+    def other_thread(*_: object) -> bool:
+        thread = threading.Thread(target=governor.set_traffic, args=(len(called) * LINK,), daemon=True)
+        thread.start()
+        thread.join(20)
+        called.append(thread.is_alive())
+        return True
+
+    a.entries = other_thread
+    a.cover = other_thread  # type: ignore[method-assign, assignment]
+    device.withdraw = other_thread  # type: ignore[method-assign, assignment]
+    device.kv = 20
+    a.step(governor)
+    with governor.changing(a):
+        pass
+    assert len(called) > 5
+    assert not any(called)
+
+
+def test_threads() -> None:
+    """Each model on its own; no list is published that has a layer of one that changes, nor one that is gone."""
+    _device, governor, _, them = governed(10**6, {}, {}, {}, {})
+    errors = []
+
+    def run(model: FakeModel) -> None:
+        try:
+            for n in range(60):
+                governor.before(model, Point("decode", 1, 1 + n))
+                with governor.changing(model):
+                    model.changes += 1
+                    resident = Plan(EQUAL) if n % 2 else streaming(EQUAL, (0, 4), 1)
+                    model.plan = resident
+                    model.changes -= 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in them]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_models_of_one_name() -> None:
+    device, governor, _, (a, b) = governed(80, {"name": "Llama", "tpot": 0.06}, {"name": "Llama", "pages": (2,) * 4})
+    b.step(governor)
+    a.step(governor)
+    assert a.step(governor, kv=device.free).plan.pages == EQUAL
+    a.step(governor, kv=2)
+    assert len(b.gone) == 1, "and not of the other, which has as many layers streaming as it may"
+    assert b.step(governor).plan.pages == (2,) * 4
+
+
+def test_an_slo_needs_the_bandwidth() -> None:
+    device, governor, _, (_a,) = governed(80, {}, bandwidth=None)
+    with pytest.raises(ValueError, match="bandwidth"):
+        governor.add(FakeModel(device, "b", tpot=0.1))
+    with pytest.raises(ValueError, match="bandwidth"):
+        governor.admit(FakeModel(device, "b", tpot=0.1), 40)
+    governor.bandwidth = LINK
+    assert governor.bandwidth == LINK
+    assert governor.admit(FakeModel(device, "b", tpot=0.1), 40) is None
+
+
+# -- others on the link
+
+
+class FakeLink:
+    """What NVML would say, once for each time that it is waited for."""
+
+    def __init__(self, device: FakeDevice, clock: Clock) -> None:
+        self.device = device
+        self.clock = clock
+        self.others = 0
+        self.own = 0
+        self.known = True
+
+    def __call__(self) -> int | None:
+        self.clock.now += 0.02
+        self.device.copied += self.own // 50
+        return self.others + self.own if self.known else None
+
+
+def test_traffic_is_what_others_send() -> None:
+    """Real link use less our own bytes, the middle of the last looks."""
+    device, clock = FakeDevice(10), Clock()
+    told: list[float] = []
+    nvml = FakeLink(device, clock)
+    watcher = Traffic(nvml, lambda: sent(device), told.append, clock)
+    assert sent(device) == 0
+    nvml.own = 10**6
+    assert watcher.look()
+    assert told == [0]
+    nvml.others = 3 * 10**5
+    assert watcher.look()
+    assert watcher.look()
+    assert told[-1] == pytest.approx(3 * 10**5)
+    nvml.others = 9 * 10**5
+    assert watcher.look()
+    assert told[-1] == pytest.approx(3 * 10**5), "one burst is none"
+    nvml.known = False
+    assert not watcher.look()
+    assert len(told) == 4
+
+
+def test_the_link_is_watched_while_something_streams() -> None:
+    device, clock = FakeDevice(60), Clock()
+    looked, released = threading.Event(), threading.Event()
+
+    def received() -> int:
+        looked.set()
+        released.wait(20)
+        return LINK
+
+    governor = Governor(device, bandwidth=LINK, received=received, clock=clock)
+    a = FakeModel(device, "a", tpot=0.05)
+    governor.add(a)
+    before = {thread.ident for thread in threading.enumerate()}
+    assert not any(thread.name == "ballonet link traffic" for thread in threading.enumerate())
+    a.step(governor)
+    assert a.plan.streamed
+    (thread,) = [each for each in threading.enumerate() if each.ident not in before]
+    assert thread.name == "ballonet link traffic"
+    assert thread.daemon
+    assert looked.wait(20)
+    governor.remove(a)
+    released.set()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_traffic_changes_what_streams() -> None:
+    """Select-N, coordinator: with less of the link less streams, as far as there are pages."""
+    device, governor, _, (a,) = governed(60, {"tpot": 0.042})
+    assert len(a.step(governor).plan.streamed) == 8
+    governor.set_traffic(LINK // 2 - 1)
+    assert 1 <= len(a.step(governor).plan.streamed) < 8
+    asked = a.asked
+    governor.set_traffic(LINK // 2 - 2)
+    a.step(governor)
+    assert a.asked == asked, "too little to be told apart"
+    governor.set_traffic(0)
+    assert len(a.step(governor).plan.streamed) == 8
+    device.kv = device.free
+    governor.set_traffic(LINK // 2)
+    missed = a.step(governor)
+    assert len(missed.plan.streamed) == 8, "there are none"
+    assert missed.refusal is not None
+    assert missed.refusal.pages == 30, "or one layer of two"
+    new = FakeModel(device, "new", tpot=0.042)
+    governor.remove(a)
+    assert governor.admit(new, 10) is not None
+    governor.set_traffic(0)
+    assert governor.admit(new, 10) is None

@@ -1,0 +1,309 @@
+"""What SLOs have models stream (Select-N): the governor with a device and models that are made up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ballonet.offload.governor import PAUSE, SPARE
+from ballonet.offload.interval import Costs, meeting
+from ballonet.offload.ledger import Client, Refusal, Shares, share
+from ballonet.offload.ledger import options as options_of
+from ballonet.offload.plan import Plan, at_interval, fewest
+from ballonet.offload.record import Point
+
+from .governed import EQUAL, LINK, PAGE, FakeModel, governed, keys
+from .links import fair
+
+
+def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
+    """Select-N, phases: the smallest interval of each, switched between iterations; i_prefill ≤ i_decode."""
+    device, governor, _, (a,) = governed(60, {"tpot": 0.025, "ttft": 0.06})
+    assert device.free == 20
+    seen = {}
+    for phase, slo in (("prefill", 0.06), ("decode", 0.025), ("prefill", 0.06), ("decode", 0.025)):
+        decision = a.step(governor, phase)  # type: ignore[arg-type]
+        costs = Costs(EQUAL, a.times[phase], 0.001)  # type: ignore[arg-type]
+        assert decision.interval == meeting(costs, slo)
+        assert decision.plan == a.plan == costs.plan(decision.interval)  # type: ignore[arg-type]
+        assert decision.seconds == costs.of(a.plan) <= slo
+        assert decision.refusal is None
+        seen[phase] = decision.interval
+        assert device.free == 60 - a.plan.device_pages > 20, "for whoever wants it"
+    assert seen["prefill"] < seen["decode"]
+    assert device.trace == []
+
+
+def test_the_interval_follows_batch_and_length() -> None:
+    """Select-N, record: looked up for each iteration by the next powers of two."""
+    _device, governor, _, (a,) = governed(60, {"tpot": 0.1})
+    seen: list[Point] = []
+
+    def seconds(point: Point) -> float:
+        seen.append(point)
+        return 0.01 * point.batch
+
+    a.seconds = seconds  # type: ignore[method-assign]
+    intervals = [a.step(governor, batch=batch, length=9).interval for batch in (1, 2, 4, 5, 8, 16)]
+    assert intervals[3] == intervals[4] == meeting(Costs(EQUAL, 0.08, 0.001), 0.1)
+    assert a.decisions[3].seconds == a.decisions[4].seconds == 0.08, "five sequences count as eight"
+    assert a.decisions[5].refusal is not None, "computing alone takes longer"
+    assert {point for point in seen if point.phase == "decode" and point.batch > 1} == {
+        Point("decode", batch, 16) for batch in (2, 4, 8, 16)
+    }
+
+
+def test_a_phase_without_an_slo() -> None:
+    """Decoding then streams as little as it can; a prefill does as decoding does."""
+    _device, governor, _, (a, b) = governed(120, {"ttft": 0.06}, {"tpot": 0.025})
+    assert len(a.step(governor, "prefill").plan.streamed) == 8
+    assert a.step(governor, "decode").plan == Plan(EQUAL)
+    decoding = b.step(governor, "decode").plan
+    assert decoding.streamed
+    assert b.step(governor, "prefill").plan == decoding
+
+
+def test_an_slo_that_cannot_be_kept_is_missed_as_little_as_can_be_and_said_once() -> None:
+    _device, governor, _, (a, _b) = governed(90, {"tpot": 0.02}, {"interval": None})
+    first = a.step(governor, "decode")
+    assert (first.interval, first.refusal) == (2, None), "half of its layers hide behind the others"
+    a.times["decode"] = 0.021
+    governor.changed(a)
+    missed = a.step(governor)
+    assert missed.plan == Plan(EQUAL)
+    assert isinstance(missed.refusal, Refusal)
+    assert missed.refusal.slo == 0.021
+    assert missed.notice is not None
+    assert "20 ms" in missed.notice
+    assert a.step(governor).notice is None
+    again = a.step(governor, batch=2)
+    assert again.refusal is not None
+    assert again.notice is None
+    _, other, _, (c,) = governed(90, {"tpot": 0.01})
+    assert [c.step(other).notice is not None for _ in range(3)] == [True, False, False]
+    a.times["decode"] = 0.02
+    governor.changed(a)
+    assert a.step(governor).refusal is None
+
+
+def test_an_slo_is_kept_again_when_there_are_pages_again() -> None:
+    """It takes back what it needs as far as pages are free, and tries again when more are."""
+    device, governor, _, (a,) = governed(40, {"tpot": 0.04, "decode": 0.02})
+    a.step(governor)
+    assert len(a.plan.streamed) == 8
+    assert device.grow(30)
+    a.times["decode"] = 0.039
+    a.tpot_slo = 0.0395
+    governor.changed(a)
+    tight = meeting(Costs(EQUAL, 0.039, 0.001), 0.0395)
+    assert tight is not None
+    a.tpot_slo = 0.021
+    a.times["decode"] = 0.02
+    governor.changed(a)
+    assert a.step(governor).refusal is not None
+    assert a.here == 10
+    for _ in range(3):
+        assert a.step(governor).refusal is not None
+    device.kv = 0
+    assert a.step(governor).refusal is None
+    assert a.decisions[-1].interval == meeting(Costs(EQUAL, 0.02, 0.001), 0.021)
+
+
+@st.composite
+def two_on_a_link(draw: st.DrawFn) -> tuple[list[dict[str, Any]], int]:
+    """Models that came with any plan, and free pages."""
+    found = []
+    for _ in range(2):
+        pages = draw(st.sampled_from([EQUAL, (2, 5, 1, 4), (10,) * 4]))
+        seconds = sum(pages) / 1000 * draw(st.sampled_from([0.4, 0.6, 1, 2]))
+        fits = draw(st.integers(max(pages), sum(pages)))
+        found.append(
+            {
+                "pages": pages,
+                "plan": fewest(pages, fits, Fraction(2)),
+                "decode": seconds,
+                "tpot": seconds * draw(st.sampled_from([1.0, 1.2, 1.5, 2, 3])),
+            }
+        )
+    return found, draw(st.integers(0, 30))
+
+
+@settings(max_examples=60)
+@given(two_on_a_link())
+@example(
+    (
+        [
+            {"pages": EQUAL, "plan": at_interval(EQUAL, 1), "decode": 0.02, "tpot": 0.025},
+            {"pages": EQUAL, "plan": Plan(EQUAL), "decode": 0.04, "tpot": 0.06},
+        ],
+        0,
+    )
+)
+def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[str, Any]], int]) -> None:
+    """Select-N, coordinator: whatever both streamed before, and with whatever pages; and nobody's pages are missing."""
+    options, free = drawn
+    device, governor, _, them = governed(1000, *options)
+    device.kv = device.free - free - 1000 // SPARE
+    room = free + sum(each.here for each in them)
+    clients = [
+        Client(each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6)  # type: ignore[arg-type]
+        for each in them
+    ]
+    best = share(clients, LINK)
+    possible = isinstance(best, Shares) and room >= sum(
+        each.plan(best.options[each.name].interval).device_pages for each in clients
+    )
+    for _ in range(3):
+        for each in them:
+            each.step(governor)
+    kept = all(each.decisions[-1].refusal is None for each in them)
+    assert kept or not possible
+    if possible and isinstance(best, Shares):
+        host = [each.plan(best.options[each.name].interval).host_pages for each in clients]
+        assert [each.plan.host_pages for each in them] == host
+    assert device.free >= 0
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([EQUAL, (2, 5, 1, 4), (6,), (0, 0)]),
+    st.sampled_from([0.001, 0.01, 0.04]),
+    st.sampled_from([0.5, 1.0, 1.3, 4.0]),
+    st.sampled_from([None, 0.5, 1.0, 1.3, 4.0]),
+    st.sampled_from([0, 3, 10, 25, 40]),
+    st.booleans(),
+)
+def test_admission(
+    pages: Sequence[int], seconds: float, tpot: float, ttft: float | None, available: int, beside: bool
+) -> None:
+    """Select-N, admission: refused with the reason and what would do, never an exception; what is admitted is kept."""
+    device, governor, clock, them = governed(200, *[{"name": "z", "tpot": 0.025}] * beside)
+    for each in them:
+        each.step(governor)
+    device.kv = device.free - available
+    clock.now += 9 * PAUSE  # whoever waits now may run beside it
+    new = FakeModel(device, "new", pages, tpot=seconds * tpot, decode=seconds, prefill=seconds)
+    new.ttft_slo = None if ttft is None else seconds * ttft
+    device.models.remove(new)
+    found = governor.admit(new, available)
+    if found is None:
+        device.models.append(new)
+        new.plan = fewest(tuple(pages), available, Fraction(4)) or new.plan
+        governor.add(new)
+        for _ in range(3):
+            for each in (*them, new):
+                each.step(governor)
+        assert all(each.decisions[-1].refusal is None for each in (*them, new))
+    elif found.slo is not None:
+        new.tpot_slo = max(new.tpot_slo or 0, found.slo)
+        new.ttft_slo = new.ttft_slo and max(new.ttft_slo, found.slo)
+        assert found.slo > min(seconds * tpot, seconds * (ttft or tpot))
+        again = governor.admit(new, available)
+        assert again is None or ttft is not None or beside
+    if tpot < 1.0:
+        assert found is not None, "below the time that it takes resident"
+
+
+def test_what_nobody_measured_is_admitted() -> None:
+    device, governor, _, (a,) = governed(80, {"decode": None, "prefill": None, "tpot": 1e-9})
+    assert governor.admit(FakeModel(device, "new", decode=None, tpot=1e-9), 40) is None
+    assert "assumed" in a.step(governor).why
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
+    """Select-N, coordinator: models come, wait and run in any order, others use the link as they like: as soon as each
+    that runs has run again since, all that were promised their SLO get it of the link that is left."""
+    draw = data.draw
+    shapes = st.sampled_from([EQUAL, (2, 5, 1, 4), (3, 0, 3, 3)])
+    options: list[dict[str, Any]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        pages = draw(shapes)
+        seconds = sum(pages) / 1000 * draw(st.sampled_from([0.4, 1, 2]))
+        slo = draw(st.sampled_from([None, 1.0, 1.2, 2.0, 4.0]))
+        options.append(
+            {
+                "pages": pages,
+                "decode": seconds,
+                "prefill": 2 * seconds,
+                "tpot": slo and seconds * slo,
+                "ttft": draw(st.sampled_from([None, 3 * seconds])),
+            }
+        )
+    device, governor, clock, them = governed(sum(sum(each["pages"]) for each in options) + 20, *options)
+    for _ in range(draw(st.integers(1, 6))):
+        traffic = draw(st.sampled_from([0, LINK // 3, LINK // 2, LINK]))
+        governor.set_traffic(traffic)
+        clock.now += 2 * PAUSE
+        device.kv = draw(st.integers(0, device.free + device.kv))
+        running = draw(st.lists(st.sampled_from(them), min_size=1, unique_by=id))
+        phases = [draw(st.sampled_from(["prefill", "decode"])) for _ in running]
+        decisions = []
+        for _ in range(4):
+            decisions = [each.step(governor, phase) for each, phase in zip(running, phases, strict=True)]
+        clients = [
+            Client(each.name, Costs(each.plan.pages, each.times[phase], PAGE / LINK), PAGE, slo, 10**6, fixed=each.plan)
+            for each, phase in zip(running, phases, strict=True)
+            if (slo := each.slo(phase))
+        ]
+        kept = [decision.refusal is None for decision in decisions]
+        asked = [
+            options_of(client if ok else replace(client, slo=math.inf))
+            for client, ok in zip(clients, kept, strict=True)
+        ]
+        assert all(asked), "alone they would keep it"
+        shares = fair([option.rate for (option,) in asked], LINK - traffic)
+        for client, ok, part in zip(clients, kept, shares, strict=True):
+            assert not ok or client.time(0, math.floor(part + 1e-6)) <= client.slo, client.name
+
+
+def test_what_an_slo_forbids_is_not_taken() -> None:
+    device, governor, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
+    governor.set_traffic(LINK)
+    for each in (a, b):
+        each.step(governor)
+    assert a.plan == Plan(EQUAL), "there is nothing left of the link"
+    assert {name for name, _ in keys(device)} == {"b"}
+    governor.set_traffic(0)
+    for each in (a, b):
+        each.step(governor)
+    assert len(a.plan.streamed) == 4
+    assert {name for name, _ in keys(device)} == {"b"}, "it streams what it may already"
+    clock.now += 2 * PAUSE
+    a.tpot_slo = None
+    a.ttft_slo = 0.029
+    governor.changed(a)
+    b.step(governor)
+    assert {name for name, _ in keys(device)} == {"b"}, "a prefill takes longer than that as it is"
+
+
+def test_a_model_that_waits_leaves_the_link_to_the_others() -> None:
+    """Select-N §4.5, the special case: alone it is served with its smallest interval."""
+    _, governor, clock, (a, b) = governed(80, {"tpot": 0.045}, {"tpot": 0.045})
+    for _ in range(2):
+        for each in (a, b):
+            each.step(governor)
+    assert {len(each.plan.streamed) for each in (a, b)} != {8}, "the link is too slow for both"
+    less = min((a, b), key=lambda each: len(each.plan.streamed))
+    clock.now += 2 * PAUSE
+    less.step(governor)
+    assert len(less.plan.streamed) == 8
+
+
+def test_pages_that_an_slo_needs_are_taken_from_models_that_wait() -> None:
+    device, governor, clock, (a, _) = governed(80, {"tpot": 0.045}, {})
+    a.step(governor)
+    device.kv = device.free
+    a.tpot_slo = 0.025
+    governor.changed(a)
+    clock.now += 2 * PAUSE
+    assert a.step(governor).refusal is None
+    assert {name for name, _ in device.trace} == {"b"}
+    assert len(a.plan.streamed) == 4

@@ -1,0 +1,618 @@
+"""Models whose layers stream, in the hands of other libraries: what stock gives, or a refusal that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.hooks import remove_hook_from_submodules
+from safetensors.torch import load_file, save_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import AlreadyManaged, ManageError
+from ballonet.offload import layout
+
+from . import models
+from .pool import installing
+from .portrait import bits, contents, none_in_pool
+
+BUDGET = 2**23
+PAGE = 4096
+INPUTS = models.prompts(batch=2, longest=7)
+IDS = INPUTS["input_ids"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    with installing(BUDGET, PAGE) as now:
+        now()
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+    yield
+    gc.collect()
+    runtime.require().check()
+    assert ballonet.stats().pages.weights == 0
+
+
+def build(**changes: Any) -> Any:
+    with install.stock():
+        return models.build("llama", num_hidden_layers=4, **changes)
+
+
+@torch.no_grad()
+def say(model: Any) -> torch.Tensor:
+    """The logits."""
+    found: torch.Tensor = model(**INPUTS, use_cache=False).logits
+    return found
+
+
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def fly(model: Any, managed: ballonet.Managed) -> None:
+    say(model)
+    if not managed.flying:  # what was done has left something
+        gc.collect()
+        say(model)
+    assert managed.flying, managed
+
+
+def stream(model: Any) -> ballonet.Managed:
+    managed = ballonet.manage(model, interval=2)
+    assert managed.streamed == (1, 3)
+    fly(model, managed)
+    return managed
+
+
+Act = Callable[[Any], Any]
+
+
+def alike(model: Any, twin: Any, managed: ballonet.Managed | None, name: str = "") -> None:
+    """The same tokens, twice, and the same weights."""
+    with install.stock():
+        expected = say(twin)
+    for _ in range(2):
+        assert agree(say(model), expected), name
+    if managed is not None and managed.flying:
+        assert contents(model) == contents(twin), name
+        assert not managed.flying
+    assert contents(model) == contents(twin), name
+
+
+# What is done to a model
+
+
+def swapped(model: Any) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.bfloat16().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def tied_across_layers(model: Any) -> None:
+    for layer in model.model.layers[1:]:
+        layer.mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+def tied_to_one_that_streams(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+    model.model.layers[3].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+def step(model: Any) -> list[torch.Tensor]:
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(IDS, labels=IDS).loss.backward()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    model.eval()
+    return found
+
+
+def checkpointed(reentrant: bool) -> Act:
+    def act(model: Any) -> list[torch.Tensor]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if reentrant:
+            model.enable_input_require_grads()
+        found = step(model)
+        model.gradient_checkpointing_disable()
+        if reentrant:
+            model.disable_input_require_grads()
+        return found
+
+    return act
+
+
+def wrapped_for_checkpoints(model: Any) -> list[torch.Tensor]:
+    for n, layer in enumerate(model.model.layers):
+        model.model.layers[n] = checkpoint_wrapper(layer)
+    return step(model)
+
+
+def frozen(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+def prepared(model: Any) -> list[torch.Tensor]:
+    accelerator = accelerate.Accelerator(cpu=True)
+    ready, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ready.train()
+    accelerator.backward(ready(IDS, labels=IDS).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.unwrap_model(ready).eval()
+    accelerator.free_memory()
+    return []
+
+
+def averaged(model: Any) -> list[torch.Tensor]:
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    step(model)
+    average.update_parameters(model)
+    return [parameter.detach().clone() for parameter in average.parameters()]
+
+
+def resized(model: Any) -> None:
+    torch.manual_seed(9)
+    model.resize_token_embeddings(230)
+
+
+ACTS: dict[str, Act] = {
+    "half and back": lambda m: m.bfloat16().float(),
+    "swapping": swapped,
+    "load_state_dict": lambda m: m.load_state_dict({name: 2 * value for name, value in m.state_dict().items()}),
+    "assign": lambda m: m.load_state_dict({name: 2 * value for name, value in m.state_dict().items()}, assign=True),
+    "resize": resized,
+    "tie": lambda m: (setattr(m.config, "tie_word_embeddings", True), m.tie_weights()),
+    "tied across layers": tied_across_layers,
+    "tied to one that streams": tied_to_one_that_streams,
+    "train": step,
+    "checkpointing": checkpointed(False),
+    "reentrant checkpointing": checkpointed(True),
+    "CheckpointWrapper": wrapped_for_checkpoints,
+    "frozen": frozen,
+    "accelerator": prepared,
+    "average": averaged,
+    "apply": lambda m: m.apply(lambda it: it.weight.data.mul_(0.5) if isinstance(it, nn.Linear) else None),
+    "share_memory": lambda m: m.share_memory(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ACTS)
+def test_what_is_done_to_a_model_that_streams_does_what_it_does_to_stock(name: str) -> None:
+    model, twin = build(attention_dropout=0.0), build(attention_dropout=0.0)
+    managed = stream(model)
+    found = ACTS[name](model)
+    with install.stock():
+        expected = ACTS[name](twin)
+    if isinstance(found, list):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    del found
+    alike(model, twin, managed, name)
+    if name == "share_memory":
+        assert "shared with other processes" in managed.left["lm_head.weight"]
+    else:
+        fly(model, managed)
+    managed.release()
+    alike(model, twin, None, name)
+
+
+def test_weights_that_are_tied_before() -> None:
+    for tie in (tied_across_layers, tied_to_one_that_streams):
+        model, twin = build(tie_word_embeddings=True), build(tie_word_embeddings=True)
+        for each in (model, twin):
+            tie(each)
+        managed = ballonet.manage(model, interval=2)
+        alike(model, twin, managed)
+        fly(model, managed)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight += 1
+            twin.model.layers[1].mlp.up_proj.weight += 1
+        alike(model, twin, managed)
+        managed.release()
+        alike(model, twin, None)
+
+
+# Files and copies
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Act] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": saved,
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_are_those_of_stock(name: str) -> None:
+    model, twin = build(), build()
+    managed = stream(model)
+    with install.stock():
+        other = COPIES[name](model)
+    assert managed.streamed
+    fly(model, managed)
+    assert none_in_pool(other)
+    alike(other, twin, None)
+    managed.release()
+
+
+def test_files_are_those_of_stock(tmp_path: Path) -> None:
+    model, twin = build(), build()
+    managed = stream(model)
+    for name, each in (("stock", twin), ("ours", model)):
+        (tmp_path / name).mkdir()
+        if each is model:
+            fly(model, managed)
+        save_model(each, str(tmp_path / name / "model.safetensors"))
+        if each is model:
+            fly(model, managed)
+        torch.save(each.state_dict(), tmp_path / name / "state.pt")
+        if each is model:
+            fly(model, managed)
+        accelerate.Accelerator(cpu=True).save_model(each, str(tmp_path / name / "accelerate"))
+    for path in sorted((tmp_path / "stock").rglob("*.safetensors")):
+        assert path.read_bytes() == (tmp_path / "ours" / path.relative_to(tmp_path / "stock")).read_bytes()
+    one, other = (torch.load(tmp_path / name / "state.pt") for name in ("stock", "ours"))
+    assert one.keys() == other.keys()
+    assert all(bits(one[key]) == bits(other[key]) for key in one)
+    fly(model, managed)
+    other = build()
+    other.load_state_dict(load_file(tmp_path / "ours" / "model.safetensors"))
+    alike(other, twin, None)
+    managed.release()
+
+
+# Libraries
+
+
+def test_accelerate_with_a_model_on_one_device() -> None:
+    model, twin = build(), build()
+    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    managed = stream(model)
+    with install.stock():
+        expected = say(twin)
+    assert agree(say(model), expected)
+    managed.release()
+
+
+@pytest.mark.parametrize("how", ["cpu", "disk"])
+def test_accelerate_that_offloads(how: str, tmp_path: Path) -> None:
+    model, twin = build(), build()
+
+    def offload() -> None:
+        with install.stock():
+            if how == "cpu":
+                accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+            else:
+                accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+
+    with install.stock():
+        expected = say(twin)
+    offload()
+    with pytest.raises(ManageError, match="offloaded by accelerate"):
+        ballonet.manage(model, interval=2)
+    remove_hook_from_submodules(model)
+    managed = stream(model)
+    offload()
+    for _ in range(2):
+        assert agree(say(model), expected)
+    remove_hook_from_submodules(model)
+    alike(model, twin, managed)
+    assert not managed.left
+    managed.release()
+    alike(model, twin, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_of_transformers(tmp_path: Path) -> None:
+    with install.stock():  # it makes tensors when it is imported
+        from transformers import Trainer, TrainingArguments, set_seed
+
+    def train(model: Any) -> float:
+        set_seed(3)
+        data = [{"input_ids": row, "labels": row} for row in IDS]
+        options = {"max_steps": 2, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
+        trainer = Trainer(model, TrainingArguments(str(tmp_path), **options), train_dataset=data)
+        loss: float = trainer.train().training_loss
+        model.eval()
+        return loss
+
+    model, twin = build(), build()
+    managed = stream(model)
+    assert train(model) == train(twin)
+    gc.collect()
+    alike(model, twin, managed)
+    fly(model, managed)
+    managed.release()
+
+
+def test_the_pipeline_of_transformers() -> None:
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as kinds
+    from transformers import PreTrainedTokenizerFast, pipeline
+
+    words = Tokenizer(kinds.WordLevel({f"w{n}": n for n in range(models.VOCABULARY)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0", eos_token="w1")
+    model, twin = build(), build()
+    managed = stream(model)
+    pipes = [pipeline("text-generation", each, tokenizer=tokenizer, device="cpu") for each in (model, twin)]
+    ours, stock = (pipe("w3 w7 w9", max_new_tokens=6, do_sample=False) for pipe in pipes)
+    assert ours == stock
+    assert managed.flying
+    managed.release()
+
+
+def test_data_parallel_on_one_device() -> None:
+    model, twin = build(), build()
+    managed = stream(model)
+    wrapped = nn.DataParallel(model)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.allclose(wrapped(IDS).logits, twin(IDS).logits, atol=1e-5)
+    assert managed.flying
+    managed.release()
+
+
+# Weights of other classes
+
+
+class Packed(nn.Parameter):
+    """Two weights of four bits in a byte, whose scales lie outside of it, as those of bitsandbytes."""
+
+    quant_state: torch.Tensor
+
+    @staticmethod
+    def of(weight: torch.Tensor) -> Packed:
+        scale = weight.abs().amax(1, keepdim=True) / 7
+        whole = torch.clamp((weight / scale).round() + 8, 0, 15).to(torch.uint8)
+        packed: Packed = torch.Tensor._make_subclass(Packed, whole[:, ::2] * 16 + whole[:, 1::2], False)  # type: ignore[assignment]
+        packed.quant_state = scale
+        return packed
+
+
+class Linear4bit(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = Packed.of(linear.weight.detach())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        both = torch.stack((self.weight.data >> 4, self.weight.data & 15), -1).flatten(1)
+        return inputs @ ((both.float() - 8) * self.weight.quant_state).t()
+
+
+class Int8Params(nn.Parameter):
+    """As that of bitsandbytes, with its memory and its scales once more in `CB` and `SCB`."""
+
+    CB: torch.Tensor | None
+    SCB: torch.Tensor | None
+
+
+class Linear8bit(nn.Module):
+    """Computes with what it took out of its weight at first, and puts it back each time."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        data = (linear.weight.detach() / scale).round().to(torch.int8)
+        weight: Any = torch.Tensor._make_subclass(Int8Params, data, False)
+        weight.CB = weight.SCB = None
+        self.weight, self.state = weight, [data, scale]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs @ (self.state[0].float() * self.state[1]).t()
+        self.weight.data = self.state[0]
+        return outputs
+
+
+def exchanged(model: Any, kind: Callable[[nn.Linear], nn.Module]) -> Any:
+    with install.stock():
+        for layer in model.model.layers:
+            for name in ("gate_proj", "up_proj", "down_proj"):
+                setattr(layer.mlp, name, kind(getattr(layer.mlp, name)))
+    return model
+
+
+def test_weights_of_four_bits() -> None:
+    model, twin = (exchanged(build(intermediate_size=256), Linear4bit) for _ in range(2))
+    managed = stream(model)
+    alike(model, twin, managed)
+    fly(model, managed)
+    weight = model.model.layers[1].mlp.up_proj.weight
+    assert type(weight) is Packed
+    assert bits(weight.quant_state) == bits(twin.model.layers[1].mlp.up_proj.weight.quant_state)
+    del weight
+    exchanged(model, nn.Identity)  # type: ignore[arg-type]
+    managed.release()
+
+
+def test_weights_of_eight_bits_stay_where_their_layers_put_them() -> None:
+    model, twin = (exchanged(build(), Linear8bit) for _ in range(2))
+    managed = ballonet.manage(model, interval=2)
+    alike(model, twin, managed)
+    assert "puts its memory back" in managed.left["model.layers.1.mlp.up_proj.weight"]
+    assert "model.layers.1.self_attn.q_proj.weight" not in managed.left
+    fly(model, managed)
+    managed.release()
+
+
+def torchao(model: Any) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed: pip install torchao")
+    for layer in model.model.layers:
+        quantization.quantize_(layer.mlp, quantization.Int8WeightOnlyConfig())
+
+
+def bitsandbytes(kind: str) -> Act:
+    def act(model: Any) -> None:
+        nn_ = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: pip install bitsandbytes").nn
+
+        def one(linear: nn.Linear) -> nn.Module:
+            if kind == "8":
+                it = nn_.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+                it.weight = nn_.Int8Params(linear.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+            else:
+                it = nn_.Linear4bit(linear.in_features, linear.out_features, False, torch.float32, quant_type="nf4")
+                it.weight = nn_.Params4bit(linear.weight.data.clone(), requires_grad=False, quant_type="nf4", module=it)
+            moved: nn.Module = it.to("cpu")
+            return moved
+
+        exchanged(model, one)
+
+    return act
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", [torchao, bitsandbytes("4"), bitsandbytes("8")], ids=["torchao", "4 bits", "8 bits"])
+def test_quantized_by_its_library(how: Act) -> None:
+    with install.stock():
+        model = build(hidden_size=64, intermediate_size=256)
+        how(model)
+        say(model)  # some take their weights apart at first
+        expected = say(model)
+    managed = stream(model)
+    for _ in range(3):
+        assert agree(say(model), expected)
+    other = copy.deepcopy(model)
+    assert agree(say(other), expected)
+    del other
+    gc.collect()
+    fly(model, managed)
+    assert managed.left.keys() == {name for name in managed.left if "mlp" in name}
+    managed.release()
+    assert agree(say(model), expected)
+
+
+# Parallel wrappers
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_distributed_data_parallel(group: None) -> None:
+    with install.stock():
+        twin = build()
+        expected = step(DistributedDataParallel(twin))
+        model, other = build(), build()
+        inside = DistributedDataParallel(other)
+    managed = stream(model)
+    with install.stock():
+        outside = DistributedDataParallel(model)
+    assert all(torch.equal(*pair) for pair in zip(step(outside), expected, strict=True))
+    alike(model, twin, managed)
+    assert not managed.flying  # it holds the weights
+    with pytest.raises(AlreadyManaged):
+        ballonet.manage(outside, interval=2)
+    del outside
+    alike(model, twin, managed)
+    fly(model, managed)
+    managed.release()
+
+    with ballonet.manage(inside, interval=2):
+        assert all(torch.equal(*pair) for pair in zip(step(inside), expected, strict=True))
+        alike(other, twin, None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_shards_are_refused(group: None) -> None:
+    with install.stock():
+        sharded = build()
+        fully_shard(sharded)
+        wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+    for each in (sharded, wrapped):
+        with pytest.raises(ManageError, match="sharded by FSDP"):
+            ballonet.manage(each, interval=2)
+
+
+# Adapters
+
+
+def lora(peft: Any) -> Any:
+    targets = ["q_proj", "up_proj"]
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
+    with install.stock():  # it makes tensors when it is imported
+        peft = pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
+    model, twin = build(), build()
+    managed = stream(model) if when == "before" else None
+    with install.stock():
+        both = []
+        for each in (model, twin):
+            torch.manual_seed(1)
+            both.append(peft.get_peft_model(each, lora(peft)))
+    one, other = both
+    if managed is None:
+        managed = ballonet.manage(one, interval=2)
+    steps: dict[str, Act] = {
+        "attached": lambda it: None,
+        "off for a while": lambda it: it.disable_adapter_layers(),
+        "on again": lambda it: it.enable_adapter_layers(),
+        "trained": step,
+        "merged": lambda it: it.merge_adapter(),
+        "unmerged": lambda it: it.unmerge_adapter(),
+        "a second one": lambda it: (torch.manual_seed(2), it.add_adapter("two", lora(peft)), it.set_adapter("two")),
+        "merged again": lambda it: it.merge_adapter(["two"]),
+        "unmerged again": lambda it: it.unmerge_adapter(),
+        "the second gone": lambda it: (it.set_adapter("default"), it.delete_adapter("two")),
+    }
+    for name, act in steps.items():
+        fly(one, managed)
+        for each in (one, other):
+            with install.stock():
+                act(each)
+        alike(one, other, managed, name)
+        assert not managed.left
+    fly(one, managed)
+    one.save_pretrained(tmp_path / "ours")
+    other.save_pretrained(tmp_path / "stock")
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+    fly(one, managed)
+    with install.stock():
+        bases = [one.merge_and_unload(), other.merge_and_unload()]
+    del one, other, both, each
+    gc.collect()
+    alike(*bases, managed, "unloaded")
+    if when == "before":
+        fly(bases[0], managed)
+    managed.release()
+    alike(*bases, None)

@@ -1,0 +1,417 @@
+"""How long forwards take: the arithmetic with clocks that are set by hand, and around a real model."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.hooks import marks as marking
+from ballonet.hooks.marks import CudaMarks, HostMarks
+from ballonet.hooks.pace import PENDING, Measured, Pace
+from ballonet.hooks.point import point_of
+from ballonet.offload.record import Point
+
+from . import core
+from .models import build, generate, prompts
+
+HERE = Point("decode", 1, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    yield
+    torch.set_num_threads(threads)
+
+
+class Clock:
+    """In seconds, read in ns."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> int:
+        return round(self.now * 1e9)
+
+
+class Later:
+    """A stream that is behind its host: a mark is passed once the device's clock is there."""
+
+    ahead = True
+
+    def __init__(self) -> None:
+        self.time = 0.0  # at which what was submitted so far will be done
+        self.done = 0.0  # how far the device is
+        self.capture = False
+        self.made = 0
+        self.free: list[list[float]] = []
+
+    def capturing(self) -> bool:
+        return self.capture
+
+    def mark(self) -> list[float]:
+        if not self.free:
+            self.made += 1
+        mark = self.free.pop() if self.free else []
+        mark[:] = [self.time]
+        return mark
+
+    def passed(self, marks: Iterable[list[float]]) -> bool:
+        assert not self.capture
+        return all(mark[0] <= self.done for mark in marks)
+
+    def seconds(self, first: list[float], last: list[float]) -> float:
+        assert max(first[0], last[0]) <= self.done
+        return last[0] - first[0]
+
+    def release(self, marks: Iterable[list[float]]) -> None:
+        self.free.extend(marks)
+
+
+def forward(pace: Pace, clock: Clock, *steps: float, point: Point | None = HERE) -> None:
+    """Computes, waits, computes, waits ... for so long."""
+    pace.begin(point)
+    for index, seconds in enumerate(steps):
+        if index % 2:
+            with pace.waiting():
+                clock.now += seconds
+        else:
+            clock.now += seconds
+    pace.end()
+
+
+def on_the_host() -> tuple[Pace, Clock]:
+    clock = Clock()
+    return Pace(HostMarks(clock), clock), clock
+
+
+def approximately(measured: Measured) -> Any:
+    return pytest.approx(tuple(measured[1:4]))
+
+
+def test_what_is_left_without_the_waits() -> None:
+    pace, clock = on_the_host()
+    forward(pace, clock, 2, 5, 1, 4, 3)
+    forward(pace, clock, 7, point=None)
+    first, second = pace.drain()
+    assert first.point == HERE
+    assert approximately(first) == (6, 9, 15)
+    assert second.point is None
+    assert approximately(second) == (7, 0, 7)
+    assert pace.drain() == []
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
+def test_stall_and_seconds_add_up(steps: list[int]) -> None:
+    pace, clock = on_the_host()
+    forward(pace, clock, *steps)
+    (found,) = pace.drain()
+    assert found.seconds + found.stall == pytest.approx(found.total)
+    assert found.stall == pytest.approx(sum(steps[1::2]))
+
+
+def test_time_per_token_is_from_one_decode_step_to_the_next() -> None:
+    pace, clock = on_the_host()
+
+    def step(point: Point | None) -> float | None:
+        clock.now += 3  # sampling
+        forward(pace, clock, 1, 1, point=point)
+        return pace.drain()[0].between
+
+    assert step(Point("prefill", 2, 10)) is None
+    assert step(Point("decode", 2, 10)) is None, "what comes after a prefill is its own first"
+    assert step(Point("decode", 2, 11)) == pytest.approx(5)
+    assert step(Point("decode", 2, 12)) == pytest.approx(5)
+    assert step(Point("decode", 2, 12)) is None, "not the next token"
+    assert step(Point("decode", 1, 13)) is None, "other sequences"
+    assert step(None) is None
+    assert step(Point("decode", 1, 14)) is None
+    assert step(Point("prefill", 1, 15)) is None
+    assert step(Point("prefill", 1, 16)) is None, "another prompt"
+
+
+def test_a_forward_that_did_not_do_its_work_is_not_measured() -> None:
+    pace, clock = on_the_host()
+    pace.begin(HERE)  # interrupted: its end never comes
+    forward(pace, clock, 1)
+    try:
+        pace.begin(HERE)
+        raise ValueError
+    except ValueError:
+        pace.end()
+    assert len(pace.drain()) == 1
+    try:
+        raise ValueError  # one that is handled all the time is none of its own
+    except ValueError:
+        forward(pace, clock, 1)
+    assert len(pace.drain()) == 1
+    pace.end()
+    with pace.waiting():
+        pass
+    assert pace.drain() == []
+
+
+def test_threads_do_not_meet() -> None:
+    pace, clock = on_the_host()
+    pace.begin(HERE)
+    clock.now += 1
+    other = threading.Thread(target=forward, args=(pace, clock, 2, 3))
+    other.start()
+    other.join()
+    pace.end()
+    (inner, outer) = pace.drain()
+    assert approximately(inner) == (2, 3, 5)
+    assert approximately(outer) == (6, 0, 6)
+
+
+def test_nothing_is_waited_for_and_marks_are_used_again() -> None:
+    marks, clock = Later(), Clock()
+    pace = Pace(marks, clock)
+    for _ in range(3):
+        marks.done = marks.time
+        forward(pace, clock, 0, 0, 0)
+        marks.time += 1
+        forward(pace, clock, 0)
+        assert len(pace.drain()) == 1, "the second is not over"
+        marks.done = marks.time
+        assert len(pace.drain()) == 1
+    for _ in range(9):
+        pace.begin(HERE)  # is interrupted
+    assert marks.made == 6
+    for _ in range(3 * PENDING):
+        marks.time += 1
+        forward(pace, clock, 0)
+    assert marks.made <= 2 * PENDING + 2
+    marks.done = marks.time
+    assert len(pace.drain()) == PENDING
+
+
+def test_nothing_during_a_capture() -> None:
+    marks, clock = Later(), Clock()
+    pace = Pace(marks, clock)
+    forward(pace, clock, 1)
+    marks.capture = True
+    forward(pace, clock, 1)
+    pace.begin(HERE)
+    assert pace.drain() == []
+    marks.capture = False
+    pace.end()
+    pace.begin(HERE)
+    marks.capture = True
+    pace.end()
+    marks.capture = False
+    assert len(pace.drain()) == 1
+
+
+@pytest.mark.parametrize(
+    ("launched", "stalls", "resident"),
+    [
+        (2, 0, 10),  # the device is the slower one
+        (2, 5, 10),
+        (30, 90, 30),  # the host is: while the stream waits it launches on
+        (100, 90, 100),  # and nothing was lost by it
+        (1000, 90, 100),  # it waited for something else
+    ],
+)
+def test_a_forward_takes_no_less_than_its_launches(launched: float, stalls: float, resident: float) -> None:
+    marks, clock = Later(), Clock()
+    pace = Pace(marks, clock)
+    pace.begin(HERE)
+    marks.time += 4
+    with pace.waiting():
+        marks.time += stalls
+    marks.time += 6
+    clock.now += launched
+    pace.end()
+    marks.done = marks.time
+    (found,) = pace.drain()
+    assert (resident, stalls, 10 + stalls) == approximately(found)
+
+
+def test_who_listens_hears_what_others_drain() -> None:
+    pace, clock = on_the_host()
+    with pace.listening() as heard, pace.listening() as other:
+        forward(pace, clock, 1)
+        drained = pace.drain()
+    forward(pace, clock, 1)
+    pace.drain()
+    assert heard == other == drained
+    assert len(drained) == 1
+
+
+def mode(new: int | None = None) -> int:
+    """Of this thread: how what it does concerns captures of others. `new`: what it is from now on."""
+    driver, found = core.driver(), ctypes.c_int(0 if new is None else new)
+    driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
+    asked = found.value
+    if new is None:
+        driver.ok("cuThreadExchangeStreamCaptureMode", ctypes.byref(found))
+    return asked
+
+
+def test_a_thread_of_ours_breaks_no_capture_whatever_torch_does_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode(0)  # a test of faults may have left another
+    monkeypatch.setattr(marking, "_library", lambda: str(core.library()))
+    for kind, inside in (("cuda", 2), ("standin", 0)):
+        with suppress(ValueError), marking.relaxed(SimpleNamespace(kind=kind)):  # type: ignore[arg-type]
+            assert mode() == inside
+            raise ValueError
+        assert mode() == 0
+
+
+def test_events_are_asked_for_where_that_breaks_no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the relaxed mode, which is that of the thread's own only as long as it asks."""
+    mode(0)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            made.append(self)
+
+        def record(self, stream: object) -> None:
+            assert stream == "current"
+
+        def query(self) -> bool:
+            modes.append(mode())
+            return self not in made[2:]
+
+        def elapsed_time(self, other: object) -> float:
+            modes.append(mode())
+            return 250.0
+
+    made: list[Any] = []
+    modes: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: "current")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    marks = CudaMarks(0, str(core.library()))
+    first, second = marks.mark(), marks.mark()
+    assert marks.passed([first, second])
+    assert marks.seconds(first, second) == 0.25
+    assert not marks.passed([marks.mark(), first])
+    assert set(modes) == {2}
+    assert mode() == 0
+    marks.release([first])
+    assert marks.mark() is first
+    assert len(made) == 3
+    assert not marks.capturing()
+
+
+# -- points of real models
+
+
+def points(model: Any, inputs: Any, mode: str = "greedy", tokens: int = 4, **more: Any) -> list[Point | None]:
+    found: list[Point | None] = []
+
+    def hook(_: Any, args: Any, kwargs: Any) -> None:
+        found.append(point_of(args, kwargs))
+
+    with model.register_forward_pre_hook(hook, with_kwargs=True):
+        generate(model, mode, inputs, tokens, **more)
+    return found
+
+
+DECODING = [Point("decode", 2, length) for length in (9, 10, 11)]
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("gemma3_text", (9, 10, 11)), ("mamba", (1,) * 3)],
+)
+def test_points_of_a_generation(name: str, held: tuple[int, ...]) -> None:
+    """One that keeps a state instead of tokens holds none, however many it has read."""
+    model = build(name)
+    assert points(model, prompts(2, 9)) == [Point("prefill", 2, 9), *(Point("decode", 2, length) for length in held)]
+    assert points(model, prompts(2, 9), "beam")[1] == Point("decode", 6, held[0])
+
+
+def test_points_without_a_cache_and_with_one_of_fixed_size() -> None:
+    model = build("llama")
+    assert points(model, prompts(2, 9), use_cache=False) == [Point("prefill", 2, n) for n in (9, 10, 11, 12)]
+    first, *others = points(model, prompts(2, 9), cache_implementation="static")
+    assert first == Point("prefill", 2, 9)
+    assert {each and each.phase for each in others} == {"decode"}
+    assert all(each is not None and 9 <= each.length <= 64 for each in others)
+
+
+def test_points_of_an_encoder_decoder() -> None:
+    model = build("t5")
+    assert points(model, prompts(2, 9)) == [Point("prefill", 2, 9), *(Point("decode", 2, n) for n in (1, 2, 3))]
+    ids = torch.zeros(3, 5, dtype=torch.long)
+    assert point_of((), {"input_ids": ids, "decoder_input_ids": ids[:, :2]}) == Point("prefill", 3, 5)
+
+
+def test_what_is_no_such_forward() -> None:
+    ids, states = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, 8)
+    assert point_of((ids,), {}) == Point("prefill", 2, 7)
+    assert point_of((), {"input_ids": None, "inputs_embeds": states}) == Point("prefill", 2, 7)
+    cache = SimpleNamespace(get_seq_length=lambda: 5)
+    assert point_of((ids,), {"past_key_values": cache}) == Point("prefill", 2, 7), "several new tokens"
+    assert point_of((ids[:, :1],), {"past_key_values": cache}) == Point("decode", 2, 5)
+    assert point_of((), {"cu_seq_lens_q": ids, "input_ids": ids}) is None
+    for wrong in ((), (states,), (states[0],), (ids[0],), (ids[:, :0],), ("a",), (None,)):
+        assert point_of(wrong, {}) is None
+    assert point_of((), {"pixel_values": states}) is None
+    assert point_of((), {"input_ids": [[1, 2]]}) is None, "the model is to say what is wrong with it"
+
+
+def test_the_device_is_not_asked() -> None:
+    """A number that lies on a device stays there."""
+
+    class Distant(torch.Tensor):
+        def __index__(self) -> int:
+            raise AssertionError("the host would wait")
+
+        __int__ = __bool__ = __index__  # type: ignore[assignment]
+
+    ids = torch.zeros(2, 1, dtype=torch.long)
+    cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(5).as_subclass(Distant))
+    mask = torch.zeros(2, 1, 1, 64).as_subclass(Distant)
+    given: dict[str, Any] = {"input_ids": ids, "past_key_values": cache}
+    assert point_of((), given | {"attention_mask": mask}) == Point("decode", 2, 64)
+    assert point_of((), given | {"attention_mask": {"full": mask, "other": None}}) == Point("decode", 2, 64)
+    assert point_of((), given) == Point("decode", 2, 1)
+
+
+def test_around_a_real_model() -> None:
+    """Ends by an exception are told from others where torch calls its hooks."""
+    model = build("llama", num_hidden_layers=2)
+    pace, clock = on_the_host()
+
+    def begin(_: Any, args: Any, kwargs: Any) -> None:
+        pace.begin(point_of(args, kwargs))
+
+    def end(*_: Any) -> None:
+        pace.end()
+
+    def layer(*_: Any) -> None:
+        with pace.waiting():
+            clock.now += 1
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no")
+
+    with (
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.register_forward_hook(end, always_call=True),
+        model.model.layers[0].register_forward_pre_hook(layer),
+    ):
+        generate(model, "greedy", prompts(2, 9), 4)
+        found = pace.drain()
+        assert [each.point for each in found] == [Point("prefill", 2, 9), *DECODING]
+        assert all(approximately(each) == (0, 1, 1) for each in found)
+        with model.model.layers[1].register_forward_pre_hook(fail), pytest.raises(ValueError, match="no"):
+            model(**prompts(2, 9))
+        assert pace.drain() == []
+        model(**prompts(2, 9))
+        assert len(pace.drain()) == 1

@@ -1,0 +1,383 @@
+"""The performance record of a model: measured with a clock that is set by hand, kept in a file, shown."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ballonet
+from ballonet.__main__ import main
+from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import BudgetError, ManageError
+from ballonet.hooks import profile, profile_facts, record_key
+from ballonet.hooks.marks import HostMarks
+from ballonet.hooks.pace import Pace
+from ballonet.hooks.point import point_of
+from ballonet.hooks.profile import Grid, load_or_measure, measured
+from ballonet.offload import layout, link, record
+from ballonet.offload.interval import Costs
+from ballonet.offload.record import Point, Record, load
+
+from .models import build
+from .pool import bytes_that_exist
+
+BUDGET, PAGE = 2**23, 4096
+EMPTY = Record({}, 1.0)
+SMALL = Grid(batch=1, length=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build("llama", num_hidden_layers=2)
+
+
+class Slow:
+    """A model with a pace whose forwards take as long as they have sequences times tokens, in ms, and wait besides.
+
+    `fails`: sequences for which there is no memory. `calls` of `generate()` were made so far.
+    """
+
+    def __init__(self, model: Any, fails: int = 99) -> None:
+        self.now = 0.0
+        self.calls: list[tuple[int, int]] = []
+        self.fails = fails
+        self.pace = Pace(HostMarks(self), self)
+        model.register_forward_pre_hook(self.begin, with_kwargs=True)
+        model.register_forward_hook(lambda *_: self.pace.end(), always_call=True)
+
+    def __call__(self) -> int:
+        return round(self.now * 1e9)
+
+    def begin(self, _: Any, args: Any, kwargs: Any) -> None:
+        point = point_of(args, kwargs)
+        assert point is not None
+        if point.phase == "prefill":
+            self.calls.append(point[1:])
+        self.pace.begin(point)
+        first = self.calls.count(self.calls[-1]) == 1
+        self.now += 1e-3 * point.batch * point.length * (1000 if first else 1)
+        with self.pace.waiting():
+            self.now += 5
+        if point.batch >= self.fails:
+            raise torch.OutOfMemoryError("no room")
+
+
+# -- what is measured
+
+
+def test_sizes_are_powers_of_two_the_least_work_first() -> None:
+    assert Grid(4, 300).sizes() == [
+        (1, 64), (1, 128), (2, 64), (1, 256), (2, 128), (4, 64), (2, 256), (4, 128), (4, 256),
+    ]  # fmt: skip
+    assert Grid(3, 4096).sizes(longest=256) == [(1, 64), (1, 128), (2, 64), (2, 128)], "there is room for the answer"
+    assert Grid(1, 9).sizes() == [(1, 8)]
+    assert Grid(1, 100).sizes(longest=2) == [(1, 1)]
+
+
+def test_the_median_of_what_is_left_without_stalls_and_without_the_first(llama: Any) -> None:
+    slow = Slow(llama)
+    found, left = measured(llama, slow, EMPTY, Grid(2, 64))
+    assert left == {}
+    assert set(found.seconds) == {Point(phase, batch, 64) for phase in ("prefill", "decode") for batch in (1, 2)}  # type: ignore[arg-type]
+    for batch in (1, 2):
+        assert found.seconds[Point("prefill", batch, 64)] == pytest.approx(batch * 0.064)
+        steps = [batch * 0.001 * (64 + step) for step in range(profile.TOKENS - 1)]
+        assert found.seconds[Point("decode", batch, 64)] == pytest.approx(sum(steps) / len(steps))
+        assert slow.calls.count((batch, 64)) == 1 + profile.ROUNDS
+
+
+def test_what_is_known_is_not_measured_again(llama: Any) -> None:
+    slow = Slow(llama)
+    known, _ = measured(llama, slow, EMPTY, Grid(1, 64))
+    found, _ = measured(llama, slow, known, Grid(2, 64))
+    assert slow.calls.count((1, 64)) == 1 + profile.ROUNDS
+    assert set(found.seconds) > set(known.seconds)
+
+
+def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
+    slow = Slow(llama, fails=2)
+    found, left = measured(llama, slow, EMPTY, Grid(4, 128))
+    assert {point[1:] for point in found.seconds} == {(1, 64), (1, 128)}
+    assert set(left) == {(2, 64), (2, 128), (4, 64), (4, 128)}
+    assert set(left.values()) == {"it does not fit in memory"}
+    assert {size for size in slow.calls if size[0] > 1} == {(2, 64)}, "what is larger is not tried"
+    with pytest.raises(ManageError, match="does not fit in memory"):
+        measured(llama, Slow(llama, fails=1), EMPTY, Grid(1, 64))
+
+
+def test_it_ends_when_the_time_is_over(llama: Any) -> None:
+    slow = Slow(llama)
+    found, left = measured(llama, slow, EMPTY, Grid(2, 128, seconds=7), clock=lambda: slow.now)
+    assert {point[1:] for point in found.seconds} == {(1, 64)}, "the first is always measured"
+    assert set(left.values()) == {"it takes longer than the 7 seconds in all"}
+    ticks = iter(range(99))
+    found, _ = measured(llama, slow, EMPTY, Grid(2, 64, seconds=0), clock=lambda: next(ticks))
+    assert {point[1:] for point in found.seconds} == {(1, 64)}
+
+
+def test_random_numbers_of_the_caller_are_his(llama: Any) -> None:
+    slow = Slow(llama)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    measured(llama, slow, EMPTY, SMALL)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_generates_no_text_is_refused() -> None:
+    still = SimpleNamespace(pace=Pace(HostMarks()))
+    with pytest.raises(ManageError, match="generates no text"):
+        measured(nn.Linear(2, 2), still, EMPTY, SMALL)
+    with pytest.raises(ManageError, match="generates no text"):
+        measured(build("whisper"), still, EMPTY, SMALL)
+    with pytest.raises(ManageError, match="are not those of a known kind"):
+        measured(build("llama", num_hidden_layers=1), still, EMPTY, SMALL)
+
+
+# -- the file
+
+
+@pytest.fixture(scope="module")
+def installed() -> Iterator[None]:
+    ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
+    yield
+    gc.collect()
+    runtime.require().check()
+    assert bytes_that_exist() <= BUDGET
+    ballonet.restore()
+    assert runtime.current() is None, "memory of the pool is still in use"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where records are kept."""
+    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+    monkeypatch.setattr(profile, "cache_dir", lambda settings: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def model(installed: None, folder: Path) -> Any:
+    with install.stock():
+        return build("llama", num_hidden_layers=2)
+
+
+def records(folder: Path) -> list[Path]:
+    return sorted(folder.glob("record-*"))
+
+
+def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = runtime.require()
+    with ballonet.manage(model) as managed:
+        first = load_or_measure(model, managed, device, SMALL)
+        assert (first.reused, first.left) == (False, {})
+        assert set(first.record.seconds) == {Point("prefill", 1, 8), Point("decode", 1, 8)}
+        (path,) = records(folder)
+        assert load(path, first.record.key) == first.record
+        generate = model.generate
+        monkeypatch.setattr(model, "generate", None)
+        assert load_or_measure(model, managed, device) == profile.Profile(first.record, path, True, {})
+        assert load_or_measure(model, managed, device, SMALL).reused
+        monkeypatch.setattr(model, "generate", generate)
+        more = load_or_measure(model, managed, device, Grid(2, 8))
+        assert not more.reused
+        assert more.record.seconds.items() > first.record.seconds.items()
+        anew = load_or_measure(model, managed, device, SMALL, force=True)
+        assert set(anew.record.seconds) == set(first.record.seconds)
+        assert load(path, anew.record.key) == anew.record
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda text: text[:-40], "cannot be read"),
+        (lambda text: text.replace('"bandwidth": ', '"bandwidth": 9'), "checksum"),
+        (lambda text: text.replace('"format": 1', '"format": 7'), "another version of ballonet"),
+        (None, "measured for another driver, link"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_measured_anew_with_a_notice(
+    model: Any, folder: Path, damage: Any, says: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    device = runtime.require()
+    with ballonet.manage(model) as managed:
+        found = load_or_measure(model, managed, device, SMALL)
+        assert not list(recwarn), "the first one is nothing to warn of"
+        if damage is None:
+            other = {**found.record.key, "driver": "older", "link": "narrower"}
+            record.save(replace(found.record, key=other), found.path)
+        else:
+            found.path.write_text(damage(found.path.read_text()))
+        with pytest.warns(RuntimeWarning, match=f"LlamaForCausalLM is measured anew: .*{says}"):
+            assert not load_or_measure(model, managed, device, SMALL).reused
+        recwarn.clear()
+        assert load_or_measure(model, managed, device, SMALL).reused
+        assert not list(recwarn)
+        assert records(folder) == [found.path]
+
+
+def test_a_folder_that_cannot_be_written_to(model: Any, folder: Path) -> None:
+    folder.write_text("a file")
+    with ballonet.manage(model) as managed:
+        with pytest.warns(RuntimeWarning, match="cannot be kept in"):
+            found = load_or_measure(model, managed, runtime.require(), SMALL)
+        assert found.record.seconds
+
+
+def test_a_link_that_cannot_be_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "measure", lambda device: None)
+    with ballonet.manage(model) as managed, pytest.raises(ManageError, match="cannot be measured"):
+        load_or_measure(model, managed, runtime.require(), SMALL)
+
+
+# -- what it is for
+
+
+def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = runtime.require()
+    key = record_key.key_of(model, device)
+    assert set(key) == {"model", "size", "device", "driver", "link", "torch", "transformers", "ballonet"}
+    assert all(isinstance(each, str) and each for each in key.values())
+    other = copy.deepcopy(model)
+    other.config._name_or_path = "elsewhere"
+    assert record_key.key_of(other, device) == key
+    for change in (
+        lambda it: it.half(),
+        lambda it: it.model.layers.pop(1),
+        lambda it: setattr(it.config, "hidden_act", "relu"),
+        lambda it: setattr(it.config, "_attn_implementation", "eager"),
+    ):
+        changed = copy.deepcopy(model)
+        change(changed)
+        assert record_key.key_of(changed, device)["model"] != key["model"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    assert record_key.key_of(model, device)["device"] != key["device"]
+
+
+def test_a_gpu_is_named_with_its_driver_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = SimpleNamespace(kind="cuda", ordinal=0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda ordinal: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: SimpleNamespace(uuid="abc"))
+    monkeypatch.setattr(link, "driver", {"GPU-abc": "580.65"}.get)
+    monkeypatch.setattr(link, "described", {"GPU-abc": "PCIe 5 x16"}.get)
+    key = record_key.key_of(nn.Linear(2, 2), gpu)
+    assert (key["device"], key["driver"], key["link"]) == ("H200", "580.65", "PCIe 5 x16")
+    monkeypatch.setattr(link, "driver", lambda uuid: "")
+    monkeypatch.setattr(link, "described", lambda uuid: "")
+    key = record_key.key_of(nn.Linear(2, 2), gpu)
+    assert key["driver"].startswith("CUDA")
+    assert key["link"] == "not known"
+
+
+# -- the command
+
+
+@pytest.fixture
+def saved(installed: None, folder: Path, tmp_path: Path) -> str:
+    """A folder with a tiny model."""
+    with install.stock():
+        build("llama", num_hidden_layers=4).save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", saved, "--batch", "2", "--length", "8", "--json", "--tpot-slo", "80ms"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["model"], facts["reused"], facts["left"]) == ("LlamaForCausalLM", False, [])
+    assert len(facts["layers"]) == 4
+    assert {(each["phase"], each["batch"], each["length"]) for each in facts["points"]} == {
+        (phase, batch, 8) for phase in ("prefill", "decode") for batch in (1, 2)
+    }
+    for each in facts["points"]:
+        costs = Costs(tuple(facts["layers"]), each["seconds"], facts["page_size"] / facts["bandwidth"])
+        assert each["ratio"] == pytest.approx(float(costs.ratio))
+        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= profile_facts.HIDDEN * each["seconds"]]
+        assert each["hidden"] == fast[0]
+    (slo,) = facts["slos"]
+    assert (slo["phase"], slo["slo"], slo["listed"]) == ("decode", 0.08, pytest.approx(0.08))
+    assert [row[:2] for row in slo["intervals"]] == [[1, 8], [2, 8]]
+
+    assert main(["profile", saved, "--batch", "1", "--length", "8", "--json", "--force"]) == 0
+    assert json.loads(capsys.readouterr().out)["reused"] is False
+    assert main(["profile", saved, "--ttft-slo", "1us"]) == 0
+    shown = capsys.readouterr().out
+    assert "read from" in shown
+    assert "GB/s" in shown
+    assert "hidden at interval" in shown
+    assert "0.001 ms, prefill:" in shown
+    assert re.search(r"^ +1 +no *$", shown, re.MULTILINE), "no interval meets that"
+    assert str(records(folder)[0]) in shown.replace("\n", "")
+
+
+@pytest.mark.parametrize(("ratio", "hidden"), [(0.5, 1), (1.02, 1), (1.04, 2), (3, 3), (4.4, 5)])
+def test_what_an_interval_hides(
+    saved: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ratio: float, hidden: int
+) -> None:
+    """Of four layers that are copied in `ratio` times what they compute in; 3 % are not seen."""
+
+    def known(model: Any, *_: Any, **__: Any) -> profile.Profile:
+        seconds = 4 * 0.01
+        bandwidth = PAGE * max(profile_facts.layer_pages(model, PAGE)) / (0.01 * ratio)
+        return profile.Profile(Record({}, bandwidth, {Point("decode", 1, 8): seconds}), Path("nowhere"), True, {})
+
+    monkeypatch.setattr(profile_facts, "load_or_measure", known)
+    assert main(["profile", saved, "--json"]) == 0
+    (point,) = json.loads(capsys.readouterr().out)["points"]
+    assert point["ratio"] == pytest.approx(ratio)
+    assert point["hidden"] == hidden
+
+
+def test_where_layers_stream(saved: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the smallest budget that does."""
+    ballonet.set_budget(16 * PAGE)
+    try:
+        with pytest.raises(BudgetError) as refused:
+            ballonet.from_pretrained(saved)
+        ballonet.set_budget(refused.value.smallest)
+        assert main(["profile", saved, "--batch", "1", "--length", "8", "--json"]) == 0
+    finally:
+        ballonet.set_budget(BUDGET)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["streamed"]
+    assert len(facts["points"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--tpot-slo", "0"], "no time"), (["--ttft-slo", "soon"], "is no time"), (["--batch", "0"], "less than 1")],
+)
+def test_wrong_usage(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "somewhere", *arguments])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: python -m ballonet profile")
+
+
+def test_what_is_no_model(installed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", str(tmp_path)]) == 2
+    assert "is no model that can be loaded" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""The report: what it works out from plain numbers, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from ballonet.hooks.pace import Measured
+from ballonet.hooks.report import Report, Times, interval_of
+from ballonet.offload.plan import Plan, at_interval, spread, streaming
+from ballonet.offload.record import Phase, Point
+
+PAGE = 1000
+PAGES = (10,) * 32
+RATE = 10 * PAGE / 0.004  # bytes per second: a layer comes over in 4 ms
+
+
+def report(plan: Plan, **changes: Any) -> Report:
+    """A layer computes in 1 ms to decode, in 20 ms to prefill."""
+    known: dict[str, Any] = {
+        "bandwidth": RATE,
+        "resident": {"decode": 0.032, "prefill": 0.64},
+        "last": {"decode": Measured(Point("decode", 1, 9), 0.032, 0.033, 0.066, 0.07)},
+        "slos": {"decode": 0.065},
+        "link_bytes": 123456,
+        "file_bytes": 0,
+        "host_bytes": 160 * PAGE,
+        "why": "the KV cache asked for it",
+    }
+    return Report.of("Tiny", plan, PAGE, **(known | changes))
+
+
+def test_what_a_plan_costs_and_gives() -> None:
+    found = report(at_interval(PAGES, 2))
+    assert (found.layers, len(found.streamed), found.slots, found.interval) == (32, 16, 2, 2)
+    assert found.freed_pages == (16 - 2) * 10
+    assert found.token_bytes == 16 * 10 * PAGE
+    decode, prefill = found.times["decode"], found.times["prefill"]
+    assert decode.predicted == pytest.approx(16 * 0.004), "max(n, m r) layers"
+    assert decode.predicted_stall == pytest.approx(16 * 0.004 - 0.032)
+    assert (decode.measured, decode.measured_stall, decode.between) == (0.066, 0.033, 0.07)
+    assert prefill.predicted == pytest.approx(0.64)
+    assert prefill.predicted_stall == pytest.approx(0)
+    assert (prefill.measured, prefill.met) == (None, None)
+
+
+def test_an_slo_is_kept_as_measured_or_else_as_predicted() -> None:
+    slow = report(at_interval(PAGES, 2))
+    assert slow.times["decode"].met is False, "66 ms were measured"
+    assert report(at_interval(PAGES, 2), last={}).times["decode"].met is True, "64 ms are predicted"
+    assert report(at_interval(PAGES, 2), last={}, resident={}).times["decode"].met is None
+    assert report(at_interval(PAGES, 2), slos={}).times["decode"].met is None
+
+
+def test_what_is_not_known_is_not_said() -> None:
+    found = report(at_interval(PAGES, 2), bandwidth=None, last={})
+    assert found.times["decode"] == Times(resident=0.032, slo=0.065)
+    assert "GB/s" not in str(found)
+    still = report(Plan(PAGES), bandwidth=None, link_bytes=0, host_bytes=0, why="")
+    assert still.times["decode"].predicted == 0.032, "nothing comes over the link"
+    assert (still.freed_pages, still.interval, still.token_bytes) == (0, None, 0)
+    assert not any(word in str(still) for word in ("freed", "link", "twins", "why"))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 7, 32, 33])
+def test_the_interval_of_a_plan(layers: int) -> None:
+    for interval in range(1, layers + 1):
+        assert interval_of(at_interval((1,) * layers, interval)) == interval
+        even = spread((1,) * layers, layers // interval)
+        if layers % interval == 0 and interval < layers:
+            assert interval_of(streaming((1,) * layers, even, 2)) == interval
+    assert interval_of(Plan((1,) * layers)) is None
+    assert interval_of(streaming(PAGES, (0, 1, 31), 2)) is None
+    assert interval_of(streaming(PAGES, (0, 1), 2)) is None
+    assert interval_of(streaming((1,) * 11, (0, 3, 7), 2)) is None, "3, 4 and 4 apart"
+    assert interval_of(streaming(PAGES, (4, 12, 20, 28), 2)) == 8, "wherever it begins"
+
+
+def test_it_is_one_json_object() -> None:
+    found = report(at_interval(PAGES, 4))
+    facts = json.loads(json.dumps(found.as_dict()))
+    assert facts["streamed"] == [3, 7, 11, 15, 19, 23, 27, 31]
+    assert facts["times"]["decode"]["met"] is False
+    assert facts["times"]["prefill"]["met"] is None
+    assert (facts["interval"], facts["why"]) == (4, "the KV cache asked for it")
+    with pytest.raises(FrozenInstanceError):
+        found.slots = 1  # type: ignore[misc]
+
+
+def test_it_is_shown() -> None:
+    text = str(report(at_interval(PAGES, 2)))
+    for words in (
+        "32, 16 of them streamed through 2 slots (interval 2)",
+        "140 (136.72KiB)",
+        "64 ms, of which 32 ms wait for copies",
+        "66 ms, of which 33 ms wait for copies",
+        "token to token      70 ms",
+        "65 ms, not kept",
+        "156.25KiB per iteration, 0.0025 GB/s",
+        "120.56KiB",
+        "0B in files, 156.25KiB in host memory",
+        "the KV cache asked for it",
+    ):
+        assert words in text
+    assert "layers 0, 1, 31" in str(report(streaming(PAGES, (0, 1, 31), 1)))
+    assert "1 slot (" in str(report(streaming(PAGES, (0, 1, 31), 1)))
+
+
+def test_a_notebook_shows_the_same() -> None:
+    class Cells(HTMLParser):
+        def handle_data(self, data: str) -> None:
+            cells.append(data)
+
+    cells: list[str] = []
+    found = replace(report(at_interval(PAGES, 2)), why="<b>because</b>")
+    Cells().feed(found._repr_html_())
+    for line in str(found).splitlines()[1:]:
+        name, value = line.strip().split("  ", 1)
+        assert name in cells
+        assert value.strip() in cells
+
+
+phases: tuple[Phase, ...] = ("prefill", "decode")
+
+
+def test_both_phases_are_there() -> None:
+    assert tuple(report(Plan(PAGES)).times) == phases
