@@ -47,7 +47,7 @@ from .weights import Finder, Weights, is_away, nowhere
 
 Tenant = tuple[Member, Range]
 OFTEN: Final = 4  # times that a layer is prepared anew after somebody looked at it
-PATIENCE: Final = 16  # iterations until what could not be arranged is tried again
+PATIENCE: Final = 16  # iterations until what could not be arranged is tried again, or new times are told
 BETWEEN: Final = 0.02  # seconds between looks whether a model that runs has cleared a layer
 
 
@@ -100,6 +100,7 @@ class Elastic:
         self._worker: threading.Thread | None = None
         self._cleared: set[int] = set()  # layers that are watched, and that nobody referred to since
         self._patience = 0
+        self._lessons = 0  # since the governor heard of what iterations take
         self._rearranging = False
         self.trouble = ""  # why twins are missing
         self._governed = self._was_governed = False
@@ -495,7 +496,10 @@ class Elastic:
         record = self.record or Record({}, self._governor.bandwidth or 1.0)
         self.record = record.learned(point, measured.seconds)
         now = self.seconds(point)
-        if self._governed and (before is None or now is None or abs(now - before) > before / 16):
+        self._lessons += 1
+        news = before is None or now is None or (abs(now - before) > before / 16 and self._lessons >= PATIENCE)
+        if self._governed and news:  # not each time: all decisions are made anew then
+            self._lessons = 0
             self._governor.changed(self)
 
 

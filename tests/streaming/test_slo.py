@@ -33,7 +33,7 @@ def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> 
     """As `python -m ballonet profile` would have left it: seconds of an iteration, bytes per second."""
     seconds = {}
     for batch in (1, 2, 4, 8):
-        for length in (64, 128, 256):
+        for length in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             seconds[Point("prefill", batch, length)] = prefill
             seconds[Point("decode", batch, length)] = decode
     key = key_of(model, runtime.require())
@@ -51,8 +51,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> None:
-    """A layer computes in 1 s and is copied in 3.5 s: with two slots 4 s are enough for one, 7 for two, 14 for all."""
-    for slo, count in ((4.0, 1), (7.1, 2), (14.5, 4)):
+    """A layer computes in 1 s and is copied in 3.5 s: by the formulas 4.5 s are enough for one, 7 for two, 14 for all."""
+    for slo, count in ((4.1, 0), (4.6, 1), (7.1, 2), (14.5, 4)):
         measured(model, prefill=4.0, decode=4.0, bandwidth=LAYER / 3.5)
         with ballonet.manage(model, tpot_slo=slo, ttft_slo=slo) as managed:
             assert say(model).agrees(stock)
@@ -60,14 +60,14 @@ def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> N
             report = managed.report()
             assert report.bandwidth == LAYER / 3.5
             assert report.times["decode"].slo == slo
-            assert report.link_bytes > 0
+            assert (report.link_bytes > 0) == (count > 0)
             assert str(report)
 
 
 def test_prefill_and_decode_apart(model: Any, stock: Output) -> None:
     measured(model, prefill=40.0, decode=4.0, bandwidth=LAYER / 3.5)
     seen: dict[int, tuple[int, ...]] = {}
-    with ballonet.manage(model, tpot_slo=4.0, ttft_slo=41.0) as managed:
+    with ballonet.manage(model, tpot_slo=4.6, ttft_slo=41.0) as managed:
         handle = model.model.layers[-1].register_forward_hook(
             lambda module, args, output: seen.__setitem__(args[0].shape[1], managed.streamed)
         )
