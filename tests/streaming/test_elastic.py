@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -56,7 +57,10 @@ def plans(managed: ballonet.Managed) -> Iterator[Plan]:
 
 
 def change(managed: ballonet.Managed, plan: Plan) -> None:
-    """As between two iterations."""
+    """As between two iterations, with nobody at work on twins."""
+    for thread in threading.enumerate():
+        if thread.name == "ballonet-twins":
+            thread.join(30)
     managed._elastic._change(plan)
 
 

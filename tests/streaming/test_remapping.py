@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,7 @@ def full(but: int) -> Iterator[None]:
 
 def until(condition: Callable[[], bool]) -> None:
     """Twins are made on a thread of their own."""
-    for thread in __import__("threading").enumerate():
+    for thread in threading.enumerate():
         if thread.name == "ballonet-twins":
             thread.join(30)
     assert condition()

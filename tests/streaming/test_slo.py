@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> None:
-    """A layer computes in 1 s and is copied in 3.5 s: by the formulas 4.5 s are enough for one, 7 for two, 14 for all."""
+    """A layer computes in 1 s and is copied in 3.5 s: by the formulas 4.5 s do for one, 7 for two, 14 for all."""
     for slo, count in ((4.1, 0), (4.6, 1), (7.1, 2), (14.5, 4)):
         measured(model, prefill=4.0, decode=4.0, bandwidth=LAYER / 3.5)
         with ballonet.manage(model, tpot_slo=slo, ttft_slo=slo) as managed:
