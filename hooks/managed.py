@@ -272,6 +272,8 @@ class Managed:
             try:
                 self._weights.restore(model)
             except BaseException:
+                with suppress(BallonetError, PoolExhausted):  # then it is made up for at the next forward
+                    self._follow(model, 1)  # what flies is watched again at once
                 self._elastic.resume()
                 raise
             self._follower.close()

@@ -210,3 +210,17 @@ def test_a_release_that_fails_leaves_a_model_whose_layers_come_and_go(
         managed._elastic.decision = None
         assert say(model).agrees(stock)
         assert managed._elastic.decision is not None, "it is asked about again"
+
+
+def test_after_a_release_that_fails_nobody_reads_a_slot(
+    model: Any, original: Any, stock: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ballonet.manage(model, interval=1) as managed:
+        assert say(model).agrees(stock)
+        assert managed.flying
+        with monkeypatch.context() as patched:
+            patched.setattr(managed._weights, "restore", lambda model: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                managed.release()
+        assert tensors(model) == tensors(original)
+        assert say(model).agrees(stock)
