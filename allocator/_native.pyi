@@ -4,12 +4,13 @@ Errors are the classes of `ballonet.allocator.errors`; `PoolExhausted` is what a
 here (the Python layers turn it into `torch.OutOfMemoryError`).
 """
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from typing_extensions import Buffer
 
 Owner = Literal["weights", "activations", "kv"]
-Backing = Literal["none", "device", "host", "alias", "retiring"]
+Backing = Literal["none", "device", "host", "alias", "retiring", "kept"]
 
 Source = tuple[int, int, int]
 """(offset in bytes from the part's start, address, nbytes)"""
@@ -39,6 +40,7 @@ class Device:
         host_budget: int,
         link_bandwidth: int = 0,
         link_latency_ns: int = 0,
+        spill: bool = False,
         faults: list[tuple[str, int]] = ...,
     ) -> None: ...
     @property
@@ -54,16 +56,31 @@ class Device:
         """Whether a host page can be mapped in the place of a device page."""
     def free_memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device as its driver counts them."""
-    def set_budget(self, nbytes: int) -> None:
-        """Lowering gives free pages back to the driver at once (after a trim), then those of published entries that
-        can be taken, and the others as they become free. DriverError where an entry could not be taken for that; the
-        budget is set."""
+    def set_budget(self, nbytes: int, wait_ns: int = 0) -> None:
+        """Returns when no more device pages exist than that: free and idle ones go back to the driver, then those of
+        published entries, where another thread leases them once it has obeyed or left. Nothing is created above it
+        meanwhile. BudgetInUse where not all of that would do, with nothing changed, and after `wait_ns`, or once
+        another budget is asked for; DriverError; what a signal's handler raises. Then the budget is what it was."""
+    @staticmethod
+    def on_spill(tell: Callable[[], object]) -> None:
+        """Called, once, on the main thread when the next block was spilled, as soon as that thread runs Python."""
+    def events(self) -> list[tuple[int, str, int, int, int, int]]:
+        """Drains (time_ns when it began, kind, pages, key, thread, duration_ns), in the order in which they ended.
+
+        `kind`: "inflate", "deflate", "take", "obey", "demand", "spill", "unspill", "refuse", "budget" (its pages),
+        "budget refused".
+        `key`: of the entry for "take" and "obey", the pages of the budget before for "budget" and, where it had been
+        lowered, "budget refused", else -1. `thread`: `threading.get_ident()`. CLOCK_MONOTONIC. Where more than 8192
+        came in between, the oldest are gone.
+        """
     def snapshot(self) -> dict[str, Any]:
         """Consistent numbers taken under the locks.
 
         Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_free (of
-        these), host_budget, copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h}, driver_calls {function: count}, faults,
-        reclaimed (device pages that entries gave so far), physical_peak (bytes), heap {live, live_peak, requested,
+        these), spilled (those that blocks of the heap lie on), host_budget, copied {weights_h2d, weights_d2h, kv_h2d,
+        kv_d2h}, driver_calls {function: count}, faults, reclaimed (device pages that entries gave so far), kept and
+        ahead (of the free device pages: still mapped, in slots and ahead of their use), driver_ns {callers, background}
+        (spent in calls that change page tables), physical_peak (bytes), heap {live, live_peak, requested,
         requested_peak, allocated_total, freed_total, reserved, cached, blocks, allocations, frees, hits}.
         """
     def reset_peaks(self) -> None: ...
@@ -71,16 +88,34 @@ class Device:
         """Gives pages wholly inside free blocks back to the pool, and the free pages of both pools, of the device and
         the host, back to the driver; returns the bytes of the former. Waits for retirements."""
     def reap(self, wait: bool = False) -> int:
-        """Completes retirements whose streams have passed; with `wait` all of them. Returns pages freed."""
+        """Completes retirements whose streams have passed, as the background does by itself; with `wait` all of them,
+        and whatever `Range.map_ahead` asked for. Returns the pages freed by it."""
+    def driver_ns(self) -> int:
+        """ns that the calling thread spent so far in driver calls that change page tables, of all devices."""
     def allocate(self, nbytes: int, stream: int = 0) -> int: ...
     def deallocate(self, address: int) -> None: ...
     def record_stream(self, address: int, stream: int) -> None: ...
     def block_size(self, address: int) -> int:
         """Bytes of the live block at `address`, 0 where there is none."""
     def group(self) -> Group: ...
-    def reserve(self, nbytes: int, owner: Owner, group: Group, auto_retire: bool = False) -> Range:
-        """A range of ceil(nbytes / page) pieces, nothing mapped. `auto_retire`: a piece is retired when the last tensor
-        over it is gone."""
+    def reserve(
+        self,
+        nbytes: int,
+        owner: Owner,
+        group: Group,
+        auto_retire: bool = False,
+        *,
+        expected: int = 0,
+        reuse: bool = True,
+    ) -> Range:
+        """A range of ceil(nbytes / page) pieces, none of them backed. `auto_retire`: a piece is retired when the last
+        tensor over it is gone.
+
+        Once a range of "kv" is closed and its streams have passed, its pages are free and stay mapped: it is a slot
+        (eLLM §4.2.2). With `reuse` a range of "kv" gets the addresses of the slot that fits best, the smallest with
+        `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a driver call. Whoever else
+        needs pages takes them out of slots, the oldest first, before new ones are created. `reuse=False` is for a range
+        that will have host pages."""
     def note_stream(self, stream: int) -> None:
         """This stream may touch pages: a retirement waits for it."""
     def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:
@@ -126,6 +161,9 @@ class Device:
 
         What yet other threads lease stays demanded. DriverError where nothing could be taken for that.
         """
+    def take(self, keys: list[int]) -> int:
+        """Takes those of these entries, in the order of the list, that this thread may take now; returns the device
+        pages freed. The others stay. DriverError where nothing could be taken for that."""
     def check(self) -> None:
         """Verifies every invariant the core can see; raises InvariantBroken."""
     def bind(self) -> None:
@@ -162,8 +200,15 @@ class Range:
     @property
     def owner(self) -> Owner: ...
     def map(self, first: int, count: int) -> None:
-        """Backs `count` unbacked (or retiring) pieces with device pages, all or none. Raises PoolExhausted,
+        """Backs `count` unbacked (or kept, or retiring) pieces with device pages, all or none. Raises PoolExhausted,
         DriverError."""
+    def map_ahead(self, first: int, count: int) -> None:
+        """Asks for pieces of a range of "kv" to be mapped in the background, in this order, so that `map` finds them
+        "kept" (eLLM §5.1). Returns at once.
+
+        Pages that are free or may be created are used, and nothing is taken from anybody: where there are none the rest
+        is forgotten, as it is at 50 MB (at least a page) of unclaimed pages in all. They are free for whoever needs
+        pages and can have no others, and `retire` gives them up first. BallonetError for pieces outside the range."""
     def map_host(self, first: int, count: int) -> None:
         """The same with host pages."""
     def alias(self, first: int, source: Range, source_first: int, count: int) -> bool:

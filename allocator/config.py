@@ -79,6 +79,13 @@ def _parse_seed(text: str, name: str) -> int:
     return int(text)
 
 
+def _parse_switch(text: str, name: str) -> bool:
+    meaning = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
+    if text.strip().lower() not in meaning:
+        raise ConfigError(f"{name} is {text!r}: write 1 or 0")
+    return meaning[text.strip().lower()]
+
+
 def _parse_faults(text: str, name: str) -> tuple[tuple[str, int], ...]:
     faults = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
@@ -106,12 +113,14 @@ class Config:
     budget: int | None = None  # bytes of device pages
     page_size: int | None = None  # bytes
     host_budget: int | None = None  # bytes of host pages
+    spill: bool | None = None  # may what fits nowhere else lie on host pages? None: yes
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     libcuda: str | None = None  # path of the driver's library
     link_bandwidth: int = 0  # bytes/s between host and device on the stand-in; 0: as fast as memory
     link_latency: float = 0.0  # seconds added to each such copy
     chaos: int | None = None  # seed; None: no chaos
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
+    control: bool = True  # may `python -m ballonet budget` ask this process?
     cache_dir: Path | None = None  # of what was compiled or measured once; None: the user's cache folder
 
     @classmethod
@@ -132,6 +141,7 @@ class Config:
         page_size: SupportsIndex | str | None = None,
         host_budget: SupportsIndex | str | None = None,
         device: object = None,
+        spill: bool | None = None,
     ) -> Self:
         """These settings under those that were given as arguments. ConfigError."""
         given: dict[str, Any] = {
@@ -141,6 +151,10 @@ class Config:
         }
         if device is not None:
             given["device"] = _parse_device(str(device), "device")
+        if spill is not None:
+            if not isinstance(spill, bool):
+                raise ConfigError(f"spill is {spill!r}: write True or False")
+            given["spill"] = spill
         return replace(self, **given)
 
 
@@ -148,12 +162,14 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_BUDGET": ("budget", parse_size),
     "BALLONET_PAGE_SIZE": ("page_size", parse_size),
     "BALLONET_HOST_BUDGET": ("host_budget", parse_size),
+    "BALLONET_SPILL": ("spill", _parse_switch),
     "BALLONET_DEVICE": ("device", _parse_device),
     "BALLONET_LIBCUDA": ("libcuda", lambda text, name: text),
     "BALLONET_LINK": ("link_bandwidth", parse_bandwidth),
     "BALLONET_LINK_LATENCY": ("link_latency", parse_time),
     "BALLONET_CHAOS": ("chaos", _parse_seed),
     "BALLONET_FAULT": ("faults", _parse_faults),
+    "BALLONET_CONTROL": ("control", _parse_switch),
     "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),
 }
 
@@ -168,3 +184,14 @@ def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
     home = os.path.expanduser("~")
     user = Path(home) / ".cache" if os.path.isabs(home) else Path(tempfile.gettempdir())  # a user without a home
     return (Path(xdg) if xdg else user) / "ballonet"
+
+
+def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Where the control sockets of this user may be, the best place first: the user's runtime folder (XDG), else the
+    folder for temporary files. A process that was started in another environment may have chosen another of them."""
+    environ = os.environ if environ is None else environ
+    user = os.geteuid()
+    runtime = [Path(environ.get("XDG_RUNTIME_DIR", "")), Path(f"/run/user/{user}")]
+    temporary = [Path(tempfile.gettempdir()), Path("/tmp")]
+    found = [folder / "ballonet" for folder in runtime if folder.is_absolute() and folder.is_dir()]
+    return tuple(dict.fromkeys(found + [folder / f"ballonet-{user}" for folder in temporary]))

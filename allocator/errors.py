@@ -35,6 +35,32 @@ class BudgetError(BallonetError):
         )
 
 
+class BudgetInUse(BudgetError):
+    """`set_budget()` asked for less than can be given back; the budget is what it was. In bytes: `immovable` cannot be
+    moved, or was not given back within `waited` seconds; `smallest`, the same number, is what works."""
+
+    def __init__(self, immovable: int, budget: int, waited: float = 0.0) -> None:
+        super().__init__(immovable, budget, immovable)
+        self.args = immovable, budget, waited
+        self.immovable = immovable
+        self.waited = waited
+
+    def __str__(self) -> str:
+        asked = f"a budget of {format_size(self.budget)} ({self.budget} bytes) was asked for"
+        if self.waited:
+            return (
+                f"{asked}, and after {format_time(self.waited)} {format_size(self.immovable)} of pages were still in "
+                "use, by models and caches of other threads, or another budget was asked for meanwhile. The budget "
+                "before is in force. To go on: give it a longer timeout, end a request, or ask for "
+                f"{self.smallest} bytes or more."
+            )
+        return (
+            f"{asked}, but {format_size(self.immovable)} of pages hold weights, caches and live tensors that cannot be "
+            f"moved. The smallest budget that works now is {format_size(self.smallest)}: "
+            f"ballonet.set_budget({self.smallest})."
+        )
+
+
 class DriverError(BallonetError):
     """A call of the driver failed. `code` is its CUresult, `detail` what was being done and what to try."""
 
@@ -128,6 +154,43 @@ class TraceError(BallonetError):
     def __str__(self) -> str:
         place = f"{self.path}:{self.line}" if self.line else self.path
         return f"{place}: {self.reason}"
+
+
+class ControlError(BallonetError):
+    """Another process that runs ballonet cannot be asked. `pid`: which."""
+
+    def __init__(self, pid: int, reason: str) -> None:
+        super().__init__(pid, reason)
+        self.pid = pid
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"process {self.pid} {self.reason}"
+
+
+class NoSuchProcess(ControlError):
+    """There is no process of that number."""
+
+
+class NotPermitted(ControlError):
+    """The process belongs to another user."""
+
+
+class NotReachable(ControlError):
+    """Ballonet is not installed there, listens to nobody, or does not answer."""
+
+
+class Refused(ControlError):
+    """It was asked and raised an error; `kind` is the name of its class."""
+
+    def __init__(self, pid: int, reason: str, kind: str) -> None:
+        BallonetError.__init__(self, pid, reason, kind)
+        self.pid = pid
+        self.reason = reason
+        self.kind = kind
+
+    def __str__(self) -> str:
+        return f"process {self.pid} refused: {self.reason}"
 
 
 class PoolExhausted(MemoryError):

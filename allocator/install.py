@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import torch
 
-from . import _native, runtime
+from . import _native, control, runtime
 from .companion import Companion, CompanionUnavailable, load
-from .config import Config, cache_dir, parse_size
+from .config import Config, cache_dir, parse_size, parse_time
 from .errors import BallonetError, DriverError, InstallError, UnsupportedVersion
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
@@ -45,6 +45,7 @@ class _Installed:
 
 _installed: _Installed | None = None
 _lock = threading.RLock()
+_warned = False  # that something was spilled
 
 
 def install(
@@ -53,13 +54,15 @@ def install(
     page_size: int | str | None = None,
     host_budget: int | str | None = None,
     device: str | torch.device | None = None,
+    spill: bool | None = None,
 ) -> None:
     """Makes one pool of device pages and puts it under torch. Models may be loaded before or after.
 
     `budget`: bytes of device pages (`"24GiB"` or an int); by default the free device memory less room for what lives
     outside, with no GPU half of the RAM that is available. `page_size`: bytes per page. `host_budget`: bytes of host
-    pages. `device`: "auto", "cpu", "cuda" or "cuda:N". What is not given comes from the environment (`BALLONET_BUDGET`,
-    …), then from the machine.
+    pages. `device`: "auto", "cpu", "cuda" or "cuda:N". `spill`: may an allocation that fits nowhere else lie on host
+    pages, where it is slower to use, rather than be refused? What is not given comes from the environment
+    (`BALLONET_BUDGET`, …), then from the machine.
 
     Where torch has used CUDA already it warns: then only what the calling thread allocates from now on, and what
     `manage()` moves, lies in the pool. Called again with the same settings, or none, it does nothing. If it fails,
@@ -67,8 +70,10 @@ def install(
     settings), UnsupportedVersion, DriverUnavailable, DriverError.
     """
     with _lock:
-        asked = Config().merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device)
-        settings = Config.from_env().merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device)
+        asked, settings = (
+            base.merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device, spill=spill)
+            for base in (Config(), Config.from_env())
+        )
         _put(_started(asked, settings))
 
 
@@ -113,13 +118,32 @@ def restore() -> None:
         _close()
 
 
-def set_budget(size: int | str) -> None:
-    """Changes the bytes of device pages while running: free pages go at once, the others as they become free.
+def set_budget(size: int | str, timeout: float | str = "60s") -> None:
+    """Changes the bytes of device pages while running, from any thread or a signal's handler. Returns when what is
+    above is back with the driver.
 
-    Raises ConfigError, NotInstalled.
+    A smaller budget is met as an allocation would be: by what is free or idle, then by weights and caches that may go
+    to the host, for which it waits where another thread uses them. BudgetInUse where that would not do, with the
+    smallest budget that does, and nothing changed; and, with the budget before in force again, where it took longer
+    than `timeout` or another call asked for another budget meanwhile. ConfigError, NotInstalled, DriverError.
     """
     device = runtime.require()
-    device.set_budget(runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget"))
+    nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
+    device.set_budget(nbytes, round(parse_time(timeout, "timeout") * 1e9))
+
+
+def spilled() -> None:
+    """Something lies on host pages for want of device pages: warns, once per process."""
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            "the device budget of ballonet is used up: something that was allocated lies on host pages, where it is "
+            "slower to use, until it is freed. A larger budget (ballonet.set_budget), a smaller batch or a shorter "
+            "context would avoid that; with BALLONET_SPILL=0 it would have been refused.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def reclaim() -> bool:
@@ -167,8 +191,10 @@ def _started(asked: Config, settings: Config) -> _Installed:
     if late:
         torch.cuda.empty_cache()  # what torch caches is none of the free memory that a default budget is made of
     with ExitStack() as undo:
-        device = runtime.start(settings, _torch_has_cuda())
+        # torch's own caching allocator would keep a segment that was spilled.
+        device = runtime.start(settings, _torch_has_cuda(), spill=not late)
         undo.callback(runtime.stop)
+        device.on_spill(spilled)
         device.bind()
         undo.callback(device.unbind)
         companion = _companion(settings, device)
@@ -202,13 +228,29 @@ def _put(installed: _Installed) -> None:
                 "ballonet.install(), in a new process"
             )
         installed.paused = False
+        _listen()
     except BaseException:
         installed.statistics.restore()
         _close()
         raise
 
 
+def _listen() -> None:
+    """For `python -m ballonet budget`."""
+    if runtime.settings().control:
+        try:
+            control.start(set_budget)
+        except OSError as error:
+            warnings.warn(
+                f"`python -m ballonet budget` cannot reach this process: {error}. Set XDG_RUNTIME_DIR to a folder of "
+                "yours, or BALLONET_CONTROL=0 to do without",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
 def _pause(installed: _Installed) -> None:
+    control.stop()
     if installed.route is not None:
         installed.route.close()
     if installed.companion is not None:
@@ -271,6 +313,7 @@ def _check_same(asked: Config, installed: _Installed) -> None:
         "budget": {settings.budget, device.budget},
         "page_size": {settings.page_size, device.page_size},
         "host_budget": {settings.host_budget, device.snapshot()["host_budget"]},
+        "spill": {settings.spill},
         "device": {"auto", settings.device} | places,
     }
     for name, values in in_force.items():

@@ -34,7 +34,7 @@ def replay(path: str | Path, config: Config) -> dict[str, int | float]:
     PoolExhausted.
     """
     ops = pack(path)
-    device = runtime.open_device(config)
+    device = runtime.open_device(config, spill=False)
     result = _native.replay(device, ops)
     device.close()
     return result

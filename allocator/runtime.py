@@ -13,13 +13,14 @@ Note [Page size]
 from __future__ import annotations
 
 import importlib.machinery
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from . import _native, ram
 from .config import Config, format_size
 from .errors import ConfigError, DriverUnavailable, InstallError, NotInstalled
+from .events import Events
 
 CUDA_PAGE_SIZE: Final = 8 * 2**20
 STANDIN_PAGE_SIZE: Final = 2 * 2**20
@@ -31,6 +32,7 @@ LIBCUDA: Final = "libcuda.so.1"
 
 _device: _native.Device | None = None
 _config: Config | None = None
+_events: Events | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,10 @@ def choose(config: Config, torch_has_cuda: bool | None = None) -> Target:
     return target
 
 
-def open_device(config: Config, torch_has_cuda: bool | None = None) -> _native.Device:
+def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True) -> _native.Device:
     """A device of one's own, with every default filled in, which the caller closes.
 
-    Raises ConfigError, DriverUnavailable, DriverError.
+    `spill`: may its blocks be spilled, where the settings allow it? Raises ConfigError, DriverUnavailable, DriverError.
     """
     target = choose(config, torch_has_cuda)
     page = page_size(config, target.kind)
@@ -115,6 +117,7 @@ def open_device(config: Config, torch_has_cuda: bool | None = None) -> _native.D
         host_budget=host_budget(config, target.kind, page),
         link_bandwidth=config.link_bandwidth,
         link_latency_ns=round(config.link_latency * 1e9),
+        spill=spill and config.spill is not False,
         faults=list(config.faults),
     )
     if given is None:
@@ -164,12 +167,14 @@ def host_budget(config: Config, kind: Literal["cuda", "standin"], page: int) -> 
     return max(0, available - (config.budget or available // 2)) // 2 // page * page
 
 
-def start(config: Config, torch_has_cuda: bool | None = None) -> _native.Device:
+def start(config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True) -> _native.Device:
     """Opens the one device of this process. InstallError where there is one; whatever `open_device` raises."""
-    global _device, _config
+    global _device, _config, _events
     if _device is not None:
         raise InstallError("ballonet is installed already in this process; ballonet.set_budget() changes its budget")
-    _device, _config = open_device(config, torch_has_cuda), config
+    _device = open_device(config, torch_has_cuda, spill=spill)
+    _config = replace(config, spill=config.spill is not False)
+    _events = Events(_device)
     return _device
 
 
@@ -185,6 +190,13 @@ def settings() -> Config:
     return _config
 
 
+def events() -> Events:
+    """The log of the device's decisions. NotInstalled."""
+    require()
+    assert _events is not None
+    return _events
+
+
 def require() -> _native.Device:
     """The device of this process. NotInstalled where there is none."""
     if _device is None:
@@ -194,10 +206,10 @@ def require() -> _native.Device:
 
 def stop() -> None:
     """Closes the device. Raises BallonetError, and changes nothing, while memory of it is in use."""
-    global _device, _config
+    global _device, _config, _events
     if _device is not None:
         _device.close()
-    _device = _config = None
+    _device = _config = _events = None
 
 
 def _standin() -> Target:

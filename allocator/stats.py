@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Self, TypeVar
 
 from . import runtime
 from .display import table
+from .events import Count
 from .units import format_size
+
+T = TypeVar("T")
 
 
 class _Counts(Mapping[str, int]):
@@ -50,25 +53,45 @@ class Copied(_Counts):
     kv_d2h: int
 
 
-class Calls(Mapping[str, int]):
-    """How often each function of the driver was called. Cannot be changed."""
+@dataclass(frozen=True, slots=True)
+class DriverSeconds:
+    """Time spent in the driver's calls for page tables: by threads that needed pages, and off their path."""
 
-    __slots__ = ("_counts",)
+    callers: float
+    background: float
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
-        self._counts = dict(counts)
 
-    def __getitem__(self, key: str) -> int:
-        return self._counts[key]
+class _Fixed(Mapping[str, T]):
+    """A mapping that cannot be changed."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[str, T]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, key: str) -> T:
+        return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._counts)
+        return iter(self._values)
 
     def __len__(self) -> int:
-        return len(self._counts)
+        return len(self._values)
 
     def __repr__(self) -> str:
-        return f"Calls({self._counts!r})"
+        return f"{type(self).__name__}({self._values!r})"
+
+
+class Calls(_Fixed[int]):
+    """How often each function of the driver was called. Cannot be changed."""
+
+
+class Verbs(_Fixed[Count]):
+    """Of one lever: what was decided how often. Cannot be changed."""
+
+
+class Decisions(_Fixed[Verbs]):
+    """What was decided, by lever. Cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +106,13 @@ class Stats:
     driver_calls: Calls
     faults: int  # injected ones that fired
     reclaimed: int  # pages that were taken from weights or caches because others needed them
+    spilled: int  # host pages in the place of device pages that an allocation did not find
+    driver_seconds: DriverSeconds
+    events: Decisions  # by lever and verb
 
     @classmethod
-    def of(cls, snapshot: Mapping[str, Any]) -> Self:
-        """From `Device.snapshot()`."""
+    def of(cls, snapshot: Mapping[str, Any], events: Mapping[str, Mapping[str, Count]]) -> Self:
+        """From `Device.snapshot()` and `Events.counts()`."""
         return cls(
             page_size=snapshot["page_size"],
             budget=snapshot["budget"],
@@ -96,15 +122,23 @@ class Stats:
             driver_calls=Calls(snapshot["driver_calls"]),
             faults=snapshot["faults"],
             reclaimed=snapshot["reclaimed"],
+            spilled=snapshot["spilled"],
+            driver_seconds=DriverSeconds(**{who: spent / 1e9 for who, spent in snapshot["driver_ns"].items()}),
+            events=Decisions({lever: Verbs(verbs) for lever, verbs in events.items()}),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts and ints, ready for JSON."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+        """Plain dicts and numbers, ready for JSON."""
+        plain: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain |= {name: dict(plain[name]) for name in ("pages", "copied", "driver_calls")}
+        plain["driver_seconds"] = asdict(self.driver_seconds)
+        plain["events"] = {
+            lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in self.events.items()
+        }
+        return plain
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: who owns how much, and what was copied."""
+        """What a notebook shows: who owns how much, what was copied and what was decided."""
         rows: list[tuple[str, int | str, str]] = [
             (owner, pages, format_size(pages * self.page_size)) for owner, pages in self.pages.items()
         ]
@@ -112,11 +146,21 @@ class Stats:
         rows.append(("all pages", exist, format_size(exist * self.page_size)))
         if self.host_pages:
             rows.append(("on the host", self.host_pages, format_size(self.host_pages * self.page_size)))
+        if self.spilled:
+            rows.append(("spilled there", self.spilled, format_size(self.spilled * self.page_size)))
         rows += [(f"copied: {name}", "", format_size(nbytes)) for name, nbytes in self.copied.items() if nbytes]
+        rows += [
+            (f"{lever}, {verb}: {count.events} times", count.pages, format_size(count.pages * self.page_size))
+            for lever, verbs in self.events.items()
+            for verb, count in verbs.items()
+        ]
         title = f"ballonet: {format_size(exist * self.page_size)} of a budget of {format_size(self.budget)}"
         return table(title, ("owner", "pages", "memory"), rows)
 
 
 def stats() -> Stats:
-    """Who owns which page now, what was copied and what the driver was asked for since `install()`. NotInstalled."""
-    return Stats.of(runtime.require().snapshot())
+    """Who owns which page now, what was copied, what the driver was asked for and what was decided since `install()`.
+    NotInstalled."""
+    device, events = runtime.require(), runtime.events()
+    events.hear()
+    return Stats.of(device.snapshot(), events.counts())

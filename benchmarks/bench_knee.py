@@ -47,7 +47,7 @@ def main() -> None:
     costs = Costs((1,) * LAYERS, resident.median / 1e3, layer / taken["link"].median)
     most, rows = cap(costs), []
     for interval in INTERVALS[kind]:
-        count, ms, predicted = LAYERS // interval, taken[str(interval)], costs.time(interval) * 1e3
+        count, ms, predicted = LAYERS // interval, taken[str(interval)], costs.expected(costs.plan(interval)) * 1e3
         longer, off = Figure.ratio(ms, resident), Figure.of([abs(ms.median / predicted - 1)])
         hidden = ("yes" if count <= most else "no", "yes" if longer.median <= OVER else "no")
         rows.append([count, ms, longer, round(predicted, 1), off.at_most(PREDICTED) if chosen.cuda else off, *hidden])

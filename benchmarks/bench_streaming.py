@@ -156,7 +156,7 @@ class Row:
         """How far the measured time is from the predicted one, as a part of that."""
         layers: int = self.about["layers"]
         costs = Costs((1,) * layers, self.resident.median / 1e3, self.about["layer"] / self.link.median)
-        return Figure.of([abs(self.ms.median / 1e3 / costs.time(self.interval or costs.none) - 1)])
+        return Figure.of([abs(self.ms.median / 1e3 / costs.expected(costs.plan(self.interval or costs.none)) - 1)])
 
     @property
     def missed(self) -> bool:

@@ -20,6 +20,8 @@ from rich.table import Table
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
     ROOT / "README.md": (
+        "oom",
+        "context",
         "streaming",
         "cold-load",
         "reactivate",
@@ -31,7 +33,15 @@ SHOWN = {
         "peak",
         "traces",
     ),
-    ROOT / "docs" / "measuring.md": ("slo", "knee", "page-size"),
+    ROOT / "docs" / "measuring.md": (
+        "slo",
+        "knee",
+        "driver-time",
+        "shrink",
+        "recover",
+        "fragmentation",
+        "page-size",
+    ),
 }
 PICTURES = ROOT / "docs"  # where pictures go, and from where documents lead to them
 NO_GPU = "No GPU has run `make gpu` yet: every figure here is of a CPU, on the host stand-in.\n"

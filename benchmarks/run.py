@@ -52,6 +52,7 @@ class Part:
     test_seconds: float = PART_SECONDS  # that the tests may take together, so that the benchmarks get the rest
 
 
+BALLOON = ("oom", "context", "driver_time", "shrink", "recover", "fragmentation")
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
         benchmarks=(
@@ -68,6 +69,7 @@ PARTS: Mapping[str, Part] = {
             "traces",
             "peak",
             "page_size",
+            *BALLOON,
         ),
         gpu=False,
         seconds=3600,
@@ -99,6 +101,11 @@ PARTS: Mapping[str, Part] = {
     "remap": Part(
         tests=(("tests/gpu/test_remap_*.py",),),
         benchmarks=("knee", "slo", "reactivate"),
+        test_seconds=130,
+    ),
+    "balloon": Part(
+        tests=(("tests/gpu/test_balloon_*.py",),),
+        benchmarks=BALLOON,
         test_seconds=130,
     ),
 }

@@ -94,7 +94,7 @@ def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     recorder = None
     if ours:
         from ballonet.allocator import runtime
-        from ballonet.offload.timeline import Recorder
+        from ballonet.offload.recorder import Recorder
 
         ballonet.install(options.budget)
         recorder = Recorder(runtime.require())
@@ -123,7 +123,7 @@ def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
     if recorder is not None and managed is not None:
         result["stats"] = ballonet.stats().to_dict()
-        result["rows"] = recorder.stop()
+        result["rows"] = recorder.stop().rows
         managed.release()
     return result
 

@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple
 
 from ..allocator._native import Device, Group
 from ..offload.geometry import Geometry, choose, longest
+from ..offload.kv_tier import KVTier
+from . import governors
 from .compat import longest_sequence, one_shape
 from .kv_range import KVRange, Shape
 
@@ -36,6 +38,7 @@ class CacheRanges:
         self._alone = alone
         self._device: Device | None = None
         self._group: Group | None = None
+        self._tier: KVTier | None = None
         self._ranges: list[weakref.ref[KVRange]] = []
 
     @classmethod
@@ -56,7 +59,7 @@ class CacheRanges:
     def group(self, device: Device) -> Group:
         """The lease group of this cache on `device`."""
         if self._group is None or self._device is not device:
-            self._device, self._group = device, device.group()
+            self._device, self._group, self._tier = device, device.group(), None
         return self._group
 
     def join(self, device: Device, shape: Shape, tokens: int) -> tuple[KVRange, int] | None:
@@ -66,7 +69,7 @@ class CacheRanges:
         """
         self._ranges = [each for each in self._ranges if each() is not None]
         for home in (each() for each in self._ranges):
-            if home is not None and home.shape == shape and home.geometry.tokens >= tokens:
+            if home is not None and home.shape == shape and home.geometry.tokens >= tokens and home.reaches(tokens):
                 place = home.join()
                 if place is not None:
                     return home, place
@@ -82,7 +85,10 @@ class CacheRanges:
         )
         if geometry is None:
             return None
-        home = KVRange(device, self.group(device), geometry, shape)
+        group = self.group(device)
+        if self._tier is None and device.host_pages:
+            self._tier = KVTier(device, group, governors.of(device))
+        home = KVRange(device, group, geometry, shape, self._tier, max(self._expected, tokens))
         self._ranges.append(weakref.ref(home))
         place = home.join()
         assert place is not None

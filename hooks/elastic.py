@@ -27,15 +27,16 @@ from torch import nn
 
 from ..allocator._native import Device, Range
 from ..allocator.display import progress
-from ..allocator.errors import BallonetError, DriverError, ManageError, PoolExhausted, SLOError, WeightsFileChanged
-from ..offload import link
+from ..allocator.errors import BallonetError, ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ..offload.decision import Decision
 from ..offload.governor import Governor
 from ..offload.ledger import Refusal
+from ..offload.pages import SPARE
 from ..offload.plan import Plan, streaming
 from ..offload.record import Phase, Point, Record
 from ..offload.ring import Streamed, spans
 from . import moving
+from .governors import measure_link
 from .layers import decoder_layers
 from .marks import relaxed
 from .pace import Measured, Pace
@@ -47,17 +48,18 @@ from .weights import Finder, Weights, is_away, nowhere
 
 Tenant = tuple[Member, Range]
 OFTEN: Final = 4  # times that a layer is prepared anew after somebody looked at it
-PATIENCE: Final = 16  # iterations until what could not be arranged is tried again, or new times are told
+PATIENCE: Final = 16  # iterations until what could not be arranged or measured is tried again, or new times are told
 BETWEEN: Final = 0.02  # seconds between looks whether a model that runs has cleared a layer
 
 
 class Options(NamedTuple):
-    """As for `manage()`; times in seconds."""
+    """As for `manage()`; times in seconds, `floor` in bytes."""
 
     interval: int | Literal["auto"] | None = "auto"
     tpot_slo: float | None = None
     ttft_slo: float | None = None
     priority: int = 0
+    floor: int = 0
 
     @property
     def slo(self) -> bool:
@@ -100,12 +102,13 @@ class Elastic:
         self._worker: threading.Thread | None = None
         self._cleared: set[int] = set()  # layers that are watched, and that nobody referred to since
         self._patience = 0
+        self._unmeasured = 0  # iterations to which a link matters that nobody has measured
         self._lessons = 0  # since the governor heard of what iterations take
         self._rearranging = False
         self.trouble = ""  # why twins are missing
         self._governed = self._was_governed = False
         self._streaming = Streaming(
-            weights.device, weights.ring, turns, self._strangers, weights.stream, self._seen_at_home
+            weights.device, weights.ring, turns, self._strangers, weights.stream, self._seen_at_home, weights.away
         )
 
     # What the governor asks
@@ -127,11 +130,18 @@ class Elastic:
         return self.options.priority
 
     @property
+    def floor(self) -> int:
+        return -(-self.options.floor // self._weights.device.page_size)
+
+    @property
     def running(self) -> bool:
         return self._weights.group.leases > 0
 
     def seconds(self, point: Point) -> float | None:
         return None if self.record is None else self.record.time(*point)
+
+    def typical(self, point: Point) -> float | None:
+        return None if self.record is None else self.record.typical(*point)
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
         if layer not in self._ready or self._turns.sections:
@@ -190,6 +200,8 @@ class Elastic:
             self._learn(measured)
         if self._governed and point is not None:
             self._ask(point)
+        if self._governed and self._governor.bandwidth is None and (self.plan.streamed or self._governor.scarce):
+            self._measure_link()
         self._pace.begin(point)
 
     def after(self) -> None:
@@ -206,9 +218,7 @@ class Elastic:
             self.record = measured()
             governor.bandwidth = self.record.bandwidth
         elif governor.bandwidth is None and self.plan.streamed:
-            with suppress(DriverError):  # of a driver that says it has host pages and gives none: files need none
-                if (found := link.measure(device)) is not None:
-                    governor.bandwidth = found
+            measure_link(device, governor)
             device.trim()  # what was measured with
         if self.options.slo:
             pages = device.snapshot()["pages"]
@@ -244,7 +254,7 @@ class Elastic:
             self.plan,
             weights.device.page_size,
             bandwidth=self._governor.bandwidth,
-            resident={phase: self.seconds(found.point) for phase, found in self.last.items() if found.point},
+            resident={phase: self.typical(found.point) for phase, found in self.last.items() if found.point},
             last=self.last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
             link_bytes=weights.ring.copied,
@@ -290,7 +300,7 @@ class Elastic:
             self.cover(self._wanted)  # a thread that was to do it may have ended
         if self._patience:
             self._patience -= 1
-        elif decision.plan != self.plan and self._weights.group.leases == 1:
+        elif decision.plan != self.plan and self._weights.group.leases == 1 and not self._turns.sections:
             try:
                 with self._lock:
                     self._change(decision.plan)
@@ -298,6 +308,13 @@ class Elastic:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = PATIENCE  # all is valid as it is
+
+    def _measure_link(self) -> None:
+        """See governors.py, Note [The link of a model that runs]. Where it cannot be it is tried again later."""
+        self._unmeasured += 1
+        if self._unmeasured % PATIENCE == 1 and not self._pace.capturing():
+            device = self._weights.device
+            measure_link(device, self._governor, leave=device.budget // device.page_size // SPARE)
 
     def _change(self, plan: Plan) -> None:
         model = self._model()
@@ -309,20 +326,27 @@ class Elastic:
                 for part in covered[layer]:
                     part.twin.check()  # the core cannot tell whether a file was what it should be
             self._watch(model, set(plan.streamed) - self._streaming.watched)
+            home = {*self._weights.away(), *self._weights.ring.streamed}.difference(plan.streamed)
+            self._check_held(home & self._streaming.watched)
             for layer in sorted(set(plan.streamed) - covered.keys()):
-                if self._streaming.others((layer,)):
-                    raise ManageError(f"layer {layer} of {self.name} is referred to from outside of the model")
+                self._check_held((layer,))
                 self._weights.cover(layer, self._tenants(model, layer), self._find)
             self._arrange(plan)
 
     @contextmanager
     def _rearranged(self) -> Iterator[None]:
-        """Within it whoever looks waits for the lock."""
-        self._rearranging = True
+        """Within it whoever looks waits: for the lock, or where the layer streams for the turn."""
+        self._rearranging = self._streaming.leaving = True
         try:
             yield
         finally:
-            self._rearranging = False
+            self._rearranging = self._streaming.leaving = False
+
+    def _check_held(self, layers: Iterable[int]) -> None:
+        """ManageError where someone may be about to read one of these, which are to lead elsewhere."""
+        for layer in sorted(layers):
+            if self._streaming.others((layer,)):
+                raise ManageError(f"layer {layer} of {self.name} is referred to from outside of the model")
 
     def _arrange(self, plan: Plan) -> None:
         """Streams what the plan says, as far as it can."""
@@ -390,8 +414,8 @@ class Elastic:
                         return
                     layer = next((each for each in missing if each in self._cleared), missing[0])
                     if not self.running or (loaded and layer in self._cleared):  # between two forwards
-                        with self._turns.at_rest(or_flying=True), self._lock, self._streaming.unseen():
-                            self._prepare(layer)
+                        if not self._prepare(layer):
+                            continue
                     elif layer in self._cleared:
                         with self._lock:
                             self._copy_home(layer, (), nowhere)
@@ -427,12 +451,22 @@ class Elastic:
                     if self._streaming.others((layer,)):
                         self._give_up(layer)
 
-    def _prepare(self, layer: int) -> None:
-        """While no forward runs."""
-        model = self._model()
-        if model is not None and self._governed:
-            self._clear(model)
-            self._copy_home(layer, self._tenants(model, layer), self._find)
+    def _prepare(self, layer: int) -> bool:
+        """While no forward runs. False where someone else has the lock: who has the turn does not wait for that, as who
+        has it may wait for the turn, in a finalizer."""
+        with self._turns.at_rest(or_flying=True):
+            free = self._lock.acquire(blocking=False)
+            try:
+                if free and self._governed and (model := self._model()) is not None:
+                    with self._streaming.unseen():
+                        self._clear(model)
+                        self._copy_home(layer, self._tenants(model, layer), self._find)
+            finally:
+                if free:
+                    self._lock.release()
+        if not free:
+            threading.Event().wait(BETWEEN)
+        return free
 
     def _copy_home(self, layer: int, tenants: Sequence[Tenant], find: Finder) -> None:
         """Makes the twins of a layer if it is still cleared. Refers to no tensor but `tenants`, so that a forward may

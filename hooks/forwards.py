@@ -4,7 +4,7 @@ Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
     But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
     call of the module it belongs to; a call that is no longer on the stack was interrupted, and its lease is closed
-    when the thread comes by again.
+    when the thread comes by again, or ends.
 
 Note [Compiled forwards]
     Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..offload.chaos import Chaos
+from ..offload.levers import Lever
 from .lease import ForwardLease, current
 from .turns import Turn, Turns
 from .watched import opaquely
@@ -50,17 +51,22 @@ class Forwards:
         lease: Callable[[], ForwardLease],
         before: Callable[[Sequence[Any], Mapping[str, Any]], None],
         after: Callable[[], None],
+        obey: Callable[[], None],
         turns: Turns,
         layers: Layers,
+        levers: Sequence[Lever],
     ) -> None:
         """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
-        each outermost one, under it, and `after()` at its end; `layers`: told of each decoder layer that runs."""
+        each outermost one, under it, and `after()` at its end, `obey()` between two layers when others demand pages;
+        `layers`: told of each decoder layer that runs; `levers`: that chaos may pull."""
         self.chaos = chaos
         self.layers = 0  # decoder layers that are hooked
         self._weights = weights
         self._lease = lease
         self._before = before
         self._after = after
+        self._obey = obey
+        self._levers = levers
         self._turns = turns
         self._layers = layers
         self._thread = _Thread()
@@ -135,10 +141,10 @@ class Forwards:
         lease = current()
         if self.chaos is not None and lease is not None:
             self.chaos.act(self._weights.all_ranges(), lease.ranges)
-        if (
-            self._weights.device.demand
-        ):  # another thread found no pages, and this one may have some that it can do without
-            self._weights.device.obey()
+            self.chaos.pull(self._levers)
+        # Did another thread find no pages? This one may have some that it can do without.
+        if self._weights.device.demand:
+            self._obey()
         self._layers.enter(layer)
         self._weights.use(layer)
 
@@ -186,11 +192,18 @@ class Layers(Protocol):
     def leave(self, layer: int) -> None: ...
 
 
-class _Thread(threading.local):
-    """The calls of one model on this thread, outermost first: (id of the call's frame, what the outermost holds)."""
+class _Calls(list[tuple[int, _Outermost | None]]):
+    """The calls of one model on a thread, outermost first: (id of the call's frame, what the outermost holds)."""
 
+    def __del__(self) -> None:
+        for _, outermost in self:  # of a thread that ended in the middle of them
+            if outermost is not None:
+                outermost.abandon()
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
-        self.calls: list[tuple[int, _Outermost | None]] = []
+        self.calls = _Calls()
 
 
 class Hook:

@@ -1,17 +1,28 @@
-"""The governor of each device that models are managed on."""
+"""The governor of each device that models are managed on.
+
+Note [The link of a model that runs]
+    Where pages run out for the first time nobody has measured the link yet, and who may give what depends on it. That
+    is made up for before an iteration, once more is free than the next tokens need, and outside of captures, whose work
+    must not wait for copies; until then decisions say that they assume.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
+from ..allocator import runtime
 from ..allocator._native import Device
+from ..allocator.errors import DriverError
 from ..offload import link
 from ..offload.governor import Governor
+from .marks import relaxed
 
 _governors: list[tuple[Device, Governor]] = []
 _lock = threading.Lock()
+_measuring = threading.Lock()
 
 
 def of(device: Device) -> Governor:
@@ -20,9 +31,29 @@ def of(device: Device) -> Governor:
         for each, governor in _governors:
             if each is device:
                 return governor
-        governor = Governor(device, received=_received(device))
+        governor = Governor(device, received=_received(device), events=runtime.events())
         _governors[:] = [(device, governor)]  # one device is installed at a time
         return governor
+
+
+def obey(device: Device, governor: Governor) -> None:
+    """For a thread between two layers: gives what others demand of it. DriverError."""
+    if device.obey():
+        governor.pages_given()
+
+
+def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
+    """The governor knows how fast the link is, if that can be found out now with `leave` device pages free. Does
+    nothing while another thread finds out."""
+    if not _measuring.acquire(blocking=False):
+        return
+    try:
+        if governor.bandwidth is None:
+            with relaxed(device), suppress(DriverError):  # of a driver that says it has host pages and gives none
+                if (found := link.measure(device, leave=leave)) is not None:
+                    governor.bandwidth = found
+    finally:
+        _measuring.release()
 
 
 def _received(device: Device) -> Callable[[], int | None] | None:

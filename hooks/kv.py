@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final, Self, cast
 
 import torch
@@ -32,6 +33,7 @@ from ..allocator import runtime
 from .cache_ranges import CacheRanges
 from .compat import DynamicLayer, carries_derivatives, cropped
 from .kv_range import KVRange, Latest, Shape
+from .lease import Holding
 from .moving import torch_device
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -151,7 +153,8 @@ class ElasticLayer(DynamicLayer):
     def offload(self) -> None:
         """Moves the tokens to ordinary host memory; on a CPU that is where they are."""
         if self.is_initialized and self.device.type != "cpu":
-            super().offload()  # type: ignore[no-untyped-call]
+            with self._held():
+                super().offload()  # type: ignore[no-untyped-call]
             self._leave()
 
     def prefetch(self) -> None:
@@ -174,16 +177,22 @@ class ElasticLayer(DynamicLayer):
         ours = ElasticLayer().__dict__.keys() - self.stock().__dict__.keys()
         state = {name: value for name, value in self.__dict__.items() if name not in ours}
         elastic = self.elastic
-        for name, tensor in (("keys", self.keys), ("values", self.values)):
-            state[name] = tensor.clone() if elastic and tensor is not None else tensor
+        with self._held():
+            for name, tensor in (("keys", self.keys), ("values", self.values)):
+                state[name] = tensor.clone() if elastic and tensor is not None else tensor
         return self.stock, (), state
 
     def _twin(self, state: dict[str, Any]) -> Self:
         twin = type(self).__new__(type(self))
         twin.__dict__.update(state, **dict.fromkeys(_THERE))
         if self.elastic:
-            twin._settle(self._tokens())
+            with self._held():
+                twin._settle(self._tokens())
         return twin
+
+    def _held(self) -> AbstractContextManager[object]:
+        """While kernels that read the tokens are launched no other thread leads their addresses elsewhere."""
+        return nullcontext() if self._home is None else Holding(self._home.group)
 
     def _changeable(self) -> KVRange | None:
         """The range that the tokens lie in, None where they do not, or must not be changed there now."""
@@ -237,8 +246,9 @@ class ElasticLayer(DynamicLayer):
     def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """The tokens become what `change` makes of the keys and of the values, if there are any."""
         if self.get_seq_length():
-            keys, values = self._tokens()
-            self._settle((change(keys), change(values)))
+            with self._held():
+                keys, values = self._tokens()
+                self._settle((change(keys), change(values)))
 
     def _settle(self, tokens: Pair) -> None:
         """Holds these tokens from now on: in a new place, or where that cannot be as they are."""

@@ -36,10 +36,11 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ..allocator._native import Device, Group
-from ..allocator.errors import PoolExhausted
-from ..allocator.install import reclaim
 from ..offload.geometry import Geometry
+from ..offload.kv_tier import KVTier
 from .compat import StorageWeakRef
+from .kv_pages import KVPages
+from .kv_prefill import copied_in
 from .lease import Holding, current
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
@@ -104,16 +105,29 @@ class _Mapped:
 class KVRange:
     """The range of a group of layers. A layer has a place in it (its index in the geometry) and its own length."""
 
-    def __init__(self, device: Device, group: Group, geometry: Geometry, shape: Shape) -> None:
-        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. DriverError."""
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        geometry: Geometry,
+        shape: Shape,
+        tier: KVTier | None = None,
+        expected: int = 0,
+    ) -> None:
+        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`: see KVPages; `expected`:
+        tokens that are likely to come. DriverError."""
         self.geometry: Final = geometry
         self.shape: Final = shape
         self.group: Final = group
-        self.range: Final = device.reserve(geometry.reservation, "kv", group)
+        self.range: Final = device.reserve(
+            geometry.reservation, "kv", group, expected=min(expected, geometry.tokens) * geometry.token_bytes
+        )
+        self.pages: Final = KVPages(device, group, self.range, geometry, shape.device, tier)
         self._device = device
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
         self._joined = 0  # places given out; one that was left is not given out again
+        self._left: set[int] = set()
         self._storages: list[StorageWeakRef] = []
         self._most = 0  # pieces that may be mapped, from the start of the range
         self._mapped: _Mapped | None = None
@@ -124,10 +138,12 @@ class KVRange:
         if self._joined == self.geometry.layers:
             return None
         self._joined += 1
+        self.pages.joined()
         return self._joined - 1
 
     def leave(self, place: int) -> None:
         """The layer needs its tokens no more."""
+        self._left.add(place)
         self.cut(place, 0)
 
     def latest(self, place: int) -> Latest:
@@ -141,10 +157,17 @@ class KVRange:
             self.shape.fits(keys, values)
             and start + keys.shape[2] <= self.geometry.tokens
             and (start >= self._shown[place] or self.exclusive())
+            and self.reaches(start + keys.shape[2])
         )
 
+    def reaches(self, tokens: int) -> bool:
+        """Can there be room for so many?"""
+        mapped = self._mapped or self._open()
+        return tokens <= mapped.capacity or self.pages.reachable(mapped.pieces, self.geometry.pieces(tokens))
+
     def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies the tokens behind the layer's last one and returns all of its keys and values.
+        """Copies the tokens behind the layer's last one and returns all of its keys and values, to be read now: where
+        many rows will read pages that are on the host it returns copies.
 
         `takes` has said yes. Raises torch.OutOfMemoryError or DriverError, and has changed nothing, where no page is
         left to map.
@@ -153,8 +176,10 @@ class KVRange:
         start = latest.length
         end = start + tokens
         with Holding(self.group):
+            self.pages.begin(place)
             mapped = self._mapped or self._open()
-            if end > mapped.capacity:
+            took = end > mapped.capacity
+            if took:
                 mapped = self._extend(mapped, end)
             views = mapped.views[place] or self._views(mapped, place)
             self._note(start, tokens)
@@ -162,6 +187,12 @@ class KVRange:
             views.write_values.narrow(2, start, tokens).copy_(values)
         shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
         latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
+        if end >= self.pages.fills:
+            self.pages.filled(self._lengths(), soon=tokens > 1)
+        if tokens == 1 and (took or end == mapped.capacity):
+            self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
+        if self.pages.worth_copying(tokens):
+            return copied_in(self._device, self.range, self.geometry, mapped.flat, shown) or shown
         return shown
 
     def keys(self, place: int) -> torch.Tensor:
@@ -175,13 +206,13 @@ class KVRange:
     def cut(self, place: int, length: int) -> None:
         """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back."""
         latest = self._latest[place]
+        self.pages.lower((*self._lengths(place), length))
         latest.length, latest.keys, latest.values = length, None, None
         pieces = self._needed()
         if pieces < self._most:
             self._drop()
             self._open()
-            for first, count in self.geometry.runs(pieces, self._most):
-                self.range.retire(first, count)
+            self.pages.retire(pieces, self._most)
             self._most = pieces
             for each in range(self._joined):
                 self._show(each)
@@ -198,6 +229,7 @@ class KVRange:
         # Allocated before anything is written: past this line there is nothing that can run out.
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
         with Holding(self.group):
+            self.pages.lower((0,))
             self._note(0, length)
             for whole in (views.write_keys, views.write_values):
                 by_token = whole.permute(2, 0, 1, 3).flatten(2)  # [tokens, batch, heads x dim], a view
@@ -206,6 +238,7 @@ class KVRange:
                     picked = scratch[: part.numel()].view(part.shape)
                     part.copy_(torch.ops.aten.index.Tensor_out(part, [None, rows], out=picked))
         self._show(place)
+        self.pages.filled(self._lengths())
 
     def exclusive(self) -> bool:
         """Does nobody else hold a view, so that what was shown may change? Drops the range's own views to find out.
@@ -235,21 +268,12 @@ class KVRange:
     def _extend(self, mapped: _Mapped, tokens: int) -> _Mapped:
         pieces = self.geometry.pieces(tokens)
         self._most = max(self._most, pieces)
-        runs = self.geometry.runs(mapped.pieces, pieces)
-        try:
-            try:
-                self._map(runs)
-            except PoolExhausted:
-                if not reclaim():
-                    raise
-                self._map(runs)
-        except PoolExhausted as error:
-            raise torch.OutOfMemoryError(f"no room for {tokens} tokens of KV cache: {error}") from error
+        self.pages.map(mapped.pieces, pieces, tokens)
         return self._open(pieces)
 
-    def _map(self, runs: list[tuple[int, int]]) -> None:
-        for first, count in runs:
-            self.range.map(first, count)
+    def _lengths(self, but: int = -1) -> list[int]:
+        """Tokens of all layers that may still write, without the place `but`."""
+        return [each.length for place, each in enumerate(self._latest) if place != but and place not in self._left]
 
     def _open(self, pieces: int | None = None) -> _Mapped:
         """Opens the first `pieces` pieces, which are mapped. See Note [Readable at any time]."""
@@ -293,7 +317,7 @@ class KVRange:
             step = self.geometry.token_bytes
             self._device.note_use(self.range.address + start * step, tokens * step, 0, True)
         else:
-            self._device.note_stream(torch.cuda.current_stream(self.shape.device).cuda_stream)
+            self._device.note_stream(self.pages.stream)
         lease = current()
         if lease is not None:
-            lease.touched(self.range)
+            lease.touched(self.pages)

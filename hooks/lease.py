@@ -2,7 +2,8 @@
 
 What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are
 neither moved nor taken. The module hooks of a managed model open one around every forward; KV layers add the group of
-their cache at their first update in it. A cache that is used outside of any lease holds its group for each call alone.
+their cache at their first update in it. A cache that is used outside of any lease holds its group for each call, and
+its thread keeps one on what it appends to (`Kept`).
 
 Note [Held, and known to be]
     Ctrl-C comes between any two calls, also between the one that enters a group and the one that notes it. So both are
@@ -14,9 +15,12 @@ from __future__ import annotations
 import threading
 from itertools import filterfalse
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from ..allocator._native import Group, Range
+from ..allocator._native import Group
+
+if TYPE_CHECKING:
+    from .kv_pages import KVPages
 
 
 class _Current(threading.local):
@@ -37,7 +41,7 @@ class ForwardLease:
 
     def __init__(self) -> None:
         self._groups: list[Group] = []
-        self._ranges: dict[int, Range] = {}
+        self._ranges: dict[int, KVPages] = {}
         self._outer: ForwardLease | None = None
         self._thread = threading.get_ident()
 
@@ -53,12 +57,12 @@ class ForwardLease:
         if not any(each is group for each in self._groups):
             _enter(group, self._groups)
 
-    def touched(self, kv: Range) -> None:
+    def touched(self, kv: KVPages) -> None:
         """Notes that this forward has appended to the range."""
         self._ranges[id(kv)] = kv
 
     @property
-    def ranges(self) -> tuple[Range, ...]:
+    def ranges(self) -> tuple[KVPages, ...]:
         """The KV ranges that this forward has appended to so far."""
         return tuple(self._ranges.values())
 
@@ -90,6 +94,34 @@ def _enter(group: Group, entered: list[Group]) -> None:
 
 def _leave_last(entered: list[Group], thread: int) -> None:
     next(map(Group.leave, map(list.pop, (entered,)), (thread,)))
+
+
+class Kept:
+    """The lease of the thread that uses a group outside of forwards, between its calls too: it reads what a call has
+    shown after that call, and a page must not leave its address while another thread launches kernels."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._entered: list[Group] = []
+        self._thread = 0
+
+    def renew(self) -> bool:
+        """The calling thread uses the group from now on. False, and none is kept, within a forward, which has its own
+        lease."""
+        thread = 0 if current() is not None else threading.get_ident()
+        if thread != self._thread or bool(thread) != bool(self._entered):
+            self._end()
+            self._thread = thread
+            if thread:
+                _enter(self._group, self._entered)
+        return thread != 0
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._entered:
+            _leave_last(self._entered, self._thread)
 
 
 class Holding:

@@ -46,6 +46,7 @@ def from_pretrained(
     tpot_slo: float | str | None = None,
     ttft_slo: float | str | None = None,
     priority: int = 0,
+    floor: int | str = 0,
     chaos: int | None = None,
     **options: Any,
 ) -> Any:
@@ -55,9 +56,9 @@ def from_pretrained(
     `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that one writes text, else
     AutoModelForCausalLM. Weights that lie in safetensors files as the model has them go from there to the device; those
     that transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds),
-    `priority`, `chaos`: as for `manage()`. A `device_map` other than "auto" or the device of ballonet, and the other
-    options that place or divide a model (`offload_folder`, `tp_plan`, …), are refused. Quantized weights, and models
-    with `use_kernels`, are loaded to the device by transformers and have to fit.
+    `priority`, `floor`, `chaos`: as for `manage()`. A `device_map` other than "auto" or the device of ballonet, and the
+    other options that place or divide a model (`offload_folder`, `tp_plan`, …), are refused. Quantized weights, and
+    models with `use_kernels`, are loaded to the device by transformers and have to fit.
 
     Returns what `cls.from_pretrained` returns; `manage()` gives the Managed of it. Raises what `cls.from_pretrained`
     and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
@@ -90,6 +91,7 @@ def from_pretrained(
             tpot_slo=tpot_slo,
             ttft_slo=ttft_slo,
             priority=priority,
+            floor=floor,
             chaos=chaos,
             files=files,
             progress=arrived,

@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -14,11 +15,12 @@ from torch import nn
 
 from ..allocator import install, runtime
 from ..allocator._native import Device
-from ..allocator.config import parse_time
+from ..allocator.config import parse_size, parse_time
 from ..allocator.display import table
 from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, PoolExhausted
 from ..allocator.units import format_size
 from ..offload.chaos import Chaos
+from ..offload.levers import levers
 from ..offload.plan import Fewest, Interval, Rule
 from ..offload.record import Record
 from . import governors
@@ -45,6 +47,7 @@ def manage(
     tpot_slo: float | str | None = None,
     ttft_slo: float | str | None = None,
     priority: int = 0,
+    floor: int | str = 0,
     chaos: int | None = None,
     **unknown: object,
 ) -> Managed:
@@ -61,7 +64,9 @@ def manage(
     `tpot_slo`, `ttft_slo`: seconds, or a text such as "80ms", that a decode step and a prefill may take. "auto" then
     streams as many layers as that allows, so that their pages are free (Select-N §4.5). What iterations take is
     measured first, if there is no record of it on this machine. `priority`: models with the lowest give their pages
-    first. `chaos`: a seed; random pages are moved while the model runs (default: BALLONET_CHAOS).
+    first, and those of their KV caches. `floor`: bytes of device memory, or a text such as "2GiB", that its weights and
+    caches keep together, whoever is short. `chaos`: a seed; random pages are moved while the model runs (default:
+    BALLONET_CHAOS).
 
     Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model, with the same
     options or none, it returns the same Managed.
@@ -77,10 +82,18 @@ def manage(
     if unknown:
         options = ", ".join(map(repr, unknown))
         raise ManageError(
-            f"manage() has no option {options}: it takes 'interval', 'tpot_slo', 'ttft_slo', 'priority' and 'chaos'"
+            f"manage() has no option {options}: it takes 'interval', 'tpot_slo', 'ttft_slo', 'priority', 'floor' and "
+            "'chaos'"
         )
     return managed(
-        model, interval=interval, tpot_slo=tpot_slo, ttft_slo=ttft_slo, priority=priority, chaos=chaos, files=None
+        model,
+        interval=interval,
+        tpot_slo=tpot_slo,
+        ttft_slo=ttft_slo,
+        priority=priority,
+        floor=floor,
+        chaos=chaos,
+        files=None,
     )
 
 
@@ -91,6 +104,7 @@ def managed(
     tpot_slo: float | str | None,
     ttft_slo: float | str | None,
     priority: int,
+    floor: int | str,
     chaos: int | None,
     files: Files | None,
     progress: Callable[[int], object] = int,
@@ -101,13 +115,13 @@ def managed(
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     if chaos is not None and (not isinstance(chaos, int) or isinstance(chaos, bool) or chaos < 0):
         raise ManageError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
-    options, rule = _options(model, interval, tpot_slo, ttft_slo, priority)
+    options, rule = _options(model, interval, tpot_slo, ttft_slo, priority, floor)
     with _lock:
         found = managed_as(model)
         if (
             found is not None
             and chaos in (None, found.chaos and found.chaos.seed)
-            and options in (found._elastic.options, Options("auto", None, None, 0))  # the same, or none
+            and options in (found._elastic.options, Options())  # the same, or none
         ):
             return found
         _check_not_managed(model)
@@ -152,7 +166,7 @@ class Managed:
         with ExitStack() as undo:
             open_lease, self._detach = _attach_caches(model) if generators else (ForwardLease, _nothing)
             undo.callback(self._detach)
-            self._pace = Pace(marks_of(device))
+            self._pace = Pace(marks_of(device), driver=device.driver_ns)
             self._weights = Weights(device, self._pace.waiting)
             self._turns = Turns(self._name)
             self._follower = Follower(self._weights)
@@ -166,7 +180,15 @@ class Managed:
             self._behind = False  # was a look at the model broken off?
             streaming = self._elastic.streaming
             self._forwards = Forwards(
-                self._weights, chaos, open_lease, self._before, self._elastic.after, self._turns, streaming
+                self._weights,
+                chaos,
+                open_lease,
+                self._before,
+                self._elastic.after,
+                partial(governors.obey, device, governor),
+                self._turns,
+                streaming,
+                levers(governor, device, spill=runtime.settings().spill is True),
             )
             undo.callback(self._forwards.unhook)
             self._forwards.hook(dict.fromkeys((model, *generators)))
@@ -382,9 +404,15 @@ class Managed:
 
 
 def _options(
-    model: nn.Module, interval: object, tpot_slo: float | str | None, ttft_slo: float | str | None, priority: object
+    model: nn.Module,
+    interval: object,
+    tpot_slo: float | str | None,
+    ttft_slo: float | str | None,
+    priority: object,
+    floor: int | str,
 ) -> tuple[Options, Rule]:
     """ManageError, ConfigError where there are no such."""
+    kept = 0 if type(floor) is int and not floor else parse_size(floor, "floor")
     tpot, ttft = _slo(tpot_slo, "tpot_slo"), _slo(ttft_slo, "ttft_slo")
     if type(priority) is not int:
         raise ManageError(f"priority is {priority!r}: give a whole number; models with the lowest give pages first")
@@ -394,13 +422,13 @@ def _options(
     if slo and not layers:
         raise ManageError(f"{type(model).__name__} has no decoder layers that could stream: it takes no SLO")
     if interval == "auto":
-        return Options("auto", tpot, ttft, priority), Fewest()
+        return Options("auto", tpot, ttft, priority, kept), Fewest()
     if interval is not None and (type(interval) is not int or not 1 <= interval <= layers):
         raise ManageError(
             f"interval is {interval!r}: give a whole number from 1 (all layers stream) to {layers}, the number of "
             f'decoder layers of {type(model).__name__}, or "auto", or None'
         )
-    return Options(interval, None, None, priority), Interval(interval)
+    return Options(interval, None, None, priority, kept), Interval(interval)
 
 
 def _slo(value: float | str | None, name: str) -> float | None:

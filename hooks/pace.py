@@ -33,28 +33,37 @@ PENDING: Final = 64  # forwards that wait to be read; the oldest are forgotten
 class Measured(NamedTuple):
     """Seconds of one forward. `seconds`: with every layer resident; see Note [Launches]. `stall`: waited for copies;
     `total`: it took. `between`: from the beginning of the decode step before it to its own, where it follows that one
-    directly: what a token takes, sampling and Python included; else None. `point`: None where it is not known."""
+    directly: what a token takes, sampling and Python included; else None. `point`: None where it is not known.
+    `driver`: that its thread spent in calls of the driver which change page tables."""
 
     point: Point | None
     seconds: float
     stall: float
     total: float
     between: float | None = None
+    driver: float = 0.0
 
 
 class Pace:
     """The times of one model's forwards, of all threads. `begin` and `end` go around an outermost forward, `waiting`
     around each wait for a copy inside of it."""
 
-    def __init__(self, marks: Marks, clock: Callable[[], int] = time.perf_counter_ns) -> None:
-        """`clock`: the host's, in ns."""
+    def __init__(
+        self, marks: Marks, clock: Callable[[], int] = time.perf_counter_ns, driver: Callable[[], int] = int
+    ) -> None:
+        """`clock`: the host's, in ns; `driver`: ns that the calling thread has spent in the driver so far."""
         self._marks = marks
         self._clock = clock
+        self._driver = driver
         self._thread = _Thread()
         self._wait = _Wait(marks, self._thread)
         self._ended: deque[_Forward] = deque()
         self._listeners: list[list[Measured]] = []
         self._lock = threading.Lock()  # of those that have ended
+
+    def capturing(self) -> bool:
+        """Is what this thread does being captured?"""
+        return self._marks.capturing()
 
     def begin(self, point: Point | None) -> None:
         """A forward begins on this thread. One that has not ended was interrupted."""
@@ -68,6 +77,7 @@ class Pace:
             return
         thread.before = None if point is None else (point, now)
         thread.forward = _Forward(point, now, _between(before, thread.before), _handled(), [self._marks.mark()])
+        thread.forward.driver = self._driver()
 
     def waiting(self) -> _Wait:
         """`with pace.waiting():` around what has this thread's stream wait for a copy."""
@@ -85,6 +95,7 @@ class Pace:
             return
         forward.marks.append(self._marks.mark())
         forward.host = (self._clock() - forward.began) / 1e9
+        forward.driver = self._driver() - forward.driver
         with self._lock:
             self._ended.append(forward)
             if len(self._ended) > PENDING:
@@ -122,7 +133,7 @@ class Pace:
         total = self._marks.seconds(first, last)
         stall = sum(map(self._marks.seconds, waits[::2], waits[1::2]))
         seconds = max(total - stall, min(total, forward.host)) if self._marks.ahead else total - stall
-        return Measured(forward.point, seconds, stall, total, forward.between)
+        return Measured(forward.point, seconds, stall, total, forward.between, forward.driver / 1e9)
 
 
 Began = tuple[Point, int]  # and when, by the host's clock
@@ -131,7 +142,8 @@ Began = tuple[Point, int]  # and when, by the host's clock
 @dataclass(slots=True, eq=False)
 class _Forward:
     """`handled`: the exception that was being handled when it began, by its id. `marks`: its beginning, beginning and
-    end of each wait, its end. `host`: seconds until it was launched."""
+    end of each wait, its end. `host`: seconds until it was launched. `driver`: ns in the driver, until its end those
+    before its beginning."""
 
     point: Point | None
     began: int
@@ -139,6 +151,7 @@ class _Forward:
     handled: int
     marks: list[Any]
     host: float = 0.0
+    driver: int = 0
 
 
 class _Thread(threading.local):

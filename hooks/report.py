@@ -22,9 +22,10 @@ NAMES: Final[Mapping[Phase, str]] = {"prefill": "prefill", "decode": "token"}
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of an iteration; None where it is not known. `resident`: with no layer streamed, from the performance
-    record. `predicted`, and its stall: from that, the plan and the link. `measured`, and its stall: of the last one.
-    `between`: from that decode step's predecessor to it, Python included. `slo`: what was asked for."""
+    """Seconds of an iteration; None where it is not known. `resident`: with no layer streamed, as a rule, from the
+    performance record. `predicted`, and its stall: from that, what the plan copies, and the link. `measured`, and its
+    stall: of the last one. `between`: from that decode step's predecessor to it, Python included. `slo`: what was
+    asked for. `driver`: of `measured`, in calls of the driver that change page tables."""
 
     resident: float | None = None
     predicted: float | None = None
@@ -33,6 +34,7 @@ class Times:
     measured_stall: float | None = None
     between: float | None = None
     slo: float | None = None
+    driver: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -44,10 +46,11 @@ class Times:
     def of(
         cls, plan: Plan, page_seconds: float | None, resident: float | None, last: Measured | None, slo: float | None
     ) -> Self:
-        """`page_seconds`: to copy a page, None where the link was not measured. `resident`: as the record says."""
+        """`page_seconds`: to copy a page, None where the link was not measured. `resident`: as the record says, as a
+        rule."""
         predicted = None
-        if resident is not None and (page_seconds is not None or not plan.streamed):
-            predicted = Costs(plan.pages, resident, page_seconds or 0.0).of(plan)
+        if resident is not None and (page_seconds is not None or not plan.copied):
+            predicted = Costs(plan.pages, resident, page_seconds or 0.0).expected(plan)
         return cls(
             resident,
             predicted,
@@ -56,6 +59,7 @@ class Times:
             None if last is None else last.stall,
             None if last is None else last.between,
             slo,
+            None if last is None else last.driver,
         )
 
 
@@ -177,6 +181,9 @@ def _times(name: str, times: Times) -> Iterable[tuple[str, str]]:
     ):
         if seconds is not None:
             yield f"{name}, {what}", f"{format_time(seconds)}, of which {format_time(stall or 0.0)} wait for copies"
+    if times.driver and times.measured:
+        part = times.driver / times.measured
+        yield f"{name}, driver calls", f"{format_time(times.driver)}, {part:.1%} of what was measured"
     if times.between is not None:
         yield f"{name} to {name}", format_time(times.between)
     if times.slo is not None:

@@ -3,16 +3,23 @@
 Note [A stack at one moment]
     A thread goes on while another walks its stack: a generator at its top may yield, and then has no caller any more,
     as if the stack ended there. So the frames are collected by one call of C code, while no other thread runs.
+
+Note [Nothing is collected meanwhile]
+    Python 3.11 may collect garbage wherever it makes an object, and runs finalizers then, and lets other threads run.
+    `sys._current_frames` makes frames, and holds a lock of the interpreter: who asks for it then, with the GIL, waits
+    for a thread that waits for the GIL, and everything stands still ([cpython 106883]). So no collection begins while
+    stacks are looked at. To forbid it, and to allow it again, are steps of the same call: no other thread finds it
+    forbidden, and Ctrl-C does not come in between.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
-from itertools import accumulate, chain, repeat, starmap
-from operator import itemgetter
+from itertools import accumulate, chain, compress, repeat, starmap, takewhile
+from operator import methodcaller
 from threading import Thread
 from types import CodeType, FrameType
 from typing import Any
@@ -43,11 +50,8 @@ def on_stack(call: Call, frames: Iterable[FrameType]) -> bool:
 
 def stack_of(thread: int) -> list[FrameType]:
     """The frames of a thread, the innermost first; none where it has ended. See Note [A stack at one moment]."""
-    frames: list[Any] = []
-    innermost = map(itemgetter(thread), starmap(sys._current_frames, [()]))
-    with suppress(KeyError, AttributeError):  # there is no such thread; there is nothing beyond the outermost frame
-        frames.extend(accumulate(chain(innermost, repeat("f_back")), getattr))
-    return frames[:-1]
+    innermost = map(methodcaller("get", thread), starmap(sys._current_frames, [()]))
+    return _at_once(takewhile(bool, accumulate(chain(innermost, repeat("f_back")), getattr)))
 
 
 def awaited(thread: int) -> set[int]:
@@ -67,8 +71,17 @@ def _running(work: object) -> int | None:
     if isinstance(work, Thread):
         return work.ident
     if isinstance(work, Future):
-        for thread in sys._current_frames():
+        threads: list[int] = _at_once(chain.from_iterable(starmap(sys._current_frames, [()])))
+        for thread in threads:
             pools = (each for each in stack_of(thread) if each.f_globals.get("__name__") == "concurrent.futures.thread")
             if any(getattr(each.f_locals.get("self"), "future", None) is work for each in pools):
                 return thread
     return None
+
+
+def _at_once(steps: Iterable[Any]) -> list[Any]:
+    """What the steps give, where each of them is a call of C code. See Note [Nothing is collected meanwhile]."""
+    allowed: list[bool] = []
+    before = map(allowed.append, starmap(gc.isenabled, [()]))  # gives None, as the two others do
+    after = starmap(gc.enable, compress([()], allowed))
+    return list(filter(None, chain(before, starmap(gc.disable, [()]), steps, after)))

@@ -13,6 +13,8 @@ Note [At rest or flying]
     layers fly only while nobody holds one; that is looked at when a layer has run, after each forward, and before the
     next one where someone came the first way in between, or gradients were enabled.
     With gradients enabled layers do not fly at all: backward would read them later.
+    A layer that comes home leads to nothing in particular for a moment, so that is for layers that nobody holds, too
+    (`Elastic._change`).
 
 Note [Streaming and torch.compile]
     A compiled graph reads parameters without asking anyone. So the compiler's graph is broken at the hooks of streamed
@@ -24,7 +26,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Final
 
@@ -52,18 +54,21 @@ class Streaming:
         strangers: Callable[[], bool],
         stream: Callable[[], int],
         seen_at_home: Callable[[int], None],
+        away: Callable[[], Collection[int]],
     ) -> None:
         """`strangers`: is there memory over the model's ranges that it does not use? `stream`: returns this thread's
-        current one. `seen_at_home`: told of a watched layer that someone looks at while it does not stream."""
+        current one. `seen_at_home`: told of a watched layer that someone looks at while it does not stream.
+        `away`: the layers that have no pages of their own."""
         self._cuda = device.kind == "cuda"
         self._ring = ring
         self._turns = turns
         self._stream = stream
         self._strangers = strangers
         self._seen_at_home = seen_at_home
+        self._away = away
         self._inside: tuple[int, Call] | None = None  # the layer that runs, and its call
         self._touched = True
-        self._leaving = False  # may layers be about to fly?
+        self.leaving = False  # may layers be about to fly, or to come home?
         self._versions = 0  # of the weights of that layer, when it began to run
         self._blind = _Blind()
         self._census: dict[int, Census] = {}
@@ -104,14 +109,14 @@ class Streaming:
             return
         self._refuse_captures()
         self._inside = None
-        self._leaving = True  # from here on whoever looks waits, and what anyone held before is found
+        self.leaving = True  # from here on whoever looks waits, and what anyone held before is found
         try:
             if self._may_fly():
                 self._ring.begin(self._stream())
             else:
                 self._ring.rest()
         finally:
-            self._leaving = False
+            self.leaving = False
 
     def land(self) -> None:
         """It has ended. Layers fly on, with the copies for the next pass on their way, unless someone could look.
@@ -167,6 +172,8 @@ class Streaming:
             raise ManageError(_WRITTEN.format(layer))
         if census is not None and (written or census.others()):
             self._look(layer)
+            if written and layer not in self._ring.streamed and layer in self._away():
+                raise ManageError(_TAKEN.format(layer))
         else:
             self._ring.leave(layer, self._stream())
 
@@ -180,16 +187,18 @@ class Streaming:
                 self._ring.join(layer, self._stream())
             return
         self._touched = True
-        if layer not in self._ring.streamed:
+        while True:
+            if self._ring.show(layer):
+                self._refuse_captures()
+                if self.leaving or self._ring.flying:
+                    with self._turns.at_rest():
+                        pass
+                return
             self._ring.settle(layer)
             self._seen_at_home(layer)
-        if layer not in self._ring.streamed:  # it may have begun to meanwhile
-            return
-        self._refuse_captures()
-        self._ring.show(layer)
-        if self._leaving or self._ring.flying:
-            with self._turns.at_rest():
-                pass
+            if layer not in self._ring.streamed:  # it may have begun to meanwhile, or may just have come home
+                self._ring.settle(layer)
+                return
 
     def _may_fly(self) -> bool:
         if self._turns.sections or torch.is_grad_enabled():
@@ -212,6 +221,10 @@ class Streaming:
 _WRITTEN: Final = (
     "decoder layer {0} has written to its own weights while it ran without gradients, but it streams, so that what it "
     "wrote is lost: write in `with managed.editable():`, or give a budget in which it does not stream (interval=None)"
+)
+_TAKEN: Final = (
+    "decoder layer {0} has written to its own weights while it ran without gradients, and gave its pages for something "
+    "else meanwhile, so that some of what it wrote may be lost: write in `with managed.editable():`"
 )
 
 

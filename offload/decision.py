@@ -7,22 +7,33 @@ Note [Two reasons to stream]
     for exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one
     for the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and
     changes nothing. An interval that was given as a number is kept, and None never streams: neither gives any pages.
+
+Note [One slot or two]
+    How many slots are best, and with them how many layers stream for the same pages, follows from r, which is assumed
+    when a model comes. Once its iterations and the link have been measured `faster` compares again, over all that the
+    model did of late, each phase by its share. To change costs copies and may cost twins, so the other plan has to save
+    `MARGIN` of the time, needs no more pages, and is looked for ever more seldom (seat.LOOK): nothing flaps, also where
+    prompts and answers come in turns. An SLO chooses its own plan.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ..allocator.units import format_time
+from .interval import Costs
 from .ledger import FIXED, Refusal
 from .plan import ASSUMED_RATIO, Plan, fewest
-from .reclaim import listing
 from .record import Point
-from .remap import activate, revert
+from .remap import activate
 from .seat import Seat
 from .sharing import settled
 from .situation import Situation
+
+MARGIN: Final = 0.05  # of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +59,8 @@ def decide(now: Situation, seat: Seat, point: Point) -> Decision:
     standing = now.standing(seat)
     if seat.grant is not None and seat.grant.device_pages - standing.device_pages <= now.spare:
         return _made(now, seat, point, seat.grant, "pages were empty long enough: weights take some back")
+    if seat.faster is not None and seat.faster.device_pages <= standing.device_pages:
+        return _made(now, seat, point, seat.faster, "by what was measured this is faster in no more pages")
     if point.phase == "decode":
         if seat.lent == seat.model.plan and standing.streamed:
             costs, _ = now.costs(seat, point)
@@ -58,21 +71,29 @@ def decide(now: Situation, seat: Seat, point: Point) -> Decision:
     return _made(now, seat, point, standing, _reason(seat, standing))
 
 
-def grant(now: Situation, spare: int) -> bool:
-    """Weights may take back so many pages: which of them do is noted. Is there any? With an SLO they have what it
-    leaves them."""
-    givers = {seat.name: seat for seat in now.seats if seat.auto and not seat.has_slo}
-    plans = revert([now.model(seat) for seat in givers.values()], spare).plans
-    for name, seat in givers.items():
-        seat.grant = plans.get(name)
-    return bool(plans)
+def faster(now: Situation, seat: Seat) -> Plan | None:
+    """The plan that its iterations of late would have been faster with, in no more pages; None where there is none, or
+    nobody knows. See Note [One slot or two]."""
+    standing = now.standing(seat)
+    if not seat.auto or seat.has_slo or seat.taken or not standing.copied:
+        return None
+    done = [(count, now.expected(seat, seat.last[phase])) for phase, count in seat.passes.items()]
+    known = [(count, costs) for count, costs in done if costs is not None]
+    most = None if len(standing.streamed) == seat.base else now.model(seat).cap
+    found = fastest(standing, known, most)
+    return None if found == standing else found
 
 
-def listed(now: Situation) -> list[tuple[Seat, int]]:
-    """Layers in the order in which they may be taken."""
-    seats = {seat.name: seat for seat in now.seats if seat.auto and not seat.held}
-    gone = {name: {*seat.model.plan.streamed, *seat.taken} for name, seat in seats.items()}
-    return [(seats[name], layer) for name, layer in listing([now.model(seat) for seat in seats.values()], gone)]
+def fastest(standing: Plan, done: Sequence[tuple[int, Costs]], most: int | None = None) -> Plan:
+    """`standing`, or that of the plans of `fewest` for its pages that saves MARGIN of the time of so many iterations of
+    each kind."""
+
+    def seconds(plan: Plan) -> float:
+        return sum(count * costs.expected(plan) for count, costs in done)
+
+    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, most) for _, costs in done]
+    best = min((plan for plan in plans if plan is not None), key=seconds, default=standing)
+    return best if seconds(best) < (1 - MARGIN) * seconds(standing) else standing
 
 
 def _told(now: Situation, seat: Seat, point: Point) -> Decision:

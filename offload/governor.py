@@ -1,107 +1,38 @@
-"""The governor of a device: asked before each iteration what a model streams in it, it knows all models of the device
-and the link, and tells the native core what may be taken until somebody asks again (Select-N §4.5, Oneiros §5.5).
+"""The governor of a device: asked before each iteration what a model streams in it, it knows all models and KV caches
+of the device and the link (overview.py), and tells the native core what may be taken until somebody asks again
+(Select-N §4.5, Oneiros §5.5). In which order is the ladder's (ladder.py).
 
 Note [Who asks when]
     A model asks `before` each outermost forward, on the thread that runs it, and arranges what it is told within
     `changing`. Nothing else changes what a model streams, but for the core, which takes layers from the published list
     when pages run out; the governor hears of that the next time anyone asks. While nothing has happened an answer is
     looked up: by phase and by powers of two of batch and length, as in the performance record.
-
-Note [What is prepared]
-    The list has whatever `entry` offers, always. Twins cost host memory, so they are prepared (`cover`) only once free
-    pages have been below a quarter of the budget, or somebody has an SLO: a model alone in a large pool never pays.
-
-Note [Locks]
-    One lock, held while numbers are looked at, never while a model prepares anything or the core waits for a layer that
-    is being taken. `Device.taken`, `publish`, `snapshot` and `demand` are called under it: they take locks of the core
-    only, which never calls Python. Entries are made without it; a list made of them is published only if nobody has
-    begun a newer one, nor `changing`, since.
+    A KV cache says when it offers something else (`cache_changed`), and while pages of it are on the host it asks in
+    each iteration how many it may bring back (`homecoming`).
 """
 
 from __future__ import annotations
 
-import math
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Final
 
-from .decision import Decision, decide, grant, listed
-from .ledger import Refusal, Settled
-from .published import Pool, Published
+from .decision import Decision, decide, faster
+from .homecoming import coming_home, on_waking
+from .ladder import Lot, Rung
+from .ledger import Refusal
+from .overview import Overview
 from .record import Point
-from .remap import Calm, observe
-from .seat import LAYERS, Governed, Seat, rounded
+from .remap import cap
+from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
 from .sharing import admit
-from .situation import Situation
-from .traffic import Traffic, sent
-
-DWELL: Final = 10.0  # seconds that pages are empty before weights take them back
-PAUSE: Final = 1.0  # seconds after which a model that began no iteration is idle
-SPARE: Final = 32  # of the budget, a part that weights never take back, so that the next tokens find room
-SHORT: Final = 4  # of the budget, the part of free pages below which twins are prepared
 
 
-class Governor:
-    """Thread-safe. `bandwidth`: of the link, bytes per second, measured; needed before a model with an SLO is added.
-    `received`: bytes per second that go over the link (link.received), None where nobody can say; it is asked in the
-    background, while anything streams. `dwell`, `pause`: seconds, see DWELL and PAUSE."""
+class Governor(Overview):
+    """Thread-safe. See Overview for its arguments."""
 
-    def __init__(
-        self,
-        device: Pool,
-        *,
-        bandwidth: float | None = None,
-        received: Callable[[], int | None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        dwell: float = DWELL,
-        pause: float = PAUSE,
-    ) -> None:
-        self._device = device
-        self._bandwidth = bandwidth
-        self._clock = clock
-        self._dwell = dwell
-        self._pause = pause
-        self._lock = threading.Lock()
-        self._seats: dict[int, Seat] = {}  # by id of the model, in the order in which they came
-        self._gone: deque[int] = deque()  # ids of models that are collected and have a seat yet
-        self._numbers = 0
-        self._traffic = 0.0
-        self._watcher = None if received is None else Traffic(received, lambda: sent(device), self.set_traffic, clock)
-        # what is looked up while nothing happens
-        self._answers: dict[tuple[int, Point], Decision] = {}
-        self._settled: Settled | None = None
-        self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
-        self._wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
-        # pages
-        self._calm: Calm | None = None
-        self._waited = False  # were layers taken since it was last looked?
-        self._scarce = False
-        self._list = Published(device)
-
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes per second of the link."""
-        return self._bandwidth
-
-    @bandwidth.setter
-    def bandwidth(self, found: float) -> None:
-        with self._lock:
-            self._bandwidth = found
-            self._moved(*self._seats.values())
-
-    def set_traffic(self, rate: float) -> None:
-        """Others take so many bytes per second of the link; told apart by sixteenths of it."""
-        with self._lock:
-            if self._bandwidth is None:
-                return
-            step = self._bandwidth / 16
-            before, self._traffic = self._traffic, math.ceil(rate / step) * step
-            if before != self._traffic:
-                self._moved()
+    # -- models
 
     def admit(self, model: Governed, available: int) -> Refusal | None:
         """Before a model with an SLO is added: None, or why it cannot be kept and what would do, beside all models that
@@ -117,11 +48,7 @@ class Governor:
         if self._bandwidth is None and (model.tpot_slo is not None or model.ttft_slo is not None):
             raise ValueError("an SLO needs the measured bandwidth of the link")
         with self._lock:
-            self._numbers += 1
-            name = model.name
-            if any(seat.name == name for seat in self._seats.values()):
-                name = f"{name} ({self._numbers})"
-            self._seats[id(model)] = Seat(self._numbers, name, model, len(model.plan.streamed))
+            self._clients.add(model)
             self._moved()
         self._publish()
         self._watch()
@@ -129,7 +56,7 @@ class Governor:
     def remove(self, model: Governed) -> None:
         """It is not any more: nothing of it is or will be taken once this returns. Again: does nothing."""
         with self._lock:
-            seat = self._seats.pop(id(model), None)
+            seat = self._clients.pop(model)
             if seat is None:
                 return
             self._moved()
@@ -142,8 +69,7 @@ class Governor:
         """As `remove`, for a finalizer, which may run in the middle of anything, even here: whoever holds the lock may
         be this thread. Then it is removed the next time anyone asks. Its ranges are closed meanwhile, and the core
         takes nothing of those."""
-        if id(model) in self._seats:
-            self._gone.append(id(model))
+        self._clients.left(model)
         if self._lock.acquire(blocking=False):
             try:
                 self._bury()
@@ -157,11 +83,12 @@ class Governor:
         arranged within `changing`. KeyError."""
         point = rounded(point)
         with self._lock:
-            seat = self._seats[id(model)]
+            seat = self._clients[model]
             now = self._clock()
             self._hear()
             self._arrive(seat, point, now)
             free = self._look(now)
+            self._compare(seat, point, now, free)
             decision = self._answers.get((seat.number, point))
             if decision is None:
                 situation = self._situation(now, free)
@@ -171,24 +98,30 @@ class Governor:
                 self._wanting = free.bit_length() + 1 if situation.short else self._wanting
                 self._answers[seat.number, point] = replace(decision, notice=None)
             stale = self._list.stale
+            tended = [cache for _, cache in self._clients.caches] if self.pages.short and not stale else []
         if stale:
             self._publish()
             self._watch()
+        for cache in tended:
+            cache.write_behind(0)
+        if tended:
+            self._publish()
         return decision
 
     def after(self, model: Governed) -> None:
         """The iteration has ended, however."""
-        seat = self._seats.get(id(model))
-        if seat is not None:
-            seat.used = self._clock()
+        self._clients.ended(model, self._clock())
 
     @contextmanager
     def changing(self, model: Governed) -> Iterator[frozenset[int]]:
         """Within it nothing of the model is taken, and it may change: its plan, its ranges. Yields the layers that were
         taken since its plan was arranged; where no exception leaves it, `model.plan` has them. KeyError."""
         with self._lock:
-            seat = self._seats[id(model)]
+            seat = self._clients[model]
+            before, promised = model.plan, seat.faster
+            began = time.monotonic()
             seat.held += 1
+            self._lots = None
             self._list.void()
         try:
             self._device.withdraw(seat.keys())
@@ -199,10 +132,13 @@ class Governor:
             with self._lock:
                 seat.taken -= taken
                 seat.waking &= seat.point is None or seat.point.phase != "decode"
+                seat.arranged(before, promised)
+                self._say(seat, before.device_pages - sum(map(before.pages.__getitem__, taken)), began)
         finally:
             with self._lock:
                 seat.held -= 1
-                seat.grant = None
+                seat.grant = seat.faster = None
+                seat.passes.clear()
                 self._moved(seat)
                 self._list.void()
         self._publish()
@@ -211,125 +147,160 @@ class Governor:
     def changed(self, model: Governed) -> None:
         """What `seconds` or `entry` say is different now. Any thread may say so."""
         with self._lock:
-            seat = self._seats.get(id(model))
+            seat = self._clients.get(model)
             if seat is None:
                 return
             self._moved(seat)
             self._list.void()
         self._publish()
 
+    # -- KV caches
+
+    def add_cache(self, cache: Cache) -> int:
+        """Its number, for all that follows. Called on the thread that uses it first; see caches.py, Note [Whose
+        caches]."""
+        with self._lock:
+            return self._clients.add_cache(cache)
+
+    def remove_cache(self, number: int) -> None:
+        """It is gone. May be called in the middle of anything, as `collected`."""
+        self._clients.cache_left(number)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._bury()
+            finally:
+                self._lock.release()
+
+    def cache_changed(self, number: int) -> None:
+        """It offers something else now. Any thread may say so."""
+        with self._lock:
+            self._hear()
+            self._look(self._clock())
+            self._list.void()
+        self._publish()
+
+    def copies_changed(self) -> None:
+        """Pages of a cache are about to be copied to the host, or have been: what is listed now is not published. Said
+        within `Cache.write_behind`, after which whoever asked for that publishes."""
+        with self._lock:
+            self._list.void()
+
+    def taken_of(self, number: int) -> frozenset[int]:
+        """The indices that the core took since this was asked last: the cache does not offer them any more."""
+        with self._lock:
+            self._hear()
+            seat = self._clients.caches.get(number)
+            if seat is None:
+                return frozenset()
+            taken, seat.taken = frozenset(seat.taken), set()
+            return taken
+
+    def homecoming(self, number: int) -> int:
+        """Pages that the cache may bring back from the host now, on the thread that is about to use it, between two
+        iterations: as many as were free for long enough, or where it was idle, as are free or idle clients have."""
+        with self._lock:
+            seat = self._clients.caches.get(number)
+            cache = None if seat is None else seat.cache()
+            if seat is None or cache is None:
+                return 0
+            self._hear()
+            now = self._clock()
+            spare = max(0, self._look(now) - self.pages.mark)
+            if now - cache.used >= self._pause:
+                pages = on_waking(cache.displaced, spare, self._clients.idle_pages(self._list.pages, now, number))
+            else:
+                pages = min(seat.home, cache.displaced, spare)
+            seat.home = 0
+            if pages:
+                self.pages.went_back()
+        self._publish()
+        return pages
+
+    def publish_now(self) -> None:
+        """All that is offered at this moment may be taken."""
+        with self._lock:
+            self._list.void()
+        self._publish()
+
+    # -- the ladder; see levers.py
+
+    def lots(self) -> list[Lot]:
+        """All that may be taken now, in the order of taking."""
+        with self._lock:
+            self._hear()
+            now = self._clock()
+            self._rest(now)
+            return self._listed(self._situation(now, 0), self._clients.held(now))
+
+    def pull(self, rung: Rung, pages: int) -> int:
+        """Takes so many device pages of a rung of the list, those first that are first, as far as this thread may; how
+        many. DriverError."""
+        self.publish_now()
+        keys, left = [], pages
+        for lot in self.lots():
+            if left > 0 and lot.rung is rung:
+                keys.append(lot.client * LAYERS + lot.index)
+                left -= lot.pages
+        return self._device.take(keys) if keys else 0
+
+    def revert(self, rung: Rung, pages: int) -> int:
+        """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
+        kv = rung in (Rung.IDLE_KV, Rung.RUNNING_KV)
+        with self._lock:
+            self._hear()
+            now = self._clock()
+            free = self._look(now)
+            situation, held = self._situation(now, free), self._clients.held(now)
+            back = coming_home(situation, held if kv else [], min(pages, situation.spare), models=not kv)
+            self._send_home(back)
+            seats = {seat.number: seat for seat in situation.seats}
+            plans = sum(
+                plan.device_pages - situation.standing(seats[each]).device_pages for each, plan in back.plans.items()
+            )
+            return plans + sum(back.pages.values())
+
+    def wait_for_pages(self, timeout: float) -> bool:
+        """Waits until others may have given pages, `timeout` seconds at most, and gives meanwhile what others demand of
+        this thread. False where nothing has happened."""
+        return self.pages.wait(timeout)
+
+    def pages_given(self) -> None:
+        """Pages were freed: whoever waits for some tries again."""
+        self.pages.given()
+
     # -- what happened; the caller holds the lock
-
-    def _moved(self, *changed: Seat) -> None:
-        """What was answered, settled and listed may not hold any more, nor what is known of these."""
-        for seat in changed:
-            seat.costs.clear()
-        self._answers.clear()
-        self._settled = None
-        self._list.stale = True
-
-    def _bury(self) -> None:
-        while self._gone:
-            if self._seats.pop(self._gone.popleft(), None) is not None:
-                self._moved()
-                self._list.void()
-
-    def _hear(self) -> None:
-        """Of layers that the core took, and of models that are gone."""
-        self._bury()
-        for _, key, _ in self._device.taken():
-            number, layer = divmod(key, LAYERS)
-            for seat in self._seats.values():
-                if seat.number == number:
-                    seat.taken.add(layer)
-                seat.grant = None
-            self._waited = True
-            self._moved()
 
     def _arrive(self, seat: Seat, point: Point, now: float) -> None:
         if now - seat.used >= self._pause:
             seat.waking = True
             self._moved()
-        seat.used = now
+        self._clients.began(seat, now)
         if seat.point != point:
             seat.point = seat.last[point.phase] = point
             self._moved()
-        resting = tuple(
-            each.number
-            for each in sorted(self._seats.values(), key=lambda each: each.used)
-            if each is not seat and not self._active(each, now)
-        )
-        if resting != self._resting:
-            self._resting = resting
-            self._moved()
 
-    def _active(self, seat: Seat, now: float) -> bool:
-        return now - seat.used < self._pause or seat.model.running
+    def _say(self, seat: Seat, before: int, began: float) -> None:
+        """An event where the device pages of its layers are others than they were."""
+        plan = seat.model.plan
+        more = plan.device_pages - before
+        if more:
+            costs, measured = seat.at(seat.point or seat.last["decode"], self.page_seconds)
+            rung = Rung.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Rung.STALLING_WEIGHTS
+            predicted = max(0, more) * costs.page_seconds if measured else None
+            took = time.monotonic() - began
+            verb = "revert" if more > 0 else "pull"
+            if more > 0:
+                self.pages.went_back()
+            self.events.decided(rung.label, verb, abs(more), what=seat.name, predicted=predicted, measured=took)
 
-    def _look(self, now: float) -> int:
-        """At the pages: how many are free, and are there any for weights to take back?"""
-        total = self._device.budget // self._device.page_size
-        used: int = sum(count for owner, count in self._device.snapshot()["pages"].items() if owner != "free")
-        free = max(0, total - used)
-        waiting = self._waited or self._device.demand > 0
-        self._waited = False
-        self._calm, spare = observe(self._calm, now, free, waiting, self._mark(), self._dwell)
-        if spare and grant(self._situation(now, free), spare):
-            self._moved()
-        if not self._scarce and (free * SHORT < total or any(seat.has_slo for seat in self._seats.values())):
-            self._scarce = self._list.stale = True
-        if self._wanting and free.bit_length() + 1 != self._wanting:
-            self._wanting = 0
-            self._moved()
-        return free
-
-    def _mark(self) -> int:
-        """Pages that weights never take back."""
-        return max(1, self._device.budget // self._device.page_size // SPARE)
-
-    def _situation(self, now: float, free: int) -> Situation:
-        active = frozenset(seat.number for seat in self._seats.values() if self._active(seat, now))
-        return Situation(
-            tuple(self._seats.values()),
-            active,
-            free,
-            self._mark(),
-            self._list.pages,
-            self._device.page_size,
-            self._bandwidth,
-            self._traffic,
-            self._settled,
-        )
-
-    # -- what follows; the caller does not hold the lock
-
-    def _publish(self) -> None:
-        """The reclaim list, if it is another one now. See Note [Locks]."""
-        with self._lock:
-            self._hear()
-            if not self._list.stale:
-                return
-            order = listed(self._situation(self._clock(), 0))
-            covers = [(seat.model, self._to_cover(seat, order)) for seat in self._seats.values()]
-            draft = self._list.draft(order)
-        if draft is not None:
-            draft.fill()
-            with self._lock:
-                self._list.publish(draft)
-        for model, layers in covers:
-            if layers:
-                model.cover(layers)
-
-    def _to_cover(self, seat: Seat, order: list[tuple[Seat, int]]) -> tuple[int, ...]:
-        """Layers whose twins are to be prepared now, the first first. The caller holds the lock."""
-        layers = tuple(layer for each, layer in order if each is seat)
-        if not self._scarce or layers == seat.covered:
-            return ()
-        seat.covered = layers
-        return layers
-
-    def _watch(self) -> None:
-        """Others' traffic matters while anything streams."""
-        if self._watcher is not None:
-            with self._lock:
-                self._watcher.wanted(any(seat.model.plan.streamed or seat.taken for seat in self._seats.values()))
+    def _compare(self, seat: Seat, point: Point, now: float, free: int) -> None:
+        """Now and then, of a model that streams: is there a faster plan?"""
+        if not seat.model.plan.streamed:
+            return
+        seat.passes[point.phase] += 1
+        if seat.passes.total() >= seat.due:
+            before, seat.faster = seat.faster, faster(self._situation(now, free), seat)
+            seat.passes.clear()
+            seat.due = min(2 * seat.due, LONGEST)
+            if seat.faster != before:
+                self._moved()

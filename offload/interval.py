@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .plan import Plan, at_interval
+from .schedule import Pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +41,15 @@ class Costs:
         return self.of(self.plan(interval))
 
     def of(self, plan: Plan) -> float:
-        """Seconds of an iteration under any plan for these layers."""
-        if not any(self.pages) or not plan.streamed:
-            return self.seconds
-        return float(plan.steady(self.ratio).time * Fraction(self.seconds) / len(self.pages))
+        """Seconds of an iteration under any plan for these layers, at most. See plan.py, Note [At most]."""
+        return self._seconds(plan.steady(self.ratio)) if plan.streamed else self.seconds
+
+    def expected(self, plan: Plan) -> float:
+        """As `of`, as the ring does it."""
+        return self._seconds(plan.expected(self.ratio)) if plan.copied else self.seconds
+
+    def _seconds(self, found: Pass) -> float:
+        return float(found.time * Fraction(self.seconds) / len(self.pages)) if any(self.pages) else self.seconds
 
 
 def meeting(costs: Costs, slo: float) -> int | None:
@@ -54,25 +60,3 @@ def meeting(costs: Costs, slo: float) -> int | None:
 def fitting(costs: Costs, available: int) -> int | None:
     """The largest interval whose layers and slots fit `available` device pages; None where none does."""
     return next((i for i in range(costs.none, 0, -1) if costs.plan(i).device_pages <= available), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The interval, or None where the request is refused: then the SLO (seconds) that the memory allows and the device
-    pages that the SLO needs, None where no memory is enough."""
-
-    interval: int | None
-    slo: float
-    pages: int | None
-
-
-def choose(costs: Costs, slo: float, available: int) -> Choice:
-    """The smallest interval that meets the SLO and fits (§4.5: between the minimum and the maximum; with layers of
-    several sizes not all of those between fit)."""
-    least, most = meeting(costs, slo), fitting(costs, available)
-    needed = None if least is None else costs.plan(least).device_pages
-    if least is not None and most is not None:
-        for interval in range(least, most + 1):
-            if costs.time(interval) <= slo and costs.plan(interval).device_pages <= available:
-                return Choice(interval, costs.time(interval), needed)
-    return Choice(None, costs.time(1 if most is None else most), needed)

@@ -45,8 +45,9 @@ Reason = Literal["memory", "slo", "link"]
 @dataclass(frozen=True, slots=True)
 class Client:
     """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
-    infinite where nobody said; `available`: device pages for its layers and slots; `only`: the interval that somebody
-    asked for; `fixed`: what it streams whatever anyone wants, which is no interval (FIXED)."""
+    infinite where nobody said; `available`: device pages for its layers and slots, of which it keeps `least`; `only`:
+    the interval that somebody asked for; `fixed`: what it streams whatever anyone wants, which is no interval
+    (FIXED)."""
 
     name: str
     costs: Costs
@@ -56,6 +57,7 @@ class Client:
     idle: bool = False
     only: int | None = None
     fixed: Plan | None = None
+    least: int = 0
 
     def plan(self, interval: int) -> Plan:
         """ValueError for an interval below 1, where it is not FIXED."""
@@ -186,7 +188,7 @@ def settle(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) ->
 def _fitting(client: Client) -> Iterator[int]:
     every = range(1, client.costs.none + 1) if client.only is None else (client.only,)
     every = every if client.fixed is None else (FIXED,)
-    return (i for i in every if client.plan(i).device_pages <= client.available)
+    return (i for i in every if client.least <= client.plan(i).device_pages <= client.available)
 
 
 def _valid(client: Client) -> tuple[Option, ...]:

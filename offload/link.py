@@ -28,14 +28,15 @@ _ROUNDS: Final = 4
 _Answer = TypeVar("_Answer")
 
 
-def measure(device: Device, clock: Callable[[], float] = time.perf_counter) -> float | None:
+def measure(device: Device, clock: Callable[[], float] = time.perf_counter, leave: int = 0) -> float | None:
     """Bytes per second from host pages to the device; see Note [Measuring the link]. The caller waits, as a rule 0.1 s.
+    `leave`: device pages that stay free.
 
-    None where there are no host pages, or none is free on either side. The bytes are counted in `Stats.copied` as those
-    of weights. DriverError.
+    None where there are no host pages, or none is free on either side. The bytes are nobody's, and not counted in
+    `Stats.copied`. DriverError.
     """
     page = device.page_size
-    pages = min(max(1, MOST // page), _free(device)) if device.host_pages else 0
+    pages = min(max(1, MOST // page), _free(device) - leave) if device.host_pages else 0
     if pages < 1:
         return None
     with ExitStack() as undo:
@@ -53,7 +54,7 @@ def measure(device: Device, clock: Callable[[], float] = time.perf_counter) -> f
         def seconds(nbytes: int, copies: int) -> float:
             begun = clock()
             parts = [(there.address, here.address, nbytes)] * copies
-            transfer.copy(parts, after=0, owner="weights", to="device").wait()
+            transfer.copy(parts, after=0, owner="activations", to="device").wait()
             return clock() - begun
 
         first = min(_FIRST, pages * page)

@@ -2,6 +2,13 @@
 
 Layers are given by their pages, so that layers of different sizes (MoE, hybrid) are spread by size and not by count.
 Times are in layers: the mean layer computes in 1 and is copied in `ratio`; each layer's own follow its pages.
+
+Note [At most]
+    The papers' formulas, and `Plan.steady` with them, count each streamed layer in each pass, in order: what a plan
+    takes at most, which is what an SLO is judged by. `Plan.expected` is what is really copied, and when (schedule.py,
+    Note [As submitted]): what a plan is taken for where the fastest is looked for, and what a report predicts. They
+    differ where three layers have two slots, no more layers stream than there are slots, or slots do not divide them.
+    In the last case, of layers of several sizes, the ring may take a copy's time more.
 """
 
 from __future__ import annotations
@@ -9,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import accumulate
 from typing import Final
 
-from .schedule import Pass, every, simulate
+from .schedule import Pass, as_submitted, every, simulate
 
 SLOTS: Final = (1, 2)  # what is tried: more than two never pay (Oneiros §5.2)
 
@@ -44,19 +52,30 @@ class Plan:
         return sum(self.pages[layer] for layer in self.streamed)
 
     @property
-    def copied_pages(self) -> int:
-        """Pages that come over in each pass: a layer that has a slot to itself stays there, which `steady`, as the
-        papers' formulas, does not count on."""
+    def copied(self) -> tuple[int, ...]:
+        """The layers that come over in each pass, ascending. See Note [At most]."""
         turns = zip(self.streamed, self.slots, strict=True)
-        return sum(self.pages[layer] for layer, slot in turns if self.slots.count(slot) > 1)
+        return tuple(layer for layer, slot in turns if self.slots.count(slot) > 1)
+
+    @property
+    def copied_pages(self) -> int:
+        """Pages of those."""
+        return sum(self.pages[layer] for layer in self.copied)
 
     def steady(self, ratio: Fraction) -> Pass:
-        """A pass over the layers, in layers; `ratio` as in schedule.py."""
-        if not any(self.pages):
-            return Pass(Fraction(0), Fraction(0), Fraction(0))
-        mean = Fraction(sum(self.pages), len(self.pages))
-        compute = [pages / mean for pages in self.pages]
+        """A pass over the layers at most, in layers; `ratio` as in schedule.py. See Note [At most]."""
+        compute = self._compute()
         return simulate(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
+
+    def expected(self, ratio: Fraction) -> Pass:
+        """As `steady`, as the ring does it. See Note [At most]."""
+        compute = self._compute()
+        return as_submitted(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
+
+    def _compute(self) -> list[Fraction]:
+        """Of each layer, in layers."""
+        total = sum(self.pages)
+        return [Fraction(pages * len(self.pages), max(1, total)) for pages in self.pages]
 
 
 def streaming(pages: Sequence[int], streamed: Sequence[int], slots: int) -> Plan:
@@ -87,9 +106,22 @@ def fewest(pages: Sequence[int], available: int, ratio: Fraction, most: int | No
     """The plan that fits `available` device pages at the smallest time per pass: of those with one slot and those with
     two, the one that streams the fewest layers each, and no more than `most`. None where streaming as many as that does
     not fit."""
-    most = len(pages) if most is None else most
-    fitting = [plan for slots in SLOTS if (plan := next(_fitting(pages, available, slots, most), None)) is not None]
-    return min(fitting, key=lambda plan: (plan.steady(ratio).time, plan.host_pages), default=None)
+    return _fewest(tuple(pages), available, ratio, len(pages) if most is None else most)
+
+
+@lru_cache(maxsize=1024)
+def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, most: int) -> Plan | None:
+    found = (_least(pages, available, slots, most) for slots in SLOTS)
+    fitting = [plan for plan in found if plan is not None]
+    return min(fitting, key=lambda plan: (plan.expected(ratio).time, plan.host_pages), default=None)
+
+
+def _least(pages: Sequence[int], available: int, slots: int, most: int) -> Plan | None:
+    """Of those that fit the one that streams the fewest layers."""
+    fitting = _fitting(pages, available, slots, most)
+    if len(set(pages)) == 1:
+        return next(fitting, None)
+    return min(fitting, key=lambda plan: len(plan.streamed), default=None)  # `spread` may find fewer for a larger count
 
 
 def smallest(pages: Sequence[int], most: int | None = None) -> int:

@@ -8,11 +8,25 @@ Note [Drafts]
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
-from .seat import Seat
+from ..allocator.events import Named, unnamed
+from .ladder import Lot
+
+
+class Client(Protocol):
+    """Whose entries are in the list: the seat of a model or of a cache."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    def key(self, index: int) -> int: ...
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None: ...
 
 
 class Pool(Protocol):
@@ -24,43 +38,52 @@ class Pool(Protocol):
     def budget(self) -> int: ...
     @property
     def demand(self) -> int: ...
+    def obey(self) -> int: ...
+    def trim(self) -> int: ...
+    def take(self, keys: list[int]) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
     def publish(self, entries: list[Any]) -> None: ...
     def taken(self) -> list[tuple[int, int, int]]: ...
     def withdraw(self, keys: list[int]) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass
 class Draft:
-    """A list to be: layers in the order of taking."""
+    """A list to be: lots and whose they are, in the order of taking."""
 
     number: int
-    order: Sequence[tuple[Seat, int]]
+    order: Sequence[tuple[Client, Lot]]
     entries: list[Any] = field(default_factory=list)
-    pages: dict[int, int] = field(default_factory=dict)  # by seat number
+    pages: dict[int, int] = field(default_factory=dict)  # by number of the client
 
     @property
     def keys(self) -> tuple[int, ...]:
-        return tuple(seat.key(layer) for seat, layer in self.order)
+        return tuple(client.key(lot.index) for client, lot in self.order)
 
     def fill(self) -> None:
-        """Asks the models for what they have."""
-        for seat, layer in self.order:
-            entry = seat.model.entry(layer)
+        """Asks the clients for what they have."""
+        for client, lot in self.order:
+            entry = client.entry(lot.index)
             if entry is not None:
-                self.entries.append((seat.key(layer), *entry))
-                self.pages[seat.number] = self.pages.get(seat.number, 0) + seat.model.plan.pages[layer]
+                self.entries.append((client.key(lot.index), *entry))
+                self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
+
+    @cached_property
+    def names(self) -> dict[int, Named]:
+        """Of its entries, by key."""
+        return {client.key(lot.index): Named(lot.rung.label, client.name, lot.once) for client, lot in self.order}
 
 
 class Published:
-    """Not thread-safe: whoever calls holds the governor's lock."""
+    """Not thread-safe, but for `named`: whoever calls holds the governor's lock."""
 
     def __init__(self, device: Pool) -> None:
         self._device = device
         self._number = 0
         self._keys: tuple[int, ...] = ()
-        self._current = True  # has the core what the models offered last?
-        self.pages: dict[int, int] = {}  # that are in it, by seat number
+        self._current = True  # has the core what was offered last?
+        self._drafts: deque[Draft] = deque(maxlen=2)  # this list and the one before it
+        self.pages: dict[int, int] = {}  # that are in it, by number of the client
         self.stale = False  # may the order be another one now?
 
     def void(self) -> None:
@@ -69,7 +92,7 @@ class Published:
         self._current = False
         self.stale = True
 
-    def draft(self, order: Sequence[tuple[Seat, int]]) -> Draft | None:
+    def draft(self, order: Sequence[tuple[Client, Lot]]) -> Draft | None:
         """None where the core has that already."""
         self.stale = False
         self._number += 1
@@ -82,5 +105,12 @@ class Published:
     def publish(self, draft: Draft) -> None:
         """Unless there has been another one since."""
         if draft.number == self._number:
+            self._drafts.appendleft(draft)
             self._device.publish(draft.entries)
+            draft.entries = []  # they refer to what may have to go
             self._keys, self.pages, self._current = draft.keys, draft.pages, True
+
+    def named(self, key: int) -> Named:
+        """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
+        drafts = tuple(self._drafts)
+        return next((draft.names[key] for draft in drafts if key in draft.names), unnamed(key))

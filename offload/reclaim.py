@@ -62,6 +62,11 @@ def listing(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> lis
     return taken
 
 
+def givable(model: Model) -> int:
+    """Device pages that it can give under its cap. See Note [As much as can be arranged]."""
+    return model.plan.device_pages - max(model.least, _least(model.plan.pages, model.cap))
+
+
 @dataclass(slots=True)
 class _Giver:
     model: Model
@@ -71,9 +76,7 @@ class _Giver:
 
     @classmethod
     def of(cls, model: Model, gone: Collection[int]) -> _Giver:
-        plan = model.plan
-        left = plan.device_pages - max(model.least, _least(plan.pages, model.cap))
-        return cls(model, list(nested(plan.pages, tuple(sorted(gone)))), left, model.freed)
+        return cls(model, list(nested(model.plan.pages, tuple(sorted(gone)))), givable(model), model.freed)
 
     @property
     def part(self) -> Fraction:

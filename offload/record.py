@@ -15,6 +15,11 @@ Note [What runs teaches]
     is believed: so a first iteration that loads kernels, or one that was disturbed, says nothing by itself, and is
     forgotten. A time is forgotten for one of at least as much work, so that short prompts do not stand for long ones.
     What was learned is not written to the file: a machine that was busy for an hour is not slow for ever.
+
+Note [As a rule]
+    What is never under is too much for a prediction: it is what an SLO is judged by. What an iteration takes as a rule
+    is the median of the `NEAREST` that did the most similar amount of work, of the last `WINDOW` of its point; of an
+    even number the lower one of the middle, so that of the first two times it is not that of loading kernels.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,6 +40,7 @@ from .interval import Costs, meeting
 Phase = Literal["prefill", "decode"]
 FORMAT: Final = 1  # of the file
 WINDOW: Final = 16  # times that are remembered of what runs, for each point
+NEAREST: Final = 5  # of them, those that say what an iteration takes as a rule
 GRID: Final = 0.002  # seconds: SLOs are listed at multiples of it (§4.4)
 
 
@@ -60,12 +67,14 @@ class Lesson(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Record:
     """`key`: what it was measured for and on (model, device, driver, link, versions). `bandwidth`: bytes per second to
-    the device. `seconds`: of one iteration, by point. `lessons`: what ran since, by point, oldest first."""
+    the device. `seconds`: of one iteration, by point. `lessons`: of what ran since that which `time` remembers, by
+    point, oldest first; `recent`: the last of it, newest first."""
 
     key: Mapping[str, str]
     bandwidth: float
     seconds: Mapping[Point, float] = field(default_factory=dict)
     lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
+    recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         times = (self.bandwidth, *self.seconds.values())
@@ -85,13 +94,23 @@ class Record:
         ceilings = (each for each in self.points if each.phase == phase and each[1] >= batch and each[2] >= length)
         return min(map(self._at_most, _corners(ceilings)), default=None)
 
+    def typical(self, phase: Phase, batch: int, length: int) -> float | None:
+        """Seconds that such an iteration takes as a rule, where such ran, or else at most; None where nobody knows. See
+        Note [As a rule]."""
+        recent, work = self.recent.get(Point(phase, batch, length).corner), batch * length
+        if not recent:
+            return self.time(phase, batch, length)
+        nearest = sorted(recent, key=lambda each: abs(each.work - work))[:NEAREST]
+        return statistics.median_low(each.seconds for each in nearest)
+
     def learned(self, point: Point, seconds: float) -> Self:
         """With what an iteration took, all layers being resident. See Note [What runs teaches]. ValueError."""
         if not 0 < seconds < math.inf:
             raise ValueError(f"an iteration takes a positive time, not {seconds}")
-        lesson = Lesson(point.batch * point.length, seconds)
-        lessons = _remembered(self.lessons.get(point.corner, ()), lesson)
-        return replace(self, lessons={**self.lessons, point.corner: lessons})
+        corner, lesson = point.corner, Lesson(point.batch * point.length, seconds)
+        lessons = _remembered(self.lessons.get(corner, ()), lesson)
+        recent = (lesson, *self.recent.get(corner, ()))[:WINDOW]
+        return replace(self, lessons={**self.lessons, corner: lessons}, recent={**self.recent, corner: recent})
 
     def with_bandwidth(self, bandwidth: float) -> Self:
         """As it was measured last. ValueError."""

@@ -16,7 +16,8 @@ Note [Who gives]
 Note [Calm]
     Taking is immediate, giving back waits: weights come back over the link, and would have to go again. Pages count as
     spare that were free all through `dwell` seconds in which nobody waited for any, but for `mark` pages, so that the
-    next tokens find room. With a load that comes and goes faster than that nothing moves.
+    next tokens find room, and for as many as went meanwhile: a load that grows would soon have them again. With a load
+    that comes and goes faster than that nothing moves.
 """
 
 from __future__ import annotations
@@ -165,10 +166,11 @@ def revert(models: Iterable[Model], spare: int) -> Remapping:
 
 @dataclass(frozen=True, slots=True)
 class Calm:
-    """Nobody waits for pages: since when, in seconds, and the fewest that were free."""
+    """Nobody waits for pages: since when, in seconds, the fewest that were free, and how many were at first."""
 
     since: float
     free: int
+    first: int
 
 
 def observe(
@@ -178,8 +180,10 @@ def observe(
     See Note [Calm]."""
     if waiting or free < mark:
         return None, 0
-    calm = Calm(now, free) if calm is None else Calm(calm.since, min(calm.free, free))
-    return (None, calm.free - mark) if now - calm.since >= dwell else (calm, 0)
+    calm = Calm(now, free, free) if calm is None else Calm(calm.since, min(calm.free, free), calm.first)
+    if now - calm.since < dwell:
+        return calm, 0
+    return None, max(0, calm.free - mark - max(0, calm.first - free))
 
 
 def _next(giving: Iterable[Model]) -> Model:

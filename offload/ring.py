@@ -159,6 +159,8 @@ class Ring:
         self._layers.update((each.layer, each) for each in resting)
         self._layers.update({layer: wanted[layer] for layer in wanted.keys() & self._layers.keys()})
         self._aloft = False
+        for each in coming:
+            self._arrive(each.layer)  # it may have come home just now
         try:
             self._enlarge(slot_pages, coming)
             while coming:
@@ -183,11 +185,12 @@ class Ring:
 
     def enter(self, layer: int, stream: int) -> None:
         """`stream` is about to compute the layer. WeightsFileChanged, DriverError."""
-        if layer in self._arriving:
-            done, arriving = self._arriving[layer]
-            self._before(done, arriving, stream)
+        arriving = self._arriving.get(layer)
+        if arriving is not None:
+            done, home = arriving
+            self._before(done, home, stream)
             if done.passed():
-                del self._arriving[layer]
+                self._arriving.pop(layer, None)
         elif layer in self._flying:
             self._load(layer, stream)
             found = self._layers[layer]
@@ -215,36 +218,38 @@ class Ring:
             for part in each.parts:
                 part.twin.check()
 
-    def show(self, layer: int) -> None:
-        """Someone looks at the layer and may write it."""
-        for part in self._layers[layer].parts:
+    def show(self, layer: int) -> bool:
+        """Someone looks at the layer and may write it. On any thread. False where it does not stream any more."""
+        each = self._layers.get(layer)
+        for part in () if each is None else each.parts:
             part.twin.shown = True
+        return each is not None
 
     def rest(self) -> None:
         """Someone may look: every layer is at rest or at home. PoolExhausted where the host has no room for the twins,
         ManageError where that cannot be now, DriverError."""
         for layer in sorted(self._arriving):
-            self.settle(layer)
+            self._arrive(layer)
         for layer in sorted(self._flying):
             self.ground(layer)
         for layer in self._layers:
             self.show(layer)
 
     def settle(self, layer: int) -> None:
-        """The weights of a layer that came home are there. DriverError."""
-        if layer in self._arriving:
-            done, each = self._arriving[layer]
+        """The weights of a layer that came home are there. On any thread. WeightsFileChanged, DriverError."""
+        arriving = self._arriving.get(layer)
+        if arriving is not None:
+            done, each = arriving
             try:
                 done.wait()
             except DriverError:
                 for part in each.parts:
                     part.twin.check()
                 raise
-            del self._arriving[layer]
 
     def ground(self, layer: int) -> None:
         """One layer is at rest, if it was flying; at home, if it was on its way."""
-        self.settle(layer)
+        self._arrive(layer)
         if layer not in self._flying:
             return
         self._aloft = False
@@ -306,6 +311,11 @@ class Ring:
         for each in self._layers.values():
             if each.slot == index and each.layer in self._flying and not self._lead(each, to_slot=True):
                 raise _not_now()
+
+    def _arrive(self, layer: int) -> None:
+        """It is at home, if it was on its way."""
+        self.settle(layer)
+        self._arriving.pop(layer, None)
 
     def _to_rest(self, each: Streamed) -> None:
         self._layers[each.layer] = each

@@ -18,6 +18,12 @@ Note [Whose slot]
     would cost page table updates. Where the slots do not divide the streamed layers, the last of a pass and the first
     of the next share one, and the link waits for about one layer per pass: `simulate` knows both.
 
+Note [As submitted]
+    What really runs (ring.py) submits a copy when the layer that had the slot has computed, and the link takes copies
+    as they come: where slots do not divide the layers that of the second layer of the next pass comes before that of
+    the first, and the link waits for less. And what is alone in its slot is copied once and stays. `as_submitted` knows
+    that; where slots divide the layers, and no slot has but one, it is the same as `simulate`.
+
 Note [Two slots]
     With gaps that differ max(n, m·r) is too little for some r between them: n = 4, m = 3, r = 4/3, gaps 1, 1, 2 takes
     13/3. With β slots a copy starts when the β-th streamed layer before it has computed. So compute never waits if any
@@ -33,7 +39,7 @@ Note [The cycle]
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -141,13 +147,45 @@ def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int
         return Pass(total, total, link)
     scale = lcm(*(each.denominator for each in (*compute, *transfer)))
     computing, copying = ([int(each * scale) for each in times] for times in (compute, transfer))
-    size = count + 2
-    never = -size * (sum(computing) + sum(copying) + 1)  # a path through it is longer than none
-    steps = [
-        _one_pass([0 if i == j else never for j in range(size)], computing, dict(zip(at, copying, strict=True)), slots)
-        for i in range(size)
-    ]
-    return Pass(_cycle_time(steps) / scale, total, link)
+    copies = dict(zip(at, copying, strict=True))
+    longest = sum(computing) + sum(copying)
+    return Pass(_steady(lambda state: _one_pass(state, computing, copies, slots), count, longest) / scale, total, link)
+
+
+def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: Sequence[int]) -> Pass:
+    """As `simulate` with the slot of each streamed layer. See Note [As submitted]. `link` counts what is copied."""
+    turns = {slot: [layer for layer, its in zip(at, slots, strict=True) if its == slot] for slot in {*slots}}
+    shared = [layers for layers in turns.values() if len(layers) > 1]
+    following = {layer: after for each in shared for layer, after in zip(each, [*each[1:], each[0]], strict=True)}
+    slot_of = {layer: slot for slot, layers in enumerate(shared) for layer in layers}
+    times = {layer: time for layer, time in zip(at, transfer, strict=True) if layer in following}
+    total, link = sum(compute, Time(0)), sum(times.values(), Time(0))
+    if not times:
+        return Pass(total, total, link)
+    scale = lcm(*(each.denominator for each in (*compute, *times.values())))
+    computing = [int(each * scale) for each in compute]
+    copying = {layer: int(time * scale) for layer, time in times.items()}
+
+    def one_pass(state: list[int]) -> list[int]:
+        """`state`: when compute and the link are done, and when what each slot is to hold is there."""
+        now, copied, *there = state
+        for layer, time in enumerate(computing):
+            if layer not in following:
+                now += time
+                continue
+            slot = slot_of[layer]
+            now = max(now, there[slot]) + time
+            copied = there[slot] = max(copied, now) + copying[following[layer]]
+        return [now, copied, *there]
+
+    return Pass(_steady(one_pass, len(shared), sum(computing) + sum(copying.values())) / scale, total, link)
+
+
+def _steady(one_pass: Callable[[list[int]], list[int]], slots: int, longest: int) -> Time:
+    """What passes take in the long run. `longest`: no pass takes more."""
+    size = slots + 2
+    never = -size * (longest + 1)  # a path through it is longer than none
+    return _cycle_time([one_pass([0 if i == j else never for j in range(size)]) for i in range(size)])
 
 
 def _one_pass(

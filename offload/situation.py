@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from .interval import Costs, fitting, meeting
@@ -25,7 +25,7 @@ class Situation:
     """`seats`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark` are
     for the next tokens; `offered`: pages in the reclaim list by seat number; `bandwidth`: of the link, and others'
     `traffic` on it, bytes per second; `settled`: what the link's models were given last, as long as nothing has
-    changed."""
+    changed; `floors`: device pages that the weights of a model keep for its floor, by seat number."""
 
     seats: Sequence[Seat]
     active: frozenset[int]
@@ -36,6 +36,7 @@ class Situation:
     bandwidth: float | None
     traffic: float
     settled: Settled | None = None
+    floors: Mapping[int, int] = field(default_factory=dict)
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
@@ -51,6 +52,10 @@ class Situation:
     def costs(self, seat: Seat, point: Point) -> tuple[Costs, bool]:
         """See Seat.at."""
         return seat.at(point, self.page_seconds)
+
+    def expected(self, seat: Seat, point: Point) -> Costs | None:
+        """See Seat.expected."""
+        return seat.expected(point, self.page_seconds)
 
     def standing(self, seat: Seat) -> Plan:
         """See Seat.standing; in the iteration that it does, or will do when it has work again."""
@@ -75,7 +80,7 @@ class Situation:
             seat.model.priority,
             0.0 if active else seat.used,
             base=seat.base,
-            least=self._least(seat, "decode" if active else "prefill"),
+            least=max(self._least(seat, "decode" if active else "prefill"), self.floors.get(seat.number, 0)),
         )
 
     def planned(self, seat: Seat, point: Point, option: Option) -> Plan:
@@ -89,7 +94,9 @@ class Situation:
         slo, available = seat.slo(point.phase), plan.device_pages + room
         idle = seat.number not in self.active
         free = seat.auto and slo < math.inf and fitting(costs, available) is not None
-        return Client(seat.name, costs, self.page_size, slo, available, idle, fixed=None if free else plan)
+        fixed = None if free else plan
+        least = 0 if fixed else _kept(costs, seat.model.floor, available)
+        return Client(seat.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
 
     def _least(self, seat: Seat, phase: Phase) -> int:
         """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""
@@ -101,6 +108,13 @@ class Situation:
         costs, _ = self.costs(seat, seat.last[phase])
         interval = _meeting(costs, slo)
         return costs.plan(costs.none if interval is None else interval).device_pages
+
+
+@lru_cache(maxsize=256)
+def _kept(costs: Costs, floor: int, available: int) -> int:
+    """Device pages that layers keep of a floor, as far as an interval that fits can keep it."""
+    every = (costs.plan(interval).device_pages for interval in range(1, costs.none + 1)) if floor else ()
+    return min(floor, max((pages for pages in every if pages <= available), default=0))
 
 
 _meeting = lru_cache(maxsize=256)(meeting)

@@ -1,23 +1,18 @@
-"""Who owned how many pages when: recorded from a device while it runs, and resampled to evenly spaced times."""
+"""Who owned how many pages when, and what was decided: rows and events, resampled or thinned to what can be kept."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
+from itertools import groupby
+from typing import TypeVar
+
+from ..allocator.events import Counts, Event
 
 OWNERS = ("free", "weights", "activations", "kv", "retiring")
 
 Row = tuple[int, int, int, int, int, int]  # time in ns (CLOCK_MONOTONIC), then pages of each of OWNERS
-
-
-class Source(Protocol):
-    """What is recorded: a `Device`."""
-
-    def timeline(self) -> list[Row]:
-        """Hands over the rows since the last call, one per change."""
+Level = tuple[int, int, int]  # time in ns, bytes of the budget, host pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +26,21 @@ class Series:
         """Pages that were not free."""
         used = (self.pages[owner] for owner in OWNERS if owner != "free")
         return tuple(map(sum, zip(*used, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded. Times are ns of CLOCK_MONOTONIC."""
+
+    start: int
+    stop: int
+    began: float  # seconds since the epoch, at `start`
+    page_size: int  # bytes
+    rows: tuple[Row, ...]  # in order of time, the first at `start`
+    levels: tuple[Level, ...]  # one per change, the first at `start`
+    events: tuple[Event, ...]  # in order of time
+    counts: Counts  # of all events, by lever and verb, also of those that were not kept
+    missing: int  # events that came and were not kept
 
 
 def resample(rows: Sequence[Row], start: int, stop: int, points: int) -> Series:
@@ -68,44 +78,45 @@ def _in_use(row: Row) -> int:
     return sum(row[2:])
 
 
-class Recorder:
-    """Collects a device's rows in a thread until `stop()`. A context manager; the rows stay readable after it."""
+R = TypeVar("R", Row, Level)
 
-    def __init__(self, source: Source, interval: float = 0.05) -> None:
-        """`interval`: seconds between two collections, so that the device's own log stays short."""
-        self._source = source
-        self._interval = interval
-        self._rows: list[Row] = []
-        self._done = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="ballonet-timeline", daemon=True)
-        self._thread.start()
 
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """What has been collected so far, in order of time."""
-        return tuple(self._rows)
+def thinned(rows: Sequence[R], limit: int) -> list[R]:
+    """No more than half of `limit` of the rows, which are in order of time; all where there are no more than `limit`.
 
-    def stop(self) -> tuple[Row, ...]:
-        """Collects what is left and ends. Raises what the device raised meanwhile."""
-        self._done.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self.rows
+    Of each of some equal intervals there remain the last row, the one with the most pages in use, and for each column
+    the one with the most; and the first of all: so no peak is lost, and at the end of each interval all is as it was.
+    ValueError where the limit is too small for a single interval.
+    """
+    if len(rows) <= limit:
+        return list(rows)
+    columns = range(1, len(rows[0]))
+    intervals = limit // 2 // (len(columns) + 3)
+    if not intervals:
+        raise ValueError(f"{limit} rows are too few to thin to: at least {2 * (len(columns) + 3)}")
+    start, length = rows[0][0], rows[-1][0] - rows[0][0] + 1
+    kept = {0}
+    for _, group in groupby(range(len(rows)), lambda index: (rows[index][0] - start) * intervals // length):
+        within = list(group)
+        kept |= {max(within, key=lambda index: rows[index][column]) for column in columns}
+        kept |= {max(within, key=lambda index: sum(rows[index][2:])), within[-1]}
+    return [rows[index] for index in sorted(kept)]
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
+def fewer(events: Sequence[Event], limit: int) -> list[Event]:
+    """No more than half of `limit` of the events, in their order; all where there are no more than `limit`.
 
-    def _run(self) -> None:
-        try:
-            while not self._done.wait(self._interval):
-                self._rows += self._source.timeline()
-            self._rows += self._source.timeline()
-        except Exception as error:
-            self._error = error
+    Each lever and verb keeps as many, or all that it has; of those that are too many the ones with the most pages.
+    """
+    if len(events) <= limit:
+        return list(events)
+    groups: dict[tuple[str, str], list[int]] = {}
+    for index, event in enumerate(events):
+        groups.setdefault((event.lever, event.verb), []).append(index)
+    kept: list[int] = []
+    room = limit // 2
+    for left, group in zip(range(len(groups), 0, -1), sorted(groups.values(), key=len), strict=True):
+        chosen = sorted(group, key=lambda index: events[index].pages, reverse=True)[: room // left]
+        kept += chosen
+        room -= len(chosen)
+    return [events[index] for index in sorted(kept)]

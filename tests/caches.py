@@ -17,27 +17,42 @@ from ballonet.hooks.kv import ElasticLayer
 from .pool import bytes_that_exist
 
 BUDGET: Final = 2**25
+HOST: Final = 2**24
 # With small pages each layer has a range of its own and several pages; with large ones all layers share one.
 PAGES: Final = {"params": [4096, 65536], "ids": ["4KiB", "64KiB"]}
 
 
 @contextmanager
-def installed(page_size: int) -> Iterator[int]:
+def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     """Installs, for one thread of torch, and takes out what by then nothing may be in use of."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    ballonet.install(BUDGET, page_size=page_size, device="cpu")
+    ballonet.install(budget, page_size=page_size, host_budget=HOST, device="cpu")
     yield page_size
     torch._dynamo.reset()  # a compiled function keeps tensors
     gc.collect()
     device = runtime.require()
     assert kv_pages(device) == 0
     device.check()
-    assert bytes_that_exist() <= BUDGET
+    assert bytes_that_exist() <= budget
     del device
     ballonet.restore()
     assert runtime.current() is None, "memory of the pool is still in use"
     torch.set_num_threads(threads)
+
+
+@contextmanager
+def full_host(device: Device) -> Iterator[None]:
+    """The host has no page to give."""
+    gc.collect()
+    device.trim()
+    count = HOST // device.page_size
+    hog = device.reserve(count * device.page_size, "weights", device.group())
+    hog.map_host(0, count)
+    try:
+        yield
+    finally:
+        hog.close()
 
 
 def kv_pages(device: Device) -> int:

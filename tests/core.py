@@ -12,7 +12,9 @@ import functools
 import os
 import re
 import shutil
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,30 @@ def library() -> Path:
     folder = tempfile.mkdtemp(prefix="ballonet-standin-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return private_standin(Path(folder))
+
+
+CAPTURING = """
+static int capturing;
+void set_capturing(int now) { capturing = now; }
+int cuStreamIsCapturing(void* stream, int* status) { *status = capturing; return 0; }
+"""
+
+
+def shim(folder: Path, source: str) -> str:
+    """The stand-in, but for the functions that this source has."""
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler")
+    made = folder / "libshim.so"
+    (folder / "shim.c").write_text(source)
+    flags = ["-shared", "-fPIC", "-Wl,--no-as-needed", "-o", str(made)]
+    subprocess.run(["gcc", *flags, str(folder / "shim.c"), str(library()), "-ldl"], check=True)
+    return str(made)
+
+
+def capturing(folder: Path) -> tuple[str, Callable[[int], object]]:
+    """A stand-in whose streams are being captured or not, as the function returned says."""
+    made = shim(folder, CAPTURING)
+    return made, ctypes.CDLL(made).set_capturing
 
 
 @functools.cache
@@ -258,6 +284,14 @@ def opened(page: int = PAGE, budget: int = 64, host_budget: int = 16, **options:
     core.device.check()
     core.device.close()
     assert physical() == physical("host") == 0
+
+
+def eventually(holds_now: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Waits until it does; for what a thread of the core's own does when it comes to it."""
+    deadline = time.monotonic() + seconds
+    while not holds_now():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def page_calls(work: Callable[[], object]) -> dict[str, int]:

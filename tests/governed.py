@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ballonet.offload.governor import Decision, Governor
+from ballonet.offload.decision import Decision
+from ballonet.offload.governor import Governor
 from ballonet.offload.plan import Plan
 from ballonet.offload.record import Point
-from ballonet.offload.seat import LAYERS
+from ballonet.offload.seat import LAYERS, Offer
 
 PAGE = 1000  # bytes
 LINK = 10**6  # bytes per second: a page in a millisecond
@@ -29,30 +30,36 @@ class FakeDevice:
     stub: in order, of those whose model no other thread runs."""
 
     page_size = PAGE
+    demand = 0
 
     def __init__(self, pages: int) -> None:
         self.budget = pages * PAGE
         self.kv = 0
         self.models: list[FakeModel] = []
+        self.caches: list[FakeCache] = []
         self.listed: list[Any] = []
         self.published = 0
         self.trace: list[tuple[str, int]] = []
-        self.demand = 0
+
         self.copied = 0
         self._taken: list[tuple[int, int, int]] = []
 
     @property
     def free(self) -> int:
-        return self.budget // PAGE - self.kv - sum(model.here for model in self.models)
+        return self.budget // PAGE - self._kv - sum(model.here for model in self.models)
+
+    @property
+    def _kv(self) -> int:
+        return self.kv + sum(cache.here for cache in self.caches)
 
     def snapshot(self) -> dict[str, Any]:
-        used = {"weights": sum(model.here for model in self.models), "activations": 0, "kv": self.kv, "retiring": 0}
+        used = {"weights": sum(model.here for model in self.models), "activations": 0, "kv": self._kv, "retiring": 0}
         return {"pages": {"free": self.free, **used}, "copied": {"weights_h2d": self.copied, "weights_d2h": 99}}
 
     def publish(self, entries: list[Any]) -> None:
-        for key, model, parts in entries:
+        for key, client, parts in entries:
             assert parts == [key % LAYERS], "whose layer is it?"
-            assert not model.changes, "it is being changed"
+            assert isinstance(client, FakeCache) or not client.changes, "it is being changed"
         self.listed = list(entries)
         self.published += 1
 
@@ -63,21 +70,24 @@ class FakeDevice:
     def withdraw(self, keys: list[int]) -> None:
         self.listed = [entry for entry in self.listed if entry[0] not in keys]
 
-    def want(self, pages: int, asking: FakeModel | None = None) -> bool:
+    def obey(self) -> int:
+        return 0
+
+    def want(self, pages: int, asking: FakeModel | FakeCache | None = None) -> bool:
         """Makes so many pages free if it can: what the core does before it gives up."""
-        free = [each for each in self.listed if not each[1].running or each[1] is asking]
-        if self.free + sum(model.plan.pages[layer] for _, model, (layer,) in free) < pages:
+        there = [each for each in self.listed if not isinstance(each[1], FakeCache) or each[1].entry(each[2][0])]
+        free = [each for each in there if not each[1].running or each[1] is asking]
+        if self.free + sum(map(_gives, free)) < pages:
             return False
         while self.free < pages:
             entry = free.pop(0)
             self.listed.remove(entry)
-            key, model, (layer,) = entry
-            assert layer not in model.gone, "it has no pages any more"
+            key, client, (index,) = entry
             before = self.free
-            model.gone.add(layer)
-            assert self.free == before + model.plan.pages[layer] > before
+            client.take(index)
+            assert self.free == before + _gives(entry) > before
             self._taken.append((0, key, self.free - before))
-            self.trace.append((model.name, layer))
+            self.trace.append((client.name, index))
         return True
 
     def grow(self, pages: int, asking: FakeModel | None = None) -> bool:
@@ -103,6 +113,7 @@ class FakeModel:
         tpot: float | None = None,
         ttft: float | None = None,
         priority: int = 0,
+        floor: int = 0,
         decode: float | None = 0.02,
         prefill: float | None = 0.03,
     ) -> None:
@@ -112,6 +123,7 @@ class FakeModel:
         self.interval = interval
         self.tpot_slo, self.ttft_slo = tpot, ttft
         self.priority = priority
+        self.floor = floor
         self.running = False
         self.times = {"decode": decode, "prefill": prefill}
         self.gone: set[int] = set()  # layers that were taken
@@ -128,6 +140,11 @@ class FakeModel:
         """Device pages of its layers and slots."""
         return self.plan.device_pages - sum(self.plan.pages[layer] for layer in self.gone)
 
+    def take(self, layer: int) -> None:
+        """The core takes it."""
+        assert layer not in self.gone, "it has no pages any more"
+        self.gone.add(layer)
+
     def slo(self, phase: str) -> float:
         """Seconds."""
         found = self.tpot_slo if phase == "decode" else self.ttft_slo
@@ -135,6 +152,9 @@ class FakeModel:
 
     def seconds(self, point: Point) -> float | None:
         self.asked += 1
+        return self.times[point.phase]
+
+    def typical(self, point: Point) -> float | None:
         return self.times[point.phase]
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
@@ -181,6 +201,11 @@ class FakeModel:
             self.running = False
 
 
+def _gives(entry: Any) -> int:
+    _, client, (index,) = entry
+    return 1 if isinstance(client, FakeCache) else int(client.plan.pages[index])
+
+
 def governed(
     pages: int, *models: dict[str, Any], **options: Any
 ) -> tuple[FakeDevice, Governor, Clock, list[FakeModel]]:
@@ -199,3 +224,80 @@ def trace(device: FakeDevice) -> list[str]:
 
 def keys(device: FakeDevice) -> list[tuple[str, int]]:
     return [(model.name, layer) for _, model, (layer,) in device.listed]
+
+
+class FakeCache:
+    """A KV cache of full pages, each an offer, the oldest tokens first; those in `away` lie on the host."""
+
+    def __init__(self, device: FakeDevice, governor: Governor, clock: Clock, name: str = "cache") -> None:
+        self.device = device
+        self.governor = governor
+        self.clock = clock
+        self.name = name
+        self.running = False
+        self.used = -math.inf
+        self.pages = 0
+        self.away: set[int] = set()
+        self.clean: set[int] = set()
+        self.asked_to_copy: list[int] = []
+        self.moved = 0  # pages that went or came back
+        self.number = governor.add_cache(self)
+        device.caches.append(self)
+
+    @property
+    def here(self) -> int:
+        """Device pages."""
+        return self.pages - len(self.away)
+
+    @property
+    def displaced(self) -> int:
+        return len(self.away)
+
+    def offers(self) -> list[Offer]:
+        return [Offer(each, 1, each in self.clean) for each in range(self.pages) if each not in self.away]
+
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        return (self, [index]) if index < self.pages and index not in self.away else None
+
+    def write_behind(self, pages: int) -> None:
+        self.asked_to_copy.append(pages)
+        dirty = [each for each in range(self.pages) if each not in self.clean]
+        if pages:
+            self.clean |= {*dirty[:pages]}
+            self.governor.cache_changed(self.number)
+
+    def take(self, index: int) -> None:
+        """The core takes it."""
+        assert index not in self.away
+        self.away.add(index)
+        self.moved += 1
+
+    def step(self, pages: int = 0) -> None:
+        """An iteration with so many new pages, read in place where they are away. MemoryError."""
+        self.running = True
+        try:
+            home = self.governor.homecoming(self.number) if self.away else 0
+            if home:
+                assert self.device.want(home, self), "the pages that it was promised"
+                back = sorted(self.away, reverse=True)[:home]
+                self.away.difference_update(back)
+                self.moved += home
+            assert self.governor.taken_of(self.number) >= set()
+            if not self.device.want(pages, self):
+                self.governor.publish_now()
+                if not self.device.want(pages, self):
+                    raise MemoryError
+            self.pages += pages
+            self.used = self.clock.now
+            if pages or home:
+                self.governor.cache_changed(self.number)
+        finally:
+            self.running = False
+
+    def drop(self, pages: int) -> None:
+        """The last so many, of which none is away first."""
+        for _ in range(min(pages, self.pages)):
+            self.pages -= 1
+            self.away.discard(self.pages)
+            self.clean.discard(self.pages)
+        self.governor.cache_changed(self.number)

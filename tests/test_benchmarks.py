@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
 
 ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
 PLAYED = {"bench_knee", "bench_reactivate", "bench_slo"}
-PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in PLAYED)
+# In this process, one peer after the other: each process of its own would load transformers anew.
+INSIDE = ("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_recover", "bench_fragmentation")
+PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 
 
 @pytest.fixture
@@ -42,8 +53,12 @@ def test_runs(program: Path, tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that spin would wait for the tests beside
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    check_figure(out, program.stem)
+
+
+def check_figure(out: Path, program: str) -> None:
     result = json.loads(out.read_text())
-    assert f"bench_{result['benchmark'].replace('-', '_')}" == program.stem
+    assert f"bench_{result['benchmark'].replace('-', '_')}" == program
     assert result["rows"]
     assert all(len(row) == len(result["columns"]) for row in result["rows"])
     measured = [value for row in result["rows"] for value in row if isinstance(value, dict)]
@@ -52,9 +67,75 @@ def test_runs(program: Path, tmp_path: Path) -> None:
     assert all((value["limit"] is None) == (value["met"] is None) for value in measured)
 
 
+class Inside:
+    """A peer that is this very process."""
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
+        self._functions = functions
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        return json.loads(json.dumps(self._functions[what](**arguments)))
+
+    def close(self) -> None:
+        self._functions = {}
+        gc.collect()
+        ballonet.restore()
+
+
+@pytest.mark.parametrize("program", INSIDE)
+def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, out = importlib.import_module(program), tmp_path / "figure.json"
+
+    @contextmanager
+    def peers(_: str, chosen: Any, names: Sequence[str]) -> Iterator[dict[str, Inside]]:
+        (name,) = names
+        found = Inside(module.functions(name, chosen))
+        try:
+            yield {name: found}
+        finally:
+            found.close()
+
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    monkeypatch.setattr(module, "peers", peers)
+    monkeypatch.setattr(sys, "argv", [program, "--tiny", "--out", str(out)])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        module.main()
+    finally:
+        torch.set_num_threads(threads)
+    assert runtime.current() is None, "memory of the pool is still in use"
+    check_figure(out, program)
+
+
+def test_a_soak_holds_and_notices_what_does_not(run: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import soak
+    from common import Options
+
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    working = soak.Soak(Options(tiny=True, out=Path(), cuda=False, peer=None, files=[]), seed=0)
+    working.round(0.3, threading.Event())
+    assert working.counts.failures == []
+    assert working.counts.done["requests"] > 0
+    for task in working._speakers[0].tasks:
+        working._speakers[0].expected[task] += 1
+    working.round(0.3, threading.Event())
+    assert any("other tokens than unmanaged" in failure for failure in working.counts.failures)
+    working.release()
+    del working
+    gc.collect()
+    ballonet.restore()
+    torch.set_num_threads(threads)
+    assert runtime.current() is None, "memory of the pool is still in use"
+    assert soak.growth([2**30] * 12) == ""
+    assert "grew" in soak.growth([2**30 + round * 2**26 for round in range(12)])
+
+
 def test_every_benchmark_belongs_to_a_part(run: ModuleType) -> None:
     named = {f"bench_{name}" for part in run.PARTS.values() for name in part.benchmarks}
-    assert named == PLAYED | {program.stem for program in PROGRAMS}
+    assert named == {*PLAYED, *INSIDE} | {program.stem for program in PROGRAMS}
 
 
 def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:

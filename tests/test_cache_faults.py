@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from ballonet.hooks.cache_ranges import CacheRanges
 from ballonet.hooks.kv import ElasticLayer
 from ballonet.hooks.kv_cache import KVCache
 
-from .caches import BUDGET, PAGES, forget, installed, kv_pages
+from .caches import BUDGET, PAGES, forget, full_host, installed, kv_pages
 from .models import Output, build, generate, prompts
 
 INPUTS = prompts(batch=3, longest=12)
@@ -108,7 +109,7 @@ def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(page: int) -> 
         model = build("llama")
         expected = decode(model, DynamicCache(config=model.config), INPUTS["input_ids"], 150)
     device = runtime.require()
-    with ballonet.manage(model):
+    with full_host(device), ballonet.manage(model):
         cache = KVCache(model.config)
         ids = decode(model, cache, INPUTS["input_ids"], 3)
         gc.collect()
@@ -136,8 +137,10 @@ def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(page: int) -> 
 class Interrupt:
     """Raises KeyboardInterrupt before the n-th line that runs in the modules under test; `.done` if it did."""
 
-    def __init__(self, nth: int) -> None:
+    def __init__(self, nth: int, *modules: Any) -> None:
+        """`modules`: others than those of the layers."""
         self._left = nth
+        self._files = [module.__file__ for module in modules or (kv, kv_range)]
         self.done = False
 
     def __enter__(self) -> Interrupt:
@@ -148,15 +151,20 @@ class Interrupt:
         sys.settrace(None)
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename in (kv.__file__, kv_range.__file__) else None
+        return self._line if frame.f_code.co_filename in self._files else None
 
     def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and not self.done:
+        if event == "line" and not self.done and not _with(frame):
             self._left -= 1
             if not self._left:
                 self.done = True
                 raise KeyboardInterrupt
         return self._line
+
+
+def _with(frame: FrameType) -> bool:
+    """Is it about to enter or to leave a block? Python looks for signals neither way."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
 
 
 def fresh(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,7 @@
-"""The command line, as a user meets it: in a process of its own."""
+"""The command line, as a user meets it: in a process of its own.
+
+What imports torch, or transformers, has a process that is forked from one which has imported them: `Warm`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,14 @@ STANDIN = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "256MiB", "OMP_NUM_THREA
 TRACE = "time_us,op,id,size,stream\n0,alloc,1,3145728,0\n1,free,1,3145728,0\n"
 
 
-def python(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+def variables(environ: dict[str, str]) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
+    return clean | STANDIN | environ
+
+
+def python(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, env=clean | STANDIN | environ, capture_output=True, text=True, check=False
+        [sys.executable, *args], cwd=cwd, env=variables(environ), capture_output=True, text=True, check=False
     )
 
 
@@ -26,7 +34,67 @@ def ballonet(*args: str, cwd: Path | None = None, **environ: str) -> subprocess.
     return python("-m", "ballonet", *args, cwd=cwd, **environ)
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["replay"], ["info"]], ids=" ".join)
+class Warm:
+    """Does what `ballonet` does, without the seconds that imports take.
+
+    `runpy._run_module_as_main` is how Python itself runs what is given with -m.
+    """
+
+    PROGRAM = """
+import gc, json, os, runpy, sys
+import ballonet.allocator.install, ballonet.hooks.first_use, ballonet.hooks.model_info, ballonet.hooks.run
+import transformers.models.gemma2.modeling_gemma2
+assert ballonet.allocator.runtime.current() is None
+gc.collect()
+gc.freeze()  # the end of a process takes a second otherwise
+for line in sys.stdin:
+    asked = json.loads(line)
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+for descriptor, path in ((0, os.devnull), (1, asked["out"]), (2, asked["err"])):
+    os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
+os.chdir(asked["cwd"])
+os.environ.clear()
+os.environ.update(asked["env"])
+sys.argv[1:] = asked["args"]
+runpy._run_module_as_main("ballonet")
+"""
+
+    def __init__(self, folder: Path) -> None:
+        self._out, self._err = folder / "out", folder / "err"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", self.PROGRAM],
+            env=variables({"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder)}),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, *args: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        paths = {"cwd": str(cwd), "out": str(self._out), "err": str(self._err)}
+        self._process.stdin.write(json.dumps({"args": args, "env": variables(environ), **paths}) + "\n")
+        self._process.stdin.flush()
+        code = int(self._process.stdout.readline())
+        return subprocess.CompletedProcess(args, code, self._out.read_text(), self._err.read_text())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    process = Warm(tmp_path_factory.mktemp("warm"))
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["budget"], ["replay"], ["info"]], ids=" ".join)
 def test_every_command_has_help(command: list[str]) -> None:
     done = ballonet(*command, "--help")
     assert done.returncode == 0
@@ -152,11 +220,11 @@ def test_info_for_people_imports_no_torch() -> None:
     assert re.search(r"(yes|no) +CUDA", done.stdout)
 
 
-def test_info_of_a_model(tmp_path: Path) -> None:
+def test_info_of_a_model(tmp_path: Path, warm: Warm) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "gemma2", "num_hidden_layers": 4, "hidden_size": 64, "head_dim": 16, "dtype": "bfloat16"}'
     )
-    done = ballonet("info", ".", "--json", "--batch", "2", "--tokens", "1000", cwd=tmp_path, BALLONET_PAGE_SIZE="64KiB")
+    done = warm("info", ".", "--json", "--batch", "2", "--tokens", "1000", cwd=tmp_path, BALLONET_PAGE_SIZE="64KiB")
     assert (done.returncode, done.stderr) == (0, "")
     (line,) = done.stdout.splitlines()
     facts = json.loads(line)
@@ -165,7 +233,7 @@ def test_info_of_a_model(tmp_path: Path) -> None:
         "DynamicSlidingWindowLayer": [0, 2],
         "ElasticLayer": [1, 3],
     }
-    done = ballonet("info", ".", cwd=tmp_path)
+    done = warm("info", ".", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "Gemma2ForCausalLM" in done.stdout
     assert re.search(r"DynamicSlidingWindowLayer +2 +no", done.stdout)
@@ -173,8 +241,8 @@ def test_info_of_a_model(tmp_path: Path) -> None:
     assert "ElasticLayer (1, 3) stores keys and values of every token" in " ".join(done.stdout.split())
 
 
-def test_info_of_a_model_that_is_nowhere_is_exit_code_2(tmp_path: Path) -> None:
-    done = ballonet("info", "some/model", cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+def test_info_of_a_model_that_is_nowhere_is_exit_code_2(tmp_path: Path, warm: Warm) -> None:
+    done = warm("info", "some/model", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("ballonet: 'some/model' is no model whose configuration can be read")
     assert len(done.stderr.splitlines()) == 1
@@ -234,21 +302,29 @@ def program(tmp_path: Path) -> Path:
     ],
     ids=" ".join,
 )
-def test_a_program_runs_as_python_would_run_it(tmp_path: Path, program: Path, arguments: list[str]) -> None:
+def test_a_program_runs_as_python_would_run_it(tmp_path: Path, program: Path, warm: Warm, arguments: list[str]) -> None:
     arguments = [argument.format(tmp_path) for argument in arguments]
     alone = python(*arguments, cwd=tmp_path)
-    with_ballonet = ballonet("run", *arguments, cwd=tmp_path)
+    with_ballonet = warm("run", *arguments, cwd=tmp_path)
     assert with_ballonet.returncode == alone.returncode
     assert with_ballonet.stdout == alone.stdout
     if "no.such.module" not in arguments:
         assert with_ballonet.stderr == alone.stderr
 
 
-def test_a_program_s_own_exit_functions_and_threads_find_its_main(tmp_path: Path) -> None:
+def test_a_program_in_a_process_of_its_own(tmp_path: Path, program: Path, warm: Warm) -> None:
+    """That is, one which nothing was imported in before."""
+    run = ("run", "folder/program.py", "fail")
+    alone, forked = ballonet(*run, cwd=tmp_path), warm(*run, cwd=tmp_path)
+    assert (alone.returncode, alone.stdout, alone.stderr) == (forked.returncode, forked.stdout, forked.stderr)
+    assert alone.returncode == 1
+
+
+def test_a_program_s_own_exit_functions_and_threads_find_its_main(tmp_path: Path, warm: Warm) -> None:
     (tmp_path / "program.py").write_text(
         "import atexit, sys\nvalue = 3\natexit.register(lambda: print(value, sys.modules['__main__'].value))\n"
     )
-    assert ballonet("run", "program.py", cwd=tmp_path).stdout == "3 3\n"
+    assert warm("run", "program.py", cwd=tmp_path).stdout == "3 3\n"
 
 
 @pytest.mark.parametrize(
@@ -261,18 +337,18 @@ def test_a_program_s_own_exit_functions_and_threads_find_its_main(tmp_path: Path
     ],
 )
 def test_what_prevents_the_installation_is_said_before_the_program_starts(
-    tmp_path: Path, arguments: list[str], environ: dict[str, str], code: int, says: str
+    tmp_path: Path, warm: Warm, arguments: list[str], environ: dict[str, str], code: int, says: str
 ) -> None:
     (tmp_path / "program.py").write_text("print('started')")
-    done = ballonet("run", *arguments, "program.py", cwd=tmp_path, **environ)
+    done = warm("run", *arguments, "program.py", cwd=tmp_path, **environ)
     assert (done.returncode, done.stdout) == (code, "")
     assert says in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_settings_reach_the_installation(tmp_path: Path) -> None:
+def test_settings_reach_the_installation(tmp_path: Path, warm: Warm) -> None:
     (tmp_path / "program.py").write_text("import ballonet; s = ballonet.stats(); print(s.budget, s.page_size)")
-    done = ballonet("run", "--budget", "64MiB", "--page-size", "64KiB", "program.py", cwd=tmp_path)
+    done = warm("run", "--budget", "64MiB", "--page-size", "64KiB", "program.py", cwd=tmp_path)
     assert done.stdout == f"{64 * 2**20} 65536\n"
 
 
@@ -298,3 +374,45 @@ def test_a_model_of_a_program_that_knows_nothing_is_managed_at_its_first_use(tmp
     with_ballonet = ballonet("run", "--page-size", "64KiB", "program.py", cwd=tmp_path)
     assert (with_ballonet.returncode, with_ballonet.stdout) == (0, alone.stdout)
     assert int(with_ballonet.stderr) >= 6  # pages of 64 KiB: at least the embedding, the head and the three layers
+
+
+TIMELINE = """
+import atexit, os, signal, sys
+import ballonet, torch
+from ballonet.offload import recorder
+
+def more():
+    global late
+    late = torch.ones(1 << 20)
+
+with recorder._collecting:  # as its thread may do it at any moment
+    if os.fork() == 0:
+        signal.alarm(60)
+        with ballonet.timeline("child.json"):
+            pass
+        sys.exit()
+os.wait()
+print("written by the child:", os.path.exists("t.json"))
+early = torch.ones(1 << 20)
+atexit.register(more)
+raise KeyboardInterrupt
+"""
+
+
+def test_a_timeline_is_drawn_of_a_program_up_to_its_very_end(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(TIMELINE)
+    done = ballonet("run", "--page-size", "64KiB", "--timeline", "t.json", "program.py", cwd=tmp_path)
+    assert done.returncode != 0
+    assert (done.stdout, done.stderr.splitlines()[-1]) == ("written by the child: False\n", "KeyboardInterrupt")
+    told = json.loads((tmp_path / "t.json").read_text())
+    assert told["program"] == "program.py"
+    activations = [row[1 + told["owners"].index("activations")] for row in told["rows"]]
+    assert max(activations) >= 128, "what was allocated last, by a function that runs at exit, is in it"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["child.json", "program.py", "t.json"]
+
+
+def test_a_timeline_that_cannot_be_written_is_exit_code_2_before_the_program_runs(tmp_path: Path, warm: Warm) -> None:
+    (tmp_path / "program.py").write_text("print('it ran')")
+    done = warm("run", "--timeline", "t.gif", "program.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("ballonet: t.gif has none of the suffixes of a timeline: ")

@@ -122,12 +122,14 @@ def test_every_variable_is_read() -> None:
             "BALLONET_BUDGET": "1GiB",
             "BALLONET_PAGE_SIZE": "64KiB",
             "BALLONET_HOST_BUDGET": "2GiB",
+            "BALLONET_SPILL": "off",
             "BALLONET_DEVICE": "CUDA:1",
             "BALLONET_LIBCUDA": "/opt/libcuda.so",
             "BALLONET_LINK": "8GB/s",
             "BALLONET_LINK_LATENCY": "1ms",
             "BALLONET_CHAOS": "7",
             "BALLONET_FAULT": "cuMemMap:7, cuMemCreate:1",
+            "BALLONET_CONTROL": "off",
             "BALLONET_CACHE_DIR": "/var/cache/b",
         }
     )
@@ -135,12 +137,14 @@ def test_every_variable_is_read() -> None:
         budget=2**30,
         page_size=65536,
         host_budget=2**31,
+        spill=False,
         device="cuda:1",
         libcuda="/opt/libcuda.so",
         link_bandwidth=8 * 10**9,
         link_latency=1e-3,
         chaos=7,
         faults=(("cuMemMap", 7), ("cuMemCreate", 1)),
+        control=False,
         cache_dir=Path("/var/cache/b"),
     )
     assert all(getattr(config, field) != getattr(Config(), field) for field, _ in VARIABLES.values())
@@ -162,6 +166,7 @@ def test_unset_and_empty_variables_leave_the_defaults() -> None:
         ("BALLONET_LINK_LATENCY", "soon"),
         ("BALLONET_CHAOS", "yes"),
         ("BALLONET_CHAOS", "-1"),
+        ("BALLONET_CONTROL", "2"),
         ("BALLONET_FAULT", "cuMemMap"),
         ("BALLONET_FAULT", "cuMemMap:0"),
         ("BALLONET_FAULT", "malloc:1"),

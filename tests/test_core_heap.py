@@ -180,31 +180,6 @@ def test_looking_at_the_numbers_makes_no_driver_call() -> None:
 # -- Budget -----------------------------------------------------------------------------------------------------------
 
 
-def test_pages_come_back_as_they_become_free_below_a_lowered_budget() -> None:
-    with opened(budget=32) as core:
-        blocks = [core.device.allocate(4 * PAGE) for _ in range(4)]
-        kv = core.range(12)
-        kv.map(0, 12)
-        before = page_calls(lambda: core.device.set_budget(8 * PAGE))
-        assert "cuMemCreate" not in before
-        assert physical() == 28 * PAGE  # all in use
-        seen = [physical()]
-        for block in blocks:
-            core.device.deallocate(block)
-            seen.append(physical())
-        assert seen == [28 * PAGE, 24 * PAGE, 20 * PAGE, 16 * PAGE, 12 * PAGE]
-        with pytest.raises(PoolExhausted):
-            core.device.allocate(PAGE)
-        kv.retire(0, 3)
-        assert physical() == 9 * PAGE
-        with pytest.raises(PoolExhausted):
-            kv.map(0, 1)
-        kv.retire(3, 3)
-        assert physical() == 8 * PAGE  # two of these are free, and may stay
-        core.device.deallocate(core.device.allocate(2 * PAGE))
-        assert physical() == 8 * PAGE
-
-
 def test_a_budget_may_be_lowered_while_a_stream_is_busy_and_raised_again() -> None:
     with opened(budget=32) as core:
         stream = core.stream()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 
 import pytest
 from torch.utils.dlpack import from_dlpack
@@ -13,6 +12,8 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 
 from .core import PAGE, Core, all_calls, arm, behind, calls, holds, opened, physical, write
+
+LONG_NS = 10**9  # that a copy or a stream takes where a test must see that it goes on
 
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
@@ -197,14 +198,12 @@ def test_a_copy_fills_a_slot_and_is_counted() -> None:
 
 def test_copies_run_beside_the_host_and_in_their_order() -> None:
     """The host goes on; what is not waited for is poison; the second copy of a call follows the first."""
-    with opened(link_latency_ns=200_000_000) as core:
+    with opened(link_latency_ns=LONG_NS) as core:
         slot, first, second = layer(core, value=1), twin(core, 2), twin(core, 3)
         transfer = _native.Transfer(core.device)
-        begin = time.monotonic()
         parts = [(slot.address, first.address, 2 * PAGE), (slot.address, second.address, PAGE)]
         done = transfer.copy(parts, after=0, owner="weights", to="device")
-        assert time.monotonic() - begin < 0.1
-        assert not done.passed()
+        assert not done.passed(), "the call waited for its copies"
         assert not holds(slot.address, 3)
         assert not holds(slot.address + PAGE, 2)
         done.before(0)
@@ -217,7 +216,7 @@ def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
         slot, on_host = layer(core), twin(core, 6)
         lane = core.stream()
         transfer = _native.Transfer(core.device)
-        core.occupy(lane, 0.3)
+        core.occupy(lane, LONG_NS / 1e9)
         done = transfer.copy([(slot.address, on_host.address, PAGE)], after=lane, owner="weights", to="device")
         assert not done.passed(), "what still runs may read it"
         assert not holds(slot.address, 6)
@@ -228,7 +227,7 @@ def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
 
 def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting() -> None:
     waits = calls()["cuEventSynchronize"]
-    with opened(link_latency_ns=300_000_000) as core:
+    with opened(link_latency_ns=LONG_NS) as core:
         slot, on_host = layer(core), twin(core, 6)
         transfer = _native.Transfer(core.device)
         done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")

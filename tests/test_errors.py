@@ -7,7 +7,16 @@ import pickle
 import pytest
 
 from ballonet.allocator import errors
-from ballonet.allocator.errors import BallonetError, BudgetError, DriverError, PoolExhausted, SLOError, TraceError
+from ballonet.allocator.errors import (
+    BallonetError,
+    BudgetError,
+    DriverError,
+    NoSuchProcess,
+    PoolExhausted,
+    Refused,
+    SLOError,
+    TraceError,
+)
 
 WITH_FIELDS = [
     (
@@ -26,6 +35,8 @@ WITH_FIELDS = [
         "it is too short. What would do: an SLO of 5.813 ms, or a budget of 1GiB (ballonet.set_budget(1073741825))",
     ),
     (SLOError("it is too short", None, None), "it is too short"),
+    (NoSuchProcess(7, "does not exist"), "process 7 does not exist"),
+    (Refused(7, "the budget is too small", "BudgetError"), "process 7 refused: the budget is too small"),
 ]
 
 

@@ -76,6 +76,25 @@ def test_a_model_larger_than_its_budget_gives_the_same_text(tmp_path: Path) -> N
     assert small.stdout == stock.stdout
 
 
+def test_a_cache_that_outgrows_its_budget_gives_the_same_text(tmp_path: Path) -> None:
+    folder = made_model(tmp_path, eos_token_id=None)
+    weights = (folder / "model.safetensors").stat().st_size
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)
+    stock = AutoModelForCausalLM.from_pretrained(folder).generate(**inputs, max_new_tokens=50, do_sample=False)
+    small = run(
+        "examples/outgrows_its_budget.py",
+        *(str(folder), "Once upon a time", "--tokens", "50", "--copies", "48"),
+        *("--budget", str(weights + 4 * 2**20)),
+        BALLONET_DEVICE="cpu",
+        BALLONET_PAGE_SIZE="64KiB",
+        BALLONET_SPILL="1",
+    )
+    assert small.returncode == 0, small.stderr
+    assert "running KV" in small.stderr
+    assert small.stdout == tokenizer.decode(stock[0], skip_special_tokens=True) + "\n"
+
+
 def test_smollm2_says_the_same_with_half_of_its_weights(smollm2: Path) -> None:
     """What does not fit comes from the file, layer by layer, and nothing goes back."""
     prompt = AutoTokenizer.from_pretrained(smollm2)("The capital of France is", return_tensors="pt")
@@ -143,7 +162,7 @@ def bytes_of(pid: int) -> list[int]:
     return found
 
 
-def made_model(folder: Path, **changes: int) -> Path:
+def made_model(folder: Path, **changes: int | None) -> Path:
     """A tiny model and a tokenizer of words, in `folder`. `changes` go to its configuration."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast

@@ -292,7 +292,7 @@ def test_what_is_dropped_is_unregistered_even_where_the_driver_refuses_once(tmp_
 
 def test_closing_waits_for_a_copy_that_is_on_its_way(tmp_path: Path) -> None:
     path = weights.write(tmp_path / "w", {"a": 2 * PAGE})
-    with twins(path, link_latency_ns=100_000_000) as (core, made, file):
+    with twins(path, link_latency_ns=1_000_000_000) as (core, made, file):
         there = slot(core, 2)
         parts = made.twin([(0, file.span("a"))]).parts(there.address)
         done = _native.Transfer(core.device).copy(parts, after=0, owner="weights", to="device")

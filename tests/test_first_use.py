@@ -144,7 +144,10 @@ def test_transformers_is_not_imported_and_is_patched_when_it_is() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_extension_loads_twice_and_unloads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_extension_loads_twice_and_unloads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the shell takes
     shell = InteractiveShell()
     shell.run_line_magic("load_ext", "ballonet")
     assert "256MiB on the CPU (host stand-in) in pages of 64KiB" in capsys.readouterr().out

@@ -136,6 +136,30 @@ def test_an_interrupt_leaves_no_lease_behind_the_next_forward(device: Device) ->
     assert not in_pool(model.linear.weight)
 
 
+def test_a_thread_that_an_interrupt_ends_leaves_no_lease(device: Device) -> None:
+    model = models.build("llama")
+    managed = ballonet.manage(model)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            logits(model)
+
+    handle = model.model.layers[1].register_forward_hook(interrupt)
+    gc.disable()  # nothing else ends it
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert managed._weights.group.leases == 0
+    finally:
+        gc.enable()
+        handle.remove()
+    managed.release()
+
+
 def test_an_interrupted_model_that_is_collected_leaves_no_lease_either(device: Device) -> None:
     model: Any = Recursive()
     group = ballonet.manage(model)._weights.group

@@ -39,6 +39,7 @@ def installed(name: str) -> Iterator[None]:
     ballonet.restore()
     assert runtime.current() is None, "memory of the pool is still in use"
     torch.set_num_threads(threads)
+    gc.freeze()  # the modules of this architecture
 
 
 @functools.lru_cache(1)

@@ -7,7 +7,9 @@ import threading
 import pytest
 
 from ballonet.offload import governor as governor_module
-from ballonet.offload.governor import DWELL, PAUSE, Governor
+from ballonet.offload import overview
+from ballonet.offload.governor import Governor
+from ballonet.offload.overview import DWELL, PAUSE
 from ballonet.offload.plan import Plan, streaming
 from ballonet.offload.record import Point
 from ballonet.offload.traffic import Traffic, sent
@@ -23,7 +25,7 @@ def test_while_nothing_happens_nobody_is_asked_anything(monkeypatch: pytest.Monk
         each.step(governor)
     published, asked = device.published, (a.asked, b.asked)
     monkeypatch.setattr(governor_module, "decide", None)
-    monkeypatch.setattr(governor_module, "listed", None)
+    monkeypatch.setattr(overview, "listed", None)
     for _ in range(20):
         clock.now += 0.3
         a.step(governor, length=7, kv=1)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.offload.governor import DWELL, PAUSE, Governor
+from ballonet.offload.governor import Governor
+from ballonet.offload.overview import DWELL, PAUSE
 from ballonet.offload.plan import Plan, spread
 from ballonet.offload.record import Point
 
@@ -31,6 +32,7 @@ class Layers:
     tpot_slo: float | None = None
     ttft_slo: float | None = None
     priority = 0
+    floor = 0
 
     def __init__(self, core: Core, governor: Governor, name: str, first: int) -> None:
         self.name = name

@@ -11,10 +11,11 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.governor import PAUSE, SPARE
 from ballonet.offload.interval import Costs, meeting
 from ballonet.offload.ledger import Client, Refusal, Shares, share
 from ballonet.offload.ledger import options as options_of
+from ballonet.offload.overview import PAUSE
+from ballonet.offload.pages import SPARE
 from ballonet.offload.plan import Plan, at_interval, fewest
 from ballonet.offload.record import Point
 

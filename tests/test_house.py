@@ -23,7 +23,8 @@ SOURCES = [
     *(("facade", path) for path in sorted((ROOT / "src" / "ballonet").glob("*.py"))),
 ]
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-LIGHT = ("config", "errors", "info", "ram", "replay", "runtime", "stats", "units")  # modules that need no torch
+# modules that need no torch
+LIGHT = ("config", "control", "errors", "events", "info", "ram", "replay", "runtime", "stats", "units")
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
@@ -172,6 +173,7 @@ def test_the_sdist_holds_every_source(sdist: Path) -> None:
         "constraints.txt",
         "pyproject.toml",
         "setup.py",
+        "offload/timeline.html",
         "src/ballonet/py.typed",
     }
     assert wanted - files(sdist) == set()
@@ -187,6 +189,7 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
     }
     data = {
         "py.typed",
+        "offload/timeline.html",
         "allocator/_native.pyi",
         *(f"allocator/csrc/{n}" for n in ("companion.cpp", "entry.h", "driver_abi.h")),
     }

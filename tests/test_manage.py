@@ -575,6 +575,8 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
         ({"ttft_slo": "soon"}, "is no time"),
         ({"tpot_slo": "80ms", "interval": 2}, "leaves no choice"),
         ({"priority": 1.5}, "whole number"),
+        ({"floor": -1}, "floor is -1, which is no size"),
+        ({"floor": "much"}, "floor is 'much', which is no size"),
         ({"chaos": -1}, "seed"),
         ({"chaos": "five"}, "seed"),
         ({"chaos": True}, "seed"),

@@ -21,7 +21,7 @@ from .portrait import none_in_pool
 BUDGET = 2**22
 PAGE = 4096
 INPUTS = prompts(batch=2, longest=9)
-LONG = 10  # seconds, after which a thread hangs
+LONG = 60  # seconds, after which a thread hangs
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator.display import table
 from ballonet.allocator.stats import Stats
 
-from .test_stats import SNAPSHOT
+from .test_stats import EVENTS, SNAPSHOT
 
 MODEL = """
 import torch, ballonet
@@ -58,7 +58,8 @@ class Notebook:
 
 
 @pytest.fixture
-def notebook(capsys: pytest.CaptureFixture[str]) -> Iterator[Notebook]:
+def notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebook]:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])  # which the shell takes
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     opened = Notebook()
@@ -145,12 +146,14 @@ def cells(html: str) -> dict[str, list[str]]:
 
 
 def test_stats_as_a_table() -> None:
-    shown = cells(Stats.of(SNAPSHOT)._repr_html_())
+    shown = cells(Stats.of(SNAPSHOT, EVENTS)._repr_html_())
     assert shown["free"] == ["1", "4KiB"]
     assert shown["kv"] == ["3", "12KiB"]
     assert shown["all pages"] == ["6", "24KiB"]
     assert shown["on the host"] == ["4", "16KiB"]
+    assert shown["spilled there"] == ["12", "48KiB"]
     assert shown["copied: weights_d2h"] == ["", "6B"]
+    assert shown["inflate, pull: 2 times"] == ["13", "52KiB"]
 
 
 def test_a_table_shows_text_as_text() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, runtime
-from ballonet.allocator.errors import BallonetError, ConfigError, NotInstalled
+from ballonet.allocator.errors import BallonetError, BudgetInUse, ConfigError, NotInstalled
 from ballonet.allocator.install import install, restore, set_budget
 
 BUDGET = 8 * 2**20
@@ -112,16 +112,18 @@ def test_a_larger_budget_is_obeyed_at_once(device: _native.Device) -> None:
         torch.empty(3 * 2**20)
 
 
-def test_a_smaller_budget_is_obeyed_as_pages_become_free(device: _native.Device) -> None:
+def test_a_budget_below_what_is_in_use_is_refused_and_changes_nothing(device: _native.Device) -> None:
     tensor = torch.ones(2**20)
-    set_budget("2MiB")
+    with pytest.raises(BudgetInUse) as refused:
+        set_budget("2MiB")
+    assert tensor.nbytes <= refused.value.immovable == refused.value.smallest < BUDGET
+    assert device.budget == BUDGET
+    set_budget(refused.value.smallest)
     assert tensor.numpy().sum() == 2**20
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(2**18)
+    set_budget(BUDGET)
     del tensor
+    set_budget("2MiB")
     assert torch.ones(2**17).sum() == 2**17
-    device.trim()
-    device.reap(wait=True)
     assert device.snapshot()["created"] * PAGE <= 2 * 2**20
 
 

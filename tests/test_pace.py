@@ -111,6 +111,17 @@ def test_what_is_left_without_the_waits() -> None:
     assert pace.drain() == []
 
 
+def test_time_in_the_driver_is_that_of_the_forward_and_its_thread() -> None:
+    clock, spent = Clock(), [10**9]
+    pace = Pace(HostMarks(clock), clock, lambda: spent[0])
+    for inside, after in ((5, 7), (0, 11)):
+        pace.begin(HERE)
+        spent[0] += inside
+        pace.end()
+        spent[0] += after
+    assert [each.driver for each in pace.drain()] == [5e-9, 0.0]
+
+
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
 def test_stall_and_seconds_add_up(steps: list[int]) -> None:
     pace, clock = on_the_host()

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ballonet.offload.interval import Costs
 from ballonet.offload.plan import Plan, at_interval, fewest, smallest, spread, streaming
-from ballonet.offload.schedule import closed_form, evenly
+from ballonet.offload.schedule import closed_form, evenly, one_slot
 
 RATIOS = [Fraction(r) for r in ("1/2", "1", "2", "4", "8", "80")]
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -49,6 +50,61 @@ def test_time_of_a_plan() -> None:
     large = streaming([1, 1, 1, 5], (3,), 1).steady(Fraction(2))
     assert large.link == 2 * Fraction(5, 2)
     assert large.time == Fraction(5, 2) * 3, "copied while nothing else computes, or it would hide three small layers"
+
+
+def passes(plan: Plan, ratio: Fraction, count: int) -> list[Fraction]:
+    """When each of so many passes is over, as the ring does it (offload/ring.py, Note [A pass]): what a slot holds is
+    not copied again."""
+    mean = Fraction(sum(plan.pages), len(plan.pages))
+    turns = {slot: [k for k, s in zip(plan.streamed, plan.slots, strict=True) if s == slot] for slot in plan.slots}
+    holds: dict[int, int] = {}
+    there: dict[int, Fraction] = {}
+    now = link = Fraction(0)
+    ends = []
+
+    def load(layer: int, slot: int) -> None:
+        nonlocal link
+        if holds.get(slot) != layer:
+            link = max(link, now) + ratio * plan.pages[layer] / mean
+            holds[slot], there[layer] = layer, link
+
+    for _ in range(count):
+        for slot, layers in turns.items():
+            load(layers[0], slot)
+        for layer, pages in enumerate(plan.pages):
+            now = max(now, there.get(layer, now)) + pages / mean
+            for slot, layers in turns.items():
+                if layer in layers:
+                    load(layers[(layers.index(layer) + 1) % len(layers)], slot)
+        ends.append(now)
+    return ends
+
+
+@given(sizes.filter(any), st.integers(0, 8), st.integers(1, 4), st.sampled_from(RATIOS))
+def test_what_is_expected_of_a_plan_is_what_the_ring_does(
+    pages: list[int], count: int, slots: int, ratio: Fraction
+) -> None:
+    """Report, predicted: what has a slot to itself is copied once, however often passes are made."""
+    plan = streaming(pages, spread(pages, min(count, len(pages))), slots)
+    ends = passes(plan, ratio, 200)
+    assert plan.expected(ratio).time == pytest.approx((ends[199] - ends[139]) / 60, rel=1e-3)
+    if len(plan.streamed) % slots == 0 or len({*filter(None, pages)}) == 1:
+        assert plan.expected(ratio).time <= plan.steady(ratio).time
+    assert plan.copied_pages == sum(pages[layer] for layer in plan.copied)
+    if plan.copied == plan.streamed and len(plan.streamed) % slots == 0:
+        assert plan.expected(ratio) == plan.steady(ratio)
+
+
+def test_a_layer_with_a_slot_to_itself_is_not_copied() -> None:
+    three = streaming([1] * 12, evenly(12, 3), 2)
+    assert (three.slots, three.copied, three.copied_pages) == ((0, 1, 0), (0, 8), 2)
+    assert three.steady(Fraction(8)).time >= 24
+    assert three.expected(Fraction(8)).time == one_slot(12, (0, 8), Fraction(8)) == 9 + 9
+    assert Costs(three.pages, 0.012, 0.008).expected(three) == pytest.approx(0.018)
+    assert Costs(three.pages, 0.012, 0.008).of(three) >= 0.024, "an SLO counts all three"
+    two = streaming([1] * 12, evenly(12, 2), 2)
+    assert two.copied == ()
+    assert Costs(two.pages, 0.012, 0.1).expected(two) == 0.012
 
 
 def test_intervals() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.interval import Costs, choose, fitting, meeting
+from ballonet.offload.interval import Costs, fitting, meeting
 from ballonet.offload.plan import at_interval
 from ballonet.offload.record import (
     GRID,
@@ -82,7 +82,7 @@ def test_a_time_counts_for_the_powers_of_two_above() -> None:
     assert record.time("prefill", 5, 128) is record.time("prefill", 4, 129) is None
     assert taught((Point("prefill", 4, 128), 0.5)).points == record.points == {*POINTS, Point("prefill", 4, 128)}
     assert RECORD.time("prefill", 1, 1) is None, "the first one is as it was"
-    assert record.with_bandwidth(7.0) == Record(KEY, 7.0, POINTS, record.lessons)
+    assert record.with_bandwidth(7.0) == Record(KEY, 7.0, POINTS, record.lessons, record.recent)
 
 
 def test_a_first_time_that_is_far_too_long_is_soon_forgotten() -> None:
@@ -107,6 +107,30 @@ def test_short_prompts_do_not_stand_for_long_ones() -> None:
     record = taught(*[(long, 0.8)] * 2, *[(short, 0.4)] * 40)
     assert record.time(*long) == 0.8
     assert taught(*[(Point("prefill", 1, 1024), 0.7)] * WINDOW, record=record).time(*long) == 0.7
+
+
+def test_what_an_iteration_takes_as_a_rule() -> None:
+    """The first one loads kernels; at most it takes as long, as a rule it does not."""
+    there = Point("decode", 1, 1000)
+    assert RECORD.typical(*there) is None
+    assert RECORD.typical("decode", 1, 100) == RECORD.time("decode", 1, 100), "where nothing ran, at most"
+    assert taught((there, 0.022)).typical(*there) == 0.022
+    assert taught((there, 0.022), (there, 0.0099)).typical(*there) == 0.0099
+    noisy = taught((there, 0.022), *[(there, each) for each in (0.010, 0.011, 0.009, 0.030, 0.010)])
+    assert noisy.typical(*there) == 0.010
+    assert noisy.time(*there) == 0.025, "that does not change: a point of less work was measured at so much"
+    assert taught(*[(there, 0.02)] * 40, *[(there, 0.01)] * 3).typical(*there) == 0.01, "most of the last five"
+
+
+def test_what_is_taken_as_a_rule_follows_the_length_within_a_point() -> None:
+    """Prompts of 520 and of 1,000 tokens count for the same point; and an answer that is shorter than the one before it
+    is learned from."""
+    long, short = Point("prefill", 1, 1000), Point("prefill", 1, 520)
+    record = taught(*[(long, 0.8), (short, 0.4)] * 5)
+    assert (record.typical(*long), record.typical(*short)) == (0.8, 0.4)
+    record = taught(*[(long, 0.8)] * WINDOW, *[(short, 0.4)] * 3)
+    assert record.typical(*short) == 0.4
+    assert len(taught(*[(long, 0.8)] * 99).recent[long.corner]) == WINDOW
 
 
 works = st.tuples(powers, powers, st.sampled_from([0.1, 0.2, 0.3, 0.9]))
@@ -215,24 +239,14 @@ costs = st.builds(
 
 
 @given(costs, st.floats(0.1, 30), st.integers(0, 50))
-def test_the_interval_chosen_is_the_smallest_that_meets_the_slo_and_fits(it: Costs, slo: float, available: int) -> None:
+def test_the_smallest_interval_that_meets_the_slo_and_the_largest_that_fits(
+    it: Costs, slo: float, available: int
+) -> None:
     every = range(1, it.none + 1)
     meets = [i for i in every if it.time(i) <= slo]
     fits = [i for i in every if it.plan(i).device_pages <= available]
     assert meeting(it, slo) == (meets[0] if meets else None)
     assert fitting(it, available) == (fits[-1] if fits else None)
-    chosen = choose(it, slo, available)
-    both = [i for i in meets if i in fits]
-    if both:
-        assert chosen.interval == both[0]
-        assert chosen.slo <= slo
-    else:
-        assert chosen.interval is None
-        if meets and fits and len(set(it.pages)) == 1:
-            again = choose(it, chosen.slo, available)
-            assert again.interval is not None, "the nearest SLO works"
-            assert chosen.pages is not None
-            assert choose(it, slo, chosen.pages).interval is not None, "and so does the nearest budget"
 
 
 def test_time_at_an_interval_is_the_closed_form() -> None:

@@ -289,11 +289,13 @@ def test_weights_come_back_when_the_load_is_gone() -> None:
 
 
 def test_calm() -> None:
-    assert observe(None, 0.0, 9, False, MARK, DWELL) == (Calm(0.0, 9), 0)
-    assert observe(Calm(0.0, 9), 5.0, 7, False, MARK, DWELL) == (Calm(0.0, 7), 0)
-    assert observe(Calm(0.0, 7), 10.0, 30, False, MARK, DWELL) == (None, 3), "as many as were free all the time"
-    assert observe(Calm(0.0, 7), 9.0, 30, True, MARK, DWELL) == (None, 0)
-    assert observe(Calm(0.0, 7), 9.0, 3, False, MARK, DWELL) == (None, 0)
+    assert observe(None, 0.0, 9, False, MARK, DWELL) == (Calm(0.0, 9, 9), 0)
+    assert observe(Calm(0.0, 9, 9), 5.0, 7, False, MARK, DWELL) == (Calm(0.0, 7, 9), 0)
+    assert observe(Calm(0.0, 7, 9), 10.0, 30, False, MARK, DWELL) == (None, 3), "as many as were free all the time"
+    assert observe(Calm(0.0, 7, 20), 10.0, 15, False, MARK, DWELL) == (None, 0), "five went, and may go again"
+    assert observe(Calm(0.0, 12, 20), 10.0, 15, False, MARK, DWELL) == (None, 3)
+    assert observe(Calm(0.0, 7, 9), 9.0, 30, True, MARK, DWELL) == (None, 0)
+    assert observe(Calm(0.0, 7, 9), 9.0, 3, False, MARK, DWELL) == (None, 0)
 
 
 def test_what_is_given_back_goes_first_where_most_time_is_lost() -> None:

@@ -48,6 +48,28 @@ def test_what_a_plan_costs_and_gives() -> None:
     assert (prefill.measured, prefill.met) == (None, None)
 
 
+def test_time_in_the_driver_is_shown_where_there_is_some() -> None:
+    last = Measured(Point("decode", 1, 9), 0.032, 0.033, 0.066, 0.07, 0.0033)
+    found = report(at_interval(PAGES, 2), last={"decode": last})
+    assert found.times["decode"].driver == 0.0033
+    assert "token, driver calls  3.3 ms, 5.0% of what was measured" in " ".join(str(found).split("\n"))
+    assert "driver" not in str(report(at_interval(PAGES, 2)))
+
+
+def test_predicted_is_what_the_plan_copies() -> None:
+    """Of three layers in two slots one stays where it is; each of the others computes in 1 ms and leaves its slot to
+    the next, which takes 20 ms. A model whose layers all stay is as fast as a resident one."""
+    found = report(streaming(PAGES, spread(PAGES, 3), 2), bandwidth=RATE / 5)
+    assert found.token_bytes == 2 * 10 * PAGE
+    decode = found.times["decode"]
+    assert decode.predicted == pytest.approx(0.021 + 0.021)
+    assert decode.predicted_stall == pytest.approx(0.010)
+    both = report(streaming(PAGES, spread(PAGES, 2), 2), bandwidth=RATE / 100)
+    assert both.times["decode"].predicted == both.times["decode"].resident == 0.032
+    unknown = report(streaming(PAGES, spread(PAGES, 2), 2), bandwidth=None)
+    assert unknown.times["decode"].predicted == 0.032, "nothing comes over the link"
+
+
 def test_an_slo_is_kept_as_measured_or_else_as_predicted() -> None:
     slow = report(at_interval(PAGES, 2))
     assert slow.times["decode"].met is False, "66 ms were measured"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ballonet.allocator._native import Done
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.plan import streaming
 from ballonet.offload.ring import Part, Ring, Streamed
@@ -184,6 +186,42 @@ def test_at_rest_a_layer_can_be_written() -> None:
         assert holds(it.layers[0].parts[0].home.address, 7, 2 * PAGE)
         it.ring.rest()
         ctypes.memset(it.layers[0].parts[0].home.address, 1, 2 * PAGE)
+
+
+def test_a_layer_that_leaves_again_is_not_still_coming_home() -> None:
+    """Its copy may be on its way when its stream is told to wait, and is forgotten only once it has passed."""
+    with model([1] * 2, range(2), 1, link_latency_ns=50_000_000) as it:
+        lane = it.core.stream()
+        both = list(it.layers.values())
+        it.ring.arrange(it.plan.slot_pages, both[:1], lane)
+        it.ring.enter(1, lane)
+        it.ring.leave(1, lane)
+        it.ring.arrange(it.plan.slot_pages, both, lane)
+        it.ring.begin(0)
+        it.run(0)
+        it.run(1)
+
+
+def test_someone_looks_at_a_layer_that_comes_home_while_it_runs() -> None:
+    with model([1] * 2, range(2), 1) as it:
+        it.ring.arrange(it.plan.slot_pages, [it.layers[0]], 0)
+        done, each = it.ring._arriving[1]
+
+        class Copy:
+            """That of the layer, which runs while someone else waits for it."""
+
+            before, passed = done.before, done.passed
+
+            def wait(self) -> None:
+                done.wait()
+                it.run(1)
+
+        it.ring._arriving[1] = cast(Done, Copy()), each
+        it.ring.settle(1)
+        assert not it.ring._arriving
+        assert it.ring.show(0)
+        assert not it.ring.show(1), "it does not stream"
+        it.ring.settle(1)
 
 
 def test_slots_that_do_not_fit_leave_nothing() -> None:

@@ -1,7 +1,7 @@
 """What the papers claim, row by row, and what shows it: tests for a machine without a GPU, and on one tests or figures.
 
-The rows are those of Select-N and Oneiros. A row whose test or figure is gone, or is no part of what runs on a GPU, is
-an error here.
+The rows are those of eLLM, but for its scheduling (Algorithms 1 and 2), of Select-N and of Oneiros, and of the ladder
+that is common to them. A row whose test or figure is gone, or is no part of what runs on a GPU, is an error here.
 """
 
 from __future__ import annotations
@@ -26,6 +26,97 @@ class Row:
     gpu: tuple[str, ...]
 
 
+ELLM = (
+    Row(
+        "ownership: every page has one owner, and their sum is what exists",
+        (
+            "test_core_stateful.py::test_anything_in_any_order",
+            "test_core_kv_slots.py::test_pages_are_conserved_whatever_happens",
+            "streaming/test_levers.py::test_a_load_that_comes_and_goes_leaves_nothing_behind",
+        ),
+        ("gpu/test_balloon_tokens.py::test_several_models_and_threads", "figure:exchange"),
+    ),
+    Row(
+        "KV slot reuse: of the mapped free slots the smallest that fits",
+        (
+            "test_core_kv_slots.py::test_the_slot_taken_is_the_smallest_that_fits",
+            "test_core_kv_slots.py::test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more",
+        ),
+        ("gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more", "figure:decode"),
+    ),
+    Row(
+        "inflate: free pages of activations become KV, and nothing is copied",
+        (
+            "test_core_ranges.py::test_mapping_finds_what_retires_and_what_the_heap_does_not_need",
+            "test_core_events.py::test_pages_go_to_the_cache_and_back",
+        ),
+        ("figure:context", "figure:fragmentation"),
+    ),
+    Row(
+        "deflate: the reverse, only when activations ask",
+        (
+            "test_core_events.py::test_pages_go_to_the_cache_and_back",
+            "test_core_events.py::test_what_is_found_without_effort_is_no_event",
+        ),
+        ("gpu/test_balloon_tokens.py::test_a_budget_that_is_too_small", "figure:oom"),
+    ),
+    Row(
+        "pre-map, late unmap: the next page is mapped ahead, and unmapping is off the critical path",
+        (
+            "kv/test_tiers.py::test_the_next_page_is_mapped_before_it_is_needed",
+            "kv/test_tiers.py::test_pages_lie_ahead_just_in_time_and_never_more_than_allowed",
+            "test_core_background.py::test_what_was_mapped_ahead_is_claimed_without_the_driver",
+            "test_core_background.py::test_unmapping_is_no_business_of_who_retires",
+            "test_core_background.py::test_no_more_is_mapped_ahead_than_fifty_megabytes",
+        ),
+        ("gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more", "figure:driver_time"),
+    ),
+    Row(
+        "KV on the host: full pages are copied behind, taken in order, read in place, and come home",
+        (
+            "kv/test_tiers.py::test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back",
+            "kv/test_tiers.py::test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty",
+            "kv/test_tiers.py::test_many_rows_read_copies_of_what_is_away",
+            "kv/test_generate.py::test_tokens_are_those_of_stock",
+        ),
+        ("gpu/test_balloon_tokens.py::test_a_budget_that_is_too_small", "figure:context", "figure:recover"),
+    ),
+)
+LADDER = (  # of the design, not of a paper
+    Row(
+        "the ladder: one order, above every floor, and back without flapping",
+        (
+            "test_ladder.py::test_every_pair_of_lots_is_in_order",
+            "test_ladder.py::test_no_floor_is_ever_crossed",
+            "test_ladder.py::test_what_costs_most_comes_home_first",
+            "test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing",
+            "streaming/test_levers.py::test_four_verbs",
+        ),
+        ("gpu/test_balloon_tokens.py::test_several_models_and_threads", "figure:recover"),
+    ),
+    Row(
+        "spill: pages of the host in the place of pages of the device, rather than a refusal",
+        (
+            "test_core_spill.py::test_what_fits_nowhere_lies_on_the_host",
+            "test_core_spill.py::test_entries_give_their_pages_before_anything_is_spilled",
+        ),
+        ("gpu/test_balloon_core.py::test_what_is_spilled_computes_the_same", "figure:oom"),
+    ),
+    Row(
+        "live budget: met with the driver, or refused with the number and nothing changed",
+        (
+            "test_core_budget.py::test_what_is_free_or_idle_goes_back_to_the_driver",
+            "test_core_budget.py::test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number",
+            "test_core_budget.py::test_from_a_signal_on_the_thread_that_leases",
+        ),
+        ("gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile", "figure:shrink"),
+    ),
+    Row(
+        "captures: nothing that one forbids is done while it lasts",
+        ("test_core_spill.py::test_not_during_a_capture", "test_core_budget.py::test_a_capture_that_ends_meanwhile"),
+        ("gpu/test_balloon_core.py::test_a_capture_pulls_no_lever",),
+    ),
+)
 SELECT_N = (
     Row(
         "interval i streams the last layer of every i, double-buffered, and frees the others' pages",
@@ -155,7 +246,7 @@ def is_there(proof: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("row", [*SELECT_N, *ONEIROS], ids=lambda row: row.claim.partition(":")[0])
+@pytest.mark.parametrize("row", [*ELLM, *LADDER, *SELECT_N, *ONEIROS], ids=lambda row: row.claim.partition(":")[0])
 def test_every_row_is_shown(row: Row, run: ModuleType) -> None:
     parts = [part for part in run.PARTS.values() if part.gpu]
     figures = {f"figure:{name}" for part in parts for name in part.benchmarks}

@@ -104,7 +104,7 @@ def test_one_device_per_process() -> None:
     device = runtime.start(SMALL)
     try:
         assert runtime.current() is runtime.require() is device
-        assert runtime.settings() is SMALL
+        assert runtime.settings() == dataclasses.replace(SMALL, spill=True)
         with pytest.raises(InstallError, match="already"):
             runtime.start(SMALL)
     finally:

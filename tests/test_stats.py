@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
-from ballonet.allocator.stats import Stats
+from ballonet.allocator.events import Count
+from ballonet.allocator.stats import DriverSeconds, Stats
 
 SNAPSHOT: dict[str, Any] = {
     "page_size": 4096,
@@ -25,14 +27,20 @@ SNAPSHOT: dict[str, Any] = {
     "driver_calls": {"cuMemMap": 9},
     "faults": 1,
     "reclaimed": 10,
+    "spilled": 12,
+    "driver_ns": {"callers": 1_500_000_000, "background": 2_000_000},
     "heap": {"live": 11},
 }
+EVENTS = {"inflate": {"pull": Count(2, 13, 0.5), "revert": Count(1, 14, 0.0)}, "budget": {"set": Count(1, 15, 0.25)}}
 
 
 def test_counts_are_attributes_and_items() -> None:
-    stats = Stats.of(SNAPSHOT)
+    stats = Stats.of(SNAPSHOT, EVENTS)
     assert (stats.page_size, stats.budget, stats.host_pages, stats.faults) == (4096, 40960, 4, 1)
-    assert stats.reclaimed == 10
+    assert (stats.reclaimed, stats.spilled) == (10, 12)
+    assert stats.driver_seconds == DriverSeconds(callers=1.5, background=0.002)
+    assert stats.events["inflate"]["pull"].pages == 13
+    assert {lever: dict(verbs) for lever, verbs in stats.events.items()} == EVENTS
     assert stats.pages.kv == stats.pages["kv"] == 3
     assert stats.copied.kv_d2h == stats.copied["kv_d2h"] == 8
     assert stats.driver_calls["cuMemMap"] == 9
@@ -43,23 +51,28 @@ def test_counts_are_attributes_and_items() -> None:
 
 
 def test_nothing_of_it_can_be_changed() -> None:
-    stats = Stats.of(SNAPSHOT)
+    stats = Stats.of(SNAPSHOT, EVENTS)
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.budget = 1  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.pages.kv = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
         stats.driver_calls["cuMemMap"] = 1  # type: ignore[index]
+    with pytest.raises(TypeError):
+        stats.events["inflate"]["pull"] = Count(0, 0, 0.0)  # type: ignore[index]
+    assert repr(stats.driver_calls) == "Calls({'cuMemMap': 9})"
 
 
 def test_to_dict_is_plain_and_a_copy() -> None:
-    stats = Stats.of(SNAPSHOT)
+    stats = Stats.of(SNAPSHOT, EVENTS)
     plain = stats.to_dict()
     assert json.loads(json.dumps(plain)) == plain
-    assert set(plain) == {"page_size", "budget", "pages", "host_pages", "copied", "driver_calls", "faults", "reclaimed"}
+    assert set(plain) == {field.name for field in dataclasses.fields(Stats)}
+    assert plain["driver_seconds"] == {"callers": 1.5, "background": 0.002}
+    assert plain["events"]["budget"] == {"set": {"events": 1, "pages": 15, "seconds": 0.25}}
     plain["driver_calls"]["cuMemMap"] = 0
     assert stats.driver_calls["cuMemMap"] == 9
-    assert copy.deepcopy(stats) == stats
+    assert copy.deepcopy(stats) == stats == pickle.loads(pickle.dumps(stats))
 
 
 def test_before_install_and_after_a_failed_one_there_are_none() -> None:
@@ -78,5 +91,11 @@ def test_a_running_device_is_described() -> None:
         stats = ballonet.stats()
         assert (stats.page_size, stats.budget) == (65536, 2**20)
         assert all(isinstance(value, int) for value in [*stats.pages.values(), *stats.driver_calls.values()])
+        assert (stats.spilled, dict(stats.events)) == (0, {})
+        runtime.events().decided("inflate", "pull", 2)
+        runtime.require().set_budget(2**19)
+        events = ballonet.stats().events
+        assert events["inflate"]["pull"] == Count(1, 2, 0.0)
+        assert (events["budget"]["set"].events, events["budget"]["set"].pages) == (1, 8), "what the core did by itself"
     finally:
         runtime.stop()

@@ -1,14 +1,17 @@
-"""Owners of pages over time, against a reading of every nanosecond."""
+"""Owners of pages over time, against a reading of every nanosecond; what is kept of long runs."""
 
 from __future__ import annotations
 
-import time
+import random
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.timeline import OWNERS, Recorder, Row, resample
+from ballonet.allocator.events import Event
+from ballonet.offload.timeline import OWNERS, Row, fewer, resample, thinned
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), *[st.integers(0, 9)] * 5), max_size=20).map(
     lambda rows: sorted(rows, key=lambda row: row[0])
@@ -46,38 +49,70 @@ def test_an_interval_that_is_none_is_refused(start: int, stop: int, points: int)
         resample([], start, stop, points)
 
 
-class Drained:
-    """Rows that come at each call until they run out, as a device hands them over."""
-
-    def __init__(self, batches: list[list[Row]]) -> None:
-        self.batches = batches
-        self.calls = 0
-
-    def timeline(self) -> list[Row]:
-        self.calls += 1
-        return self.batches.pop(0) if self.batches else []
-
-
-def test_the_recorder_keeps_every_row_in_order_and_collects_the_rest_at_the_end() -> None:
-    batches: list[list[Row]] = [[(n, n, 0, 0, 0, 0)] for n in range(20)]
-    source = Drained([*batches])
-    with Recorder(source, interval=0.001) as recorder:
-        deadline = time.monotonic() + 10
-        while source.calls < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert source.calls >= 3
-    source.batches.clear()
-    assert list(recorder.rows) == [row for batch in batches for row in batch][: source.calls]
-
-    late = Drained([[(7, 1, 0, 0, 0, 0)]])
-    assert Recorder(late, interval=60).stop() == ((7, 1, 0, 0, 0, 0),)
+@pytest.mark.parametrize("seed", range(100))
+def test_thinned_rows_keep_every_peak_and_the_end(seed: int) -> None:
+    chance = random.Random(seed)
+    limit = chance.randint(16, 40)
+    rows: list[Row] = sorted(
+        (chance.randint(0, 60), *(chance.randint(0, 99) for _ in range(5)))  # type: ignore[misc]
+        for _ in range(chance.randint(1, 70))
+    )
+    kept = thinned(rows, limit)
+    if len(rows) <= limit:
+        assert kept == rows
+        return
+    assert len(kept) <= limit // 2
+    remaining = iter(rows)
+    assert all(row in remaining for row in kept), "rows of the recording, in their order"
+    assert (kept[0], kept[-1]) == (rows[0], rows[-1])
+    for owner in range(1, 6):
+        assert max(row[owner] for row in kept) == max(row[owner] for row in rows)
+    assert max(sum(row[2:]) for row in kept) == max(sum(row[2:]) for row in rows)
 
 
-def test_an_error_of_the_device_is_raised_by_stop() -> None:
-    class Broken:
-        def timeline(self) -> list[Row]:
-            raise RuntimeError("closed")
+def test_thinning_again_and_again_keeps_peaks_of_the_first_hour() -> None:
+    kept: list[Row] = []
+    for time in range(5000):
+        kept = thinned([*kept, (time, 0, 0, 0, 99 if time == 17 else 1, 0)], 100)
+        assert len(kept) <= 100
+    assert max(kept, key=lambda row: row[4])[0] == 17
+    assert kept[-1][0] == 4999
+    times = [row[0] for row in kept]
+    assert max(after - before for before, after in pairwise(times)) <= 5000 // (100 // 2 // 8 // 2)
 
-    recorder = Recorder(Broken(), interval=0.001)
-    with pytest.raises(RuntimeError, match="closed"):
-        recorder.stop()
+
+def test_too_few_rows_to_thin_to_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 16"):
+        thinned([(time, 0, 0, 0, 0, 0) for time in range(20)], 15)
+
+
+EVENTS = st.lists(
+    st.builds(Event, st.integers(0, 99), st.sampled_from("abc"), st.sampled_from("xy"), st.integers(0, 9)), max_size=40
+)
+
+
+@given(EVENTS, st.integers(2, 30))
+def test_what_remains_of_too_many_events(events: list[Event], limit: int) -> None:
+    kept = fewer(events, limit)
+    if len(events) <= limit:
+        assert kept == events
+        return
+    assert len(kept) <= limit // 2
+    remaining = iter(events)
+    assert all(any(event is each for each in remaining) for event in kept), "in their order"
+    of = Counter((event.lever, event.verb) for event in events)
+    left = Counter((event.lever, event.verb) for event in kept)
+    cut = {name: count for name, count in left.items() if count < of[name]} | {name: 0 for name in of if not left[name]}
+    # a kind that lost some keeps as many as any other keeps, up to one
+    assert all(left[other] <= least + 1 for least in cut.values() for other in of)
+    assert len(kept) > limit // 2 - len(of)
+    for name in cut:
+        dropped = [e.pages for e in events if (e.lever, e.verb) == name and not any(e is k for k in kept)]
+        assert all(e.pages >= max(dropped) for e in kept if (e.lever, e.verb) == name)
+
+
+def test_a_rare_decision_is_kept_among_thousands() -> None:
+    events = [Event(n, "inflate", "pull", 1) for n in range(1000)]
+    events[300] = Event(300, "budget", "set", 5)
+    kept = fewer(events, 20)
+    assert (len(kept), events[300] in kept) == (10, True)

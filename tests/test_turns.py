@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from .pool import installing
 BUDGET = 2**22
 PAGE = 4096
 INPUTS = prompts(batch=2, longest=9)
-LONG = 20  # seconds, after which a thread hangs
+LONG = 60  # seconds, after which a thread hangs
 
 
 @pytest.fixture
@@ -243,6 +244,42 @@ def test_a_stack_is_seen_whole_while_its_thread_goes_on() -> None:
         running.stop.set()
         running.result.result(LONG)
         assert running.turn.abandoned()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_no_garbage_is_collected_while_stacks_are_looked_at(monkeypatch: pytest.MonkeyPatch, allowed: bool) -> None:
+    """Python 3.11 collects it wherever frames are made, and lets others run while it holds a lock that they want."""
+    seen: list[bool] = []
+
+    class Frame:
+        """One of three."""
+
+        def __init__(self, left: int = 2) -> None:
+            self.left = left
+
+        @property
+        def f_back(self) -> Frame | None:
+            seen.append(gc.isenabled())
+            return Frame(self.left - 1) if self.left else None
+
+    def frames() -> dict[int, Any]:
+        seen.append(gc.isenabled())
+        return {1: Frame()}
+
+    monkeypatch.setattr(sys, "_current_frames", frames)
+    (gc.enable if allowed else gc.disable)()
+    try:
+        assert [frame.left for frame in cast(Any, stacks.stack_of(1))] == [2, 1, 0]
+        assert gc.isenabled() == allowed
+        assert stacks.stack_of(2) == []
+        assert gc.isenabled() == allowed
+        monkeypatch.setattr(Frame, "f_globals", {}, raising=False)
+        assert stacks._running(Future()) is None
+        assert gc.isenabled() == allowed
+    finally:
+        gc.enable()
+    assert seen == [False] * len(seen)
+    assert len(seen) == 4 + 1 + 1 + 4
 
 
 # In a circle

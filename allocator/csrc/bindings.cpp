@@ -39,6 +39,8 @@ void translate(std::exception_ptr thrown) {
     raise("DriverUnavailable", std::string(error.what()));
   } catch (const PoolExhausted& error) {
     raise("PoolExhausted", std::string(error.what()));
+  } catch (const BudgetInUse& error) {
+    raise("BudgetInUse", error.immovable, error.budget, error.waited);
   } catch (const InvariantBroken& error) {
     raise("InvariantBroken", std::string(error.what()));
   } catch (const UsageError& error) {

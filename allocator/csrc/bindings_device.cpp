@@ -7,7 +7,7 @@ namespace {
 
 std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std::size_t page_size, std::size_t budget,
                                     std::size_t host_budget, std::uint64_t link_bandwidth,
-                                    std::uint64_t link_latency_ns,
+                                    std::uint64_t link_latency_ns, bool spill,
                                     const std::vector<std::pair<std::string, unsigned long long>>& faults) {
   if (page_size == 0) throw UsageError("the page size must not be 0");
   arm_faults(faults);
@@ -18,7 +18,35 @@ std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std
   options.budget = budget / page_size;
   options.host_budget = host_budget / page_size;
   options.standin = {0, link_bandwidth, link_latency_ns};
-  return std::make_shared<Device>(options);
+  return std::make_shared<Device>(options, spill);
+}
+
+// Waits without the GIL; Ctrl-C, and what other signals' handlers raise, ends it.
+void set_budget(Device& device, std::size_t nbytes, std::int64_t wait_ns) {
+  py::gil_scoped_release release;
+  device.set_budget(nbytes, wait_ns, [] {
+    py::gil_scoped_acquire acquire;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  });
+}
+
+// Says that a block was spilled, as soon as the main thread runs Python again.
+PyObject* spill_told = nullptr;
+
+void on_spill(const py::object& tell) {
+  Py_XDECREF(std::exchange(spill_told, py::object(tell).release().ptr()));
+  Heap::on_spill = [] {
+    Py_AddPendingCall(
+        [](void*) {
+          try {
+            py::reinterpret_borrow<py::object>(spill_told)();
+          } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("a warning of ballonet");  // whatever the main thread does goes on
+          }
+          return 0;
+        },
+        nullptr);
+  };
 }
 
 py::dict snapshot(Device& device) {
@@ -30,7 +58,7 @@ py::dict snapshot(Device& device) {
     std::tie(numbers, heap) = device.numbers();
   }
   const std::size_t page = device.mapper->page_size;
-  py::dict pages, copied, calls, blocks, result;
+  py::dict pages, copied, calls, blocks, time, result;
   for (unsigned i = 0; i < kOwners; ++i) pages[name_of(static_cast<Owner>(i))] = numbers.pages[i];
   copied["weights_h2d"] = numbers.copied.weights_h2d;
   copied["weights_d2h"] = numbers.copied.weights_d2h;
@@ -62,8 +90,23 @@ py::dict snapshot(Device& device) {
   result["driver_calls"] = calls;
   result["faults"] = faults_fired();
   result["reclaimed"] = device.reclaim.pages();
+  result["kept"] = numbers.kept;
+  result["ahead"] = numbers.ahead;
+  time["callers"] = numbers.time.callers;
+  time["background"] = numbers.time.background;
+  result["driver_ns"] = time;
   result["heap"] = blocks;
+  result["spilled"] = numbers.spilled;
   return result;
+}
+
+py::list events(Device& device) {
+  py::list rows;
+  for (const Events::Event& event : device.mapper->events.drain()) {
+    const char* kind = Events::kNames[static_cast<unsigned>(event.kind)];
+    rows.append(py::make_tuple(event.time_ns, kind, event.pages, event.key, event.thread, event.ns));
+  }
+  return rows;
 }
 
 py::list timeline(Device& device) {
@@ -81,7 +124,7 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
   device
       .def(py::init(&make_device), py::kw_only(), py::arg("library"), py::arg("ordinal"), py::arg("page_size"),
            py::arg("budget"), py::arg("host_budget"), py::arg("link_bandwidth") = 0, py::arg("link_latency_ns") = 0,
-           py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
+           py::arg("spill") = false, py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
       .def_property_readonly("kind", [](Device& d) { return d.mapper->is_standin() ? "standin" : "cuda"; })
       .def_property_readonly("ordinal", [](Device& d) { return d.mapper->ordinal; })
       .def_property_readonly("page_size", [](Device& d) { return d.mapper->page_size; })
@@ -89,7 +132,7 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def_property_readonly("host_pages", [](Device& d) { return d.mapper->has_host_pages(); })
       .def(
           "free_memory", [](Device& d) { return d.mapper->free_memory(); }, ReleaseGil())
-      .def("set_budget", &Device::set_budget, py::arg("nbytes"), ReleaseGil())
+      .def("set_budget", &set_budget, py::arg("nbytes"), py::arg("wait_ns") = 0)
       .def("snapshot", &snapshot)
       .def("reset_peaks",
            [](Device& d) {
@@ -98,7 +141,14 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
            })
       .def("trim", &Device::trim, ReleaseGil())
       .def(
-          "reap", [](Device& d, bool wait) { return d.mapper->reap(wait); }, py::arg("wait") = false, ReleaseGil())
+          "reap",
+          [](Device& d, bool wait) {
+            const std::size_t freed = d.mapper->reap(wait);
+            if (wait) d.mapper->catch_up();
+            return freed;
+          },
+          py::arg("wait") = false, ReleaseGil())
+      .def("driver_ns", [](Device&) { return page_table_ns(); })
       .def(
           "allocate",
           [](Device& d, std::size_t size, std::uint64_t stream) {
@@ -123,13 +173,15 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def(
           "reserve",
           [](const std::shared_ptr<Device>& d, std::size_t size, const std::string& owner, std::shared_ptr<Group> group,
-             bool auto_retire) {
+             bool auto_retire, std::size_t expected, bool reuse) {
             const std::size_t page = d->mapper->page_size;
-            const std::size_t pieces = size / page + (size % page != 0 ? 1 : 0);
-            auto range = d->mapper->reserve(pieces, owner_named(owner), std::move(group), auto_retire);
+            const auto pieces = [page](std::size_t bytes) { return bytes / page + (bytes % page != 0 ? 1 : 0); };
+            const auto soon = reuse ? std::optional<std::size_t>(pieces(expected)) : std::nullopt;
+            auto range = d->mapper->reserve(pieces(size), owner_named(owner), std::move(group), auto_retire, soon);
             return std::make_unique<RangeHandle>(d, std::move(range));
           },
-          py::arg("nbytes"), py::arg("owner"), py::arg("group"), py::arg("auto_retire") = false)
+          py::arg("nbytes"), py::arg("owner"), py::arg("group"), py::arg("auto_retire") = false, py::kw_only(),
+          py::arg("expected") = 0, py::arg("reuse") = true)
       .def(
           "note_stream", [](Device& d, std::uint64_t stream) { d.mapper->note_stream(stream_at(stream)); },
           py::arg("stream"))
@@ -142,6 +194,8 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def(
           "synchronize", [](Device& d) { d.mapper->synchronize(); }, ReleaseGil())
       .def("timeline", &timeline)
+      .def("events", &events)
+      .def_static("on_spill", &on_spill, py::arg("tell"))
       .def("check", &Device::check, ReleaseGil())
       .def("bind", [](const std::shared_ptr<Device>& d) { bind(d); })
       .def("unbind", [](const std::shared_ptr<Device>& d) { unbind(d); })

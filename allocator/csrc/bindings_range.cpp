@@ -6,7 +6,7 @@ namespace ballonet {
 namespace {
 
 const char* name_of(Backing backing) {
-  constexpr const char* kNames[] = {"none", "device", "host", "alias", "retiring"};
+  constexpr const char* kNames[] = {"none", "device", "host", "alias", "retiring", "kept"};
   return kNames[static_cast<unsigned>(backing)];
 }
 
@@ -36,6 +36,10 @@ void bind_range(py::module_& module) {
             r.device->map(*r.range, first, count, Place::kDevice);
           },
           py::arg("first"), py::arg("count"), ReleaseGil())
+      .def(
+          "map_ahead",
+          [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().map_ahead(r.range, first, count); },
+          py::arg("first"), py::arg("count"))
       .def(
           "map_host",
           [](RangeHandle& r, std::size_t first, std::size_t count) {

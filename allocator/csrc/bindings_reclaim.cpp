@@ -49,6 +49,9 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def_property_readonly("published", py::cpp_function([](Device& d) { return d.reclaim.keys(); }, ReleaseGil()))
       .def("taken", &taken, ReleaseGil())
       .def_property_readonly("demand", [](Device& d) { return if_demanded(d, &Reclaim::demand); })
+      .def(
+          "take", [](Device& d, const std::vector<std::int64_t>& keys) { return d.reclaim.take(keys); },
+          py::arg("keys"), ReleaseGil())
       .def("obey", [](Device& d) { return if_demanded(d, &Reclaim::obey); });
 }
 

@@ -1,9 +1,15 @@
 #include "device.h"
 
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
 namespace ballonet {
 
-Device::Device(const Mapper::Options& options)
-    : mapper(std::make_shared<Mapper>(options)), reclaim(mapper), heap(mapper, reclaim) {}
+Device::Device(const Mapper::Options& options, bool spill)
+    : mapper(std::make_shared<Mapper>(options)), reclaim(mapper), heap(mapper, reclaim, spill) {
+  mapper->start_background();
+}
 
 Device::~Device() {
   try {
@@ -11,6 +17,7 @@ Device::~Device() {
   } catch (const std::exception&) {
     // Whoever drops a device that still has blocks in use has nobody to tell; its pages go as its ranges do.
   }
+  mapper->stop_background();
 }
 
 void Device::map(Range& range, std::size_t first, std::size_t count, Place place) {
@@ -18,6 +25,7 @@ void Device::map(Range& range, std::size_t first, std::size_t count, Place place
   try {
     mapper->map(range, first, count, place);
   } catch (const PoolExhausted& reason) {
+    mapper->events.add(Events::Kind::kRefuse, count);
     throw PoolExhausted(host_exhausted(count, reason.what()));
   }
 }
@@ -33,17 +41,19 @@ auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(att
   try {
     return attempt();
   } catch (const PoolExhausted&) {
-    heap.trim_and_wait();
+    const std::int64_t since = now_ns();
+    if (const std::size_t idle = heap.trim_and_wait()) mapper->events.add(Events::Kind::kInflate, idle, since);
   }
   try {
     return reclaim.supply(attempt);
   } catch (const PoolExhausted& reason) {
+    mapper->events.add(Events::Kind::kRefuse, pages);
     std::lock_guard<std::mutex> lock(heap.mutex);
     throw PoolExhausted(heap.exhausted(pages * mapper->page_size, reason.what()));
   }
 }
 
-// The heap has no host pages, so there is nothing to trim for them.
+// Host pages of the heap go as soon as nothing lies on them, so there is nothing to trim for them.
 std::string Device::host_exhausted(std::size_t pages, const std::string& reason) {
   const auto numbers = mapper->numbers();
   const std::size_t page = mapper->page_size;
@@ -55,11 +65,69 @@ std::string Device::host_exhausted(std::size_t pages, const std::string& reason)
       in_units(numbers.host_created * page).c_str(), reason.c_str());
 }
 
-void Device::set_budget(std::size_t bytes) {
+void Device::set_budget(std::size_t bytes, std::int64_t wait_ns, const std::function<void()>& pause) {
   const std::size_t pages = bytes / mapper->page_size;
-  if (pages < mapper->numbers().created) heap.trim_and_wait();
-  mapper->set_budget(pages);
-  reclaim.shrink();
+  const std::int64_t since = now_ns();
+  if (pages < mapper->numbers().created) {
+    if (const std::size_t fixed = immovable(); fixed > pages) {
+      mapper->events.add(Events::Kind::kBudgetRefused, pages, since);
+      throw BudgetInUse(fixed * mapper->page_size, bytes, 0);
+    }
+  }
+  std::size_t ticket, before;
+  {
+    std::lock_guard<std::mutex> lock(budget_mutex_);
+    if (!pending_) met_ = mapper->numbers().budget;
+    ticket = ++newest_;
+    pending_ = true;
+    before = met_;
+    mapper->set_budget(pages);
+  }
+  try {
+    shrink(pages, ticket, wait_ns < INT64_MAX - since ? since + wait_ns : INT64_MAX, pause);
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(budget_mutex_);
+    mapper->events.add(Events::Kind::kBudgetRefused, pages, since, static_cast<std::int64_t>(before));
+    if (ticket == newest_) {
+      pending_ = false;
+      mapper->set_budget(met_);
+    }
+    throw;
+  }
+  mapper->events.add(Events::Kind::kBudget, pages, since, static_cast<std::int64_t>(before));
+}
+
+// Device pages that nothing could give back.
+std::size_t Device::immovable() {
+  const std::size_t idle = heap.idle_pages();
+  const Reclaim::Outlook entries = reclaim.outlook();
+  const auto numbers = mapper->numbers();
+  const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
+  const std::size_t movable = pages(Owner::kFree) + pages(Owner::kRetiring) + idle + entries.ready + entries.leased;
+  return numbers.created - std::min(numbers.created, movable);
+}
+
+// Waits until no more exists than the budget allows. Throws BudgetInUse once the time is up or another is asked for.
+void Device::shrink(std::size_t pages, std::size_t ticket, std::int64_t deadline, const std::function<void()>& pause) {
+  const std::int64_t since = now_ns();
+  for (unsigned round = 0;; ++round) {
+    heap.shrink(round == 0);
+    if (!mapper->within_budget()) reclaim.shrink();
+    const bool within = mapper->within_budget();
+    {
+      std::lock_guard<std::mutex> lock(budget_mutex_);
+      if (within && ticket == newest_) {
+        pending_ = false;
+        return;
+      }
+      if (ticket != newest_ || now_ns() >= deadline) {
+        const std::size_t page = mapper->page_size;
+        throw BudgetInUse(mapper->numbers().created * page, pages * page, static_cast<double>(now_ns() - since) / 1e9);
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::min(1 + round / 8, 5U)));
+    if (round % 8 == 0) pause();
+  }
 }
 
 std::size_t Device::trim() {
@@ -76,6 +144,7 @@ void Device::close() {
   if (live > 0)
     throw UsageError(format("%zu blocks are still in use: drop the tensors that were made under ballonet first", live));
   mapper->shutdown();
+  mapper->stop_background();
   closed_ = true;
 }
 

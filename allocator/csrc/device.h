@@ -1,9 +1,21 @@
 // The assembly: one device is a mapper (driver, pools, streams, page tables), the list of what may be reclaimed of it,
 // and a heap above them. What crosses them is here: a range that finds no page makes the heap give up idle ones and
 // then takes what was published, and so does a budget that shrinks.
+//
+// Note [Lowering the budget]
+// It is lowered first of all, so that nothing is created above it while it waits, and it is met by what would serve an
+// allocation: free pages, idle ones, entries of the list in their order, a demand for those that other threads lease.
+// Nothing tells when a lease ends, a stream passes or a block is freed, so whoever waits looks again every few
+// milliseconds, and takes what it may take by then. That includes all that it leases itself, so two who wait for each
+// other do not. It holds no lock while it waits: of several budgets that are asked for at the same time, also on one
+// thread, by a signal's handler, the newest counts. Those before it fail, and so does the newest when its time is up:
+// then the budget is again what it was before the first of them.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "heap.h"
@@ -13,7 +25,8 @@ namespace ballonet {
 
 class Device {
  public:
-  explicit Device(const Mapper::Options& options);
+  // `spill`: see Note [Spilling] in heap.h.
+  explicit Device(const Mapper::Options& options, bool spill = false);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
@@ -23,8 +36,11 @@ class Device {
   void map(Range& range, std::size_t first, std::size_t count, Place place);
   // Mapper::own in the same way.
   bool own(Range& range, std::size_t first, std::size_t count);
-  // In bytes. Lowering gives free pages back at once, and then what can be reclaimed; the others as they become free.
-  void set_budget(std::size_t bytes);
+  // In bytes. Returns when no more exists than that, the rest being back with the driver. Where that cannot be, or is
+  // not so after `wait_ns`, the budget is what it was, and BudgetInUse is thrown; where it is clear from the beginning,
+  // nothing was taken either. Throws DriverError too, and what `pause` throws, which is called now and then while it
+  // waits. Pre: the caller holds no lock.
+  void set_budget(std::size_t bytes, std::int64_t wait_ns = 0, const std::function<void()>& pause = [] {});
   // torch's empty_cache: idle pages go back to the pool, and free ones to the driver.
   std::size_t trim();
   // Throws UsageError while blocks are live or ranges open.
@@ -39,11 +55,18 @@ class Device {
   Heap heap;
 
  private:
+  std::size_t immovable();
+  void shrink(std::size_t pages, std::size_t ticket, std::int64_t deadline, const std::function<void()>& pause);
   template <class Attempt>
   auto with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt());
   std::string host_exhausted(std::size_t pages, const std::string& reason);
 
   bool closed_ = false;
+  std::mutex budget_mutex_;  // before the mapper's
+  const HeldOverFork held_{ForkRank::kBudget, budget_mutex_};
+  std::size_t newest_ = 0;  // how many budgets were asked for
+  bool pending_ = false;    // the newest is not met yet
+  std::size_t met_ = 0;     // pages of the last one that was, while one is pending
 };
 
 }  // namespace ballonet

@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 
-#include <atomic>
 #include <mutex>
 #include <set>
 
@@ -22,6 +21,9 @@ std::mutex g_faults_mutex;
 std::set<std::pair<Fn, unsigned long long>> g_faults;
 std::atomic<bool> g_any_armed{false};
 std::atomic<unsigned long long> g_fired{0};
+
+thread_local unsigned long long t_page_table_ns = 0;
+thread_local bool t_background = false;
 
 Fn function_named(const std::string& name) {
   for (unsigned i = 0; i < kFnCount; ++i) {
@@ -44,6 +46,16 @@ void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& f
     if (nth > g_calls[static_cast<unsigned>(function)]) g_faults.insert({function, nth});
   }
   g_any_armed = !g_faults.empty();
+}
+
+unsigned long long page_table_ns() { return t_page_table_ns; }
+
+void count_as_background() { t_background = true; }
+
+void Driver::took(std::int64_t ns) const {
+  const auto spent = static_cast<unsigned long long>(ns);
+  t_page_table_ns += spent;
+  time_[t_background ? 1 : 0].fetch_add(spent, std::memory_order_relaxed);
 }
 
 unsigned long long faults_fired() { return g_fired; }

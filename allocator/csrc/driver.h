@@ -5,10 +5,12 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "clock.h"
 #include "driver_abi.h"
 #include "errors.h"
 
@@ -31,6 +33,11 @@ unsigned long long faults_fired();
 
 // Calls per function since the process started, all drivers together.
 std::array<unsigned long long, kFnCount> driver_calls();
+
+// What a call that changes page tables took: ns of the calling thread, all drivers together.
+unsigned long long page_table_ns();
+// The calling thread's are counted apart from here on.
+void count_as_background();
 
 class Driver {
  public:
@@ -66,6 +73,12 @@ class Driver {
   BALLONET_DRIVER_FUNCTIONS(BALLONET_X)
 #undef BALLONET_X
 
+  // ns that calls which change page tables took: on threads that need what they bring, and in the background.
+  struct PageTableTime {
+    unsigned long long callers, background;
+  };
+  PageTableTime page_table_time() const { return {time_[0].load(), time_[1].load()}; }
+
   // Stand-in only; nothing elsewhere.
   void configure(const BallonetStandinConfig& config) const;
   // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
@@ -86,10 +99,30 @@ class Driver {
   // Counts the call; true where an armed fault says that it fails.
   static bool counted_fault(Fn function);
 
+  static constexpr bool changes_page_tables(Fn function) {
+    switch (function) {
+      case Fn::cuMemAddressReserve:
+      case Fn::cuMemAddressFree:
+      case Fn::cuMemCreate:
+      case Fn::cuMemRelease:
+      case Fn::cuMemMap:
+      case Fn::cuMemUnmap:
+      case Fn::cuMemSetAccess:
+        return true;
+      default:
+        return false;
+    }
+  }
+  void took(std::int64_t ns) const;
+
   template <class F, class... A>
-  static CUresult invoke(Fn function, F pointer, A... arguments) {
+  CUresult invoke(Fn function, F pointer, A... arguments) const {
     if (counted_fault(function)) return function == Fn::cuMemCreate ? cuda::kOutOfMemory : cuda::kUnknown;
-    return pointer(arguments...);
+    if (!changes_page_tables(function)) return pointer(arguments...);
+    const std::int64_t began = now_ns();
+    const CUresult result = pointer(arguments...);
+    took(now_ns() - began);
+    return result;
   }
 
   [[noreturn]] void raise(Fn function, CUresult code, const std::string& detail) const;
@@ -97,6 +130,7 @@ class Driver {
   std::string library_;
   Table table_;
   Standin standin_;
+  mutable std::array<std::atomic<unsigned long long>, 2> time_{};  // of callers, in the background
 };
 
 // While it lives, this thread has the device's context current and its driver calls cannot break a stream capture of

@@ -70,6 +70,7 @@ enum Result : CUresult {
   kNotSupported = 801,
   kStreamCaptureUnsupported = 900,
   kStreamCaptureImplicit = 906,
+  kCapturedEvent = 907,
   kUnknown = 999,
 };
 

@@ -15,6 +15,13 @@ DriverError::DriverError(std::string function_, CUresult code_, std::string name
       name(std::move(name_)),
       detail(std::move(detail_)) {}
 
+BudgetInUse::BudgetInUse(std::size_t immovable_, std::size_t budget_, double waited_)
+    : std::runtime_error(format("%s cannot be given back, more than a budget of %s", in_units(immovable_).c_str(),
+                                in_units(budget_).c_str())),
+      immovable(immovable_),
+      budget(budget_),
+      waited(waited_) {}
+
 std::string format(const char* pattern, ...) {
   va_list arguments;
   va_start(arguments, pattern);

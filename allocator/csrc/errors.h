@@ -36,6 +36,14 @@ struct PoolExhausted : std::runtime_error {
   std::size_t missing;  // pages that have to be given back before they can be had; 0 where that would not help
 };
 
+// A budget below what can be given back; the one before is in force again.
+struct BudgetInUse : std::runtime_error {
+  BudgetInUse(std::size_t immovable_, std::size_t budget_, double waited_);
+  std::size_t immovable;  // bytes that cannot be moved, or were not in time
+  std::size_t budget;     // bytes that were asked for
+  double waited;          // seconds
+};
+
 // A check of the core's own invariants failed: a bug in ballonet.
 struct InvariantBroken : std::runtime_error {
   using std::runtime_error::runtime_error;

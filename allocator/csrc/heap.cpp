@@ -4,8 +4,10 @@
 
 namespace ballonet {
 
-Heap::Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim)
-    : mapper_(std::move(mapper)), reclaim_(reclaim), page_(mapper_->page_size) {}
+std::atomic<void (*)()> Heap::on_spill{nullptr};
+
+Heap::Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim, bool spill)
+    : mapper_(std::move(mapper)), reclaim_(reclaim), spill_(spill), page_(mapper_->page_size) {}
 
 void* Heap::allocate(std::size_t size, CUstream stream) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -47,21 +49,13 @@ void Heap::deallocate(void* address) {
   numbers_.freed_total += block->size;
   numbers_.requested -= block->requested;
   if (!block->shared) {
-    static_cast<Arena*>(block->tag)->blocks.release(block);
+    release(block);
   } else {
     const auto users = users_.find(block);
     waiting_.push_back({mapper_->fence_over(users->second), block});
     users_.erase(users);
   }
   if (mapper_->above_budget()) give_back();
-}
-
-// While more exists than the budget allows, pages leave as soon as nothing lies on them.
-void Heap::give_back() {
-  reuse_passed();
-  const auto numbers = mapper_->numbers();
-  const std::size_t leaving = numbers.budget + numbers.pages[static_cast<std::size_t>(Owner::kRetiring)];
-  if (numbers.created > leaving) harvest(numbers.created - leaving, nullptr, nullptr);
 }
 
 void Heap::record_stream(void* address, CUstream stream) {
@@ -113,26 +107,51 @@ MempoolId Heap::pool_for(CUstream stream) const {
   return {};
 }
 
-// Bytes that may exist for activations before idle pages are moved rather than new ones made.
-std::uint64_t Heap::allowance() const { return numbers_.requested_peak + numbers_.requested_peak / 64 + 3 * page_; }
-
 Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
   reuse_passed();
-  if (size > mapper_->numbers().budget * page_) throw PoolExhausted(exhausted(size, "It exceeds the whole budget"));
-  try {
-    return fit(arenas, key, size, arena);
-  } catch (const std::runtime_error&) {
-    // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had, and then with
-    // what can be reclaimed.
+  std::string reason = "It exceeds the whole budget";
+  if (size <= mapper_->numbers().budget * page_) {
+    try {
+      return fit(arenas, key, size, arena);
+    } catch (const std::runtime_error&) {
+      // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had, and then with
+      // what can be reclaimed.
+    }
+    try {
+      if (!mapper_->capturing()) settle();
+      return reclaim_.supply([&] { return fit(arenas, key, size, arena); });
+    } catch (const PoolExhausted& error) {
+      reason = error.what();
+    } catch (const DriverError& error) {
+      reason = error.what();
+    }
   }
-  try {
-    if (!mapper_->capturing()) settle();
-    return reclaim_.supply([&] { return fit(arenas, key, size, arena); });
-  } catch (const PoolExhausted& reason) {
-    throw PoolExhausted(exhausted(size, reason.what()));
-  } catch (const DriverError& reason) {
-    throw PoolExhausted(exhausted(size, reason.what()));
+  if (Blocks::Block* block = spill(key, size, arena, reason)) return block;
+  mapper_->events.add(Events::Kind::kRefuse, (size + page_ - 1) / page_);
+  throw PoolExhausted(exhausted(size, reason));
+}
+
+// A free block on host pages, or nullptr; `reason` then says why, where that is not for lack of permission.
+Blocks::Block* Heap::spill(const Key& key, std::uint64_t size, Arena*& arena, std::string& reason) {
+  if (!spill_ || !(key.pool == MempoolId{}) || !mapper_->has_host_pages() || mapper_->capturing()) return nullptr;
+  if (size > mapper_->numbers().host_budget * page_) {
+    reason += ". Nor does it fit on the host";
+    return nullptr;
   }
+  const Key host{key.stream, key.pool, key.small, Place::kHost};
+  for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
+    try {
+      Blocks::Block* block = fit(arenas_for(host), host, size, arena);
+      if (void (*tell)() = on_spill.exchange(nullptr)) tell();
+      return block;
+    } catch (const PoolExhausted& error) {
+      reason += std::string(". Nor has the host room for it: ") + error.what();
+      return nullptr;
+    } catch (const DriverError& error) {
+      if (attempt > 0) reason += std::string(". Nor could it lie on the host: ") + error.what();
+    }
+  }
+  return nullptr;
 }
 
 // A free block to cut `size` from, backed for it where there is none.
@@ -150,74 +169,6 @@ Blocks::Block* Heap::fit(Arenas& arenas, const Key& key, std::uint64_t size, Are
   }
   back(*arena, placement);
   return arena->blocks.best_fit(size);
-}
-
-// Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
-// hole, so that the placement stays true.
-void Heap::back(Arena& arena, const Blocks::Placement& placement) {
-  const std::size_t first = placement.from / page_, count = (placement.to - placement.from) / page_;
-  const auto numbers = mapper_->numbers();
-  const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
-  const std::size_t idle = pages(Owner::kFree);
-  const std::size_t growth = count > idle ? count - idle : 0;
-  const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
-  if (growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
-    // The block behind the hole may grow the hole when it gives pages; the one before it would take the hole's place.
-    const bool to_the_end = placement.to == placement.hole->offset + placement.hole->size;
-    if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) mapper_->reap(true);
-  }
-  mapper_->map(*arena.range, first, count, Place::kDevice);
-  arena.blocks.fill(placement.hole, placement.from, placement.to);
-}
-
-// Everything that waiting can free, and every page that nothing lies on, goes to the pool.
-void Heap::settle() {
-  for (Waiting& waiting : waiting_) mapper_->fence_wait(waiting.fence);
-  reuse_passed();
-  drop_released();
-  harvest(~std::size_t{0}, nullptr, nullptr);
-  mapper_->reap(true);
-}
-
-// Takes up to `pages` whole pages out of free blocks; they retire. Returns how many. Small blocks go first: they are
-// the least likely to serve where they lie, and recorded traces replay with half as many moves as the other way round.
-std::size_t Heap::harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after) {
-  std::size_t taken = 0;
-  for (auto& [key, arenas] : arenas_) {
-    for (auto& arena : arenas) {
-      if (held(*arena)) continue;
-      Spans spans;
-      arena->blocks.visit_large([&](Blocks::Block* block) {
-        const std::uint64_t begin = arena->blocks.inner_begin(block);
-        std::uint64_t end = arena->blocks.inner_end(block);
-        if (block == keep_before || block == keep_after || begin >= end) return true;
-        end = begin + std::min<std::uint64_t>((end - begin) / page_, pages - taken) * page_;
-        spans.push_back({begin / page_, (end - begin) / page_});
-        taken += spans.back().count;
-        arena->blocks.punch(block, begin, end);
-        return taken < pages;
-      });
-      if (!spans.empty()) mapper_->retire(*arena->range, spans);
-      if (taken >= pages) return taken;
-    }
-  }
-  return taken;
-}
-
-// A graph replays from the addresses of its pool: they keep their pages until the pool is released.
-bool Heap::held(const Arena& arena) const { return pools_.count(arena.key.pool) > 0; }
-
-void Heap::reuse_passed() {
-  while (!waiting_.empty() && mapper_->fence_passed(waiting_.front().fence)) {
-    Blocks::Block* block = waiting_.front().block;
-    static_cast<Arena*>(block->tag)->blocks.release(block);
-    waiting_.pop_front();
-  }
-}
-
-void Heap::trim_and_wait() {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!mapper_->capturing()) settle();
 }
 
 void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
@@ -257,14 +208,14 @@ std::string Heap::exhausted(std::size_t asked, const std::string& reason) {
   const auto bytes = [&](Owner owner) { return in_units(pages.pages[static_cast<std::size_t>(owner)] * page_); };
   return format(
       "ballonet: tried to allocate %s. Budget %s in pages of %s: weights %s, activations %s (of which %s in live "
-      "tensors), "
-      "KV cache %s, retiring %s, free %s, not created %s. %s. To go on: raise the budget (ballonet.set_budget, or "
-      "BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and caches that are no longer "
-      "needed",
+      "tensors), KV cache %s, retiring %s, free %s, not created %s; spilled to the host %s. %s. To go on: raise the "
+      "budget (ballonet.set_budget, or BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and "
+      "caches that are no longer needed",
       in_units(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
       bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(), in_units(numbers_.live).c_str(),
       bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(), bytes(Owner::kFree).c_str(),
-      in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(), reason.c_str());
+      in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(),
+      in_units(pages.spilled * page_).c_str(), reason.c_str());
 }
 
 Heap::Numbers Heap::numbers_locked() const {
@@ -295,7 +246,7 @@ void Heap::check() {
         const bool hole = block->state == Blocks::State::kHole;
         const std::size_t last = (block->offset + block->size + page_ - 1) / page_;
         for (std::size_t i = std::max<std::size_t>(backed, block->offset / page_); i < (hole ? 0 : last); ++i) {
-          if (mapper_->backing(*arena->range, i) != Backing::kDevice) {
+          if (mapper_->backing(*arena->range, i) != (key.place == Place::kHost ? Backing::kHost : Backing::kDevice)) {
             throw InvariantBroken(format("piece %zu lies under a block and is not backed", i));
           }
           backed = i + 1;

@@ -19,8 +19,18 @@
 // A block freed on its own stream is reused by that stream at once: the stream's order protects it. A block that was
 // also used elsewhere (record_stream) waits for a fence on those streams. Pages that leave an arena wait for every
 // stream.
+//
+// Note [Spilling]
+// What no device page can be had for lies on host pages: slower to use, and valid. Such blocks have arenas of their
+// own, which are asked last, so that nothing that is allocated lies there while there are device pages, and a host page
+// goes as soon as no block lies on it. A live block stays where it is. To move its bytes one would have to know that
+// nobody writes them meanwhile, and for a block no one says who uses it: there is no lease on a tensor, and another
+// thread may be in the middle of an operator or launch one at any moment. So spilling is undone by freeing: what a
+// forward spilled is back with its next allocation after the pressure is gone. A graph replays from its addresses for
+// as long as it lives, so that nothing of a pool and nothing during a capture is spilled.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -33,6 +43,7 @@
 #include <vector>
 
 #include "address_map.h"
+#include "fork.h"
 #include "mapper.h"
 #include "reclaim.h"
 #include "spans.h"
@@ -53,7 +64,8 @@ class Heap {
   static constexpr std::uint64_t kSmall = 1 << 20;
   static constexpr std::uint64_t kLargest = 1ULL << 45;
 
-  Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim);
+  // `spill`: may blocks lie on host pages?
+  Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim, bool spill);
 
   // Throws PoolExhausted with a message for the user. Pre: size > 0.
   void* allocate(std::size_t size, CUstream stream);
@@ -66,9 +78,14 @@ class Heap {
   void end_pool(MempoolId pool);
   void release_pool(MempoolId pool);
 
-  // Every page that no live block lies on goes to the pool. Waits for the streams that used it; does nothing during a
-  // stream capture.
-  void trim_and_wait();
+  // Every page that no live block lies on goes to the pool; returns how many. Waits for the streams that used them;
+  // does nothing during a stream capture.
+  std::size_t trim_and_wait();
+  // How many pages that would be. Waits likewise.
+  std::size_t idle_pages();
+  // Pages that no live block lies on go to the driver, as many as exist above the budget. `wait`: for the streams that
+  // used them; not during a capture.
+  void shrink(bool wait);
   // What an allocation that failed tells the user. Pre: the caller holds `mutex`.
   std::string exhausted(std::size_t asked, const std::string& reason);
 
@@ -83,7 +100,9 @@ class Heap {
   // Retires every arena without live blocks; returns how many blocks are live.
   std::size_t close();
 
-  // Held across a fork by the atfork handlers.
+  // Called once, when the first block is spilled, under locks.
+  static std::atomic<void (*)()> on_spill;
+
   std::mutex mutex;
 
  private:
@@ -91,11 +110,12 @@ class Heap {
     CUstream stream;
     MempoolId pool;
     bool small;
+    Place place = Place::kDevice;
     bool operator<(const Key& other) const {
-      return std::tie(stream, pool, small) < std::tie(other.stream, other.pool, other.small);
+      return std::tie(stream, pool, small, place) < std::tie(other.stream, other.pool, other.small, other.place);
     }
     bool operator==(const Key& other) const {
-      return stream == other.stream && pool == other.pool && small == other.small;
+      return stream == other.stream && pool == other.pool && small == other.small && place == other.place;
     }
   };
   struct Arena {
@@ -122,17 +142,22 @@ class Heap {
   MempoolId pool_for(CUstream stream) const;
   Blocks::Block* allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena);
   Blocks::Block* fit(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena);
+  Blocks::Block* spill(const Key& key, std::uint64_t size, Arena*& arena, std::string& reason);
   void back(Arena& arena, const Blocks::Placement& placement);
-  void settle();
+  std::size_t settle();
+  void settle_waiting();
   void give_back();
   void drop_released();
   std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after);
+  void release(Blocks::Block* block);
   void reuse_passed();
   bool held(const Arena& arena) const;
   std::uint64_t allowance() const;
 
+  const HeldOverFork held_{ForkRank::kHeap, mutex};
   std::shared_ptr<Mapper> mapper_;
   Reclaim& reclaim_;
+  const bool spill_;
   std::uint64_t page_;
   std::map<Key, Arenas> arenas_;
   Key hot_key_[2]{};

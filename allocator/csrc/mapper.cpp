@@ -1,6 +1,7 @@
 #include "mapper.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace ballonet {
 Mapper::Mapper(const Options& options)
@@ -10,7 +11,9 @@ Mapper::Mapper(const Options& options)
       context_(driver_, options.ordinal, options.page_size, options.standin),
       device_(driver_, context_.device_place, options.page_size, options.budget, &journal),
       host_(driver_, context_.host_place, options.page_size, options.host_budget, nullptr),
-      streams_(driver_) {}
+      streams_(driver_) {
+  watch_forks(options.library);
+}
 
 Mapper::~Mapper() {
   DriverScope scope(driver_, context_.handle);
@@ -19,49 +22,79 @@ Mapper::~Mapper() {
   streams_.close();
 }
 
-Range::Range(std::shared_ptr<Mapper> mapper_, CUdeviceptr base_, std::size_t pieces_, Owner owner_,
+Range::Range(std::shared_ptr<Mapper> mapper_, Stretch held, std::size_t pieces_, Owner owner_,
              std::shared_ptr<Group> group_, bool auto_retire_)
-    : base(base_),
+    : base(held.base),
       pieces(pieces_),
       owner(owner_),
       group(std::move(group_)),
       auto_retire(auto_retire_),
-      mapper(std::move(mapper_)) {}
+      mapper(std::move(mapper_)),
+      held_(std::move(held)) {}
 
 // Pre: nothing is mapped: `close` retired everything, and retirements and pins keep the range alive.
 Range::~Range() { mapper->forget(*this); }
 
 Range::Piece& Range::at(std::size_t piece) {
-  if (piece >= table_.size()) table_.resize(piece + 1);
-  return table_[piece];
+  if (piece >= held_.table.size()) held_.table.resize(piece + 1);
+  return held_.table[piece];
 }
 
-std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
-                                       bool auto_retire) {
+std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group, bool auto_retire,
+                                       std::optional<std::size_t> expected) {
   if (pieces == 0) throw UsageError("a range needs at least one page");
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
+  Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  CUdeviceptr base = 0;
+  Stretch held;
+  if (expected && owner == Owner::kKv) {
+    shelve_passed(done);
+    held = slot_for(pieces, *expected);
+  }
+  if (held.pieces == 0) held = reserved(pieces);
+  range = std::make_shared<Range>(shared_from_this(), std::move(held), pieces, owner, std::move(group), auto_retire);
+  ranges_.insert(range.get());
+  return range;
+}
+
+Stretch Mapper::reserved(std::size_t pieces) {
+  Stretch made;
   // Pages begin at multiples of their size where that is an alignment and the driver gives it.
   const std::size_t alignment = (page_size & (page_size - 1)) == 0 ? page_size : 0;
   const std::size_t size = pieces * page_size;
-  auto reserved = driver_.cuMemAddressReserve(&base, size, alignment, CUdeviceptr{0}, 0ULL);
+  auto reserved = driver_.cuMemAddressReserve(&made.base, size, alignment, CUdeviceptr{0}, 0ULL);
   const bool refused = reserved.code() == cuda::kInvalidValue || reserved.code() == cuda::kNotSupported;
-  if (refused) reserved = driver_.cuMemAddressReserve(&base, size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
+  if (refused) reserved = driver_.cuMemAddressReserve(&made.base, size, std::size_t{0}, CUdeviceptr{0}, 0ULL);
   reserved.or_throw(format("reserving %s of addresses", in_units(size).c_str()));
-  range = std::make_shared<Range>(shared_from_this(), base, pieces, owner, std::move(group), auto_retire);
-  ranges_.insert(range.get());
-  return range;
+  made.pieces = pieces;
+  return made;
 }
 
 void Mapper::forget(Range& range) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   ranges_.erase(&range);
-  const std::size_t size = range.pieces * page_size;
+  free_addresses(range.held_);
+}
+
+// Pre: nothing is mapped there.
+void Mapper::free_addresses(Stretch& stretch) {
+  const std::size_t size = stretch.pieces * page_size;
+  if (size == 0) return;
   // Addresses that the driver does not take back are lost as addresses only; no memory is behind them.
-  if (!driver_.cuMemAddressFree(range.base, size).ok()) driver_.cuMemAddressFree(range.base, size);
+  if (!driver_.cuMemAddressFree(stretch.base, size).ok()) driver_.cuMemAddressFree(stretch.base, size);
+  stretch = {};
+}
+
+// Once a range is closed and nothing waits for its addresses any more they are a slot, if pages are kept there.
+void Mapper::settle(Range& range) {
+  const auto unused = [](const Range::Piece& piece) {
+    return piece.backing == Backing::kNone || piece.backing == Backing::kKept;
+  };
+  if (!range.closed_ || !std::all_of(range.held_.table.begin(), range.held_.table.end(), unused)) return;
+  if (range.held_.kept == 0) return free_addresses(range.held_);
+  slots_.push_back(std::exchange(range.held_, {}));
 }
 
 void Mapper::check_span(const Range& range, std::size_t first, std::size_t count) const {
@@ -119,8 +152,25 @@ void Mapper::back(Range& range, const std::vector<std::size_t>& pieces, Pool& po
 
 // The page that should be behind a piece, so that neighbours in address are neighbours in the pool.
 PageId Mapper::page_after(Range& range, std::size_t piece, Backing backing) {
-  if (piece == 0 || range.at(piece - 1).backing != backing) return kNoPage;
-  return range.at(piece - 1).page + 1;
+  if (piece == 0) return kNoPage;
+  const Range::Piece& before = range.at(piece - 1);
+  const bool same = before.backing == backing || (before.backing == Backing::kKept && backing == Backing::kDevice);
+  return same ? before.page + 1 : kNoPage;
+}
+
+// Idle pages first, then those that retirements and slots have, then new ones, and last what was mapped ahead.
+std::vector<PageId> Mapper::take_pages(Pool& pool, std::size_t n, Owner owner, PageId hint, Ranges& done) {
+  if (pool.idle() < n) reap_locked(false, done);
+  if (&pool != &device_ || pool.kept() == 0) return pool.take(n, owner, hint);
+  empty_slots(n, false);
+  if (pool.idle() + pool.creatable() < n) empty_slots(n - pool.creatable(), true);
+  try {
+    return pool.take(n, owner, hint);
+  } catch (const PoolExhausted&) {
+    if (pool.kept() == 0) throw;
+    empty_slots(n, true);  // the driver has less than the budget allows
+  }
+  return pool.take(n, owner, hint);
 }
 
 void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place) {
@@ -134,13 +184,14 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   const Backing wanted = place == Place::kDevice ? Backing::kDevice : Backing::kHost;
   Pool& pool = pool_of(place);
   DriverScope scope(driver_, context_.handle);
-  reap_locked(false, done);
+  record_late();
 
   const auto retires = [&](std::size_t i) { return range.at(i).backing == Backing::kRetiring; };
   for (std::size_t i = first; i < first + count; ++i) {
     if (retires(i) && range.at(i).retiring_from != wanted) reap_locked(true, done);
+    if (range.at(i).backing == Backing::kKept && place == Place::kHost) unkeep(range, i);
   }
-  std::vector<std::size_t> unbacked;
+  std::vector<std::size_t> unbacked, claimed;
   Spans adopted;  // pieces that take back the page they were about to lose
   for (std::size_t i = first; i < first + count; ++i) {
     const Range::Piece& piece = range.at(i);
@@ -148,6 +199,8 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
       unbacked.push_back(i);
     } else if (retires(i) && piece.retiring_from == wanted) {
       adopted.push_back({i, 1});
+    } else if (piece.backing == Backing::kKept) {
+      claimed.push_back(i);
     } else if (piece.backing != wanted) {
       throw UsageError(format("piece %zu already has another backing", i));
     }
@@ -160,6 +213,7 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     piece.changed = ++changes_;
     pool.relabel(piece.page, range.owner);
   }
+  for (std::size_t i : claimed) claim(range, i);
   try {
     for (std::size_t i = first; i < first + count; ++i) {  // what failed half way may have left pages without access
       Range::Piece& piece = range.at(i);
@@ -169,10 +223,11 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     if (!unbacked.empty()) {
       if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);
       const PageId hint = page_after(range, unbacked.front(), wanted);
-      back(range, unbacked, pool, pool.take(unbacked.size(), range.owner, hint), wanted);
+      back(range, unbacked, pool, take_pages(pool, unbacked.size(), range.owner, hint, done), wanted);
     }
   } catch (...) {
     retire_locked(range, adopted);
+    for (std::size_t i : claimed) keep(range, i, false);
     throw;
   }
   for (std::size_t i = first; i < first + count; ++i) range.at(i).doomed = false;
@@ -185,7 +240,8 @@ void Mapper::close(Range& range) {
   DriverScope scope(driver_, context_.handle);
   retire_locked(range, {{0, range.pieces}});
   range.closed_ = true;
-  reap_locked(false, done);
+  settle(range);
+  reap_later(done);
 }
 
 void Mapper::pin(Range& range, std::size_t offset, std::size_t size) {
@@ -222,23 +278,23 @@ void Mapper::unpin(Range& range, std::size_t offset, std::size_t size) {
   if (doomed.empty()) return;
   DriverScope scope(driver_, context_.handle);
   retire_locked(range, doomed);
-  reap_locked(false, done);
+  reap_later(done);
 }
 
 Backing Mapper::backing(Range& range, std::size_t piece) {
   std::lock_guard<std::mutex> lock(mutex);
-  return piece < range.table_.size() ? range.at(piece).backing : Backing::kNone;
+  return piece < range.held_.table.size() ? range.at(piece).backing : Backing::kNone;
 }
 
 PageId Mapper::page(Range& range, std::size_t piece) {
   std::lock_guard<std::mutex> lock(mutex);
-  return piece < range.table_.size() ? range.at(piece).page : kNoPage;
+  return piece < range.held_.table.size() ? range.at(piece).page : kNoPage;
 }
 
 std::size_t Mapper::backed(Range& range) {
   std::lock_guard<std::mutex> lock(mutex);
   const auto counts = [](const auto& piece) { return leads_somewhere(piece.backing); };
-  return static_cast<std::size_t>(std::count_if(range.table_.begin(), range.table_.end(), counts));
+  return static_cast<std::size_t>(std::count_if(range.held_.table.begin(), range.held_.table.end(), counts));
 }
 
 void Mapper::note_stream(CUstream stream) {
@@ -274,7 +330,7 @@ void Mapper::note_use(Range& range, CUstream stream, bool write) {
   if (!driver_.is_standin()) return note_stream(stream);
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  const std::size_t end = range.table_.size();
+  const std::size_t end = range.held_.table.size();
   for (std::size_t from = 0, to = 0; from < end; from = to + 1) {
     for (to = from; to < end && leads_somewhere(range.at(to).backing);) ++to;
     if (to > from) driver_.note_use(address(range, from), (to - from) * page_size, stream, write);
@@ -319,10 +375,14 @@ void Mapper::recycle(Fence& fence) {
   streams_.recycle(fence);
 }
 
-// Not under the lock: on the stand-in the calling thread is stream 0, and waits here.
+// Not under the lock: on the stand-in the calling thread is stream 0, and waits here. For the events as in
+// `fence_wait`.
 void Mapper::stream_waits(CUstream stream, const Fence& fence) {
   DriverScope scope(driver_, context_.handle);
-  for (CUevent event : fence.events) {
+  std::unique_lock<std::mutex> lock(mutex);
+  const std::vector<CUevent> events = fence.events;
+  lock.unlock();
+  for (CUevent event : events) {
     driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering work after a copy");
   }
 }
@@ -337,13 +397,29 @@ void Mapper::set_budget(std::size_t pages) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  if (pages < device_.created() && !streams_.capturing()) reap_locked(true, done);
+  if (pages < device_.created() && !streams_.capturing()) {
+    reap_locked(true, done);
+    empty_slots(device_.created() - pages, true);
+  }
   device_.set_budget(pages);
+}
+
+bool Mapper::within_budget() {
+  Ranges done;
+  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  if (device_.created() > device_.budget() && !streams_.capturing()) {
+    reap_locked(false, done);
+    empty_slots(device_.created() - device_.budget(), true);
+  }
+  device_.shrink();
+  return !device_.above_budget();
 }
 
 void Mapper::release_free() {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
+  empty_slots(device_.created(), true);
   device_.release_free();
   host_.release_free();
 }
@@ -362,8 +438,19 @@ Mapper::Numbers Mapper::numbers() {
     DriverScope scope(driver_, context_.handle);
     reap_locked(false, done);
   }
-  return {device_.budget(),          device_.created(), device_.created_peak(), host_.created(), host_.budget(),
-          host_.count(Owner::kFree), ranges_.size(),    device_.counts(),       copied_};
+  return {device_.budget(),
+          device_.created(),
+          device_.created_peak(),
+          host_.created(),
+          host_.budget(),
+          host_.count(Owner::kFree),
+          ranges_.size(),
+          device_.counts(),
+          copied_,
+          device_.kept() - ahead_,
+          ahead_,
+          driver_.page_table_time(),
+          host_.count(Owner::kActivations)};
 }
 
 void Mapper::reset_peak() {
@@ -374,6 +461,11 @@ void Mapper::reset_peak() {
 std::size_t Mapper::available() {
   std::lock_guard<std::mutex> lock(mutex);
   return device_.available();
+}
+
+std::size_t Mapper::host_available() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return host_.available();
 }
 
 std::size_t Mapper::missing(std::size_t n) {
@@ -392,8 +484,9 @@ void Mapper::shutdown() {
       std::count_if(ranges_.begin(), ranges_.end(), [](Range* range) { return !range->closed_; }));
   if (open > 0) throw UsageError(format("%zu ranges are still open: release the models and caches first", open));
   const bool cleared = clear_scratch() || clear_scratch();
+  empty_slots(device_.created(), true);
   const std::size_t left = device_.release_free() + host_.release_free();
-  if (!cleared || !retiring_.empty() || left > 0) {
+  if (!cleared || !retiring_.empty() || left > 0 || device_.kept() > 0) {
     throw UsageError("the driver did not take back all pages; close the device again");
   }
   device_.set_budget(0);  // what a tensor that is still alive gives back later goes to the driver

@@ -6,43 +6,77 @@
 //   or a
 //             page that is retiring: still mapped, given up by its owner, waiting for every stream to pass
 //   pin       a tensor made over the piece is alive; a pinned piece is retired when its last pin goes
+//   kept      the piece leads to a page that is free: whoever maps the piece claims it, with no driver call, and
+//   whoever
+//             needs pages takes it; see slots.h
 //
 // Note [Retiring]
-// `retire` never waits. It labels the pages, makes a fence and queues both; `reap` unmaps what has passed. A piece that
-// is mapped again before that simply takes its page back, with no driver call. An unmap that fails leaves the piece in
-// the queue for the next reap: a page is never forgotten.
+// `retire` never waits. It labels the pages, makes a fence and queues both. What has passed is unmapped in the
+// background, and by whoever needs pages before that (`reap`). A piece that is mapped again before that simply takes
+// its page back, with no driver call. An unmap that fails leaves the piece in the queue for the next reap: a page is
+// never forgotten.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <vector>
 
+#include "background.h"
 #include "context.h"
+#include "events.h"
+#include "fork.h"
 #include "group.h"
 #include "pool.h"
+#include "slots.h"
 #include "streams.h"
 
 namespace ballonet {
 
 class Mapper;
 
-enum class Backing : std::uint8_t { kNone, kDevice, kHost, kAlias, kRetiring };
+enum class Backing : std::uint8_t { kNone, kDevice, kHost, kAlias, kRetiring, kKept };
 enum class Place : std::uint8_t { kDevice, kHost };
 
 // Is there a page behind the piece that its owner has not given up?
-constexpr bool leads_somewhere(Backing backing) { return backing != Backing::kNone && backing != Backing::kRetiring; }
+constexpr bool leads_somewhere(Backing backing) {
+  return backing == Backing::kDevice || backing == Backing::kHost || backing == Backing::kAlias;
+}
 
 struct Span {
   std::size_t first, count;  // pieces of a range
 };
 using Spans = std::vector<Span>;
 
+// Addresses, and what each piece of them leads to: a range's, or a slot's.
+struct Stretch {
+  struct Piece {
+    PageId page = kNoPage;
+    std::uint32_t ticket = 0;  // the retirement it waits in
+    std::uint16_t pins = 0;
+    Backing backing = Backing::kNone;
+    Backing retiring_from = Backing::kNone;
+    Place place = Place::kDevice;  // of the page
+    bool open = false;             // access was given
+    bool doomed = false;           // to be retired when the last pin goes
+    bool ahead = false;            // kept because it was mapped ahead
+    std::uint64_t changed = 0;     // when it last came to lead elsewhere, in changes of the mapper's
+  };
+  CUdeviceptr base = 0;
+  std::size_t pieces = 0;    // 0: the addresses are someone else's now, or the driver's
+  std::vector<Piece> table;  // grows on demand: a heap's range is far longer than what it ever uses
+  std::size_t kept = 0;      // pieces that are
+  std::size_t ahead = 0;     // of these, mapped ahead
+};
+
 class Range : public std::enable_shared_from_this<Range> {
  public:
-  Range(std::shared_ptr<Mapper> mapper, CUdeviceptr base, std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
+  // Of addresses that may be for more pieces.
+  Range(std::shared_ptr<Mapper> mapper, Stretch held, std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
         bool auto_retire);
   ~Range();
   Range(const Range&) = delete;
@@ -57,20 +91,9 @@ class Range : public std::enable_shared_from_this<Range> {
 
  private:
   friend class Mapper;
-  struct Piece {
-    PageId page = kNoPage;
-    std::uint32_t ticket = 0;  // the retirement it waits in
-    std::uint16_t pins = 0;
-    Backing backing = Backing::kNone;
-    Backing retiring_from = Backing::kNone;
-    Place place = Place::kDevice;  // of the page
-    bool open = false;             // access was given
-    bool doomed = false;           // to be retired when the last pin goes
-    std::uint64_t changed = 0;     // when it last came to lead elsewhere, in changes of the mapper's
-  };
-  // Grows on demand: a heap's range is far longer than what it ever uses.
+  using Piece = Stretch::Piece;
   Piece& at(std::size_t piece);
-  std::vector<Piece> table_;
+  Stretch held_;
   bool closed_ = false;
 };
 
@@ -109,6 +132,7 @@ struct Taken {
     kVoid     // never: a range is gone, or leads elsewhere than when this was admitted
   } fate;
   std::size_t pages;
+  std::size_t lacking = 0;  // host pages that it takes
 };
 
 struct Copied {
@@ -130,19 +154,27 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Mapper(const Mapper&) = delete;
   Mapper& operator=(const Mapper&) = delete;
 
-  // Addresses for `pieces` pages. Throws DriverError, UsageError for 0.
+  // Addresses for `pieces` pages. With `expected` those of a slot, where one fits: so many pieces will be mapped soon.
+  // Throws DriverError, UsageError for 0.
   std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
-                                 bool auto_retire = false);
-  // Backs pieces that are unbacked or retiring; those already backed so are skipped. All or none.
+                                 bool auto_retire = false, std::optional<std::size_t> expected = {});
+  // Backs pieces that are unbacked, kept or retiring; those already backed so are skipped. All or none.
   // Throws PoolExhausted, DriverError, UsageError.
   void map(Range& range, std::size_t first, std::size_t count, Place place);
+  // Asks the background to back pieces of a range of KV before they are needed, one after the other, with pages that
+  // are free or may be created. It ends where there are none, where `ahead_limit` pages are unclaimed, or where the
+  // driver refuses, and tells nobody. Throws UsageError.
+  void map_ahead(const std::shared_ptr<Range>& range, std::size_t first, std::size_t count);
+  // eLLM §5.1: less than 50 MB.
+  std::size_t ahead_limit() const { return std::max<std::size_t>(1, 50'000'000 / page_size); }
   // Pieces lead to the pages of `source`, whatever they led to before; pages of their own become free. Tensors may lie
   // there. All or none. False, and nothing changed, where pieces led elsewhere and another thread holds a lease or a
   // stream is being captured. Throws DriverError, UsageError.
   bool alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
   // The reverse: aliased pieces get device pages of their own, whose contents are undefined. Throws PoolExhausted too.
   bool own(Range& range, std::size_t first, std::size_t count);
-  // Unbacked pieces are skipped, pinned ones follow when their last pin goes. Throws nothing of the driver's.
+  // Unbacked pieces are skipped, pinned ones follow when their last pin goes, those mapped ahead are unclaimed like a
+  // slot's from here on. Throws nothing of the driver's.
   void retire(Range& range, const Spans& spans);
   // Copies one piece to another page in `to` and maps that in its place. False where nothing was changed: no page is
   // free, the piece is not movable, or another thread holds a lease. Throws DriverError with nothing changed.
@@ -162,6 +194,11 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Completes retirements, oldest first: those whose fences have passed, or all of them (blocks). Returns the pages
   // freed.
   std::size_t reap(bool wait);
+  // Does what `map_ahead` asked for and the background has not done yet.
+  void catch_up();
+  // Until then retirements are completed by whoever calls, nothing is mapped ahead and no slot is kept.
+  void start_background() { background_.start(); }
+  void stop_background();
 
   // Pins the pieces under [offset, offset + size). Throws UsageError where one of them is not backed.
   void pin(Range& range, std::size_t offset, std::size_t size);
@@ -195,7 +232,9 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void unregister_host(const void* memory);
 
   void set_budget(std::size_t pages);
-  // Free pages go back to the driver.
+  // Gives back what exists above the budget, as far as it is free; is it met now?
+  bool within_budget();
+  // Free pages, of slots too, go back to the driver.
   void release_free();
   std::pair<std::size_t, std::size_t> free_memory();  // (free, total) as the driver counts
   // Throws InvariantBroken.
@@ -207,22 +246,26 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::size_t budget, created, created_peak, host_created, host_budget, host_free, ranges;
     std::array<std::size_t, kOwners> pages;
     Copied copied;
+    std::size_t kept, ahead;  // of the free pages: in slots, mapped ahead
+    Driver::PageTableTime time;
+    std::size_t spilled;  // host pages that blocks of the heap lie on
   };
   Numbers numbers();
   void reset_peak();
   std::size_t available();
+  std::size_t host_available();
   // Device pages that have to be given back before `n` can be had.
   std::size_t missing(std::size_t n);
   bool above_budget() const { return device_.above_budget(); }
 
   Journal journal;
+  Events events;
   const std::size_t page_size;
   const int ordinal;
   bool is_standin() const { return driver_.is_standin(); }
   bool has_host_pages() const { return context_.host_pages; }
   std::size_t total_memory() const { return context_.total_memory; }
 
-  // Held across a fork by the atfork handlers.
   std::mutex mutex;
 
  private:
@@ -235,6 +278,11 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::uint32_t ticket;
   };
 
+  struct Ahead {  // pieces that are wanted, from `next` on
+    std::weak_ptr<Range> range;
+    std::size_t next, end;
+  };
+
   Pool& pool_of(Place place) { return place == Place::kDevice ? device_ : host_; }
   Pool& pool_of(const Range::Piece& piece) { return pool_of(piece.place); }
   CUdeviceptr address(const Range& range, std::size_t piece) const { return range.base + piece * page_size; }
@@ -244,6 +292,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     Backing backing;
     Place place;
   };
+  std::vector<PageId> take_pages(Pool& pool, std::size_t n, Owner owner, PageId hint, Ranges& done);
   void map_page(CUdeviceptr at, Pool& pool, PageId page);
   // Pages of one place. See Note [Host pages and the CPU] in context.h.
   void allow_access(CUdeviceptr at, std::size_t pages, Place place);
@@ -284,9 +333,28 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void retire_locked(Range& range, const Spans& spans);
   // Ranges whose last retirement is done go to `done`, to be destroyed once the lock is released.
   std::size_t reap_locked(bool wait, Ranges& done);
-  bool unmap_retired(Retirement& retirement, std::size_t& freed);
+  void reap_later(Ranges& done);
+  void record_late();
+  enum class Left { kNone, kSome, kRefused };
+  Left finish_retired(Retirement& retirement, std::size_t most, std::size_t& freed);
   bool unmap_piece(Range& range, std::size_t piece);
   void release_page(Pool& pool, PageId page);
+  void free_addresses(Stretch& stretch);
+  void settle(Range& range);
+  bool may_keep(const Range& range, const Range::Piece& piece);
+  void keep(Range& range, std::size_t piece, bool ahead);
+  void claim(Range& range, std::size_t piece);
+  void forget_ahead(Range& range, std::size_t piece);
+  bool let_go(Stretch& stretch, std::size_t piece);
+  void unkeep(Range& range, std::size_t piece);
+  void empty(Stretch& stretch, std::size_t idle, bool ahead);
+  void empty_slots(std::size_t idle, bool ahead);
+  void shelve_passed(Ranges& done);
+  Stretch slot_for(std::size_t pieces, std::size_t expected);
+  Stretch reserved(std::size_t pieces);
+  Background::Next work();
+  bool work_ahead(Ranges& done);
+  bool map_one_ahead(Range& range, std::size_t piece);
   // Waits for the copy stream and frees the scratch addresses; false where the driver refuses one of the two now.
   bool clear_scratch();
   void check_span(const Range& range, std::size_t first, std::size_t count) const;
@@ -308,6 +376,16 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::uint64_t changes_ = 0;                      // how often a piece came to lead elsewhere; a move does not count
   Copied copied_;
   bool shut_ = false;
+  bool keeping_ = true;        // pages of ranges that are closed
+  std::deque<Stretch> slots_;  // the oldest first
+  std::size_t ahead_ = 0;      // pages mapped ahead and not claimed
+  std::mutex requests_mutex_;  // held for moments, so that asking never waits for the driver
+  std::deque<Ahead> requests_;
+  const HeldOverFork held_{ForkRank::kMapper, mutex}, requests_held_{ForkRank::kRequests, requests_mutex_};
+  Background background_{[this] {
+    count_as_background();
+    return work();
+  }};
 };
 
 }  // namespace ballonet

@@ -22,7 +22,7 @@ bool Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
   check_span(range, first, count);
   check_span(source, source_first, count);
   DriverScope scope(driver_, context_.handle);
-  reap_locked(false, done);
+  record_late();
   std::vector<Target> targets;
   bool bare = true;
   for (std::size_t i = 0; i < count; ++i) {
@@ -32,6 +32,7 @@ bool Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
     }
     targets.push_back({shown.page, Backing::kAlias, shown.place});
     if (range.at(first + i).backing == Backing::kRetiring) reap_locked(true, done);
+    if (range.at(first + i).backing == Backing::kKept) unkeep(range, first + i);
     const Range::Piece& piece = range.at(first + i);
     if (&piece == &shown) throw UsageError(format("piece %zu cannot lead to itself", first + i));
     if (piece.backing == Backing::kNone) continue;
@@ -61,7 +62,8 @@ bool Mapper::own(Range& range, std::size_t first, std::size_t count) {
   if (!quiesce()) return false;
   if (device_.available() < count) reap_locked(true, done);
   std::vector<Target> targets;
-  for (PageId page : device_.take(count, range.owner)) targets.push_back({page, Backing::kDevice, Place::kDevice});
+  for (PageId page : take_pages(device_, count, range.owner, kNoPage, done))
+    targets.push_back({page, Backing::kDevice, Place::kDevice});
   exchange({{range, first, targets}});
   return true;
 }

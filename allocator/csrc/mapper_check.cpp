@@ -10,9 +10,26 @@ void Mapper::check() {
   device_.check();
   host_.check();
   std::map<std::pair<Pool*, PageId>, unsigned> seen, owned;
+  std::set<PageId> kept;
+  std::size_t ahead = 0;
+  // That a kept page is mapped once is in the pool's book.
+  const auto check_kept = [&](const Stretch& stretch) {
+    std::size_t pieces = 0;
+    for (const Range::Piece& piece : stretch.table) {
+      if (piece.backing != Backing::kKept) continue;
+      ++pieces;
+      ahead += piece.ahead ? 1 : 0;
+      if (!kept.insert(piece.page).second || !device_.kept(piece.page) || piece.place != Place::kDevice || !piece.open)
+        throw InvariantBroken(format("page %u is not kept as a piece says", piece.page));
+    }
+    if (pieces != stretch.kept) throw InvariantBroken(format("%zu pieces are kept, not %zu", pieces, stretch.kept));
+  };
+  for (const Stretch& slot : slots_) check_kept(slot);
   for (Range* range : ranges_) {
-    for (std::size_t i = 0; i < range->table_.size(); ++i) {
-      const Range::Piece& piece = range->table_[i];
+    check_kept(range->held_);
+    for (std::size_t i = 0; i < range->held_.table.size(); ++i) {
+      const Range::Piece& piece = range->held_.table[i];
+      if (piece.backing == Backing::kKept) continue;
       if (piece.backing == Backing::kNone) {
         if (piece.page != kNoPage) throw InvariantBroken(format("unbacked piece %zu names page %u", i, piece.page));
         continue;
@@ -27,6 +44,8 @@ void Mapper::check() {
       }
     }
   }
+  if (kept.size() != device_.kept() || ahead != ahead_ || ahead > ahead_limit())
+    throw InvariantBroken("the pages that are kept do not add up");
   if (scratch_pool_ != nullptr) ++seen[{scratch_pool_, scratch_page_}], ++owned[{scratch_pool_, scratch_page_}];
   for (const auto& [key, mappings] : seen) {
     if (key.first->mappings(key.second) != mappings) {

@@ -37,7 +37,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   const PageId old = piece.page;
   PageId fresh;
   try {
-    fresh = target.take(1, range.owner).front();
+    fresh = take_pages(target, 1, range.owner, kNoPage, done).front();
   } catch (const PoolExhausted&) {
     return false;
   }

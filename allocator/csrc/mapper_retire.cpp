@@ -11,16 +11,17 @@ void Mapper::retire(Range& range, const Spans& spans) {
   for (const Span& span : spans) check_span(range, span.first, span.count);
   DriverScope scope(driver_, context_.handle);
   retire_locked(range, spans);
-  reap_locked(false, done);
+  reap_later(done);
 }
 
 void Mapper::retire_locked(Range& range, const Spans& spans) {
   const std::uint32_t ticket = next_ticket_++;
   bool any = false;
   for (const Span& span : spans) {
-    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.held_.table.size()); ++i) {
       Range::Piece& piece = range.at(i);
-      if (piece.backing == Backing::kNone || piece.backing == Backing::kRetiring) continue;
+      if (piece.backing == Backing::kKept) forget_ahead(range, i);
+      if (!leads_somewhere(piece.backing)) continue;
       piece.changed = ++changes_;
       if (piece.pins > 0) {
         piece.doomed = true;
@@ -44,6 +45,24 @@ std::size_t Mapper::reap(bool wait) {
   return reap_locked(wait, done);
 }
 
+// In the background, or now where there is none.
+void Mapper::reap_later(Ranges& done) {
+  if (!background_.running()) {
+    reap_locked(false, done);
+  } else if (!retiring_.empty()) {
+    record_late();
+    background_.notify();
+  }
+}
+
+// A fence that could not be recorded, since a stream was being captured: the background leaves that to threads of the
+// program's own, which know what they capture.
+void Mapper::record_late() {
+  if (retiring_.empty() || retiring_.front().fence.recorded) return;
+  streams_.passed(retiring_.front().fence);
+  background_.notify();
+}
+
 std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
   std::size_t freed = 0;
   // A retirement whose unmap fails goes to the back of the queue, and is met once per reap.
@@ -56,7 +75,7 @@ std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
     }
     Retirement current = std::move(oldest);
     retiring_.pop_front();
-    if (unmap_retired(current, freed)) {
+    if (finish_retired(current, ~std::size_t{0}, freed) == Left::kNone) {
       done.push_back(std::move(current.range));
     } else {
       retiring_.push_back(std::move(current));
@@ -65,22 +84,27 @@ std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
   return freed;
 }
 
-// False where a page could not be unmapped now.
-bool Mapper::unmap_retired(Retirement& retirement, std::size_t& freed) {
-  bool all = true;
+// At most so many pieces of a retirement that has passed: they are unmapped, or kept for a slot.
+Mapper::Left Mapper::finish_retired(Retirement& retirement, std::size_t most, std::size_t& freed) {
+  Left left = Left::kNone;
   Range& range = *retirement.range;
   for (const Span& span : retirement.spans) {
-    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.table_.size()); ++i) {
+    for (std::size_t i = span.first; i < std::min(span.first + span.count, range.held_.table.size()); ++i) {
       const Range::Piece& piece = range.at(i);
       if (piece.backing != Backing::kRetiring || piece.ticket != retirement.ticket) continue;  // taken back meanwhile
-      if (unmap_piece(range, i)) {
+      if (most-- == 0) return Left::kSome;
+      if (may_keep(range, piece)) {
+        keep(range, i, false);
+        ++freed;
+      } else if (unmap_piece(range, i)) {
         ++freed;
       } else {
-        all = false;
+        left = Left::kRefused;
       }
     }
   }
-  return all;
+  if (left == Left::kNone) settle(range);
+  return left;
 }
 
 bool Mapper::unmap_piece(Range& range, std::size_t index) {

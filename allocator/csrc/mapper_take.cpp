@@ -74,7 +74,7 @@ Taken Mapper::examine(const Takeable& takeable, const std::vector<Ends>& ends) {
     }
   }
   later |= pages == 0 || !context_.host_pages || host_.available() < lacking;
-  return {later ? Taken::Fate::kLater : Taken::Fate::kTaken, pages};
+  return {later ? Taken::Fate::kLater : Taken::Fate::kTaken, pages, lacking};
 }
 
 bool Mapper::unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of) {
@@ -121,7 +121,8 @@ Taken Mapper::take(Takeable& takeable) {
   for (std::size_t i = 0; i < ends.size(); ++i) {
     Filling filling = filling_of(takeable.parts[i], ends[i]);
     for (std::size_t piece : filling.pieces) {
-      if (filling.twin.at(piece).backing == Backing::kRetiring) return {Taken::Fate::kLater, 0};
+      if (filling.twin.at(piece).backing == Backing::kKept) let_go(filling.twin.held_, piece);
+      if (filling.twin.at(piece).backing != Backing::kNone) return {Taken::Fate::kLater, 0};
     }
     if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
     changes.push_back({*ends[i].home, takeable.parts[i].first, {}});
@@ -154,11 +155,16 @@ Mapper::Filling Mapper::filling_of(const Takeable::Part& part, const Ends& ends)
   const auto lacks = [&](std::size_t i) {
     return i < part.count && !leads_somewhere(ends.twin->at(part.twin_first + i).backing);
   };
-  for (std::size_t i = 0; i < part.count; ++i) {
-    const std::size_t begin = i * page_size;
-    for (; lacks(i); ++i) filling.pieces.push_back(part.twin_first + i);
+  const auto place = [&](std::size_t i) { return ends.home->at(part.first + i).place; };
+  for (std::size_t i = 0; i < part.count;) {
+    const std::size_t first_piece = i, begin = i * page_size;
+    // A copy reads pages of one place: a driver tells from its address what it is a copy of.
+    for (; lacks(i) && place(i) == place(first_piece); ++i) filling.pieces.push_back(part.twin_first + i);
     const std::size_t end = i * page_size;
-    if (begin == end) continue;
+    if (begin == end) {
+      ++i;
+      continue;
+    }
     if (part.sources.empty()) filling.copies.push_back({to + begin, from + begin, end - begin});
     for (const Takeable::Source& source : part.sources) {
       const std::size_t first = std::max(begin, source.offset), last = std::min(end, source.offset + source.size);

@@ -8,18 +8,16 @@ Pool::Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t p
            Journal* journal)
     : driver_(driver), place_(place), page_size_(page_size), budget_(budget), journal_(journal) {}
 
-std::size_t Pool::available() const { return free_.size() + (budget_ > created_ ? budget_ - created_ : 0); }
-
 std::size_t Pool::missing(std::size_t n) const {
-  const std::size_t allowed = free_.size() + budget_;
+  const std::size_t allowed = idle() + kept() + budget_;
   return n + created_ > allowed ? n + created_ - allowed : 0;
 }
 
 std::vector<PageId> Pool::take(std::size_t n, Owner owner, PageId hint) {
-  if (n > available()) {
-    throw PoolExhausted(
-        format("%zu pages of %s asked for, %zu can be had", n, in_units(page_size_).c_str(), available()), n,
-        missing(n));
+  const std::size_t at_hand = idle() + creatable();
+  if (n > at_hand) {
+    throw PoolExhausted(format("%zu pages of %s asked for, %zu can be had", n, in_units(page_size_).c_str(), at_hand),
+                        n, missing(n));
   }
   // What was created stays, free, where a later creation fails: nothing is lost and nobody owns it.
   while (free_.size() < n) create_one(n);
@@ -46,6 +44,25 @@ void Pool::give(PageId page) {
 void Pool::relabel(PageId page, Owner owner) {
   label(page, owner);
   if (journal_ != nullptr) journal_->note(counts_);
+}
+
+void Pool::keep(PageId page) {
+  label(page, Owner::kFree);
+  pages_[page].kept = true;
+  ++kept_;
+  if (journal_ != nullptr) journal_->note(counts_);
+}
+
+void Pool::claim(PageId page, Owner owner) {
+  pages_[page].kept = false;
+  --kept_;
+  relabel(page, owner);
+}
+
+void Pool::let_go(PageId page) {
+  pages_[page].kept = false;
+  --kept_;
+  give(page);
 }
 
 void Pool::label(PageId page, Owner owner) {
@@ -78,7 +95,7 @@ void Pool::create_one(std::size_t wanted) {
     page = *absent_.begin();
     absent_.erase(absent_.begin());
   }
-  pages_[page] = {handle, Owner::kFree, true, 0};
+  pages_[page] = {handle, Owner::kFree, true, false, 0};
   ++counts_[static_cast<std::size_t>(Owner::kFree)];
   free_.insert(page);
   created_peak_ = std::max(created_peak_, ++created_);
@@ -119,7 +136,7 @@ std::size_t Pool::release_free() {
 
 void Pool::check() const {
   std::array<std::size_t, kOwners> counted{};
-  std::size_t created = 0;
+  std::size_t created = 0, kept = 0;
   for (PageId page = 0; page < pages_.size(); ++page) {
     const Page& entry = pages_[page];
     if (entry.created == (absent_.count(page) == 1))
@@ -128,11 +145,14 @@ void Pool::check() const {
     ++created;
     ++counted[static_cast<std::size_t>(entry.owner)];
     const bool is_free = entry.owner == Owner::kFree;
-    if (is_free != (free_.count(page) == 1)) throw InvariantBroken(format("page %u is free in one book only", page));
-    if (is_free && entry.mappings != 0)
+    if ((is_free && !entry.kept) != (free_.count(page) == 1))
+      throw InvariantBroken(format("page %u is free in one book only", page));
+    if (is_free && entry.mappings != (entry.kept ? 1 : 0))
       throw InvariantBroken(format("free page %u is mapped %u times", page, entry.mappings));
+    if (entry.kept && !is_free) throw InvariantBroken(format("page %u is kept and has an owner", page));
+    kept += entry.kept ? 1 : 0;
   }
-  if (created != created_ || counted != counts_)
+  if (created != created_ || counted != counts_ || kept != kept_)
     throw InvariantBroken("the owners' pages do not add up to those created");
 }
 

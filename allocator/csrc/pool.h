@@ -3,7 +3,8 @@
 // Words
 //   page     one driver handle of page_size bytes; its id is its index here and never changes while it exists
 //   absent   an id whose handle is not created; costs nothing
-//   free     created, owned by no one; kept, because creating costs as much as mapping
+//   free     created, owned by no one; not released, because creating costs as much as mapping
+//   kept     free, and still behind an address, where it may be claimed without the driver; see slots.h
 //   budget   how many pages may exist. It may be lowered below what is in use: then no page is created until enough
 //            have been given back, and each page given back meanwhile goes to the driver.
 #pragma once
@@ -40,17 +41,27 @@ class Pool {
   std::size_t count(Owner owner) const { return counts_[static_cast<std::size_t>(owner)]; }
   // More exists than the budget allows: what is given back goes to the driver. May be read without the mapper's lock.
   bool above_budget() const { return above_.load(std::memory_order_relaxed); }
-  // Pages that `take` can give without anyone giving one back.
-  std::size_t available() const;
+  // Free pages behind no address, those that are kept, and pages that may be created: together `available`.
+  std::size_t idle() const { return free_.size(); }
+  std::size_t kept() const { return kept_; }
+  std::size_t creatable() const { return budget_ > created_ ? budget_ - created_ : 0; }
+  std::size_t available() const { return idle() + kept() + creatable(); }
   // Pages that have to be given back before `n` can be taken and no more exist than the budget allows.
   std::size_t missing(std::size_t n) const;
 
-  // `n` pages for `owner`, all or none; the first is `hint` where that is free and the rest follow it as far as they
-  // can, so that neighbours in address are neighbours in the pool. Throws PoolExhausted, DriverError.
+  // `n` pages for `owner`, idle or new, all or none; the first is `hint` where that is idle and the rest follow it as
+  // far as they can, so that neighbours in address are neighbours in the pool. Throws PoolExhausted, DriverError.
   std::vector<PageId> take(std::size_t n, Owner owner, PageId hint = kNoPage);
   // The page becomes free, or goes back to the driver while the pool is above its budget. Pre: not free, no mapping.
   void give(PageId page);
   void relabel(PageId page, Owner owner);
+  // A page in use becomes free and stays where it is mapped.
+  void keep(PageId page);
+  // The reverse.
+  void claim(PageId page, Owner owner);
+  // A kept page is idle. Pre: no mapping.
+  void let_go(PageId page);
+  bool kept(PageId page) const { return pages_[page].kept; }
 
   Owner owner(PageId page) const { return pages_[page].owner; }
   CUmemGenericAllocationHandle handle(PageId page) const { return pages_[page].handle; }
@@ -58,6 +69,8 @@ class Pool {
 
   // Releases free pages down to the new budget at once.
   void set_budget(std::size_t pages);
+  // The same for the budget as it is.
+  void shrink();
   // Releases every free page that the driver takes back; returns how many are left.
   std::size_t release_free();
   // Throws InvariantBroken where the books do not add up.
@@ -68,12 +81,12 @@ class Pool {
     CUmemGenericAllocationHandle handle = 0;
     Owner owner = Owner::kFree;
     bool created = false;
+    bool kept = false;
     unsigned mappings = 0;
   };
 
   void create_one(std::size_t wanted);
   bool release_one(PageId page);
-  void shrink();
   void label(PageId page, Owner owner);
 
   const Driver& driver_;
@@ -84,6 +97,7 @@ class Pool {
   std::size_t created_ = 0;
   std::size_t created_peak_ = 0;
   std::atomic<bool> above_{false};
+  std::size_t kept_ = 0;
   std::array<std::size_t, kOwners> counts_{};
   std::vector<Page> pages_;
   std::set<PageId> free_;

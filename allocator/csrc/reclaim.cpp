@@ -1,7 +1,6 @@
 #include "reclaim.h"
 
 #include <algorithm>
-#include <ctime>
 #include <exception>
 #include <set>
 #include <tuple>
@@ -9,12 +8,6 @@
 
 namespace ballonet {
 namespace {
-
-std::int64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
-}
 
 // What an entry names is its own: nothing is taken, or filled, twice.
 void check_apart(const std::vector<Reclaim::Entry>& entries) {
@@ -76,12 +69,17 @@ bool Reclaim::meet(const PoolExhausted& reason, std::size_t before) {
   if (reason.missing == 0) return false;
   std::lock_guard<std::mutex> lock(mutex);
   if (pages_ != before) return true;  // for another thread, which may not need them all
-  return take(reason.wanted, reason.missing, true) > 0;
+  return take(reason.wanted, reason.missing, true, Events::Kind::kTake) > 0;
+}
+
+Reclaim::Outlook Reclaim::outlook() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return look(~std::size_t{0});
 }
 
 void Reclaim::shrink() {
   std::lock_guard<std::mutex> lock(mutex);
-  if (const std::size_t missing = mapper_->missing(0)) take(0, missing, false);
+  if (const std::size_t missing = mapper_->missing(0)) take(0, missing, false, Events::Kind::kTake);
 }
 
 std::size_t Reclaim::demand() {
@@ -97,29 +95,67 @@ std::size_t Reclaim::obey() {
   std::lock_guard<std::mutex> lock(mutex);
   demanded_ = false;
   const std::size_t missing = mapper_->missing(wanted_);
-  return missing > 0 ? take(std::exchange(wanted_, 0), missing, false) : 0;
+  return missing > 0 ? take(std::exchange(wanted_, 0), missing, false, Events::Kind::kObey) : 0;
+}
+
+// Pre: the caller holds the lock. Those that other threads lease are counted after the others, which are taken first.
+Reclaim::Outlook Reclaim::look(std::size_t enough) {
+  Outlook sum;
+  std::size_t room = mapper_->host_available();
+  std::vector<Taken> leased;
+  const auto add = [&](const Taken& found, std::size_t& pages) {
+    if (found.lacking > room) return;
+    room -= found.lacking;
+    pages += found.pages;
+  };
+  for (auto entry = entries_.begin(); entry != entries_.end() && sum.ready < enough;) {
+    const Taken found = mapper_->outlook(entry->takeable);
+    if (found.fate == Taken::Fate::kTaken) add(found, sum.ready);
+    if (found.fate == Taken::Fate::kLeased) leased.push_back(found);
+    entry = found.fate == Taken::Fate::kVoid ? entries_.erase(entry) : std::next(entry);
+  }
+  for (const Taken& found : leased) add(found, sum.leased);
+  return sum;
+}
+
+// Pre: the caller holds the lock.
+void Reclaim::demand(std::size_t wanted, std::size_t missing) {
+  if (!demanded_ || wanted > wanted_) mapper_->events.add(Events::Kind::kDemand, missing);
+  wanted_ = demanded_ ? std::max(wanted_, wanted) : wanted;
+  demanded_ = true;
 }
 
 // Pre: the caller holds the lock. Entries in their order until `missing` pages are free; where they cannot be met, none
 // or what there is. Returns the pages.
-std::size_t Reclaim::take(std::size_t wanted, std::size_t missing, bool all_or_none) {
-  std::size_t ready = 0, leased = 0;
-  for (auto entry = entries_.begin(); entry != entries_.end() && ready < missing;) {
-    const Taken found = mapper_->outlook(entry->takeable);
-    if (found.fate == Taken::Fate::kTaken) ready += found.pages;
-    if (found.fate == Taken::Fate::kLeased) leased += found.pages;
-    entry = found.fate == Taken::Fate::kVoid ? entries_.erase(entry) : std::next(entry);
+std::size_t Reclaim::take(std::size_t wanted, std::size_t missing, bool all_or_none, Events::Kind kind) {
+  const Outlook seen = look(missing);
+  if (seen.ready < missing) {
+    if (seen.leased > 0 && (!all_or_none || seen.ready + seen.leased >= missing)) {
+      demand(wanted, missing - seen.ready);
+    }
+    if (all_or_none) return 0;
   }
-  if (ready < missing && leased > 0 && (!all_or_none || ready + leased >= missing)) {
-    wanted_ = demanded_ ? std::max(wanted_, wanted) : wanted;
-    demanded_ = true;
-  }
-  if (ready < missing && all_or_none) return 0;
+  return take_some(missing, kind, [](const Entry&) { return true; });
+}
 
+std::size_t Reclaim::take(const std::vector<std::int64_t>& keys) {
+  const std::set<std::int64_t> named(keys.begin(), keys.end());
+  std::lock_guard<std::mutex> lock(mutex);
+  return take_some(~std::size_t{0}, Events::Kind::kTake, [&](const Entry& e) { return named.count(e.key) > 0; });
+}
+
+// Pre: the caller holds the lock. Chosen entries in their order until `missing` pages are free. Returns the pages.
+std::size_t Reclaim::take_some(std::size_t missing, Events::Kind kind,
+                               const std::function<bool(const Entry&)>& chosen) {
   std::size_t freed = 0;
   std::exception_ptr failed;
   for (auto entry = entries_.begin(); entry != entries_.end() && freed < missing;) {
+    if (!chosen(*entry)) {
+      ++entry;
+      continue;
+    }
     Taken found{Taken::Fate::kLater, 0};
+    const std::int64_t since = now_ns();
     for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
       try {
         found = mapper_->take(entry->takeable);
@@ -133,6 +169,7 @@ std::size_t Reclaim::take(std::size_t wanted, std::size_t missing, bool all_or_n
     if (found.fate == Taken::Fate::kTaken) {
       if (events_.size() == kCapacity) events_.pop_front();
       events_.push_back({now_ns(), entry->key, found.pages});
+      mapper_->events.add(kind, found.pages, since, entry->key);
       freed += found.pages;
     }
     const bool stays = found.fate == Taken::Fate::kLater || found.fate == Taken::Fate::kLeased;

@@ -15,10 +15,12 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "fork.h"
 #include "mapper.h"
 
 namespace ballonet {
@@ -64,6 +66,11 @@ class Reclaim {
       }
     }
   }
+  struct Outlook {
+    std::size_t ready = 0;   // device pages that entries can give now
+    std::size_t leased = 0;  // those of entries that other threads lease
+  };
+  Outlook outlook();
   // Has as few pages exist as the budget allows now, as far as entries can help. Throws DriverError.
   void shrink();
   // Pages that are wanted and that only entries leased by other threads can give; 0 once they are had otherwise.
@@ -73,17 +80,24 @@ class Reclaim {
   // Takes for the demand what the calling thread may take; returns the pages. What other threads still hold stays
   // demanded. Throws DriverError.
   std::size_t obey();
+  // Takes those of these entries that the calling thread may take now; returns the pages. Throws DriverError.
+  std::size_t take(const std::vector<std::int64_t>& keys);
   // Throws InvariantBroken.
   void check();
 
-  // Held across a fork by the atfork handlers. Order: the heap's, this, a group's, the mapper's.
+  // Order: the heap's, this, a group's, the mapper's.
   std::mutex mutex;
 
  private:
   // Is it worth another attempt? `before`: what entries had given when the last one began.
   bool meet(const PoolExhausted& reason, std::size_t before);
-  std::size_t take(std::size_t wanted, std::size_t missing, bool all_or_none);
+  // In their order, until so many pages are ready; as many as the host has room for.
+  Outlook look(std::size_t enough);
+  void demand(std::size_t wanted, std::size_t missing);
+  std::size_t take(std::size_t wanted, std::size_t missing, bool all_or_none, Events::Kind kind);
+  std::size_t take_some(std::size_t missing, Events::Kind kind, const std::function<bool(const Entry&)>& chosen);
 
+  const HeldOverFork held_{ForkRank::kReclaim, mutex};
   const std::shared_ptr<Mapper> mapper_;
   std::vector<Entry> entries_;
   std::deque<Event> events_;

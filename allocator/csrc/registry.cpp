@@ -6,6 +6,8 @@
 #include <mutex>
 #include <set>
 
+#include "fork.h"
+
 namespace ballonet {
 namespace {
 
@@ -14,7 +16,7 @@ std::atomic<int> g_bound_count{0};
 std::atomic<bool> g_forked{false};
 std::mutex g_mutex;
 
-// Devices that were ever bound, never destroyed; a fork finds their locks here.
+// Devices that were ever bound, never destroyed.
 std::set<std::shared_ptr<Device>>& kept() {
   static auto* devices = new std::set<std::shared_ptr<Device>>;
   return *devices;
@@ -23,29 +25,8 @@ std::set<std::shared_ptr<Device>>& kept() {
 // Note [Fork]
 // The child of a fork shares nothing with its parent: the stand-in gives it private copies of what was mapped, a GPU's
 // context does not survive at all. So the child allocates from torch's own allocator and ignores the frees of what its
-// parent allocated. The locks are taken over the fork, so that the child finds them free.
-void before_fork() {
-  g_mutex.lock();
-  for (const auto& device : kept()) {
-    device->heap.mutex.lock();
-    device->reclaim.mutex.lock();
-    device->mapper->mutex.lock();
-  }
-}
-
-void after_fork() {
-  for (const auto& device : kept()) {
-    device->mapper->mutex.unlock();
-    device->reclaim.mutex.unlock();
-    device->heap.mutex.unlock();
-  }
-  g_mutex.unlock();
-}
-
-void in_child() {
-  g_forked = true;
-  after_fork();
-}
+// parent allocated.
+void in_child() { g_forked = true; }
 
 }  // namespace
 
@@ -53,8 +34,9 @@ void bind(const std::shared_ptr<Device>& device) {
   const int ordinal = device->mapper->ordinal;
   if (ordinal < 0 || ordinal >= kMaxDevices)
     throw UsageError(format("device %d is beyond the %d supported", ordinal, kMaxDevices));
+  static const HeldOverFork held(ForkRank::kRegistry, g_mutex);
   std::lock_guard<std::mutex> lock(g_mutex);
-  static const int registered = pthread_atfork(before_fork, after_fork, in_child);
+  static const int registered = pthread_atfork(nullptr, nullptr, in_child);
   if (registered != 0) throw UsageError("the process has no memory for a fork handler");
   Device* nobody = nullptr;
   if (!g_bound[ordinal].compare_exchange_strong(nobody, device.get())) {

@@ -56,7 +56,12 @@ bool Streams::passed(Fence& fence) {
     if (!fence.recorded) return false;
   }
   while (!fence.events.empty()) {
-    if (!driver_.cuEventQuery(fence.events.back()).ok()) return false;
+    const auto asked = driver_.cuEventQuery(fence.events.back());
+    if (asked.code() == cuda::kCapturedEvent) {
+      recycle(fence);
+      fence.recorded = false;
+    }
+    if (!asked.ok()) return false;
     spare_.push_back(fence.events.back());
     fence.events.pop_back();
   }

@@ -6,7 +6,9 @@
 // stream ever seen, recorded after the last use was submitted. A fence is made per retirement, never per free. While
 // a stream is being captured no event may be recorded on it, nor on the legacy stream where that would join, so the
 // fence stays open and is recorded by the first look at it after the capture; it then waits for more than it must,
-// never for less. Where an event cannot be made or recorded, the fence's first look synchronises the context instead.
+// never for less. A capture may begin on another thread between that look and the record: then the event belongs to the
+// graph and never comes, which the fence's next look is told, and it is recorded anew. Where an event cannot be made or
+// recorded, the fence's first look synchronises the context instead.
 #pragma once
 
 #include <vector>

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hooks.loading import from_pretrained
     from .hooks.managed import Managed, manage
     from .hooks.notebook import load_ipython_extension, unload_ipython_extension
+    from .offload.recorder import timeline
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "restore": "allocator.install",
     "set_budget": "allocator.install",
     "stats": "allocator.stats",
+    "timeline": "offload.recorder",
     "unload_ipython_extension": "hooks.notebook",
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "restore",
     "set_budget",
     "stats",
+    "timeline",
     "unload_ipython_extension",
 ]
 

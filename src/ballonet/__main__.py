@@ -1,4 +1,4 @@
-"""The command line: `python -m ballonet run | replay | info | profile | simulate`.
+"""The command line: `python -m ballonet run | budget | replay | info | profile | simulate`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input. Those of `run` are the program's own once it has started.
 """
@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from . import __version__
-from .allocator.config import Config, parse_time
+from .allocator.config import Config, parse_size, parse_time
 from .allocator.errors import BallonetError, ConfigError, PoolExhausted, TraceError
 
 
@@ -38,9 +38,21 @@ def _prepare(args: argparse.Namespace) -> None:
     if problem := find(args.program, module=args.module):
         print(f"{sys.executable}: {problem}", file=sys.stderr)
         sys.exit(1 if args.module else 2)  # as Python does
+    from .offload import recorder
+
+    if args.timeline is not None:
+        recorder.check(args.timeline)  # before anything takes its time
     from .allocator.install import install
 
     install(budget=args.budget, page_size=args.page_size)
+    if args.timeline is not None:
+        recorder.until_exit(args.timeline)
+
+
+def _budget(args: argparse.Namespace) -> None:
+    from .allocator.control import ask
+
+    print(json.dumps(ask(args.pid, None if args.size is None else parse_size(args.size), args.timeout)))
 
 
 def _replay(args: argparse.Namespace) -> None:
@@ -99,9 +111,25 @@ def _parser() -> argparse.ArgumentParser:
 
     run = _command(commands, "run", _prepare, "run a script or module, every model of it managed at its first use")
     _add_sizes(run)
+    run.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw who owned which page and every decision, written when the program ends: .html, a page that needs "
+        "nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
+    )
     run.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     run.add_argument("program", metavar="PROGRAM", help="a Python script")
     run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the program's own arguments")
+
+    budget = _command(
+        commands, "budget", _budget, "show or change the budget of a running process; prints one line of JSON"
+    )
+    budget.description = f"""{budget.description} Keys: pid, budget and page_size in bytes, pages by owner,
+        host_pages, spilled. The process gives the pages back to the driver before it answers, or refuses and changes
+        nothing."""
+    budget.add_argument("pid", metavar="PID", type=_whole(1, 2**31 - 1), help="of a process of yours")
+    budget.add_argument("size", metavar="SIZE", nargs="?", help="the new budget, such as 12GiB (default: only show)")
+    budget.add_argument("--timeout", metavar="TIME", type=_time, default=60.0, help="to get pages back (default: 60s)")
 
     replay = _command(commands, "replay", _replay, "drive the allocator with a recorded trace; prints one line of JSON")
     _add_sizes(replay)
@@ -177,7 +205,7 @@ def _time(text: str) -> float:
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not seconds:
-        raise argparse.ArgumentTypeError("an SLO of no time cannot be met")
+        raise argparse.ArgumentTypeError("no time is not enough")
     return seconds
 
 

@@ -130,7 +130,7 @@ def a_copy_in_flight_is_the_parents(driver: Driver) -> None:
     with driver.mapped(PAGE, HOST) as source, driver.mapped(PAGE) as target, driver.stream() as stream:
         driver.write(source, BEFORE)
         driver.ok("cuCtxSynchronize")
-        driver.configure(latency_ns=300_000_000)
+        driver.configure(latency_ns=1_000_000_000)
         driver.ok("cuMemcpyAsync", target, source, PAGE, stream)
 
         def check() -> None:

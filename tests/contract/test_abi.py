@@ -32,6 +32,7 @@ CONSTANTS = {
     "CUDA_ERROR_NOT_SUPPORTED": "kNotSupported",
     "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED": "kStreamCaptureUnsupported",
     "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT": "kStreamCaptureImplicit",
+    "CUDA_ERROR_CAPTURED_EVENT": "kCapturedEvent",
     "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED": "kAlreadyRegistered",
     "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED": "kNotRegistered",
     "CUDA_ERROR_UNKNOWN": "kUnknown",

@@ -142,7 +142,7 @@ def test_an_event_that_has_not_passed_orders_nothing(standin: Driver) -> None:
     address, handle = standin.reserve(PAGE), standin.create(PAGE)
     standin.map(address, PAGE, handle)
     with standin.mapped(PAGE, HOST) as source, standin.stream() as stream, standin.event() as event:
-        standin.configure(latency_ns=200_000_000)
+        standin.configure(latency_ns=1_000_000_000)
         standin.ok("cuMemcpyAsync", address, source, PAGE, stream)
         standin.ok("cuEventRecord", event, stream)
         assert standin.result("cuEventQuery", event) == NOT_READY

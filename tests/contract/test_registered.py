@@ -29,7 +29,7 @@ from .driver import (
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
-SLOW = 200_000_000  # ns: longer than a test is ever away between two lines
+SLOW = 1_000_000_000  # ns: longer than a test is ever away between two lines
 
 
 def pattern(nbytes: int) -> bytes:

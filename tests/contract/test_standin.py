@@ -265,9 +265,30 @@ def test_a_copy_from_host_to_host_needs_both_open_to_the_cpu(standin: Driver) ->
         standin.ok("cuMemAddressFree", address, PAGE)
 
 
+@pytest.mark.parametrize("first", [DEVICE, HOST])
+def test_a_copy_does_not_span_pages_of_both_places(standin: Driver, first: int) -> None:
+    """A driver tells from the address where it begins what it is a copy of."""
+    places = (first, HOST if first == DEVICE else DEVICE)
+    handles = [standin.create(PAGE, place) for place in places]
+    address = standin.reserve(2 * PAGE)
+    with standin.mapped(2 * PAGE, HOST) as other:
+        for piece, (place, handle) in enumerate(zip(places, handles, strict=True)):
+            standin.map(address + piece * PAGE, PAGE, handle)
+            standin.access(address + piece * PAGE, PAGE, place)
+        for to, source in ((address, other), (other, address)):
+            assert standin.result("cuMemcpyAsync", to, source, 2 * PAGE, 0) == INVALID_VALUE
+            for offset in (0, PAGE):
+                standin.ok("cuMemcpyAsync", to + offset, source + offset, PAGE, 0)
+        standin.ok("cuCtxSynchronize")
+        standin.unmap(address, 2 * PAGE)
+    for handle in handles:
+        standin.ok("cuMemRelease", handle)
+    standin.ok("cuMemAddressFree", address, 2 * PAGE)
+
+
 # -- copies ------------------------------------------------------------------------------------------------------------
 
-SLOW = 400_000_000  # ns: longer than a test is ever away between two lines
+SLOW = 1_000_000_000  # ns: longer than a test is ever away between two lines
 
 
 def test_what_a_copy_brings_is_poison_until_it_is_due(standin: Driver) -> None:

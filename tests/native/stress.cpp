@@ -61,7 +61,7 @@ class Exchange {
 
 Exchange exchange;
 std::atomic<std::uint64_t> numbers{1};
-std::atomic<std::uint64_t> refused{0}, verified{0}, moved{0}, brought_back{0};
+std::atomic<std::uint64_t> refused{0}, verified{0}, moved{0}, brought_back{0}, budgets_met{0}, spilled{0};
 std::vector<void*> streams{nullptr};  // of the driver's, and the legacy one
 
 // Streams of the device's own context, as torch makes them.
@@ -122,15 +122,23 @@ void allocate_and_free(const BallonetCore& core, unsigned seed, int operations) 
   for (const Block& block : mine) release(core, block);
 }
 
-// A range that grows, shrinks and moves under a lease, as a KV cache does.
+// Ranges that grow, shrink and move under a lease, one after the other at the addresses that the one before has left,
+// as KV caches do.
 void grow_and_move(Device& device, unsigned seed, int operations) {
   std::mt19937 random(seed);
   const auto group = std::make_shared<Group>();
   constexpr std::size_t kPieces = 24, kWords = kPage / 8;
-  const auto range = device.mapper->reserve(kPieces, Owner::kKv, group);
+  auto range = device.mapper->reserve(kPieces, Owner::kKv, group, false, 0);
   const auto words = [&](std::size_t piece) { return reinterpret_cast<std::uint64_t*>(range->base + piece * kPage); };
   std::vector<std::uint64_t> tail;  // numbers of the pieces that are mapped, from the front
   for (int i = 0; i < operations / 4; ++i) {
+    if (random() % 32 == 0) {
+      device.mapper->close(*range);
+      range = device.mapper->reserve(kPieces, Owner::kKv, group, false, random() % kPieces);
+      tail.clear();
+    }
+    if (random() % 4 == 0)
+      device.mapper->map_ahead(range, tail.size(), std::min<std::size_t>(2, kPieces - tail.size()));
     group->enter();
     for (std::size_t piece = 0; piece < tail.size(); ++piece) {
       if (!holds(words(piece), kWords, tail[piece], kStep)) die("a piece does not hold what was written into it");
@@ -250,14 +258,21 @@ class Model {
   Layer layers_[kLayers];
 };
 
-void change_budget(Device& device, const std::atomic<bool>& done) {
-  std::mt19937 random(7);
+void change_budget(Device& device, const std::atomic<bool>& done, unsigned seed) {
+  std::mt19937 random(seed);
   while (!done) {
-    device.set_budget((kLeastBudget + random() % (kBudget - kLeastBudget)) * kPage);
+    try {
+      device.set_budget((kLeastBudget + random() % (kBudget - kLeastBudget)) * kPage, random() % 4 * 1'000'000);
+      ++budgets_met;
+    } catch (const BudgetInUse&) {
+      // There is more in use, or the other thread has asked for another meanwhile.
+    }
     device.check();
+    for (const Events::Event& event : device.mapper->events.drain()) {
+      if (event.kind == Events::Kind::kSpill) spilled += event.pages;
+    }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   }
-  device.set_budget(kBudget * kPage);
 }
 
 }  // namespace
@@ -268,8 +283,8 @@ int main(int count, char** arguments) {
   options.library = arguments[1];
   options.page_size = kPage;
   options.budget = kBudget;
-  options.host_budget = 104;
-  const auto device = std::make_shared<Device>(options);
+  options.host_budget = 140;
+  const auto device = std::make_shared<Device>(options, true);
   bind(device);
   make_streams(Driver(options.library));
   const BallonetCore& core = *core_table();
@@ -288,10 +303,12 @@ int main(int count, char** arguments) {
       }
     });
   }
-  std::thread budget([&] { change_budget(*device, done); });
+  std::thread budget([&] { change_budget(*device, done, 7); }), another([&] { change_budget(*device, done, 8); });
   for (std::thread& worker : workers) worker.join();
   done = true;
   budget.join();
+  another.join();
+  device->set_budget(kBudget * kPage);
   for (Block block; exchange.take(block);) release(core, block);
   {
     Model last(*device, threads);  // however short the run was, layers were taken and brought back
@@ -306,11 +323,12 @@ int main(int count, char** arguments) {
   device->close();
   const auto numbers_left = device->mapper->numbers();
   if (numbers_left.created != 0 || numbers_left.host_created != 0) die("pages were left behind");
-  if (verified == 0 || moved == 0 || brought_back == 0)
-    die("nothing was verified, moved or brought back: the run was too short");
-  std::printf("verified %llu, moved %llu, taken %zu, brought back %llu, refused %llu: every page came back\n",
-              static_cast<unsigned long long>(verified), static_cast<unsigned long long>(moved),
-              device->reclaim.pages(), static_cast<unsigned long long>(brought_back),
-              static_cast<unsigned long long>(refused));
+  if (verified == 0 || moved == 0 || brought_back == 0 || budgets_met == 0)
+    die("nothing was verified, moved or brought back, or no budget met: the run was too short");
+  std::printf(
+      "verified %llu, moved %llu, taken %zu, brought back %llu, spilled %llu, refused %llu: every page came back\n",
+      static_cast<unsigned long long>(verified), static_cast<unsigned long long>(moved), device->reclaim.pages(),
+      static_cast<unsigned long long>(brought_back), static_cast<unsigned long long>(spilled),
+      static_cast<unsigned long long>(refused));
   return 0;
 }

@@ -60,7 +60,7 @@ def change(managed: ballonet.Managed, plan: Plan) -> None:
     """As between two iterations, with nobody at work on twins."""
     for thread in threading.enumerate():
         if thread.name == "ballonet-twins":
-            thread.join(30)
+            thread.join(60)
     managed._elastic._change(plan)
 
 

@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool]) -> None:
     """Twins are made on a thread of their own."""
     for thread in threading.enumerate():
         if thread.name == "ballonet-twins":
-            thread.join(30)
+            thread.join(60)
     assert condition()
 
 

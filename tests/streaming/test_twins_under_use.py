@@ -15,6 +15,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import ManageError
 from ballonet.hooks import governors
 from ballonet.offload.plan import spread, streaming
 
@@ -37,7 +38,7 @@ def original() -> Any:
 def governor(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Whose pages are always scarce."""
     found = governors.of(runtime.require())
-    monkeypatch.setattr(found, "_scarce", True)
+    monkeypatch.setattr(found.pages, "scarce", True)
     monkeypatch.setattr(found, "_clock", lambda: 0.0)
     found.bandwidth = 1e12
     return found
@@ -103,7 +104,7 @@ def test_a_twin_that_is_made_while_its_model_runs(model: Any, original: Any) -> 
     def wait() -> None:
         for thread in threading.enumerate():
             if thread.name == "ballonet-twins":
-                thread.join(30)
+                thread.join(60)
 
     expected = stock(original)
     with ballonet.manage(model) as managed:
@@ -127,6 +128,19 @@ def test_a_layer_at_home_that_writes_to_itself(model: Any, original: Any, manage
     with pytest.raises(Exception, match="can be had"):
         take()
     assert torch.equal(logits(model), stock(original_copy))
+
+
+def test_a_layer_at_home_that_writes_to_itself_and_is_taken_meanwhile(model: Any, managed: ballonet.Managed) -> None:
+    """Its twin is from before."""
+    module = model.model.layers[0].mlp.down_proj
+
+    def act() -> None:
+        halve(module.weight)
+        take()
+
+    with in_its_forward(module, act), pytest.raises(ManageError, match="gave its pages"):
+        logits(model)
+    assert logits(model).isfinite().all()
 
 
 def test_a_layer_at_home_that_an_exception_ends(model: Any, original: Any, managed: ballonet.Managed) -> None:
@@ -177,7 +191,7 @@ def test_whoever_waits_for_a_change_finds_a_layer_that_streams(
         looker.start()
         looker.join(0.05)  # it waits for the lock
         elastic._change(streaming(pages, (0,), 1))
-    looker.join(30)
+    looker.join(60)
     changed = _copy(original)
     halve(changed.model.layers[0].mlp.down_proj.weight)
     for _ in range(2):
@@ -217,7 +231,7 @@ def test_a_model_that_is_collected_while_its_thread_asks_the_governor(
             gc.enable()
         assert not done.is_alive()
         assert found[-1]
-        assert len(governor._seats) == 1
+        assert len(governor._clients.seats) == 1
         monkeypatch.setattr(governor, "_clock", lambda: 0.0)
 
 

@@ -257,7 +257,7 @@ def test_a_thread_that_looks_between_two_forwards(model: Any, original: Any, man
     def pause(frame: FrameType, event: str, _: object) -> Any:
         if event == "return" and frame.f_code.co_name == "_look":
             looked.set()
-            go_on.wait(30)
+            go_on.wait(60)
         return pause
 
     def look() -> None:
@@ -268,12 +268,12 @@ def test_a_thread_that_looks_between_two_forwards(model: Any, original: Any, man
 
     thread = threading.Thread(target=look)
     thread.start()
-    assert looked.wait(30)
+    assert looked.wait(60)
 
     def act(*_: object) -> None:
         if not found:
             go_on.set()
-            thread.join(30)
+            thread.join(60)
 
     handle = model.model.norm.register_forward_hook(act)
     say(model)

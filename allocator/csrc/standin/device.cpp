@@ -38,6 +38,8 @@ constexpr ResultText kResults[] = {
      "operation not permitted when stream is capturing"},
     {cuda::kStreamCaptureImplicit, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
      "operation would make the legacy stream depend on a capturing blocking stream"},
+    {cuda::kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT",
+     "operation not permitted on an event last recorded in a capturing stream"},
     {cuda::kUnknown, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
 

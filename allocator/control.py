@@ -1,0 +1,234 @@
+"""A running process can be asked for its budget from outside, and be given another one: `python -m ballonet budget`.
+
+Each process in which ballonet is installed listens at a socket of its own, named by its pid, in a folder that only its
+user can enter. A request is one line of JSON, `{"budget": null | bytes, "timeout": seconds}`, and so is its answer:
+`{"ok": true, ...}` with `describe`'s keys, or `{"ok": false, "kind": the error's class, "message": ...}`.
+
+Note [The end of a process]
+    The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that comes back
+    from native code while the interpreter ends takes the process down with an error. So at exit, and in `close`, an
+    answer that is being made is waited for, but not for longer than GRACE.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from . import runtime
+from .config import control_dirs
+from .errors import NoSuchProcess, NotPermitted, NotReachable, Refused
+
+GRACE: Final = 2.0  # seconds
+PATIENCE: Final = 5.0  # seconds that a client may take for its line
+LONGEST: Final = 4096  # bytes of a request
+LONGEST_PATH: Final = 107  # bytes of a socket's path
+
+SHOWN: Final = ("budget", "page_size", "pages", "host_pages", "spilled")
+
+SetBudget = Callable[[int, float], None]  # bytes, timeout in seconds
+
+
+def describe() -> dict[str, Any]:
+    """Who owns what now: pid, budget and page_size in bytes, pages by owner, host_pages, spilled ones. NotInstalled."""
+    snapshot = runtime.require().snapshot()
+    return {"pid": os.getpid(), **{key: snapshot[key] for key in SHOWN}}
+
+
+class Control:
+    """The listening end, from now until `close()`. OSError where there is no place for its socket."""
+
+    def __init__(self, set_budget: SetBudget, folders: Sequence[Path]) -> None:
+        self._set_budget = set_budget
+        self._closed = False
+        self._busy = threading.Lock()  # held while an answer is made
+        self._socket, self.path = _listen(folders)
+        threading.Thread(target=self._serve, name="ballonet-control", daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody is answered any more, and the socket is gone. Again: does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
+        if self._busy.acquire(timeout=GRACE):
+            self._busy.release()
+
+    def forget(self) -> None:
+        """In a child after a fork: the parent keeps the socket, the child has no thread."""
+        self._socket.close()
+
+    def _serve(self) -> None:
+        with self._socket:
+            while True:
+                try:
+                    connection, _ = self._socket.accept()
+                except OSError:  # closed
+                    return
+                with contextlib.suppress(OSError), connection:  # the client may go at any time
+                    self._serve_one(connection)
+
+    def _serve_one(self, connection: socket.socket) -> None:
+        connection.settimeout(PATIENCE)
+        if _peer(connection)[1] != os.geteuid():
+            return
+        line = _line(connection, LONGEST)
+        with self._busy:
+            if not self._closed:
+                connection.sendall(json.dumps(self._answer(line)).encode() + b"\n")
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            budget, timeout = request["budget"], request["timeout"]
+        except (ValueError, TypeError, KeyError):
+            return {"ok": False, "kind": "ValueError", "message": "the request is not understood"}
+        try:
+            if budget is not None:
+                self._set_budget(int(budget), float(timeout))
+            return {"ok": True, **describe()}
+        except Exception as error:
+            return {"ok": False, "kind": type(error).__name__, "message": str(error).removeprefix("ballonet: ")}
+
+
+_control: Control | None = None
+
+
+def start(set_budget: SetBudget) -> None:
+    """Has this process listen, if it does not yet. OSError."""
+    global _control
+    if _control is None:
+        _control = Control(set_budget, control_dirs())
+
+
+def stop() -> None:
+    """Ends that."""
+    global _control
+    control, _control = _control, None
+    if control is not None:
+        control.close()
+
+
+def _forget() -> None:
+    global _control
+    if _control is not None:
+        _control.forget()
+        _control = None
+
+
+atexit.register(stop)
+os.register_at_fork(after_in_child=_forget)
+
+
+def ask(pid: int, budget: int | None, timeout: float, folders: Sequence[Path] | None = None) -> dict[str, Any]:
+    """What `describe` says in another process of this user, after its budget has become so many bytes, unless None.
+
+    `timeout`: seconds that it may take to get pages back. Raises NoSuchProcess, NotPermitted, NotReachable, and Refused
+    with what it said.
+    """
+    _check_owner(pid)
+    with _connected(pid, control_dirs() if folders is None else folders) as connection:
+        connection.settimeout(timeout + 2 * PATIENCE)
+        try:
+            connection.sendall(json.dumps({"budget": budget, "timeout": timeout}).encode() + b"\n")
+            answer = json.loads(_line(connection, 1 << 20))
+        except (OSError, ValueError) as error:
+            raise NotReachable(
+                pid, f"did not answer ({error}): it may be ending, or busy with another request; try again"
+            ) from None
+    if answer.pop("ok"):
+        return dict(answer)
+    raise Refused(pid, answer["message"], answer["kind"])
+
+
+def _check_owner(pid: int) -> None:
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        raise NoSuchProcess(pid, "does not exist: give the pid of a running process, as ps shows it") from None
+    if owner != os.geteuid():
+        raise NotPermitted(pid, f"belongs to user {owner}: run this command as that user")
+
+
+def _connected(pid: int, folders: Sequence[Path]) -> socket.socket:
+    for folder in folders:
+        _clean(folder)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(PATIENCE)
+            connection.connect(str(folder / f"{pid}.sock"))
+            if _peer(connection) == (pid, os.geteuid()):
+                return connection
+        except OSError:
+            pass
+        connection.close()
+    raise NotReachable(
+        pid, "does not listen: ballonet.install() was not called in it, or it was started with BALLONET_CONTROL=0"
+    )
+
+
+def _listen(folders: Sequence[Path]) -> tuple[socket.socket, Path]:
+    """A socket in the first folder that will do. OSError with the reasons where none does."""
+    reasons = []
+    for folder in folders:
+        path = folder / f"{os.getpid()}.sock"
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            _private(folder)
+            if len(os.fsencode(path)) > LONGEST_PATH:
+                raise OSError(f"{path} is too long for a socket")
+            _clean(folder)
+            path.unlink(missing_ok=True)  # of a process that had this pid before
+            listening.bind(str(path))
+            listening.listen()
+            return listening, path
+        except OSError as error:
+            listening.close()
+            reasons.append(str(error))
+    raise OSError("; ".join(reasons))
+
+
+def _private(folder: Path) -> None:
+    """A folder that nobody else can enter. OSError where it is another's, or open to others."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise OSError(f"{folder} is not a folder that only this user can enter")
+
+
+def _clean(folder: Path) -> None:
+    """Removes the sockets of processes that are gone."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("*.sock"):
+            if path.stem.isdecimal() and not os.path.exists(f"/proc/{path.stem}"):
+                path.unlink(missing_ok=True)
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Pid and user of the other end."""
+    size = struct.calcsize("3i")
+    pid, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, user
+
+
+def _line(connection: socket.socket, longest: int) -> bytes:
+    """Up to the end of the line. OSError where it does not come, or is longer."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(longest)
+        line += part
+        if not part or len(line) > longest:
+            raise OSError("the line did not end")
+    return line

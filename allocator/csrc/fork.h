@@ -1,0 +1,37 @@
+// What a fork must not find in the middle of anything.
+//
+// Note [Locks over a fork]
+// The child of a fork has the forking thread alone: a lock that another one held stays locked there for ever. So a fork
+// takes all locks that its child may need first, in the order in which they nest, and gives them back on both sides.
+// A driver's library may do the same with its own locks, which lie below ours; as the newest handlers run first, ours
+// are registered anew whenever a library was loaded.
+#pragma once
+
+#include <mutex>
+#include <string>
+
+namespace ballonet {
+
+// In the order in which they are taken.
+enum class ForkRank { kRegistry, kBudget, kHeap, kReclaim, kThreads, kMapper, kRequests, kEvents };
+
+// While it lives, a fork takes the lock.
+class HeldOverFork {
+ public:
+  HeldOverFork(ForkRank rank, std::mutex& mutex);
+  ~HeldOverFork();
+  HeldOverFork(const HeldOverFork&) = delete;
+  HeldOverFork& operator=(const HeldOverFork&) = delete;
+
+ private:
+  const ForkRank rank_;
+  std::mutex& mutex_;
+};
+
+// From here on forks are seen, by those that hold locks of `library` below ours too. Throws UsageError.
+void watch_forks(const std::string& library);
+// How many forks lie between this process and the one that loaded the core: a thread that was started before the last
+// of them does not exist here.
+unsigned forks();
+
+}  // namespace ballonet

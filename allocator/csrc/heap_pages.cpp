@@ -1,0 +1,137 @@
+// How pages come to the heap's blocks, and leave them.
+#include <algorithm>
+
+#include "heap.h"
+
+namespace ballonet {
+
+// Bytes that may exist for activations before idle pages are moved rather than new ones made.
+std::uint64_t Heap::allowance() const { return numbers_.requested_peak + numbers_.requested_peak / 64 + 3 * page_; }
+
+// Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
+// hole, so that the placement stays true.
+void Heap::back(Arena& arena, const Blocks::Placement& placement) {
+  const std::size_t first = placement.from / page_, count = (placement.to - placement.from) / page_;
+  const std::int64_t since = now_ns();
+  if (arena.key.place == Place::kHost) {
+    mapper_->map(*arena.range, first, count, Place::kHost);
+    arena.blocks.fill(placement.hole, placement.from, placement.to);
+    return mapper_->events.add(Events::Kind::kSpill, count, since);
+  }
+  const auto numbers = mapper_->numbers();
+  const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
+  const std::size_t idle = pages(Owner::kFree);
+  const std::size_t growth = count > idle ? count - idle : 0;
+  const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
+  if (growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
+    // The block behind the hole may grow the hole when it gives pages; the one before it would take the hole's place.
+    const bool to_the_end = placement.to == placement.hole->offset + placement.hole->size;
+    if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) mapper_->reap(true);
+  }
+  mapper_->map(*arena.range, first, count, Place::kDevice);
+  arena.blocks.fill(placement.hole, placement.from, placement.to);
+  if (const std::size_t deflated = std::min(idle, count)) mapper_->events.add(Events::Kind::kDeflate, deflated, since);
+}
+
+// A live block becomes free. Host pages that nothing lies on any more go at once.
+void Heap::release(Blocks::Block* block) {
+  Arena& arena = *static_cast<Arena*>(block->tag);
+  Blocks::Block* free = arena.blocks.release(block);
+  if (arena.key.place == Place::kDevice) return;
+  const std::uint64_t begin = arena.blocks.inner_begin(free), end = arena.blocks.inner_end(free);
+  if (begin >= end) return;
+  const Span span{begin / page_, (end - begin) / page_};
+  arena.blocks.punch(free, begin, end);
+  mapper_->retire(*arena.range, {span});
+  mapper_->events.add(Events::Kind::kUnspill, span.count);
+}
+
+// While more exists than the budget allows, pages leave as soon as nothing lies on them.
+void Heap::give_back() {
+  reuse_passed();
+  const auto numbers = mapper_->numbers();
+  const std::size_t leaving = numbers.budget + numbers.pages[static_cast<std::size_t>(Owner::kRetiring)];
+  if (numbers.created > leaving) harvest(numbers.created - leaving, nullptr, nullptr);
+}
+
+// Everything that waiting can free, and every page that nothing lies on, goes to the pool. Returns how many.
+std::size_t Heap::settle() {
+  settle_waiting();
+  const std::size_t pages = harvest(~std::size_t{0}, nullptr, nullptr);
+  mapper_->reap(true);
+  return pages;
+}
+
+void Heap::settle_waiting() {
+  for (Waiting& waiting : waiting_) mapper_->fence_wait(waiting.fence);
+  reuse_passed();
+  drop_released();
+}
+
+// Takes up to `pages` whole pages out of free blocks; they retire. Returns how many. Small blocks go first: they are
+// the least likely to serve where they lie, and recorded traces replay with half as many moves as the other way round.
+std::size_t Heap::harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after) {
+  std::size_t taken = 0;
+  for (auto& [key, arenas] : arenas_) {
+    for (auto& arena : arenas) {
+      if (held(*arena) || key.place == Place::kHost) continue;
+      Spans spans;
+      arena->blocks.visit_large([&](Blocks::Block* block) {
+        const std::uint64_t begin = arena->blocks.inner_begin(block);
+        std::uint64_t end = arena->blocks.inner_end(block);
+        if (block == keep_before || block == keep_after || begin >= end) return true;
+        end = begin + std::min<std::uint64_t>((end - begin) / page_, pages - taken) * page_;
+        spans.push_back({begin / page_, (end - begin) / page_});
+        taken += spans.back().count;
+        arena->blocks.punch(block, begin, end);
+        return taken < pages;
+      });
+      if (!spans.empty()) mapper_->retire(*arena->range, spans);
+      if (taken >= pages) return taken;
+    }
+  }
+  return taken;
+}
+
+// A graph replays from the addresses of its pool: they keep their pages until the pool is released.
+bool Heap::held(const Arena& arena) const { return pools_.count(arena.key.pool) > 0; }
+
+void Heap::reuse_passed() {
+  while (!waiting_.empty() && mapper_->fence_passed(waiting_.front().fence)) {
+    Blocks::Block* block = waiting_.front().block;
+    waiting_.pop_front();
+    release(block);
+  }
+}
+
+std::size_t Heap::trim_and_wait() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return mapper_->capturing() ? 0 : settle();
+}
+
+std::size_t Heap::idle_pages() {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!mapper_->capturing()) settle_waiting();
+  std::size_t pages = 0;
+  for (auto& [key, arenas] : arenas_) {
+    for (auto& arena : arenas) {
+      if (held(*arena) || key.place == Place::kHost) continue;
+      arena->blocks.visit_large([&](Blocks::Block* block) {
+        const std::uint64_t begin = arena->blocks.inner_begin(block), end = arena->blocks.inner_end(block);
+        if (begin < end) pages += (end - begin) / page_;
+        return true;
+      });
+    }
+  }
+  return pages;
+}
+
+void Heap::shrink(bool wait) {
+  std::lock_guard<std::mutex> lock(mutex);
+  wait = wait && !mapper_->capturing();
+  if (wait) settle_waiting();
+  if (mapper_->above_budget()) give_back();
+  if (wait) mapper_->reap(true);
+}
+
+}  // namespace ballonet

@@ -1,0 +1,202 @@
+"""Why memory moved: what was decided, by whom, what that was expected to cost and what it did.
+
+What the core does by itself, in the middle of an operator, is in its own log (`Device.events`) and comes here when
+anybody listens (`Events.hear`); what is decided in Python is added where it is decided.
+
+Note [Added from anywhere]
+    A finalizer or a signal handler may add an event in the middle of `add` on the same thread. So the lock is one that
+    a thread may take again, an event first goes into an inbox, in one step, and whoever is emptying that already takes
+    it along.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+LIMIT: Final = 1 << 14  # events that are kept
+
+Row = tuple[int, str, int, int, int, int]  # of Device.events: time in ns, kind, pages, key, thread, duration in ns
+KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `obey` are of whatever lever gave the entry
+    "inflate": ("inflate", "pull"),
+    "deflate": ("inflate", "revert"),
+    "take": ("", "pull"),
+    "obey": ("", "obey"),
+    "spill": ("spill", "pull"),
+    "unspill": ("spill", "revert"),
+    "demand": ("wait", "pull"),
+    "refuse": ("refuse", "pull"),
+    "budget": ("budget", "set"),
+    "budget refused": ("budget", "refuse"),
+}
+
+
+class Source(Protocol):
+    """What happens by itself: a `Device`."""
+
+    def events(self) -> list[Row]:
+        """Hands over the rows since the last call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One decision."""
+
+    when: int  # ns of CLOCK_MONOTONIC
+    lever: str
+    verb: str  # pull, revert; obey: pulled because another thread asked; of the budget: set, refuse
+    pages: int  # that it moved, or was to
+    what: str = ""  # whose pages
+    by: str = ""  # who asked: a thread, a model
+    predicted: float | None = None  # seconds
+    measured: float | None = None  # seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, ready for JSON."""
+        return asdict(self)
+
+
+class Count(NamedTuple):
+    """Of all events of one lever and verb: how many, their pages, the seconds that were measured."""
+
+    events: int
+    pages: int
+    seconds: float
+
+
+Counts = dict[str, dict[str, Count]]  # by lever and verb
+
+
+class Named(NamedTuple):
+    """A published entry: which lever takes it, whose pages it has, what taking it should cost in seconds."""
+
+    lever: str
+    what: str
+    predicted: float | None
+
+
+class Heard(NamedTuple):
+    """`events` since a cursor, in the order in which they came; the next cursor; how many came and are kept no more."""
+
+    events: list[Event]
+    cursor: int
+    lost: int
+
+
+def unnamed(key: int) -> Named:
+    """An entry that nobody knows."""
+    return Named("reclaim", f"entry {key}", None)
+
+
+class Events:
+    """The log of one device: the last `limit` events, and counts of all. Thread-safe, see Note [Added from anywhere].
+
+    `naming` says of the key of a published entry whose it is; it is called without a lock of the log.
+    """
+
+    def __init__(self, source: Source | None = None, limit: int = LIMIT) -> None:
+        self.naming: Callable[[int], Named] = unnamed
+        self._source = source
+        self._inbox: deque[Event] = deque()
+        self._sorting = False
+        self._kept: deque[Event] = deque(maxlen=limit)
+        self._counts: dict[tuple[str, str], Count] = {}
+        self._came = 0
+        self._lock = threading.RLock()
+
+    def add(self, event: Event) -> None:
+        """Takes a few microseconds at most."""
+        self._inbox.append(event)
+        with self._lock:
+            self._settle()
+
+    def decided(
+        self,
+        lever: str,
+        verb: str,
+        pages: int,
+        *,
+        what: str = "",
+        by: str | None = None,
+        predicted: float | None = None,
+        measured: float | None = None,
+    ) -> None:
+        """Adds an event of this moment; `by` is the calling thread unless another asked."""
+        asked = threading.current_thread().name if by is None else by
+        self.add(Event(time.monotonic_ns(), lever, verb, pages, what, asked, predicted, measured))
+
+    def hear(self) -> None:
+        """Takes over what the core did since the last call of anyone."""
+        if self._source is None:
+            return
+        rows = self._source.events()
+        if rows:
+            threads = {thread.ident: thread.name for thread in threading.enumerate()}
+            for row in rows:
+                self.add(self._of(row, threads))
+
+    def since(self, cursor: int = 0) -> Heard:
+        """What came after the cursor, 0: the first one ever."""
+        with self._lock:
+            self._settle()
+            came = self._came
+            wanted = min(came - cursor, len(self._kept))
+            kept = list(self._kept)[len(self._kept) - wanted :]
+        return Heard(kept, came, came - cursor - wanted)
+
+    def counts(self) -> Counts:
+        """Of all events that ever came, by lever and verb, the lever with the first event first."""
+        with self._lock:
+            self._settle()
+            counts = dict(self._counts)
+        return _by_lever(counts)
+
+    def _settle(self) -> None:
+        """Empties the inbox. The caller holds the lock."""
+        if self._sorting:
+            return
+        self._sorting = True
+        try:
+            while self._inbox:
+                self._sort(self._inbox.popleft())
+        finally:
+            self._sorting = False
+
+    def _sort(self, event: Event) -> None:
+        name = event.lever, event.verb
+        count = self._counts.get(name, Count(0, 0, 0.0))
+        self._counts[name] = Count(count.events + 1, count.pages + event.pages, count.seconds + (event.measured or 0.0))
+        self._kept.append(event)
+        self._came += 1
+
+    def _of(self, row: Row, threads: Mapping[int | None, str]) -> Event:
+        when, kind, pages, key, thread, took = row
+        lever, verb = KINDS.get(kind, (kind, "pull"))
+        named = Named(lever, "", None) if lever else self.naming(key)
+        by = threads.get(thread, f"thread {thread}") if thread else "ballonet"
+        seconds = took / 1e9 if took else None
+        return Event(when, named.lever, verb, pages, named.what, by, named.predicted, seconds)
+
+
+def more(now: Mapping[str, Mapping[str, Count]], before: Mapping[str, Mapping[str, Count]]) -> Counts:
+    """What came between two readings of `counts`."""
+    grown: dict[tuple[str, str], Count] = {}
+    for lever, verbs in now.items():
+        for verb, count in verbs.items():
+            old = before.get(lever, {}).get(verb, Count(0, 0, 0.0))
+            if count.events > old.events:
+                grown[lever, verb] = Count(
+                    count.events - old.events, count.pages - old.pages, count.seconds - old.seconds
+                )
+    return _by_lever(grown)
+
+
+def _by_lever(counts: Mapping[tuple[str, str], Count]) -> Counts:
+    nested: Counts = {}
+    for (lever, verb), count in counts.items():
+        nested.setdefault(lever, {})[verb] = count
+    return nested

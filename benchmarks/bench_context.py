@@ -1,0 +1,188 @@
+"""The longest context, and the largest batch of long ones, at a fixed budget: stock's cache and the elastic one.
+
+Context: a prompt is computed chunk by chunk until there is no memory for the next one. "first token" is the time from
+its beginning until the token that follows the last of them is known. The managed peer stops at `ENOUGH` times what
+stock reaches, so its figure may be less than what it could. Where stock ends both are asked for the token that follows.
+
+Batch: a cache of random keys and values for so many sequences of that length, and a few tokens of `generate()`. The
+managed peer is asked for `MORE` times as many sequences as stock can, and for fewer where that fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from budgets import GIB, OURS, STOCK, kind_of, what
+from common import Figure, Options, options, report
+from peer import Peer, peers, serve
+from streamed import MIB
+
+import ballonet
+
+if TYPE_CHECKING:
+    from capped import Held
+
+BUDGET = {"cuda": 24 * GIB, "cpu": 112 * MIB, "tiny": 22 * MIB}  # bytes
+CHUNK = {"cuda": 2048, "cpu": 256, "tiny": 128}  # tokens that are computed at once
+HELD = {"cuda": 32768, "cpu": 512, "tiny": 256}  # tokens of each sequence of a batch
+LONGER, MORE = 1.5, 3
+ENOUGH = {"cuda": 1.75, "cpu": 2, "tiny": 2}  # times what stock reaches
+TOKENS = 4  # of a generate() over a batch
+MOST = 2**18  # tokens
+COLUMNS = [
+    "",
+    STOCK,
+    OURS,
+    "ballonet / stock",
+    "tokens per chunk",
+    "stock: time",
+    "ballonet: time",
+    "next tokens that differ",
+    "what gave pages",
+]
+
+
+def main() -> None:
+    chosen = options("context", __doc__)
+    if chosen.peer is not None:
+        serve(functions(chosen.peer, chosen))
+        return
+    kind = kind_of(chosen)
+    with peers(__file__, chosen, (STOCK,)) as found:
+        stock = of_stock(found[STOCK], CHUNK[kind], HELD[kind])
+    with peers(__file__, chosen, (OURS,)) as found:
+        rows = [context(found[OURS], stock.context, CHUNK[kind], ENOUGH[kind]), batch(found[OURS], stock, HELD[kind])]
+    title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
+    report(chosen, "context", title, COLUMNS, rows)
+
+
+class Stock(NamedTuple):
+    """What stock can: the answers for its longest context and its largest batch, and how many sequences that has."""
+
+    context: dict[str, Any]
+    batch: dict[str, Any]
+    most: int
+
+
+def of_stock(peer: Peer, chunk: int, held: int) -> Stock:
+    """Asks stock."""
+    found = peer.ask("context", most=MOST, chunk=chunk)
+    most, answer = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), MOST)
+    return Stock(found, answer, most)
+
+
+def context(peer: Peer, stock: dict[str, Any], chunk: int, enough: float) -> list[Any]:
+    """The row of the longest context; `enough` times as long as stock's it is enough."""
+    ours = peer.ask("context", most=round(enough * stock["tokens"]), chunk=chunk)
+    again = peer.ask("context", most=stock["tokens"], chunk=chunk)
+    return [
+        "longest context, tokens",
+        stock["tokens"],
+        ours["tokens"],
+        Figure.of([ours["tokens"] / stock["tokens"]]).at_least(LONGER),
+        chunk,
+        f"first token {stock['seconds']:.3g} s",
+        f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
+        Figure.of([float(again["next"] != stock["next"])]).at_most(0),
+        ours["decided"],
+    ]
+
+
+def batch(peer: Peer, stock: Stock, held: int) -> list[Any]:
+    """The row of the largest batch."""
+    wanted = MORE * stock.most
+    ours = peer.ask("batch", sequences=wanted, tokens=held)
+    more = wanted
+    if ours["ms"] is None:
+        more, ours = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), wanted)
+    return [
+        f"largest batch of {held:,} tokens each",
+        stock.most,
+        more,
+        Figure.of([more / stock.most]).at_least(MORE),
+        "",
+        f"{stock.batch['ms']:.3g} ms per token",
+        f"{ours['ms']:.3g} ms per token",
+        "",
+        ours["decided"],
+    ]
+
+
+def largest(ask: Callable[[int], dict[str, Any]], high: int) -> tuple[int, dict[str, Any]]:
+    """The largest number below `high` that there is room for, and the answer for it; one has to be possible."""
+    low, best, number = 0, None, 1
+    while high - low > 1:
+        answer = ask(number)
+        if answer["ms"] is None:
+            high = number
+        else:
+            low, best = number, answer
+        number = min(2 * low, (low + high) // 2)
+    if best is None:
+        raise SystemExit("there is no room for a single sequence")
+    return low, best
+
+
+def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
+    """What a peer answers, see peer.serve()."""
+    from capped import Held
+
+    held = Held(name, chosen, BUDGET[kind_of(chosen)])
+    return {"context": partial(longest, held), "batch": partial(decoded, held)}
+
+
+def longest(held: Held, most: int, chunk: int) -> dict[str, Any]:
+    """The tokens that there was room for, at most `most`, the one that follows them, and seconds until it was there."""
+    import torch
+    from capped import decided
+    from peer import synchronize
+
+    held.reset()
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(1, held.model.config.vocab_size, (1, MOST), generator=generator).to(held.device)
+    before = ballonet.stats() if held.peer == OURS else None
+    cache = held.cache()
+    tokens, seconds, following = 0, 0.0, -1
+    begin = time.perf_counter()
+    with torch.no_grad(), suppress(torch.OutOfMemoryError):
+        while tokens < most:
+            part = text[:, tokens : min(tokens + chunk, most)]
+            logits = held.model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            following = int(logits[0, -1].argmax())
+            synchronize(held.device)
+            tokens, seconds = tokens + part.shape[1], time.perf_counter() - begin
+    return {
+        "tokens": tokens,
+        "next": following,
+        "seconds": seconds,
+        "decided": "" if before is None else decided(before),
+    }
+
+
+def decoded(held: Held, sequences: int, tokens: int) -> dict[str, Any]:
+    """ms per token, None where there is no room."""
+    import torch
+    from capped import decided
+    from generating import Clock, timed
+    from llama import filled
+    from peer import synchronize
+
+    held.reset()
+    before = ballonet.stats() if held.peer == OURS else None
+    clock = Clock(lambda: synchronize(held.device), int)
+    ms = None
+    with suppress(torch.OutOfMemoryError):
+        cache = filled(held.peer, held.model.config, sequences, tokens, held.device)
+        timed(held.model, cache, (sequences, tokens), held.device, TOKENS, clock)
+        ms = median(b - a for a, b in pairwise(clock.times)) * 1e3
+    return {"ms": ms, "decided": "" if before is None else decided(before)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A `generate()` that dies of `torch.OutOfMemoryError` at a budget with stock completes there, with stock's tokens.
+
+Stock says first what it needs without a limit, and its tokens. Budgets lie between that and the weights, which have to
+fit. Each managed peer is a process that has the budget from its beginning, as a script would; see capped.py for what
+stock is. A budget of which stock does not die is no such case, and shown all the same.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from budgets import OURS, STOCK, kind_of, what
+from common import Figure, Options, options, report
+from peer import peers, serve
+from streamed import MIB
+
+if TYPE_CHECKING:
+    from capped import Held
+
+CASES = {
+    "cuda": (8, 4096, 32),
+    "cpu": (8, 256, 16),
+    "tiny": (8, 128, 3),
+}  # sequences, tokens of the prompt, and new ones
+SHARES = {"cuda": (0.4,), "cpu": (0.6, 0.3), "tiny": (0.7,)}  # of what stock needs beside the weights
+COLUMNS = [
+    "budget, MiB",
+    "of what stock needs",
+    "stock",
+    "ballonet",
+    "tokens that differ",
+    "ms per token",
+    "of stock without a limit",
+    "what gave pages",
+]
+
+
+def main() -> None:
+    chosen = options("oom", __doc__)
+    if chosen.peer is not None:
+        serve(functions(chosen.peer, chosen))
+        return
+    kind = kind_of(chosen)
+    rows = []
+    with peers(__file__, chosen, (STOCK,)) as started:
+        stock = started[STOCK]
+        free = stock.ask("say")
+        budgets = [int(free["weights"] + share * (free["peak"] - free["weights"])) for share in SHARES[kind]]
+        theirs = [stock.ask("say", budget=budget) for budget in budgets]
+    for budget, their in zip(budgets, theirs, strict=True):
+        with peers(__file__, chosen, (OURS,)) as started:
+            rows.append(row_of(budget, free, their, started[OURS].ask("say", budget=budget)))
+    batch, length, tokens = CASES[kind]
+    title = f"a budget of which stock dies: {batch} x {length} tokens and {tokens} more, {what(chosen)}"
+    report(chosen, "oom", title, COLUMNS, rows)
+
+
+def row_of(budget: int, free: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> list[Any]:
+    """`free`: what stock said without a limit."""
+    differ = sum(a != b for a, b in zip(free["tokens"], ours["tokens"] or [-1] * len(free["tokens"]), strict=True))
+    ms = Figure.of([ours["ms"]]) if ours["ms"] is not None else ""
+    return [
+        round(budget / MIB),
+        Figure.of([budget / free["peak"]]),
+        ending(stock),
+        ending(ours),
+        Figure.of([float(differ)]).at_most(0),
+        ms,
+        "" if ms == "" else Figure.of([ours["ms"] / free["ms"]]),
+        ours["decided"],
+    ]
+
+
+def ending(answer: dict[str, Any]) -> str:
+    return "completes" if answer["error"] is None else f"{answer['error']} after {answer['said']} tokens"
+
+
+def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
+    """What a peer answers, see peer.serve()."""
+    held: list[Held] = []
+
+    def say(budget: int | None = None) -> dict[str, Any]:
+        from capped import Held
+
+        if held:
+            held[0].hold(budget)
+        else:
+            held.append(Held(name, chosen, budget))
+        return generated(held[0], *CASES[kind_of(chosen)])
+
+    return {"say": say}
+
+
+def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
+    """What came of it: the tokens, or how many there were until the `error`; ms per token; bytes; who gave pages."""
+    from statistics import median
+
+    import torch
+    from capped import decided
+    from generating import Clock
+    from peer import synchronize
+
+    held.reset()
+    weights, _ = held.memory()
+    torch.manual_seed(1)
+    prompt = torch.randint(1, held.model.config.vocab_size, (batch, length)).to(held.device)
+    clock = Clock(lambda: synchronize(held.device), int)
+    said, error = None, None
+    try:
+        output = held.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=tokens,
+            do_sample=False,
+            stopping_criteria=[clock],
+        )
+        said = output[:, length:].flatten().tolist()
+    except torch.OutOfMemoryError as failure:
+        error = type(failure).__name__
+    gc.collect()
+    times = clock.times
+    return {
+        "tokens": said,
+        "error": error,
+        "said": len(times),
+        "ms": median(b - a for a, b in pairwise(times)) * 1e3 if said is not None else None,
+        "weights": weights,
+        "peak": held.memory()[1],
+        "decided": decided() if held.peer == OURS else "",
+    }
+
+
+if __name__ == "__main__":
+    main()

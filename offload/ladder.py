@@ -1,0 +1,108 @@
+"""The ladder: what gives its device pages in which order, and what gets them back. Numbers in, an order out.
+
+What is pulled first is what costs least per byte freed for as long as it lasts (`Rung`). The native core pulls: it goes
+down the list that was published (`listed`), in the middle of any operator. In front of that list, without entries, it
+does what costs nothing; behind it come waiting, pages of the host, and refusal.
+
+Note [What it costs]
+    A layer whose copy hides behind the iteration costs nothing in it; beyond that bytes over the link. A page of KV is
+    read through the link in each decode step, whatever hides what else. What is idle costs nothing until it is used
+    again: then a layer streams, and a page of KV is copied home once.
+
+Note [Floors]
+    A model keeps `floor` device pages for its weights and its caches together. So each lot is passed over that would
+    leave it with less once all before it are taken. The core may take some and not others (a thread leases them), but
+    never more than the list has, so that what is left is never less. A model that frees its own KV may be below it.
+
+Note [What comes home first]
+    What costs most while it is away: KV that is read in place, then layers whose copies are waited for, by the seconds
+    that a page of them costs in each iteration. Then layers that hide, as the link is free for others without them;
+    then those of idle models. The KV of an idle cache comes home when it is used again, as nobody else may touch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+
+class Rung(IntEnum):
+    """In the order in which they are pulled; numbered as in the design where it has a number for them."""
+
+    TRIM = 0  # free blocks, mapped slots, reserves
+    INFLATE = 2  # free pages of activations become KV, or the reverse
+    IDLE_WEIGHTS = 4
+    IDLE_KV = 5
+    HIDDEN_WEIGHTS = 6  # of models that run, while the copies hide
+    STALLING_WEIGHTS = 8  # beyond that, within the model's cap
+    RUNNING_KV = 9  # read in place
+    WAIT = 10  # for what other threads use
+    SPILL = 11  # pages of the host in the place of pages of the device
+    REFUSE = 12
+
+    @property
+    def label(self) -> str:
+        """As events and people call it."""
+        return self.name.lower().replace("_", " ").replace("kv", "KV")
+
+
+LISTED: Final = (Rung.IDLE_WEIGHTS, Rung.IDLE_KV, Rung.HIDDEN_WEIGHTS, Rung.STALLING_WEIGHTS, Rung.RUNNING_KV)
+
+
+@dataclass(slots=True)
+class Lot:
+    """What is taken at a time: `index` of the `client` with that number, so many device `pages`.
+
+    `priority`: those with the lowest give first; `recency`: of equals the one with the highest: when what is idle was
+    used, when what runs came. `seconds`: of each iteration, per page, for as long as it is away. `once`: seconds of
+    taking it. `owner`: the model whose floor it counts for, 0 for none."""
+
+    rung: Rung
+    client: int
+    index: int
+    pages: int
+    priority: int = 0
+    recency: float = 0.0
+    seconds: float = 0.0
+    once: float = 0.0
+    owner: int = 0
+
+
+def ordered(lots: Iterable[Lot]) -> list[Lot]:
+    """In the order of taking. What a client offers of one rung stays in the order in which it offers it, and equals
+    stay as they come."""
+    return sorted(lots, key=lambda each: (each.rung, each.priority, each.seconds, -each.recency))
+
+
+def above_floors(lots: Iterable[Lot], spare: Mapping[int, int]) -> list[Lot]:
+    """Without those that would leave a model with less than its floor. `spare`: pages that each owner has beyond it;
+    those who are not named have no floor. See Note [Floors]."""
+    left, kept = dict(spare), []
+    for lot in lots:
+        if lot.owner in left:
+            if lot.pages > left[lot.owner]:
+                continue
+            left[lot.owner] -= lot.pages
+        kept.append(lot)
+    return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """So many `pages` of a `client` that would be on the device if there were room. `seconds`: of each iteration, per
+    page, that this costs; `active`: it runs."""
+
+    client: int
+    pages: int
+    seconds: float
+    active: bool
+    priority: int = 0
+    recency: float = 0.0
+
+
+def first_home(absent: Iterable[Absent]) -> list[Absent]:
+    """In the order in which they come back: the reverse of that in which they went, by what they cost now. See Note
+    [What comes home first]."""
+    return sorted(absent, key=lambda each: (not each.active, -each.seconds, -each.priority, each.recency))

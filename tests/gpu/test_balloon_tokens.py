@@ -1,0 +1,188 @@
+"""A budget that is too small, or becomes too small meanwhile, changes how long tokens take and not which they are."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+import ballonet
+from ballonet.allocator.errors import BudgetInUse
+
+from .. import models
+from .scene import Place, everywhere, play
+from .stock import differences
+from .test_weights_streaming import small_layers, streams_here
+
+PAGES = 512
+TOKENS = 24
+STEP = 2  # pages by which the budget shrinks
+GIVEN = ("idle KV", "running KV", "idle weights", "hidden weights", "stalling weights", "spill")  # by whom
+
+
+@pytest.fixture(autouse=True)
+def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is by default, and in a process of its own."""
+    monkeypatch.setenv("BALLONET_SPILL", "1")
+
+
+def speaker(place: Place) -> tuple[Any, dict[str, torch.Tensor]]:
+    """A model, and prompts that fill several pages of its cache in every layer."""
+    hidden, batch, longest = (512, 16, 512) if place.cuda else (64, 4, 120)
+    model = models.build("llama", hidden_size=hidden, num_hidden_layers=4, max_position_embeddings=2048)
+    return model.to(place.kind), {name: each.to(place.kind) for name, each in models.prompts(batch, longest).items()}
+
+
+def smallest(place: Place, say: Any) -> int:
+    """Pages that it takes at most, with nothing left over from before."""
+    gc.collect()
+    place.empty_cache()
+    place.device.reset_peaks()
+    say()
+    pages: int = place.device.snapshot()["physical_peak"] // place.page
+    return pages
+
+
+def given() -> int:
+    """Pages that were given so far by what was in use."""
+    events = ballonet.stats().events
+    of_levers = [events[lever] for lever in GIVEN if lever in events]
+    return sum(verbs[verb].pages for verbs in of_levers for verb in ("pull", "obey") if verb in verbs)
+
+
+def a_budget_that_is_too_small(place: Place) -> None:
+    """It shrinks from one `generate()` to the next, until it is refused, and is then what it was."""
+    model, inputs = speaker(place)
+    expected = models.generate(model, "greedy", inputs, TOKENS)
+
+    def say() -> None:
+        assert not differences(models.generate(model, "greedy", inputs, TOKENS), expected)
+        gc.collect()
+
+    with small_layers(), ballonet.manage(model):
+        say()
+        before, least = given(), smallest(place, say)
+        for budget in range(least, 0, -STEP):
+            try:
+                ballonet.set_budget(budget * place.page)
+            except BudgetInUse:
+                break
+            say()
+            assert sum(ballonet.stats().pages.values()) <= budget
+        assert budget < least - STEP
+        assert given() > before, "nothing has given a page, so the budget was never too small"
+        ballonet.set_budget(PAGES * place.page)
+        for _ in range(2):
+            say()
+
+
+@everywhere
+def test_a_budget_that_is_too_small(kind: str) -> None:
+    streams_here(kind)
+    play(a_budget_that_is_too_small, kind, pages=PAGES, host_pages=PAGES)
+
+
+class Shrinks(StoppingCriteria):
+    """Never stops anything; has another thread change the budget while tokens come."""
+
+    def __init__(self, budgets: list[int]) -> None:
+        """`budgets`: bytes; one every few tokens."""
+        self._budgets = budgets
+        self._threads: list[threading.Thread] = []
+        self._tokens = 0
+        self.met: list[int] = []
+        self.refused = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self._tokens += 1
+        if self._tokens % 4 == 0 and self._budgets:
+            self._threads.append(threading.Thread(target=self._set, args=(self._budgets.pop(0),)))
+            self._threads[-1].start()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def _set(self, budget: int) -> None:
+        try:
+            ballonet.set_budget(budget)
+            self.met.append(budget)
+        except BudgetInUse:  # not every page has a twin yet, or a newer call has another wish
+            self.refused += 1
+
+    def finish(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+def a_budget_that_shrinks_meanwhile(place: Place) -> None:
+    """By another thread, while a `generate()` runs: its tokens are the same, and what was promised holds."""
+    model, inputs = speaker(place)
+    expected = models.generate(model, "greedy", inputs, TOKENS)
+    with small_layers(), ballonet.manage(model):
+        for less in (2, 4, 8):
+            ballonet.set_budget(PAGES * place.page)
+            models.generate(model, "greedy", inputs, TOKENS)
+            least = smallest(place, lambda: models.generate(model, "greedy", inputs, TOKENS))
+            gc.collect()
+            ballonet.set_budget(least * place.page)
+            budgets = [(least - less) * place.page, least * place.page, (least - 2 * less) * place.page]
+            shrinking = Shrinks(budgets)
+            found = models.generate(model, "greedy", inputs, TOKENS, stopping_criteria=[shrinking])
+            shrinking.finish()
+            assert len(shrinking.met) + shrinking.refused == 3
+            assert not differences(found, expected), f"less {less}"
+            place.synchronize()
+            device = place.device.snapshot()
+            assert device["created"] * place.page <= device["budget"]
+            del found
+
+
+@everywhere
+def test_a_budget_that_shrinks_meanwhile(kind: str) -> None:
+    streams_here(kind)
+    play(a_budget_that_shrinks_meanwhile, kind, pages=PAGES, host_pages=PAGES)
+
+
+def several_models_and_threads(place: Place, rounds: int) -> None:
+    """Three models speak at once in a pool in which only some of their caches fit. Of one, pages move by chaos too."""
+    spoken = [speaker(place) for _ in range(3)]
+    expected = [models.generate(model, "greedy", inputs, TOKENS) for model, inputs in spoken]
+    wrong: list[str] = []
+
+    def speak(number: int) -> None:
+        try:
+            model, inputs = spoken[number]
+            for _ in range(rounds):
+                found = models.generate(model, "greedy", inputs, TOKENS)
+                if said := differences(found, expected[number]):
+                    wrong.append(f"model {number}: {said}")
+        except BaseException as error:
+            wrong.append(f"model {number}: {error!r}")
+
+    with small_layers():
+        managed = [
+            ballonet.manage(model, priority=number, chaos=5 if number == 1 else None)
+            for number, (model, _) in enumerate(spoken)
+        ]
+        least = smallest(place, lambda: speak(0))
+        ballonet.set_budget((least + STEP) * place.page)
+        threads = [threading.Thread(target=speak, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong, "\n".join(wrong)
+        gc.collect()
+        place.synchronize()
+        place.device.check()
+        ballonet.set_budget(PAGES * place.page)
+        for each in managed:
+            each.release()
+
+
+@everywhere
+def test_several_models_and_threads(kind: str) -> None:
+    streams_here(kind)
+    play(several_models_and_threads, kind, pages=PAGES, host_pages=PAGES, rounds=4 if kind == "cuda" else 1)

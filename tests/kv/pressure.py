@@ -1,0 +1,100 @@
+"""Somebody who takes pages from caches in use, and leaves the pages that are free full of what must not be read."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from ballonet.allocator._native import Device
+from ballonet.allocator.errors import PoolExhausted
+from ballonet.hooks import governors
+from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv_range import KVRange
+from ballonet.offload.kv_tier import KVTier
+from ballonet.offload.kv_twin import available
+
+POISON = 0xFF  # of what nobody may read: not a number, in every type
+
+
+def homes(layers: Iterable[Any]) -> list[KVRange]:
+    """The ranges of layers that are in use."""
+    found = {id(each._home): each._home for each in layers if isinstance(each, ElasticLayer) and each.elastic}
+    return [home for home in found.values() if home is not None]
+
+
+def tiers(ranges: Iterable[KVRange]) -> list[KVTier]:
+    """What the governor knows of them."""
+    found = {id(home.pages._tier): home.pages._tier for home in ranges}
+    return [tier for tier in found.values() if tier is not None]
+
+
+def away(ranges: Iterable[KVRange]) -> int:
+    """Pieces that lead to the host, as the core says."""
+    return sum(home.range.backing(piece) in ("alias", "host") for home in ranges for piece in range(home._most))
+
+
+def press(device: Device, pages: int) -> int:
+    """Takes so many pages from whoever offers them, if there are as many; fills them, and gives them back. How many
+    were taken."""
+    governors.of(device).publish_now()
+    before: int = device.snapshot()["reclaimed"]
+    poison(device, pages)
+    after: int = device.snapshot()["reclaimed"]
+    return after - before
+
+
+def poison(device: Device, more: int = 0) -> None:
+    """Fills all free pages, of the device and the host, and `more` of the device that are not free."""
+    device.reap(wait=True)
+    numbers = device.snapshot()
+    free = available(device) + more
+    host = numbers["host_budget"] // device.page_size - numbers["host_pages"] + numbers["host_free"]
+    for count, place in ((free, "device"), (min(host, 64), "host")):
+        if count <= 0:
+            continue
+        hog = device.reserve(count * device.page_size, "weights", device.group())
+        with suppress(PoolExhausted):
+            hog.map(0, count) if place == "device" else hog.map_host(0, count)
+            ctypes.memset(hog.address, POISON, count * device.page_size)
+        hog.close()
+    device.reap(wait=True)
+
+
+class Taker:
+    """Does something to the pages of ranges in use, drawn from a generator of its own."""
+
+    def __init__(self, device: Device, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.done: Counter[str] = Counter()  # pages taken, and so on
+        self._device = device
+
+    def act(self, ranges: Iterable[KVRange]) -> None:
+        """Takes pages, copies some behind, brings some home, or does nothing."""
+        ranges, pages = list(ranges), self.random.randint(1, 9)
+        choice = self.random.choice(("take", "poison", "behind", "behind", "back", "away", "home", "nothing"))
+        if choice == "take":
+            self.done["taken"] += press(self._device, pages)
+        elif choice == "poison":
+            poison(self._device)
+        for tier in tiers(ranges):
+            if choice == "behind":
+                before = self._copied()
+                tier.write_behind(pages)
+                self.done["behind"] += self._copied() - before
+            elif choice == "back":
+                self.done["back"] += tier.bring_back(pages, 0)
+        for home in ranges:
+            found = [
+                piece for piece in range(home._most) if (home.range.backing(piece) == "alias") == (choice == "home")
+            ]
+            if choice in ("away", "home") and found:
+                piece = self.random.choice(found)
+                self.done[choice] += home.pages.displace(piece) if choice == "away" else home.pages.bring_back(piece)
+
+    def _copied(self) -> int:
+        copied: int = self._device.snapshot()["copied"]["kv_d2h"]
+        return copied // self._device.page_size

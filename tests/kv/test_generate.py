@@ -1,0 +1,103 @@
+"""Real models whose KV is taken at every append, copied behind and brought back: they say what stock says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks import governors, kv_range
+
+from .. import models
+from ..caches import PAGES, installed
+from .pressure import Taker
+
+
+@pytest.fixture(scope="module", autouse=True, **PAGES)
+def page(request: pytest.FixtureRequest) -> Iterator[int]:
+    with installed(request.param, budget=2**22) as size:
+        yield size
+
+
+@pytest.fixture
+def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
+    """Acts around each append."""
+    taker = Taker(runtime.require(), 1)
+    append = kv_range.KVRange.append
+
+    def appended(home: Any, *args: Any) -> Any:
+        taker.act([home])
+        pair = append(home, *args)
+        taker.act([home])
+        return pair
+
+    monkeypatch.setattr(kv_range.KVRange, "append", appended)
+    return taker
+
+
+def answer(model: Any, name: str, way: str) -> models.Output:
+    if way == "assisted":
+        return models.generate(model, "greedy", models.questions(name, 1, 150), 60, prompt_lookup_num_tokens=3)
+    if way == "continued":
+        return models.ask(model, name, way, 100)
+    if name == "llama":
+        return models.generate(model, way, models.prompts(3, 120), 60)
+    return models.generate(model, way, models.questions(name, 3, 120), 60)
+
+
+CASES = [
+    *[("llama", way) for way in ("greedy", "beam", "assisted", "continued")],
+    ("qwen3_next", "greedy"),
+    ("falcon_h1", "beam"),
+    ("t5gemma", "greedy"),
+]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_tokens_are_those_of_stock(page: int, name: str, way: str, taker: Taker) -> None:
+    with install.stock():
+        model = models.build(name)
+        expected = answer(model, name, way)
+    with ballonet.manage(model):
+        found = answer(model, name, way)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.agrees(expected)
+    assert page == 65536 or min(taker.done.values()) > 0, taker.done
+    runtime.require().check()
+
+
+def test_several_threads_while_pages_are_taken(page: int) -> None:
+    """Two models on a thread each, and a third one that takes what they do not lease at the moment."""
+    device = runtime.require()
+    ids = {"input_ids": models.prompts(1, 100)["input_ids"]}
+    with install.stock():
+        both = [models.build("llama"), models.build("qwen2")]
+        expected = [models.generate(model, "greedy", ids, 40) for model in both]
+    found: dict[int, list[models.Output]] = {0: [], 1: []}
+    taken = 0
+    end = time.monotonic() + 60
+
+    def generate(index: int) -> None:
+        while len(found[index]) < 2 or (page == 4096 and not taken and time.monotonic() < end):
+            found[index].append(models.generate(both[index], "greedy", ids, 40))
+
+    threads = [threading.Thread(target=generate, args=(index,)) for index in range(2)]
+    with ballonet.manage(both[0]), ballonet.manage(both[1]):
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            governors.of(device).publish_now()
+            taken += device.take(device.published[:3])
+        for thread in threads:
+            thread.join()
+    for index, outputs in found.items():
+        assert len(outputs) >= 2
+        assert all(each.agrees(expected[index]) for each in outputs)
+    assert taken > 0 or page > 4096
+    device.check()

@@ -1,0 +1,626 @@
+"""Where pages of KV are, and what is offered, copied and brought back when."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import pickle
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import DynamicLayer
+
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import DriverError
+from ballonet.hooks import governors, kv_range, kv_room
+from ballonet.hooks import kv_pages as kv_pages_module
+from ballonet.hooks.cache_ranges import CacheRanges
+from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv_prefill import ROWS, copied_in, worth_copying
+from ballonet.hooks.lease import ForwardLease
+from ballonet.offload import kv_tier, kv_twin
+from ballonet.offload.ahead import ahead, window
+from ballonet.offload.kv_twin import ALIKE, Run, arrange, available
+
+from .. import pool
+from ..test_cache_faults import Interrupt
+from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
+from .pressure import away, poison, press, tiers
+
+PAGE = 4096
+BUDGET = 96
+HOST = 128
+PER_PAGE = PAGE / (BATCH * HEADS * (K_DIM + V_DIM) * 4)  # tokens
+
+
+@pytest.fixture(params=[{}])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    settings = {"budget": BUDGET * PAGE, "host_budget": HOST * PAGE, "page_size": PAGE, **request.param}
+    opened = runtime.start(Config(device="cpu", spill=True, **settings))
+    yield opened
+    gc.collect()
+    opened.reap(wait=True)
+    opened.check()
+    numbers = opened.snapshot()
+    assert numbers["pages"]["kv"] == 0
+    assert numbers["host_pages"] == numbers["host_free"]
+    del opened
+    runtime.stop()
+
+
+class Pair:
+    """An elastic layer and a stock one, alike."""
+
+    def __init__(self, count: int = 0, ranges: CacheRanges | None = None) -> None:
+        self.elastic, self.stock = ElasticLayer(ranges), DynamicLayer()
+        self.seed = 0
+        if count:
+            self.update(count)
+
+    def update(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seed += 1
+        pair, expected = (each.update(*tokens(count, self.seed)) for each in (self.elastic, self.stock))
+        assert all(map(torch.equal, pair, expected))
+        return pair
+
+    def both(self, act: Callable[[Any], object]) -> None:
+        act(self.elastic)
+        act(self.stock)
+        self.check()
+
+    def check(self) -> None:
+        assert torch.equal(self.elastic.keys, self.stock.keys)
+        assert torch.equal(self.elastic.values, self.stock.values)
+
+    @property
+    def home(self) -> Any:
+        return self.elastic._home
+
+    @property
+    def tier(self) -> Any:
+        (tier,) = tiers([self.home])
+        return tier
+
+    def places(self) -> str:
+        """Of each page: device, host or alias, by the first letter."""
+        return "".join(self.home.range.backing(piece)[0] for piece in range(self.home._most))
+
+    def offers(self) -> list[tuple[int, bool]]:
+        """(first piece, clean) of what is offered, and can be published."""
+        offers = self.tier.offers()
+        return [
+            (entry[1][0][1], offer.clean) for offer in offers if (entry := self.tier.entry(offer.index)) is not None
+        ]
+
+
+def kv_copied(device: Device, way: str = "d2h") -> int:
+    copied: int = device.snapshot()["copied"][f"kv_{way}"]
+    return copied // PAGE
+
+
+def test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back(device: Device) -> None:
+    pair = Pair(60)  # 4.2 pages
+    assert pair.places() == "ddddd"
+    assert press(device, 3) == 3
+    assert pair.places() == "aaadd"
+    pair.check()
+    by = pool.mapped()
+    address = pair.home.range.address
+    assert [pool.covered(address + n * PAGE, address + (n + 1) * PAGE, by) for n in range(5)] == [False] * 3 + [
+        True
+    ] * 2
+    assert kv_copied(device) == 3
+    pair.update(1)
+    assert press(device, 3) == 0  # the tail is not full: there is one page at most
+    assert pair.tier.displaced == 3
+    assert pair.tier.bring_back(2, 0) == 2  # the newest first
+    assert pair.places() == "adddd"
+    assert kv_copied(device, "h2d") == 2
+    pair.check()
+    assert press(device, 3) == 3
+    assert kv_copied(device) == 3 + 1  # clean ones are not copied again, and go first
+    pair.check()
+    device.check()
+
+
+def test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty(device: Device) -> None:
+    pair = Pair(60)
+    assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
+    pair.tier.write_behind(2)
+    device.synchronize()
+    pair.tier.write_behind(0)
+    assert pair.offers() == [(0, True), (1, True), (2, False), (3, False)]
+    assert kv_copied(device) == 2
+    pair.both(lambda layer: layer.crop(-40))  # into the second page
+    assert pair.offers() == [(0, True)]
+    pair.update(40)
+    assert pair.offers() == [(0, True), (1, False), (2, False), (3, False)]
+    pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
+    assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
+    pair.tier.write_behind(9)  # not again at once: whoever reorders does it in every step
+    assert kv_copied(device) == 2
+    pair.update(20)
+    pair.tier.write_behind(9)
+    assert kv_copied(device) > 2
+    device.synchronize()  # what is being copied is not offered
+    assert press(device, 5) == 5
+    pair.check()
+    pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
+    assert "a" in pair.places()
+
+
+def test_every_page_is_offered_again_whatever_was_done_to_it(device: Device) -> None:
+    pair = Pair(60)
+    for act in (
+        lambda: pair.home.pages.displace(4),  # the tail, which comes home and is filled then
+        lambda: pair.tier.bring_back(9, 0),
+        lambda: pair.tier.write_behind(9),
+        lambda: pair.both(lambda layer: layer.crop(-50)),
+        lambda: press(device, 9),
+        lambda: pair.both(lambda layer: layer.crop(-5)),
+    ):
+        act()
+        pair.update(90 - pair.elastic.get_seq_length())
+        pair.tier.bring_back(9, 0)
+        assert sorted(first for first, _ in pair.offers()) == [0, 1, 2, 3, 4, 5], act
+        pair.both(lambda layer: layer.crop(-30))
+
+
+@pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
+def test_nothing_is_offered_before_its_copy_has_passed(device: Device) -> None:
+    pair = Pair(60)
+    pair.tier.write_behind(4)  # takes 60 ms
+    assert pair.offers() == []
+    pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))  # waits for the copies
+    assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
+    assert press(device, 4) == 4
+    pair.check()
+
+
+def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one within the other: there may be more of them than calls fit on a stack."""
+    pairs = [Pair(60) for _ in range(3)]
+    copying: list[Any] = []
+    most, write_behind = [], kv_tier.KVTier.write_behind
+
+    def copy(tier: Any, pages: int) -> None:
+        copying.append(tier)
+        most.append(len(copying))
+        write_behind(tier, pages)
+        copying.remove(tier)
+
+    monkeypatch.setattr(kv_tier.KVTier, "write_behind", copy)
+    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
+    hog.map(0, available(device) - 2)  # few are free
+    for pair in pairs:
+        pair.tier.governor.cache_changed(pair.tier.number)
+    assert kv_copied(device) > 0
+    assert {*most} == {1}
+
+
+def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
+    pair = Pair(200)
+    hog = device.reserve((HOST - 3) * PAGE, "weights", device.group())
+    hog.map_host(0, HOST - 3)
+    pair.tier.write_behind(9)
+    device.synchronize()
+    pair.tier.write_behind(0)
+    assert sum(clean for _, clean in pair.offers()) == 3
+    assert not pair.home.pages.displace(9)
+    assert press(device, 4) == 0
+    assert press(device, 3) == 3
+    pair.check()
+    hog.close()
+
+
+def test_a_prompt_longer_than_there_are_pages_for_and_on(device: Device) -> None:
+    pair = Pair(1)
+    for _ in range(4):
+        pair.update(int(30 * PER_PAGE))  # more than the budget in all
+    for _ in range(3):
+        pair.update(1)
+    assert kv_pages(device) <= BUDGET
+    assert away([pair.home]) >= 120 - BUDGET
+    pair.both(lambda layer: layer.crop(-100 * int(PER_PAGE)))
+    pair.tier.bring_back(99, 0)
+    assert away([pair.home]) == 0
+    device.check()
+
+
+def test_pages_of_the_host_are_the_last_resort_and_come_home(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    hog = device.reserve((BUDGET - 2) * PAGE, "weights", device.group())
+    hog.map(0, BUDGET - 2)
+    monkeypatch.setattr(kv_room, "spilled", lambda: said.append(True))
+    pair = Pair(60)
+    assert said == [True]
+    assert pair.places() == "hhhhh"
+    pair.update(30)
+    assert pair.places().startswith("hhhhh")
+    hog.close()
+    device.reap(wait=True)
+    assert pair.tier.bring_back(99, 0) >= 5
+    assert set(pair.places()) == {"d"}
+    pair.check()
+
+
+def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_room, "spilled", lambda: None)
+    pair = Pair(60)
+    pair.tier.governor.bandwidth = 2.0**20  # a page takes 1/256 s
+    pair.tier.write_behind(3)
+    device.synchronize()
+    pair.tier.write_behind(0)
+    assert press(device, 3) == 3
+    runtime.events().hear()
+    assert pair.tier.bring_back(2, 0) == 2
+    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
+    hog.map(0, available(device))
+    pair.tier.governor.remove_cache(pair.tier.number)  # so that it has nothing to give
+    pair.update(30)
+    hog.close()
+    me = threading.current_thread().name
+    found = [
+        (each.lever, each.verb, each.pages, each.predicted, each.measured is not None)
+        for each in runtime.events().since().events
+        if each.what == pair.tier.name and each.by == me
+    ]
+    assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
+    assert [each[:2] for each in found[1:4]] == [("running KV", "pull")] * 3
+    assert all(each[3] == 0 for each in found[1:4]), "they were clean"
+    assert found[4] == ("running KV", "revert", 2, 2 / 256, True)
+    assert [each[:2] for each in found[5:]] == [("spill", "pull")]
+
+
+def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = runtime.settings()
+    monkeypatch.setattr(kv_room.runtime, "settings", lambda: settings.merge(spill=False))
+    hog = device.reserve((BUDGET - 3) * PAGE, "weights", device.group())
+    hog.map(0, BUDGET - 3)
+    layer = ElasticLayer()
+    with pytest.raises(torch.OutOfMemoryError, match=rf"set_budget\({(BUDGET + 2) * PAGE}\)"):
+        layer.update(*tokens(60))
+    hog.close()
+
+
+def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_room, "PATIENCE", 60)
+    pairs: list[Pair] = []
+    go, asked, done = threading.Event(), threading.Event(), threading.Event()
+    governor = governors.of(device)
+    wait = governor.wait_for_pages
+    monkeypatch.setattr(governor, "wait_for_pages", lambda timeout: asked.set() or wait(timeout))
+
+    def other() -> None:
+        lease = ForwardLease().open()
+        pairs.append(Pair(int(80 * PER_PAGE)))
+        go.set()
+        while not done.is_set():  # its next layers
+            if asked.is_set() and device.demand:
+                device.obey()
+        lease.close()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    go.wait()
+    mine = Pair(int(40 * PER_PAGE))
+    done.set()
+    thread.join()
+    assert "h" not in mine.places()  # they were given
+    assert pairs[0].places().count("a") >= 24
+    (waited,) = (each for each in runtime.events().since().events if (each.lever, each.verb) == ("wait", "revert"))
+    assert waited.pages > 0
+    assert waited.measured is not None
+    assert waited.what == mine.tier.name
+    for each in (mine, *pairs):
+        each.check()
+    pairs.clear()
+
+
+def on_another_thread(act: Callable[[], int]) -> int:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(act()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_between_its_calls_no_other_thread_takes_from_a_cache_that_is_used_by_hand(device: Device) -> None:
+    """Attention reads after `update` has returned, outside of any lease."""
+    pair = Pair(60)
+    assert on_another_thread(lambda: press(device, 3)) == 0
+    assert pair.places() == "ddddd"
+    assert device.demand == 3
+    pair.update(1)  # gives what is demanded
+    assert pair.places() == "aaadd"
+    assert press(device, 1) == 1  # the thread itself may take at any time: its kernels come after
+    lease = ForwardLease().open()
+    pair.update(1)
+    lease.close()
+    assert on_another_thread(lambda: press(device, 1)) == 0  # one is left, and it is not full
+    pair.update(30)  # by hand again
+    home = pair.home
+    assert home.group.leases == 1
+    on_another_thread(lambda: pair.update(1) is None)  # whoever uses it has the lease
+    assert home.group.leases == 1
+    assert press(device, 1) == 0
+    pair.elastic.reset()
+    pair.stock.reset()
+    del home
+
+
+def test_a_cache_that_forwards_use_can_be_taken_from_between_them(device: Device) -> None:
+    lease = ForwardLease().open()
+    pair = Pair(60)
+    lease.close()
+    assert on_another_thread(lambda: press(device, 3)) == 3
+    pair.check()
+
+
+@pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps, lambda layer: layer.batch_repeat_interleave(2)])
+def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
+    device: Device, monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], object]
+) -> None:
+    lease = ForwardLease().open()
+    pair = Pair(60)
+    lease.close()
+    home = pair.home
+    taken: list[int] = []
+
+    class Press(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            reads = [each for each in args if isinstance(each, torch.Tensor)]
+            first = home.range.address
+            if any(0 <= each.data_ptr() - first < home.range.nbytes for each in reads) and "view" not in str(func):
+                taken.append(home.group.leases)
+            return func(*args, **(kwargs or {}))
+
+    with Press():
+        act(pair.elastic)
+    assert taken
+    assert all(taken)
+
+
+def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
+    pair = Pair(60)
+    assert press(device, 3) == 3
+    flat = pair.home._mapped.flat
+    assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in pair.update(ROWS))
+    copies = pair.update(ROWS + 1)
+    for part, shown in zip(copies, (pair.elastic.keys, pair.elastic.values), strict=True):
+        assert part.untyped_storage().data_ptr() != shown.untyped_storage().data_ptr()
+        assert part.stride() == shown.stride()
+    assert copies[0].data_ptr() % 512 == 0
+    pair.check()
+    del copies, part, shown
+    hog = device.reserve(BUDGET * PAGE, "weights", device.group())
+    hog.map(0, BUDGET - kv_pages(device) - 9)
+    shown = pair.update(ROWS + 1)  # no room for copies of eleven pages
+    assert shown[0].data_ptr() == pair.elastic.keys.data_ptr()
+    del shown
+    hog.close()
+    assert not worth_copying(ROWS, 5)
+    assert not worth_copying(ROWS + 1, 0)
+
+
+class Copies(TorchDispatchMode):
+    """The addresses (begin, end) that copies between contiguous tensors read: one call of the driver each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[0].is_contiguous() and args[1].is_contiguous():
+            begin = args[1].data_ptr()
+            self.read.append((begin, begin + args[1].nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> None:
+    pair = Pair(100)
+    for piece in (0, 1, 3):
+        assert pair.home.pages.displace(piece)
+    with Copies() as copies:
+        pair.update(ROWS + 1)
+    home = pair.home.range
+    found = [(begin - home.address, end - home.address) for begin, end in copies.read]
+    ours = [(begin, end) for begin, end in found if 0 <= begin < home.nbytes]
+    assert [begin // PAGE for begin, _ in ours] == [0, 2, 3, 4]
+    assert sum(end - begin for begin, end in ours) == 165 * pair.home.geometry.token_bytes
+
+
+def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    pairs = [Pair(1, ranges) for _ in range(2)]
+    assert pairs[0].home is pairs[1].home
+    for pair in pairs:
+        pair.update(59)
+    for pair in pairs:
+        flat = pair.home._mapped.flat
+        copies = copied_in(device, pair.home.range, pair.home.geometry, flat, (pair.elastic.keys, pair.elastic.values))
+        assert copies is not None
+        assert torch.equal(copies[0], pair.stock.keys)
+        assert torch.equal(copies[1], pair.stock.values)
+    assert press(device, 3) == 3
+    pairs[0].update(80)
+    pairs[1].update(1)
+
+
+def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    long, short = Pair(1, ranges), Pair(3, ranges)
+    assert long.home is short.home
+    long.update(59)
+    home = long.home
+    assert all(home.pages.displace(piece) for piece in range(1, 5))
+    view, expected = long.elastic.keys, long.stock.keys.clone()
+    long.both(lambda layer: layer.crop(-58))
+    assert home.range.backing(4) == "alias"  # shown by the view
+    short.update(70)
+    assert short.home is not home
+    poison(device)
+    assert torch.equal(view, expected)
+    short.check()
+    long.update(70)
+    assert torch.equal(view, expected)
+
+
+def test_a_way_home_that_was_interrupted_is_finished_before_anything_is_read(device: Device) -> None:
+    pair = Pair(60)
+    assert press(device, 2) == 2
+    pair.home.pages._twin._coming.update((0, 1))
+    pair.home.range.own(0, 2)  # new pages, and there Ctrl-C came
+    pair.update(1)
+    pair.check()
+    assert len(pair.offers()) == 4
+
+
+def test_offers_are_those_of_brute_force() -> None:
+    drawn = random.Random(3)
+    for _ in range(200):
+        tokens_of = [drawn.choice([2.0, 2.5, 7.0]) for _ in range(drawn.randint(1, 4))]
+        spans = []
+        for _ in tokens_of:
+            state = [drawn.choice([None, True, False]) for _ in range(drawn.choice([5, 90]))]
+            runs = [(clean, list(group)) for clean, group in itertools.groupby(range(len(state)), state.__getitem__)]
+            spans.append([(pieces[0], len(pieces), clean) for clean, pieces in runs if clean is not None])
+        found = arrange(spans, tokens_of)
+        given = [
+            (place, piece, clean)
+            for place, each in enumerate(spans)
+            for first, count, clean in each
+            for piece in range(first, first + count)
+        ]
+        listed = [(run.range, run.first + n, run.clean) for run in found for n in range(run.pieces)]
+        assert sorted(listed) == sorted(given)
+        keys = [(not run.clean, run.first * tokens_of[run.range]) for run in found]
+        assert keys == sorted(keys)
+        assert all(run.pieces <= 1 << (index // ALIKE) for index, run in enumerate(found))
+        single = [Run(*run[:2], 1, run[3]) for run in found[:ALIKE]]
+        assert found[:ALIKE] == single
+
+
+@pytest.mark.parametrize("layers", [1, 3, 32])
+@pytest.mark.parametrize("width", [1, 2, 25])
+def test_pages_lie_ahead_just_in_time_and_never_more_than_allowed(layers: int, width: int) -> None:
+    waiting: set[int] = set()
+    missed = 0
+    for step in range(60):
+        took, takes = step % 6 == 5, step % 6 == 4
+        for layer in range(layers):
+            if took:
+                missed += layer not in waiting
+                waiting.discard(layer)
+            waiting.update(ahead(layer, layers, width, took=took, next_takes=takes))
+            assert len(waiting) <= width
+    assert missed == 0
+    assert window(2 * 2**20) == 25
+    assert window(2**30) == 1
+
+
+def test_the_next_page_is_mapped_before_it_is_needed(device: Device) -> None:
+    pair = Pair(13)
+    device.reap(wait=True)
+    pair.update(1)  # the page is full
+    device.reap(wait=True)
+    assert device.snapshot()["ahead"] == 1
+    assert pair.home.range.backing(1) == "kept"
+    before = device.driver_ns()
+    pair.update(1)
+    assert device.driver_ns() == before
+    assert pair.places() == "dd"
+
+
+INTERRUPTED: dict[str, Callable[[Pair], object]] = {
+    "append": lambda pair: pair.elastic.update(*tokens(40, 9)),
+    "crop": lambda pair: pair.elastic.crop(-70),
+    "reorder": lambda pair: pair.elastic.reorder_cache(torch.tensor([1, 0])),
+    "copy behind": lambda pair: pair.tier.write_behind(4),
+    "take": lambda pair: pair.home.pages.displace(1) and pair.home.pages.displace(4),
+    "bring back": lambda pair: pair.tier.bring_back(9, 0),
+    "iterate": lambda pair: pair.tier.iteration(0),
+}
+
+
+@pytest.mark.parametrize("act", INTERRUPTED)
+def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
+    """What was begun may be done, or half done; whatever is taken then, the tokens are right."""
+    for nth in itertools.count(1, 3):  # not each, so that it does not take long
+        pair = Pair(100)
+        press(device, 3)
+        pair.tier.write_behind(2)
+        device.synchronize()
+        try:
+            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_twin) as interrupt:
+                INTERRUPTED[act](pair)
+        except KeyboardInterrupt:
+            pass
+        length, before = pair.elastic.get_seq_length(), tokens(100, 1)
+        if act == "reorder":  # in the middle of which Ctrl-C leaves neither
+            pair.elastic.keys = before[0].clone()
+            pair.elastic.values = before[1].clone()
+        expected = [torch.cat(parts, dim=2)[:, :, :length] for parts in zip(before, tokens(40, 9), strict=True)]
+        for _ in range(2):
+            assert torch.equal(pair.elastic.keys, expected[0]), nth
+            assert torch.equal(pair.elastic.values, expected[1]), nth
+            press(device, 2)
+        new = tokens(30, 11)
+        pair.elastic.update(*new)
+        press(device, 4)
+        assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
+        pair.tier.write_behind(9)
+        pair.tier.bring_back(20, 0)
+        press(device, 4)
+        assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
+        device.check()
+        pair.elastic.reset()
+        if not interrupt.done:
+            break
+    assert nth > 5
+
+
+FAULTS = ("cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemCreate", "cuMemcpyAsync", "cuEventRecord")
+
+
+@pytest.mark.parametrize("call", FAULTS)
+def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: str) -> None:
+    fired = device.snapshot()["faults"]
+    for nth in range(1, 7):
+        pair = Pair(60)
+        steps: list[Callable[[], object]] = [
+            lambda pair=pair: press(device, 2),
+            lambda pair=pair: pair.tier.write_behind(2),
+            lambda pair=pair: pair.home.pages.displace(3),
+            lambda pair=pair: pair.tier.bring_back(9, 0),
+            lambda pair=pair: pair.home.pages.displace(0),
+        ]
+        so_far = device.snapshot()["driver_calls"].get(call, 0)
+        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE)).close()
+        cost = device.snapshot()["driver_calls"].get(call, 0) - so_far
+        so_far += 2 * cost
+        fault = (call, so_far + nth)
+        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE, faults=(fault,))).close()
+        for step in steps:
+            try:
+                step()
+            except (DriverError, torch.OutOfMemoryError):
+                step()
+            pair.check()
+        pair.update(30)
+        pair.both(lambda layer: layer.crop(-30))
+        device.check()
+        pair.elastic.reset()
+        poison(device)
+        device.trim()
+    assert device.snapshot()["faults"] > fired

@@ -1,0 +1,190 @@
+"""The ladder as a list of levers, and chaos that pulls them while real models run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks import governors
+from ballonet.offload import chaos
+from ballonet.offload.ladder import LISTED, Rung
+from ballonet.offload.levers import Lever, levers
+
+from ..models import build
+from ..pool import bytes_that_exist
+from .conftest import BUDGET, LAYERS, PAGE
+from .test_remapping import IDS, full, until
+from .test_streaming import Output, say
+
+
+@pytest.fixture(scope="module")
+def larger() -> Any:
+    """The other model."""
+    with install.stock():
+        return build("llama", num_hidden_layers=2 * LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def governor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Whose pages are always scarce, and whose link hides every copy."""
+    found = governors.of(runtime.require())
+    monkeypatch.setattr(found.pages, "scarce", True)
+    found.bandwidth = 1e12
+    yield found
+    runtime.require().check()
+
+
+def ladder(governor: Any) -> dict[Rung, Lever]:
+    return {lever.rung: lever for lever in levers(governor, runtime.require(), spill=True)}
+
+
+def test_four_verbs(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lever says that it would free is what it frees, and pages that went come back."""
+    with install.stock():
+        expected, idle = say(model), copy.deepcopy(larger)
+    now = [0.0]
+    monkeypatch.setattr(governor, "_clock", lambda: now[0])
+    device = runtime.require()
+    with ballonet.manage(idle) as other, ballonet.manage(model) as active:
+        say(idle)
+        now[0] += 5
+        say(model)
+        until(lambda: other.twins[0] > 0 and active.twins[0] > 0)
+        say(model)
+        rungs = ladder(governor)
+        assert list(rungs) == sorted(rungs)
+        assert {*LISTED} <= {*rungs}
+        lever = rungs[Rung.IDLE_WEIGHTS]
+        assert lever.would_cost() == (0.0, 0.0), "until it runs"
+        pages, free, before = other.pages, rungs[Rung.TRIM].would_free(), lever.would_free()
+        given = lever.pull(1)
+        assert 1 <= given <= before
+        assert lever.would_free() == before - given
+        assert (other.pages, active.streamed) == (pages - given, ())
+        assert rungs[Rung.TRIM].would_free() == free + given
+        assert lever.pull(before) == before - given
+        assert lever.pull(1) == 0
+        assert bytes_that_exist() <= BUDGET
+        say(idle)
+        assert other.streamed
+        counts = runtime.events().counts()
+        assert counts["idle weights"]["pull"].pages >= before
+        assert lever.revert(10**6) > 0
+        say(idle)
+        assert (other.streamed, other.pages) == ((), pages)
+        assert say(model).agrees(expected)
+        assert (rungs[Rung.SPILL].pull(1), rungs[Rung.TRIM].revert(1), rungs[Rung.INFLATE].revert(1)) == (0, 0, 0)
+        assert rungs[Rung.SPILL].would_free() > 0
+        assert levers(governor, device, spill=False)[-1].would_free() == 0
+        torch.empty(64 * PAGE)  # whose block is free now
+        assert rungs[Rung.INFLATE].would_free() > 0
+        assert rungs[Rung.INFLATE].pull(1) > 0
+        assert rungs[Rung.WAIT].pull(1) == device.demand == 0
+
+
+def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(governor, "_clock", lambda: now[0])
+    with install.stock():
+        idle = copy.deepcopy(larger)
+    with ballonet.manage(idle) as other:
+        layers = sum(other._elastic.plan.pages)
+    floor = layers * PAGE - 2 * PAGE
+    with ballonet.manage(idle, floor=floor) as other, ballonet.manage(model, floor=f"{PAGE * layers}"):
+        assert ballonet.manage(idle) is other
+        assert ballonet.manage(idle, floor=floor) is other
+        say(idle)
+        now[0] += 5
+        say(model)
+        until(lambda: not other._elastic.plan.streamed)
+        lots = governor.lots()
+        assert sum(lot.pages for lot in lots if lot.rung is Rung.IDLE_WEIGHTS) <= 2
+        assert not [lot for lot in lots if lot.rung is Rung.HIDDEN_WEIGHTS]
+    with ballonet.manage(idle) as other:
+        say(idle)
+        assert sum(lot.pages for lot in governor.lots() if lot.rung is Rung.HIDDEN_WEIGHTS) > 2
+
+
+def test_a_load_that_comes_and_goes_leaves_nothing_behind(
+    model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time weights and KV go and come back, and no page is lost, of the device or the host."""
+    now = [0.0]
+    monkeypatch.setattr(governor, "_clock", lambda: now[0])
+    with install.stock():
+        idle = copy.deepcopy(larger)
+        long, expected = model(IDS, use_cache=False).logits, say(model)
+    device = runtime.require()
+    left, gone = [], []
+    with ballonet.manage(model) as active, ballonet.manage(idle) as other:
+        for _ in range(3):
+            say(idle)
+            now[0] += 5
+            say(model)
+            until(lambda: other.twins[0] > 0 or bool(other.streamed))
+            with full(but=40):
+                with torch.no_grad():
+                    assert torch.equal(model(IDS, use_cache=True).logits, long)
+                gone.append(len(other.streamed))
+                assert bytes_that_exist() <= BUDGET
+            for _ in range(4):
+                now[0] += 20
+                assert say(model).agrees(expected)
+                say(idle)
+            assert (active.streamed, other.streamed) == ((), ())
+            gc.collect()
+            device.trim()
+            device.reap(wait=True)
+            found = device.snapshot()
+            left.append({owner: found["pages"][owner] for owner in ("weights", "kv", "retiring")})
+    assert min(gone) > 0
+    assert left[1:] == left[:-1]
+
+
+def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is pulled or reverted at whatever boundary, tokens are stock's."""
+    monkeypatch.setattr(chaos, "SELDOM", 2)
+    with install.stock():
+        them: list[tuple[Any, Output]] = [(model, say(model)), (copy.deepcopy(larger), say(larger))]
+    managed = [ballonet.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
+    for each, _ in them:
+        say(each)
+    until(lambda: all(each.twins[0] > 0 or each.streamed for each in managed))
+    for _ in range(4):
+        for each, expected in them:
+            assert say(each).agrees(expected)
+        assert bytes_that_exist() <= BUDGET
+    pulled: dict[tuple[str, str], int] = {}
+    for each in managed:
+        assert each.chaos is not None
+        for name, pages in each.chaos.pulled.items():
+            pulled[name] = pulled.get(name, 0) + pages
+    for name in (
+        ("hidden weights", "pull"),
+        ("hidden weights", "revert"),
+        ("inflate", "pull"),
+        ("trim", "pull"),
+        ("running KV", "pull"),
+    ):
+        assert pulled.get(name, 0) > 0, pulled
+    for each in managed:
+        each.release()
+
+
+def test_a_link_that_matters_is_measured(model: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may give what depends on it, once pages are scarce."""
+    monkeypatch.setattr(governor, "_bandwidth", None)
+    monkeypatch.setattr(governor.pages, "scarce", False)
+    with ballonet.manage(model):
+        say(model)
+        assert governor.bandwidth is None
+        monkeypatch.setattr(governor.pages, "scarce", True)
+        say(model)
+        assert governor.bandwidth is not None

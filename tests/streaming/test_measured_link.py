@@ -1,0 +1,136 @@
+"""A link that is not as it was assumed: once it and the iterations have been measured, the other number of slots."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator._native import Device
+from ballonet.hooks import governors, managed
+from ballonet.hooks.marks import HostMarks
+from ballonet.offload import link
+from ballonet.offload.pages import SPARE
+from ballonet.offload.plan import Fewest, Plan, fewest
+from ballonet.offload.seat import LOOK
+
+from ..models import Output, build
+from .conftest import BUDGET, INPUTS, PAGE
+from .test_streaming import say
+
+LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def larger() -> Any:
+    with install.stock():
+        return build("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def stock_of_larger(larger: Any) -> Output:
+    with install.stock():
+        return say(larger)
+
+
+@pytest.fixture(autouse=True)
+def time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured takes a millisecond from one look at the clock to the next, so a forward one for itself and one
+    for each layer that it waits for; nothing is given back."""
+    ticks = count(step=10**6)
+    monkeypatch.setattr(managed, "marks_of", lambda device: HostMarks(lambda: next(ticks)))
+    governor = governors.of(runtime.require())
+    monkeypatch.setattr(governor, "_clock", lambda: 0.0)
+    governor.bandwidth = 1e12
+
+
+def frees(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for all layers but so many."""
+
+    def choose(rule: Fewest, pages: Sequence[int], available: int) -> Plan | None:
+        return fewest(pages, sum(pages) - layers * max(pages), rule.ratio)
+
+    monkeypatch.setattr(Fewest, "choose", choose)
+
+
+@pytest.mark.parametrize(
+    ("freed", "ratio", "before", "after"),
+    [(2, 2.0, (3, 1), (4, 2)), (4, 20.0, (6, 2), (5, 1)), (2, 4.0, (3, 1), (3, 1)), (4, 4.0, (6, 2), (6, 2))],
+)
+def test_it_leads_to_the_number_of_slots_that_is_faster(
+    larger: Any,
+    stock_of_larger: Output,
+    monkeypatch: pytest.MonkeyPatch,
+    freed: int,
+    ratio: float,
+    before: tuple[int, int],
+    after: tuple[int, int],
+) -> None:
+    """Twice as fast as assumed, two slots free two layers of eight sooner; five times as slow, one slot frees four."""
+    frees(freed, monkeypatch)
+    with install.stock():
+        model = copy.deepcopy(larger)
+    with ballonet.manage(model) as found:
+        report, pages, moved = found.report(), found.pages, ballonet.stats().copied.weights_h2d
+        assert (len(report.streamed), report.slots) == before
+        resident = (before[0] + 1) * 1e-3
+        governors.of(runtime.require()).bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
+        passes = 0
+        while passes < 2 * LOOK:
+            assert say(model).agrees(stock_of_larger)
+            passes += stock_of_larger.tokens.shape[1] - INPUTS["input_ids"].shape[1]
+        report = found.report()
+        assert (len(report.streamed), report.slots) == after
+        assert found.pages == pages, "as many as before"
+        assert ballonet.stats().copied.weights_h2d > moved
+        assert report.times["decode"].resident == pytest.approx((after[0] + 1) * 1e-3), "as a rule"
+        elastic, point = found._elastic, found._elastic.last["decode"].point
+        assert point is not None
+        for _ in range(2):
+            assert elastic.record is not None
+            elastic.record = elastic.record.learned(point, 1.0)
+        assert elastic.seconds(point) == 1.0, "that is what an SLO would be judged by"
+        assert found.report().times["decode"].resident == report.times["decode"].resident
+        runtime.require().check()
+    assert say(model).agrees(stock_of_larger)
+
+
+def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
+    larger: Any, stock_of_larger: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while somebody captures; until then it is said that it was assumed."""
+    frees(2, monkeypatch)
+    governor, measure = governors.of(runtime.require()), link.measure
+    monkeypatch.setattr(governor, "_bandwidth", None)
+    asked: list[int] = []
+
+    def ask(device: Device, leave: int) -> float | None:
+        asked.append(leave)
+        return measure(device, leave=leave) if len(asked) > 2 else None
+
+    monkeypatch.setattr(link, "measure", ask)
+    with install.stock():
+        model = copy.deepcopy(larger)
+    with ballonet.manage(model) as found:
+        assert asked == [0]
+        with monkeypatch.context() as patch:
+            patch.setattr(found._pace, "capturing", lambda: True)
+            for _ in range(3):
+                assert say(model).agrees(stock_of_larger)
+        assert asked == [0]
+        for _ in range(3):
+            assert say(model).agrees(stock_of_larger)
+            if governor.bandwidth is None:
+                assert "assumed" in found.report().why
+                assert found.report().times["decode"].predicted is None
+        assert asked == [0, BUDGET // PAGE // SPARE, BUDGET // PAGE // SPARE], "some pages stay free, and it is enough"
+        assert governor.bandwidth is not None
+        assert say(model).agrees(stock_of_larger)
+        assert "assumed" not in found.report().why
+        assert found.report().times["decode"].predicted is not None
+        runtime.require().check()

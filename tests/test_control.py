@@ -1,0 +1,414 @@
+"""A process that is asked for its budget from outside: who may, what it says, and what is left when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import ballonet
+from ballonet.__main__ import main
+from ballonet.allocator import control, runtime
+from ballonet.allocator.config import Config, control_dirs
+from ballonet.allocator.control import Control, ask
+from ballonet.allocator.errors import (
+    BudgetError,
+    ConfigError,
+    ControlError,
+    NoSuchProcess,
+    NotPermitted,
+    NotReachable,
+    Refused,
+)
+
+PAGE = 65536
+ME = os.getpid()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One with a short name: the path of a socket may have 107 bytes."""
+    made = Path(tempfile.mkdtemp(prefix="b-"))
+    yield made / "s"
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21))
+    yield
+    runtime.stop()
+
+
+Listening = Callable[..., Control]
+
+
+@pytest.fixture
+def listening(folder: Path) -> Iterator[Listening]:
+    """Starts one that obeys by a function of the test."""
+    opened: list[Control] = []
+
+    def start(set_budget: Callable[[int, float], None] = lambda nbytes, timeout: None) -> Control:
+        opened.append(Control(set_budget, [folder]))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def said(path: Path, *lines: bytes) -> bytes:
+    """What it answers to raw bytes."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(60)
+        connection.connect(str(path))
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # it was closed with something of ours unread
+            for line in lines:
+                connection.sendall(line)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(4096):
+                answer += part
+    return answer
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_says_its_budget_and_who_owns_what(listening: Listening, folder: Path) -> None:
+    listening()
+    told = ask(ME, None, 1, [folder])
+    assert told == {
+        "pid": ME,
+        "budget": 2**21,
+        "page_size": PAGE,
+        "pages": {"free": 0, "weights": 0, "activations": 0, "kv": 0, "retiring": 0},
+        "host_pages": 0,
+        "spilled": 0,
+    }
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_given_a_budget_and_the_time_for_that(listening: Listening, folder: Path) -> None:
+    asked: list[tuple[int, float, str]] = []
+    listening(lambda nbytes, timeout: asked.append((nbytes, timeout, threading.current_thread().name)))
+    assert ask(ME, 2**20, 7.5, [folder])["budget"] == 2**21
+    assert asked == [(2**20, 7.5, "ballonet-control")]
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "error", [BudgetError(5 * 2**20, 2**20, 6 * 2**20), ConfigError("the budget is too small"), ValueError("x"), None]
+)
+def test_what_it_raises_is_a_refusal_with_the_number(
+    listening: Listening, folder: Path, error: Exception | None
+) -> None:
+    def refuse(nbytes: int, timeout: float) -> None:
+        if error is not None:
+            raise error
+
+    listening(refuse)
+    if error is None:
+        ask(ME, 2**20, 1, [folder])
+        return
+    with pytest.raises(Refused) as caught:
+        ask(ME, 2**20, 1, [folder])
+    assert (caught.value.pid, caught.value.kind) == (ME, type(error).__name__)
+    assert str(caught.value) == f"process {ME} refused: {error}"
+    assert ask(ME, None, 1, [folder])["pid"] == ME, "it goes on listening"
+
+
+def test_without_a_device_it_refuses(listening: Listening, folder: Path) -> None:
+    listening()
+    with pytest.raises(Refused, match=r"ballonet\.install\(\)"):
+        ask(ME, None, 1, [folder])
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    "line",
+    [b"hello\n", b"[]\n", b"{}\n", b'{"budget": 5}\n', b"\xff\xfe\n", b"3\n", b"null\n"],
+)
+def test_what_is_no_request_is_said_to_be_none(listening: Listening, line: bytes) -> None:
+    answer = json.loads(said(listening().path, line))
+    assert answer == {"ok": False, "kind": "ValueError", "message": "the request is not understood"}
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_client_that_goes_or_talks_too_long_harms_nobody(listening: Listening, folder: Path) -> None:
+    path = listening().path
+    assert said(path, b"") == b""
+    assert said(path, b'{"budget"') == b""
+    assert said(path, b'{"budget": null, ' + b" " * 100_000 + b'"timeout": 1}\n') == b""
+    request = b'{"budget": null, "timeout": 1}\n'
+    assert json.loads(said(path, request[:9], request[9:]))["ok"], "in pieces is fine"
+    assert ask(ME, None, 1, [folder])["pid"] == ME
+
+
+@pytest.mark.usefixtures("installed")
+def test_another_user_is_not_answered(listening: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = listening().path
+    monkeypatch.setattr(control, "_peer", lambda connection: (1, os.geteuid() + 1))
+    assert said(path, b'{"budget": null, "timeout": 1}\n') == b""
+
+
+# -- where it listens
+
+
+def test_nobody_else_can_enter_the_folder(listening: Listening, folder: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = listening().path
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    assert path == folder / f"{ME}.sock"
+
+
+@pytest.mark.parametrize("how", ["open", "link", "file", "other"])
+def test_a_folder_that_is_open_or_another_s_is_not_used(
+    folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = folder.parent / "t"
+    if how == "open":
+        folder.mkdir()
+        folder.chmod(0o750)
+    elif how == "link":
+        (folder.parent / "real").mkdir(mode=0o700)
+        folder.symlink_to(folder.parent / "real")
+    elif how == "file":
+        folder.touch()
+    else:
+        folder.mkdir(mode=0o700)
+        monkeypatch.setattr(control.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(OSError, match=r"not a folder that only this user|a directory"):
+        Control(lambda nbytes, timeout: None, [folder])
+    if how != "other":
+        opened = Control(lambda nbytes, timeout: None, [folder, second])
+        assert opened.path.parent == second
+        opened.close()
+
+
+def test_a_folder_with_too_long_a_name_is_passed_over(folder: Path) -> None:
+    with pytest.raises(OSError, match="too long for a socket"):
+        Control(lambda nbytes, timeout: None, [folder.parent / ("d" * 120)])
+
+
+def gone() -> int:
+    """The pid of a process that has ended."""
+    done = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def test_sockets_of_the_dead_go_and_those_of_the_living_stay(listening: Listening, folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    dead = gone()
+    for name in (f"{dead}.sock", f"{ME}.sock", "1.sock", "note.txt"):
+        (folder / name).touch()
+    listening()
+    assert sorted(path.name for path in folder.iterdir()) == sorted([f"{ME}.sock", "1.sock", "note.txt"])
+    assert stat.S_ISSOCK((folder / f"{ME}.sock").stat().st_mode), "what had our pid before us is no socket of ours"
+
+
+def test_when_it_ends_nothing_is_left(listening: Listening, folder: Path) -> None:
+    opened = listening()
+    opened.close()
+    opened.close()
+    assert list(folder.iterdir()) == []
+    deadline = time.monotonic() + 60
+    while any(thread.name == "ballonet-control" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+    with pytest.raises(NotReachable, match=f"process {ME} does not listen: "):
+        ask(ME, None, 1, [folder])
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_end_waits_for_an_answer_that_is_being_made(
+    listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "GRACE", 60)
+    begun, goes_on, answers = threading.Event(), threading.Event(), []
+
+    def set_budget(nbytes: int, timeout: float) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+
+    opened = listening(set_budget)
+    client = threading.Thread(target=lambda: answers.append(ask(ME, 2**20, 60, [folder])))
+    client.start()
+    assert begun.wait(60)
+    closing = threading.Thread(target=opened.close)
+    closing.start()
+    closing.join(0.1)
+    assert closing.is_alive()
+    goes_on.set()
+    closing.join()
+    client.join()
+    assert answers[0]["pid"] == ME
+    with pytest.raises(NotReachable):
+        ask(ME, None, 1, [folder])
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_end_does_not_wait_for_ever(listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "GRACE", 0.01)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def set_budget(nbytes: int, timeout: float) -> None:
+        begun.set()
+        goes_on.wait(60)
+
+    opened = listening(set_budget)
+    client = threading.Thread(target=lambda: ask(ME, 2**20, 60, [folder]))
+    client.start()
+    assert begun.wait(60)
+    opened.close()
+    assert not goes_on.is_set()
+    goes_on.set()
+    client.join()
+
+
+# -- who is asked
+
+
+def test_there_is_no_such_process() -> None:
+    with pytest.raises(NoSuchProcess, match="does not exist: give the pid") as caught:
+        ask(gone(), None, 1, [])
+    assert isinstance(caught.value, ControlError)
+
+
+def test_a_process_of_another_user_is_not_asked(
+    listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listening()
+    user = os.geteuid()
+    monkeypatch.setattr(control.os, "geteuid", lambda: user + 1)
+    with pytest.raises(NotPermitted, match=f"belongs to user {user}: run this command as that user"):
+        ask(ME, None, 1, [folder])
+
+
+def test_a_socket_of_another_process_under_this_pid_is_not_believed(listening: Listening, folder: Path) -> None:
+    os.rename(listening().path, folder / "1.sock")
+    with pytest.raises(NotReachable if os.geteuid() == 0 else NotPermitted):
+        ask(1, None, 1, [folder])
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_that_does_not_answer_is_given_up(
+    listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    listening(lambda nbytes, timeout: goes_on.wait(60) and None)
+    monkeypatch.setattr(control, "PATIENCE", 0.01)
+    with pytest.raises(NotReachable, match=r"did not answer .*: it may be ending"):
+        ask(ME, 2**20, 0.01, [folder])
+    goes_on.set()
+
+
+def test_it_looks_where_the_other_one_may_have_been_started(tmp_path: Path) -> None:
+    user = os.geteuid()
+    chosen = control_dirs({"XDG_RUNTIME_DIR": str(tmp_path)})
+    assert chosen[0] == tmp_path / "ballonet"
+    assert Path(tempfile.gettempdir(), f"ballonet-{user}") in chosen
+    for unusable in ("", "relative", str(tmp_path / "none")):
+        found = control_dirs({"XDG_RUNTIME_DIR": unusable})
+        assert found == tuple(path for path in chosen if path != chosen[0])
+    assert len(set(chosen)) == len(chosen)
+
+
+# -- as users meet it
+
+PROGRAM = """
+import os, sys, ballonet
+from ballonet.allocator import control
+ballonet.install("8MiB", page_size=65536, device="cpu")
+parent = os.getpid()
+if os.fork() == 0:
+    try:
+        control.ask(os.getpid(), None, 1)
+    except ballonet.BallonetError as error:
+        print(type(error).__name__, control.ask(parent, None, 1)["budget"], flush=True)
+    sys.exit()
+os.wait()
+for line in sys.stdin:
+    print(ballonet.stats().budget, flush=True)
+ballonet.restore()
+print(sorted(os.listdir(sys.argv[1])), flush=True)
+ballonet.install()
+os.environ["BALLONET_CONTROL"] = "0"
+"""
+
+
+def test_the_budget_of_a_running_process(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shown and changed from another process; its child after a fork has no say, nor takes the parent's away."""
+    folder.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder / "ballonet")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"NotReachable {2**23}\n"
+    pid = str(process.pid)
+
+    assert main(["budget", pid]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    told = json.loads(line)
+    assert (told["pid"], told["budget"], told["page_size"]) == (process.pid, 2**23, PAGE)
+
+    assert main(["budget", pid, "4MiB", "--timeout", "30s"]) == 0
+    assert json.loads(capsys.readouterr().out)["budget"] == 2**22
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == f"{2**22}\n"
+
+    assert main(["budget", pid, "1KiB"]) == 1
+    assert capsys.readouterr().err.startswith(f"ballonet: process {pid} refused: the budget is 1KiB, which is less ")
+    assert main(["budget", pid, "much"]) == 2
+    assert "size is 'much'" in capsys.readouterr().err
+
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "[]\n"), "restore() ends it"
+    assert list((folder / "ballonet").iterdir()) == [], "and so does the end of the process"
+    assert main(["budget", pid]) == 1
+    assert "does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["budget"], ["budget", "me"], ["budget", "0"], ["budget", "1", "--timeout", "0"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: python -m ballonet budget" in capsys.readouterr().err
+
+
+def test_it_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "control_dirs", lambda: (folder,))
+    monkeypatch.setenv("BALLONET_CONTROL", "0")
+    ballonet.install("8MiB", page_size=PAGE, device="cpu")
+    ballonet.restore()
+    assert not folder.exists()
+    monkeypatch.setenv("BALLONET_CONTROL", "1")
+    folder.touch()
+    with pytest.warns(RuntimeWarning, match=r"cannot reach this process: .*BALLONET_CONTROL=0"):
+        ballonet.install("8MiB", page_size=PAGE, device="cpu")
+    ballonet.restore()

@@ -1,0 +1,552 @@
+"""What happens behind the program's back: pages are unmapped late and mapped ahead of their use (eLLM §5.1)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+
+from .core import (
+    PAGE,
+    Core,
+    arm,
+    behind,
+    calls,
+    capturing,
+    disarm,
+    eventually,
+    faults_fired,
+    holds,
+    library,
+    make,
+    maps,
+    opened,
+    page_calls,
+    physical,
+    shim,
+    write,
+)
+
+LONG = 0.3  # seconds; work that is still to come when the test looks
+THREAD = "ballonet-mapper"
+
+
+def threads() -> int:
+    """Threads of this process that are a mapper's."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            names.append((task / "comm").read_text().strip())
+        except OSError:  # it has ended since
+            continue
+    return names.count(THREAD)
+
+
+def ahead(core: Core) -> int:
+    pages: int = core.device.snapshot()["ahead"]
+    return pages
+
+
+def backings(some: _native.Range) -> list[str]:
+    return [some.backing(piece) for piece in range(some.pieces)]
+
+
+# -- the thread -------------------------------------------------------------------------------------------------------
+
+
+def test_a_device_has_a_thread_until_it_is_closed() -> None:
+    before = threads()
+    device = make()
+    eventually(lambda: threads() == before + 1)
+    device.close()
+    assert threads() == before
+    device.close()
+
+
+def test_a_device_that_is_dropped_takes_its_thread_along() -> None:
+    before = threads()
+    device = make()
+    some = device.reserve(PAGE, "kv", device.group())
+    some.map(0, 1)
+    with pytest.raises(BallonetError, match="still open"):
+        device.close()
+    eventually(lambda: threads() == before + 1)  # it could not be closed, and works on
+    del device, some
+    eventually(lambda: threads() == before)
+    assert physical() == 0
+
+
+def test_what_a_thread_of_the_program_would_have_to_wait_for_is_unmapped_by_itself() -> None:
+    with opened() as core:
+        stream = core.stream()
+        some = core.range(20, "weights")
+        some.map(0, 20)
+        core.occupy(stream, LONG)
+        some.retire(0, 20)
+        assert some.backing(0) == "retiring"
+        eventually(lambda: backings(some) == ["none"] * 20)  # nobody asks for it
+        assert all(one.place is None for one in maps(some.address, some.nbytes))
+        assert core.pages()["free"] == 20
+
+
+def test_unmapping_is_no_business_of_who_retires() -> None:
+    with opened() as core:
+        some = core.range(8, "weights")
+        some.map(0, 8)
+        unmapped, before = calls()["cuMemUnmap"], core.device.driver_ns()
+        some.retire(0, 8)
+        assert core.device.driver_ns() == before
+        eventually(lambda: calls()["cuMemUnmap"] == unmapped + 8)
+        assert core.device.driver_ns() == before
+
+
+def test_whoever_needs_pages_does_not_wait_for_the_thread() -> None:
+    with opened(budget=4) as core:
+        some, other = core.range(4, "weights"), core.range(4, "weights")
+        for _ in range(50):
+            some.map(0, 4)
+            some.retire(0, 4)
+            other.map(0, 4)  # these are the same pages
+            other.retire(0, 4)
+            core.device.check()
+
+
+def test_an_unmap_that_fails_is_done_again() -> None:
+    with opened() as core:
+        some = core.range(3, "weights")
+        some.map(0, 3)
+        fired = faults_fired()
+        arm("cuMemUnmap", 2)
+        some.retire(0, 3)
+        eventually(lambda: faults_fired() == fired + 1 and backings(some) == ["none"] * 3)
+        core.device.check()
+
+
+def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
+    with opened(budget=48) as core:
+        failures: list[BaseException] = []
+
+        def work(owner: _native.Owner) -> None:
+            try:
+                for turn in range(60):
+                    some = core.device.reserve(8 * PAGE, owner, core.device.group())
+                    if owner == "kv":
+                        some.map_ahead(2, 6)
+                    some.map(0, 4)
+                    write(some.address, turn, 4 * PAGE)
+                    some.retire(2, 1)
+                    assert holds(some.address, turn, 2 * PAGE)
+                    some.map(0, 8)
+                    assert holds(some.address, turn, 2 * PAGE)
+                    some.close()
+            except BaseException as failure:
+                failures.append(failure)
+
+        workers = [threading.Thread(target=work, args=(owner,)) for owner in ("kv", "kv", "weights", "activations")]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive():
+                core.device.check()
+                worker.join(0.01)
+        assert failures == []
+        core.device.reap(wait=True)
+        assert core.pages()["retiring"] == 0
+
+
+def test_while_a_stream_is_captured_the_thread_does_nothing(tmp_path: Path) -> None:
+    path, set_capturing = capturing(tmp_path)
+    with opened(path=path) as core:
+        stream = core.stream()
+        late, later, kv = core.range(4, "weights"), core.range(4, "weights"), core.range(4)
+        for some in (late, later):
+            some.map(0, 4)
+        core.occupy(stream, LONG)
+        late.retire(0, 4)
+        set_capturing(1)
+        before = calls()
+        later.retire(0, 4)
+        kv.map_ahead(0, 2)
+        eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
+        core.device.synchronize()
+        after = calls()
+        eventually(lambda: calls()["cuStreamIsCapturing"] > after["cuStreamIsCapturing"] + 8)
+        unchanged = ("cuMemMap", "cuMemUnmap", "cuMemCreate", "cuMemSetAccess", "cuEventRecord")
+        assert [calls()[name] for name in unchanged] == [before[name] for name in unchanged]
+        assert (late.backing(0), later.backing(0), kv.backing(0)) == ("retiring", "retiring", "none")
+        set_capturing(0)
+        eventually(lambda: backings(late) == ["none"] * 4 and backings(kv) == ["kept"] * 2 + ["none"] * 2)
+        assert later.backing(0) == "retiring"  # nothing is recorded but by the program's own threads
+        core.range(1).map(0, 1)
+        eventually(lambda: backings(later) == ["none"] * 4)
+
+
+# The next event that is recorded becomes part of a graph, until it is recorded again.
+CAPTURED = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+static int next;
+static void* captured;
+void capture_next(void) { next = 1; }
+int cuEventRecord(void* event, void* stream) {
+  if (next) { next = 0; captured = event; return 0; }
+  if (event == captured) captured = 0;
+  return ((int (*)(void*, void*))dlsym(RTLD_NEXT, "cuEventRecord"))(event, stream);
+}
+int cuEventQuery(void* event) {
+  return event == captured ? 907 : ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventQuery"))(event);
+}
+int cuEventSynchronize(void* event) {
+  return event == captured ? 907 : ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventSynchronize"))(event);
+}
+"""
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_event_that_a_capture_took_is_recorded_anew(tmp_path: Path, waits: bool) -> None:
+    path = shim(tmp_path, CAPTURED)
+    with opened(path=path) as core:
+        core.stream()
+        some = core.range(4, "weights")
+        some.map(0, 4)
+        ctypes.CDLL(path).capture_next()
+        some.retire(0, 4)
+        if waits:
+            core.device.reap(wait=True)
+        else:
+
+            def gone() -> bool:
+                core.device.reserve(PAGE, "weights", core.device.group()).map(0, 1)  # the thread itself records nothing
+                return backings(some) == ["none"] * 4
+
+            eventually(gone)
+        assert backings(some) == ["none"] * 4
+
+
+SCENE = """
+    import os, sys, signal
+    from ballonet.allocator import _native
+    device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=0)
+    {bind}
+    def some(owner):
+        made = device.reserve(16 * 4096, owner, device.group())
+        made.map(0, 8)
+        return made
+    kept = [some("kv"), some("weights")]
+    some("kv").map_ahead(8, 8)
+    some("weights").retire(0, 8)
+    {then}
+"""
+
+
+@pytest.mark.parametrize("bind", ["", "device.bind()"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "sys.exit(0)",
+        "os.kill(os.getpid(), signal.SIGINT)",
+        # A child has no thread, and ends like any other process; so does its parent.
+        "child = os.fork()\n"
+        "if child: assert os.waitpid(child, 0)[1] == 0\n"
+        "else: signal.alarm(30); kept.clear(); del device",
+    ],
+    ids=["exits", "is interrupted", "forks"],
+)
+def test_a_process_ends_whatever_the_thread_does(bind: str, then: str) -> None:
+    scene = textwrap.dedent(SCENE).format(bind=bind, then=then)
+    for _ in range(3):
+        ended = subprocess.run(
+            [sys.executable, "-c", scene, str(library())], timeout=60, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode in ((1, -2, 130) if "SIGINT" in then else (0,)), ended.stderr
+        assert "terminate" not in ended.stderr
+
+
+SLOW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+int cuMemUnmap(unsigned long long address, unsigned long size) {
+  usleep(100000);
+  return ((int (*)(unsigned long long, unsigned long))dlsym(RTLD_NEXT, "cuMemUnmap"))(address, size);
+}
+"""
+
+
+def test_a_fork_finds_no_lock_taken_by_the_thread(tmp_path: Path) -> None:
+    with opened(path=shim(tmp_path, SLOW)) as core:
+        some = core.range(3, "weights")
+        some.map(0, 3)
+        before = calls()["cuMemUnmap"]
+        some.retire(0, 3)
+        eventually(lambda: calls()["cuMemUnmap"] > before)  # it is in the driver, for a while, and holds the lock
+        if (child := os.fork()) == 0:
+            signal.alarm(30)  # kills a child that waits for a thread that it does not have
+            some.backing(0)
+            core.device.snapshot()
+            core.device.reap()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        core.device.reap(wait=True)
+
+
+# -- ahead ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_mapped_ahead_is_claimed_without_the_driver() -> None:
+    with opened() as core:
+        some = core.range(6)
+        some.map(0, 2)
+        some.map_ahead(2, 3)
+        core.device.reap(wait=True)
+        assert backings(some) == ["device", "device", "kept", "kept", "kept", "none"]
+        assert (some.backed, ahead(core), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
+        pages = [some.page(piece) for piece in (2, 3)]
+        assert page_calls(lambda: some.map(2, 2)) == {}
+        assert [some.page(piece) for piece in (2, 3)] == pages
+        assert (some.backed, ahead(core), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
+        write(some.address, 7, 4 * PAGE)
+        assert physical() == 5 * PAGE
+        assert len(maps(some.address, 5 * PAGE)) == 1  # neighbours in address are neighbours in the pool
+
+
+def test_asking_takes_no_driver_call_and_the_thread_hears_it() -> None:
+    with opened() as core:
+        some = core.range(4)
+        before = core.device.driver_ns()
+        some.map_ahead(0, 4)
+        assert core.device.driver_ns() == before
+        eventually(lambda: ahead(core) == 4)  # nobody waits for it
+        assert core.device.driver_ns() == before
+        assert core.device.snapshot()["driver_ns"]["background"] > 0
+
+
+def test_a_piece_that_has_a_page_keeps_it() -> None:
+    with opened() as core:
+        stream = core.stream()
+        some = core.range(4)
+        some.map(1, 2)
+        write(some.address + PAGE, 3, 2 * PAGE)
+        core.occupy(stream, LONG)
+        some.retire(2, 1)
+        some.map_ahead(0, 4)
+        core.device.reap(wait=True)
+        assert backings(some) in (["kept", "device", "none", "kept"], ["kept", "device", "kept", "kept"])
+        assert holds(some.address + PAGE, 3)
+
+
+def test_nothing_is_taken_from_anybody() -> None:
+    with opened(budget=8) as core:
+        block = core.device.allocate(2 * PAGE)
+        core.device.deallocate(block)  # idle in the heap, and the heap's
+        some, other = core.range(8), core.range(4)
+        other.map(0, 4)
+        some.map_ahead(0, 8)
+        core.device.reap(wait=True)
+        assert ahead(core) == 2
+        assert core.pages()["activations"] == 2
+        assert backings(some)[:3] == ["kept", "kept", "none"]
+
+
+def test_whoever_needs_pages_gets_those_mapped_ahead_after_all_others() -> None:
+    with opened(budget=12) as core:
+        some, other = core.range(4), core.range(20, "weights")
+        some.map_ahead(0, 4)
+        core.device.reap(wait=True)
+        assert "cuMemUnmap" not in page_calls(lambda: other.map(0, 8))  # new pages
+        assert ahead(core) == 4
+        assert page_calls(lambda: other.map(8, 1))["cuMemUnmap"] == 1
+        assert backings(some) == ["kept", "kept", "kept", "none"]  # the last one first
+        other.map(9, 3)
+        assert (ahead(core), core.pages()["weights"]) == (0, 12)
+        assert all(one.place is None for one in maps(some.address, some.nbytes))
+        with pytest.raises(PoolExhausted):
+            some.map(0, 1)
+        core.device.check()
+
+
+def test_the_heap_gets_them_too() -> None:
+    with opened(budget=8) as core:
+        some = core.range(6)
+        some.map_ahead(0, 6)
+        core.device.reap(wait=True)
+        block = core.device.allocate(7 * PAGE)
+        assert ahead(core) <= 1
+        core.device.deallocate(block)
+
+
+def test_what_a_request_needs_beside_its_own_is_not_taken_from_itself() -> None:
+    with opened(budget=4) as core:
+        some = core.range(4)
+        some.map_ahead(0, 4)
+        core.device.reap(wait=True)
+        some.map(0, 4)
+        assert backings(some) == ["device"] * 4
+        some.retire(0, 4)
+        core.device.reap(wait=True)
+        some.map_ahead(2, 2)
+        core.device.reap(wait=True)
+        some.map(0, 4)  # two are claimed, and the other two may not be those
+        assert backings(some) == ["device"] * 4
+
+
+def test_no_more_is_mapped_ahead_than_fifty_megabytes() -> None:
+    page = 2**24
+    with opened(page=page, budget=8) as core:
+        some, other = core.range(4), core.range(4)
+        some.map_ahead(0, 4)
+        core.device.reap(wait=True)
+        assert ahead(core) == 50_000_000 // page == 2
+        other.map_ahead(0, 1)
+        core.device.reap(wait=True)
+        assert ahead(core) == 2
+        some.map(0, 1)
+        other.map_ahead(0, 4)
+        core.device.reap(wait=True)
+        assert (ahead(core), backings(other)[0]) == (2, "kept")
+
+
+def test_a_page_larger_than_that_is_still_mapped_ahead_alone() -> None:
+    with opened(page=2**26, budget=3) as core:
+        some = core.range(3)
+        some.map_ahead(0, 3)
+        core.device.reap(wait=True)
+        assert ahead(core) == 1
+
+
+def test_retiring_gives_up_what_was_mapped_ahead_and_makes_room_for_more() -> None:
+    page = 2**25
+    with opened(page=page, budget=4) as core:
+        some, other = core.range(2), core.range(2)
+        some.map_ahead(0, 1)
+        core.device.reap(wait=True)
+        assert ahead(core) == 1
+        some.retire(0, 2)
+        assert ahead(core) == 0
+        other.map_ahead(0, 1)
+        core.device.reap(wait=True)
+        assert (ahead(core), backings(other)) == (1, ["kept", "none"])
+
+
+def test_a_range_that_is_closed_meanwhile_is_left_alone() -> None:
+    with opened() as core:
+        group = core.device.group()
+        for _ in range(40):
+            some = core.device.reserve(4 * PAGE, "kv", group)
+            some.map_ahead(0, 4)
+            some.close()
+        core.device.reap(wait=True)
+        assert ahead(core) == 0
+        core.device.check()
+
+
+def test_bad_requests_are_refused() -> None:
+    with opened() as core:
+        some = core.range(4)
+        for first, count in [(0, 5), (5, 0), (4, 1), (2**63, 2**63)]:
+            with pytest.raises(BallonetError, match="outside"):
+                some.map_ahead(first, count)
+        with pytest.raises(TypeError):
+            some.map_ahead(-1, 1)
+        with pytest.raises(BallonetError, match="KV"):
+            core.range(4, "weights").map_ahead(0, 1)
+        some.map_ahead(4, 0)
+        core.device.reap(wait=True)
+        assert ahead(core) == 0
+
+
+def test_a_lower_budget_and_a_trim_take_all_of_it() -> None:
+    for shrink in (lambda device: device.set_budget(3 * PAGE), lambda device: device.trim()):
+        with opened(budget=16) as core:
+            some = core.range(8)
+            some.map(0, 2)
+            some.map_ahead(2, 6)
+            core.device.reap(wait=True)
+            assert physical() == 8 * PAGE
+            shrink(core.device)
+            assert physical() in (2 * PAGE, 3 * PAGE)
+            assert core.pages()["kv"] == 2
+            core.device.check()
+
+
+@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"])
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_fault_ends_a_request_and_nobody_hears_of_it(function: str, nth: int) -> None:
+    with opened(budget=6) as core:
+        some, other = core.range(6), core.range(6, "weights")
+        some.map(0, 1)
+        arm(function, nth)
+        some.map_ahead(1, 3)
+        core.device.reap(wait=True)
+        core.device.check()
+        for piece in range(6):
+            if some.backing(piece) == "kept":
+                assert behind(some.address + piece * PAGE)[:2] == ("device", "rw-s")
+        for attempt in range(3):  # a fault that is still to come strikes here
+            try:
+                some.map(0, 4)
+                write(some.address, 5, 4 * PAGE)
+                other.map(0, 2)
+                break
+            except (DriverError, PoolExhausted):
+                assert attempt < 2
+        assert holds(some.address, 5, 4 * PAGE)
+        disarm()
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def test_time_in_the_driver_is_counted_where_it_is_spent() -> None:
+    with opened() as core:
+        spent: list[int] = []
+
+        def elsewhere() -> None:
+            some = core.range(4, "weights")
+            some.map(0, 4)
+            spent.append(core.device.driver_ns())
+
+        before = core.device.driver_ns()
+        numbers = core.device.snapshot()["driver_ns"]
+        worker = threading.Thread(target=elsewhere)
+        worker.start()
+        worker.join()
+        assert spent[0] > 0
+        assert core.device.driver_ns() == before
+        after = core.device.snapshot()["driver_ns"]
+        assert after["callers"] - numbers["callers"] == spent[0]
+
+
+@pytest.mark.parametrize(
+    ("work", "counts"),
+    [
+        (lambda core, some: core.range(3), True),
+        (lambda core, some: some.map(0, 1), True),
+        (lambda core, some: core.device.trim(), True),
+        (lambda core, some: core.device.synchronize(), False),
+        (lambda core, some: core.device.snapshot(), False),
+        (lambda core, some: core.device.free_memory(), False),
+    ],
+    ids=["reserve", "map", "release", "synchronize", "snapshot", "memory"],
+)
+def test_only_page_tables_count(work: Callable[[Core, _native.Range], object], counts: bool) -> None:
+    with opened() as core:
+        some = core.range(3, "weights")
+        other = core.range(1, "weights")
+        other.map(0, 1)
+        other.retire(0, 1)
+        core.device.reap(wait=True)
+        before = core.device.driver_ns()
+        work(core, some)
+        assert (core.device.driver_ns() > before) is counts

@@ -1,0 +1,488 @@
+"""A budget that changes while the pool is in use: pages are back with the driver, or nothing has changed."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, DriverError, PoolExhausted
+
+from .core import (
+    PAGE,
+    Core,
+    all_calls,
+    arm,
+    calls,
+    capturing,
+    disarm,
+    eventually,
+    faults_fired,
+    holds,
+    opened,
+    physical,
+    write,
+)
+from .pool import bytes_that_exist
+from .test_core_reclaim import Layer, Other, keys, layer
+
+LONG = 60 * 10**9  # ns; nobody waits that long in a test that goes well
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    made = Other()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as made:
+        yield made
+
+
+def lowered(core: Core, pages: int) -> bool:
+    return core.device.budget == pages * PAGE
+
+
+# -- At once ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_free_or_idle_goes_back_to_the_driver() -> None:
+    with opened(budget=32) as core:
+        keep = core.device.allocate(PAGE)
+        core.device.deallocate(core.device.allocate(10 * PAGE))
+        kv = core.range(8)
+        kv.map(0, 8)
+        kv.retire(2, 6)
+        core.device.set_budget(4 * PAGE)
+        assert (core.device.budget, core.created(), physical()) == (4 * PAGE, 4, 4 * PAGE)
+        core.device.set_budget(32 * PAGE)
+        kv.map(2, 6)
+        core.device.deallocate(keep)
+
+
+def test_no_more_of_what_lies_idle_goes_than_has_to() -> None:
+    with opened(budget=32) as core:
+        core.device.deallocate(core.device.allocate(10 * PAGE))
+        core.device.set_budget(6 * PAGE)
+        made = all_calls(lambda: core.device.deallocate(core.device.allocate(6 * PAGE)))
+        assert made.get("cuMemMap", 0) == 0
+
+
+def test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number() -> None:
+    with opened(budget=16) as core:
+        one, kept = layer(core, 3), layer(core, 2)
+        block = core.device.allocate(2 * PAGE)
+        core.device.publish([one.entry(1)])
+        before = core.pages()
+        with pytest.raises(BudgetInUse) as refused:
+            core.device.set_budget(3 * PAGE, LONG)
+        assert isinstance(refused.value, BudgetError)
+        assert (refused.value.immovable, refused.value.budget, refused.value.waited) == (4 * PAGE, 3 * PAGE, 0)
+        assert f"ballonet.set_budget({refused.value.smallest})" in str(refused.value)
+        assert (core.device.budget, core.pages(), keys(core), core.device.demand) == (16 * PAGE, before, [], 0)
+        core.device.set_budget(refused.value.smallest)
+        assert (keys(core), physical()) == ([1], 4 * PAGE)
+        assert one.intact()
+        assert kept.intact()
+        core.device.deallocate(block)
+
+
+def test_the_error_survives_a_pickle() -> None:
+    error = pickle.loads(pickle.dumps(BudgetInUse(5, 3, 1.5)))
+    assert (error.immovable, error.budget, error.smallest, error.required, error.waited) == (5, 3, 5, 5, 1.5)
+    assert "1500 ms" in str(error)
+
+
+def test_a_host_that_has_room_for_some_of_it_only() -> None:
+    with opened(budget=8, host_budget=3) as core:
+        layers = [layer(core, 2, value) for value in (1, 11)]
+        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
+        with pytest.raises(BudgetInUse) as refused:
+            core.device.set_budget(0, LONG)
+        assert (refused.value.immovable, keys(core)) == (2 * PAGE, [])
+        with pytest.raises(PoolExhausted):
+            core.range(8).map(0, 8)
+        assert keys(core) == []  # a request that all together could not meet takes none
+        core.device.set_budget(2 * PAGE)
+        assert (keys(core), physical()) == ([0], 2 * PAGE)
+        assert all(one.intact() for one in layers)
+
+
+def test_ones_own_leases_are_no_hindrance() -> None:
+    with opened(budget=4) as core:
+        one = layer(core, 4)
+        core.device.publish([one.entry(1)])
+        one.group.enter()
+        core.device.set_budget(0)
+        assert (keys(core), physical()) == ([1], 0)
+        assert one.intact()
+        one.group.leave()
+
+
+# -- Waiting ----------------------------------------------------------------------------------------------------------
+
+
+def leased(core: Core, other: Other, pieces: int = 2) -> Layer:
+    one = layer(core, pieces)
+    core.device.publish([one.entry(1)])
+    other.does(one.group.enter)
+    return one
+
+
+def test_who_leases_obeys_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=4) as core:
+        one = leased(core, other, 4)
+        lowering = pool.submit(core.device.set_budget, 1 * PAGE, LONG)
+        eventually(lambda: core.device.demand == 3)
+        assert not lowering.done()
+        assert other.does(core.device.obey) == 4
+        lowering.result()
+        assert (physical(), core.device.budget, core.device.demand) == (PAGE, PAGE, 0)
+        assert one.intact()
+        other.does(one.group.leave)
+
+
+def test_who_leases_leaves_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=4) as core:
+        one = leased(core, other, 4)
+        lowering = pool.submit(core.device.set_budget, 0, LONG)
+        eventually(lambda: core.device.demand == 4)
+        other.does(one.group.leave)
+        lowering.result()
+        assert (physical(), one.intact()) == (0, True)
+
+
+def test_who_leases_never_comes_back(other: Other) -> None:
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+        with pytest.raises(BudgetInUse) as refused:
+            core.device.set_budget(2 * PAGE, 10**7)
+        assert (refused.value.immovable, refused.value.budget) == (4 * PAGE, 2 * PAGE)
+        assert refused.value.waited > 0
+        assert "timeout" in str(refused.value)
+        assert (core.device.budget, core.device.demand, one.place) == (8 * PAGE, 0, "device")
+        core.range(4).map(0, 4)  # up to the budget that is in force again
+        other.does(one.group.leave)
+
+
+def test_nothing_is_created_above_it_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+        kv = core.range(4)
+        lowering = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
+        eventually(lambda: lowered(core, 2))
+        with pytest.raises(PoolExhausted):
+            kv.map(0, 1)
+        with pytest.raises(PoolExhausted):
+            core.device.allocate(PAGE)
+        assert physical() == 4 * PAGE
+        other.does(one.group.leave)
+        lowering.result()
+        kv.map(0, 2)
+        assert physical() == 2 * PAGE
+
+
+def test_blocks_that_are_freed_meanwhile_count(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+        block = core.device.allocate(4 * PAGE)
+        lowering = pool.submit(core.device.set_budget, 4 * PAGE, LONG)
+        eventually(lambda: core.device.demand > 0)
+        core.device.deallocate(block)
+        lowering.result()
+        assert (physical(), one.place) == (4 * PAGE, "device")
+        other.does(one.group.leave)
+
+
+def test_a_capture_that_ends_meanwhile(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
+    shim, set_capturing = capturing(tmp_path)
+    with opened(budget=8, path=shim) as core:
+        one = layer(core, 4)
+        core.device.publish([one.entry(1)])
+        kv = core.range(2)
+        kv.map(0, 2)
+        core.device.deallocate(core.device.allocate(2 * PAGE))
+        set_capturing(1)
+        kv.close()
+        before = calls()
+        lowering = pool.submit(core.device.set_budget, PAGE, LONG)
+        eventually(lambda: lowered(core, 1))
+        eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 50)
+        for function in ("cuMemUnmap", "cuMemMap", "cuStreamSynchronize", "cuEventSynchronize", "cuMemcpyAsync"):
+            assert calls()[function] == before[function], function
+        assert not lowering.done()
+        set_capturing(0)
+        lowering.result()
+        assert physical() <= PAGE
+        assert one.intact()
+
+
+def test_a_larger_one_ends_the_wait_of_a_smaller(other: Other, pool: ThreadPoolExecutor) -> None:
+    """The newest counts; it neither waits for the others nor do they change what it has set."""
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+        smaller = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
+        eventually(lambda: lowered(core, 2))
+        core.device.set_budget(6 * PAGE)
+        with pytest.raises(BudgetInUse):
+            smaller.result()
+        assert core.device.budget == 6 * PAGE
+        other.does(one.group.leave)
+
+
+def test_the_newest_fails_and_the_budget_before_all_of_them_is_in_force(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+        first = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
+        eventually(lambda: lowered(core, 2))
+        with pytest.raises(BudgetInUse):
+            core.device.set_budget(PAGE, 10**7)
+        with pytest.raises(BudgetInUse):
+            first.result()
+        assert core.device.budget == 8 * PAGE
+        other.does(one.group.leave)
+
+
+def test_two_threads_that_lease_what_the_other_waits_for(pool: ThreadPoolExecutor) -> None:
+    with opened(budget=4) as core:
+        layers = [layer(core, 2, value) for value in (1, 11)]
+        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
+        both = threading.Barrier(2)
+
+        def model(one: Layer) -> bool:
+            one.group.enter()
+            both.wait()
+            try:
+                core.device.set_budget(0, LONG)
+            except BudgetInUse:
+                return False
+            else:
+                return True
+            finally:
+                one.group.leave()
+
+        assert sorted(pool.map(model, layers)) in ([False, True], [True, True])
+        assert (physical(), core.device.budget) == (0, 0)
+        assert all(one.intact() for one in layers)
+
+
+def test_who_waits_gives_what_it_leases_itself(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=8) as core:
+        mine, theirs = layer(core, 2), layer(core, 4)
+        core.device.publish([theirs.entry(2), mine.entry(1)])
+        other.does(theirs.group.enter)
+        more = core.range(4)
+        more.map(0, 2)
+
+        def wait() -> None:
+            mine.group.enter()
+            try:
+                core.device.set_budget(2 * PAGE, LONG)
+            finally:
+                mine.group.leave()
+
+        waiting = pool.submit(wait)
+        eventually(lambda: mine.home.backing(0) == "alias")
+        more.retire(0, 2)
+        other.does(theirs.group.leave)
+        waiting.result()
+        assert physical() <= 2 * PAGE
+        assert mine.intact()
+        assert theirs.intact()
+
+
+def test_asking_threads_go_on_while_others_change_the_budget(pool: ThreadPoolExecutor) -> None:
+    with opened(budget=32) as core:
+        one = layer(core, 8)
+        core.device.publish([one.entry(1)])
+        done = threading.Event()
+
+        def allocate(value: int) -> int:
+            served = 0
+            while not done.is_set() or not served:
+                with contextlib.suppress(PoolExhausted):
+                    block = core.device.allocate(3 * PAGE)
+                    write(block, value, 3 * PAGE)
+                    served += holds(block, value, 3 * PAGE)
+                    core.device.deallocate(block)
+            return served
+
+        asking = [pool.submit(allocate, value) for value in (1, 2)]
+        met = 0
+        for pages in (12, 4, 20, 6, 32) * 6:
+            with contextlib.suppress(BudgetInUse):
+                core.device.set_budget(pages * PAGE, LONG)
+                met += 1
+                assert physical() <= pages * PAGE
+        done.set()
+        assert all(each.result() > 0 for each in asking)
+        assert met > 6
+        assert one.intact()
+
+
+# -- Signals ----------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+
+        def interrupt() -> None:
+            eventually(lambda: lowered(core, 2))
+            _thread.interrupt_main()
+
+        interrupting = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            core.device.set_budget(2 * PAGE, LONG)
+        interrupting.result()
+        ((*_, took),) = (row for row in core.device.events() if row[1] == "budget refused")
+        assert took < LONG
+        assert (core.device.budget, core.device.demand, one.place) == (8 * PAGE, 0, "device")
+        other.does(one.group.leave)
+
+
+@pytest.fixture
+def usr1() -> Iterator[list[object]]:
+    """What is called, in order, when the signal comes; where a call raises, the error."""
+    found: list[object] = []
+
+    def handle(number: int, frame: object) -> None:
+        work = found.pop(0)
+        assert callable(work)
+        try:
+            found.append(work())
+        except BudgetInUse as error:
+            found.append(error)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    yield found
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_from_a_signal_on_the_thread_that_leases(usr1: list[object]) -> None:
+    with opened(budget=4) as core:
+        one = layer(core, 4)
+        core.device.publish([one.entry(1)])
+        one.group.enter()
+        usr1.append(lambda: core.device.set_budget(PAGE, LONG))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        eventually(lambda: usr1 == [None])
+        assert (keys(core), physical()) == ([1], PAGE)
+        one.group.leave()
+        assert one.intact()
+
+
+def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoolExecutor, usr1: list[object]) -> None:
+    with opened(budget=8) as core:
+        one = leased(core, other, 4)
+        usr1.append(lambda: core.device.set_budget(6 * PAGE, LONG))
+
+        def send() -> None:
+            eventually(lambda: lowered(core, 2))
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        sending = pool.submit(send)
+        with pytest.raises(BudgetInUse):
+            core.device.set_budget(2 * PAGE, LONG)
+        sending.result()
+        assert (usr1, core.device.budget) == ([None], 6 * PAGE)
+        other.does(one.group.leave)
+
+
+# -- Faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_fault_at_every_driver_call_of_it() -> None:
+    def lower(fault: tuple[str, int] | None) -> dict[str, int]:
+        with opened(budget=16, host_budget=8) as core:
+            dirty, clean = layer(core, 2, 1), layer(core, 2, 11).clean()
+            core.device.publish([dirty.entry(1), clean.entry(2)])
+            kv = core.range(4)
+            kv.map(0, 4)
+            write(kv.address, 77)
+            block = core.device.allocate(PAGE // 2)
+            write(block, 5, PAGE // 2)
+            core.device.deallocate(core.device.allocate(3 * PAGE))
+            kv.retire(1, 3)
+            core.device.reap(wait=True)
+            fired = faults_fired()
+            if fault is not None:
+                arm(*fault)
+            made: dict[str, int] = {}
+            failed = False
+
+            def work() -> None:
+                nonlocal failed
+                try:
+                    core.device.set_budget(2 * PAGE)
+                except (DriverError, BudgetInUse):
+                    failed = True
+
+            made = all_calls(work)
+            assert not failed or faults_fired() > fired
+            disarm()
+            core.device.check()
+            assert core.device.budget == (16 if failed else 2) * PAGE
+            assert failed or physical() <= 2 * PAGE
+            assert dirty.intact()
+            assert clean.intact()
+            assert holds(kv.address, 77)
+            assert holds(block, 5, PAGE // 2)
+            core.device.set_budget(2 * PAGE)
+            assert physical() == 2 * PAGE
+            core.device.deallocate(block)
+            refused.append(failed)
+            return made
+
+    refused: list[bool] = []
+    made = lower(None)
+    assert {"cuMemUnmap", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"} <= made.keys()
+    for function, count in made.items():
+        for ahead in range(1, count + 1):
+            lower((function, ahead))
+    assert refused.count(False) > len(refused) // 2  # a call that fails once is made up for
+
+
+# -- Under torch ------------------------------------------------------------------------------------------------------
+
+
+def test_the_facade_waits_as_long_as_it_is_told(other: Other) -> None:
+    ballonet.install(budget="8MiB", host_budget="8MiB", page_size="64KiB", device="cpu")
+    try:
+        device = runtime.require()
+        group = device.group()
+        home, twin = (device.reserve(4 * 2**20, "weights", group) for _ in range(2))
+        home.map(0, home.pieces)
+        device.publish([(1, group, [(home, 0, home.pieces, twin, 0, [])])])
+        other.does(group.enter)
+        tensor = torch.ones(2**18)
+        with pytest.raises(BudgetInUse) as refused:
+            ballonet.set_budget("3MiB", timeout="10ms")
+        assert refused.value.waited >= 0.01
+        assert device.budget == 8 * 2**20
+        for timeout in ("soon", -1, float("inf")):
+            with pytest.raises(ConfigError, match="timeout"):
+                ballonet.set_budget("3MiB", timeout=timeout)
+        other.does(group.leave)
+        ballonet.set_budget("3MiB", timeout=0)
+        assert bytes_that_exist() <= 3 * 2**20
+        assert tensor.numpy().sum() == 2**18
+        del tensor
+        home.close()
+        twin.close()
+    finally:
+        ballonet.restore()

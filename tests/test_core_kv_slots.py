@@ -1,0 +1,518 @@
+"""Slots: addresses of closed ranges of KV whose pages are free and still mapped there (eLLM §4.2.2)."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from typing import NamedTuple
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, PoolExhausted
+
+from .core import (
+    PAGE,
+    Core,
+    all_calls,
+    arm,
+    calls,
+    disarm,
+    eventually,
+    holds,
+    maps,
+    opened,
+    page_calls,
+    physical,
+    write,
+)
+
+LONG = 0.1
+
+
+def kept(core: Core) -> int:
+    pages: int = core.device.snapshot()["kept"]
+    return pages
+
+
+class Slot(NamedTuple):
+    address: int
+    pieces: int
+    mapped: int
+
+
+def closed(core: Core, *sizes: tuple[int, int]) -> list[Slot]:
+    """Slots of so many pieces and pages, the oldest first."""
+    ranges = [core.device.reserve(pieces * PAGE, "kv", core.device.group(), reuse=False) for pieces, _ in sizes]
+    for some, (_, mapped) in zip(ranges, sizes, strict=True):
+        some.map(0, mapped)
+    for some in ranges:
+        some.close()
+    core.device.reap(wait=True)
+    return [Slot(some.address, *size) for some, size in zip(ranges, sizes, strict=True)]
+
+
+def test_the_pages_of_a_closed_range_are_free_and_stay_where_they_are() -> None:
+    with opened() as core:
+        [(address, _, _)] = closed(core, (6, 4))
+        assert core.pages() == {"free": 4, "weights": 0, "activations": 0, "kv": 0, "retiring": 0}
+        assert kept(core) == 4
+        assert {(one.place, one.access) for one in maps(address, 4 * PAGE)} == {("device", "rw-s")}
+        core.device.check()
+
+
+def test_the_next_range_claims_them_without_the_driver() -> None:
+    with opened() as core:
+        [(address, _, _)] = closed(core, (6, 4))
+        before = calls()
+        some = core.range(6)
+        assert some.address == address
+        assert [some.backing(piece) for piece in range(6)] == ["kept"] * 4 + ["none"] * 2
+        assert (some.backed, some.pieces, some.nbytes) == (0, 6, 6 * PAGE)
+        with pytest.raises(BallonetError, match="not all backed"):
+            some.tensor(0, (1,), (1,), 1, 8)
+        assert page_calls(lambda: some.map(0, 3)) == {}
+        write(some.address, 5, 3 * PAGE)
+        assert (core.pages()["kv"], core.pages()["free"], kept(core)) == (3, 1, 1)
+        assert page_calls(lambda: some.map(3, 2)) == {"cuMemCreate": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
+        assert holds(some.address, 5, 3 * PAGE)
+        assert calls()["cuMemAddressReserve"] == before["cuMemAddressReserve"]
+        core.device.check()
+
+
+def request(core: Core, pages: int, group: _native.Group) -> None:
+    """As a cache lives: page by page, the next one asked for ahead."""
+    layers = [core.device.reserve(16 * PAGE, "kv", group) for _ in range(4)]
+    for piece in range(pages):
+        for layer in layers:
+            layer.map(piece, 1)
+            write(layer.address + piece * PAGE, piece)
+    for layer in layers:
+        assert all(holds(layer.address + piece * PAGE, piece) for piece in range(pages))
+
+
+def test_serving_one_request_after_the_other_comes_to_call_the_driver_no_more() -> None:
+    with opened(budget=64) as core:
+        group = core.device.group()
+        request(core, 8, group)
+        gc.collect()
+        core.device.reap(wait=True)
+        before = {name: count for name, count in calls().items() if name.startswith("cuMem")}
+        for pages in (3, 8, 1, 5, 8, 2):
+            request(core, pages, group)
+            gc.collect()
+            core.device.reap(wait=True)
+        assert {name: count for name, count in calls().items() if name.startswith("cuMem")} == before
+        assert physical() == 32 * PAGE
+
+
+def best(slots: list[Slot], pieces: int, expected: int) -> Slot | None:
+    """The paper's rule over all of them; where none has so much mapped, the one with most."""
+    fitting = [slot for slot in slots if slot.pieces >= pieces and slot.mapped >= expected]
+    if fitting:
+        return min(reversed(fitting), key=lambda slot: (slot.mapped, slot.pieces))
+    others = [slot for slot in slots if slot.pieces >= pieces]
+    return min(reversed(others), key=lambda slot: (-slot.mapped, slot.pieces), default=None)
+
+
+def test_the_slot_taken_is_the_smallest_that_fits() -> None:
+    random_of = random.Random(5)
+    with opened(budget=400) as core:
+        taken = 0
+        for _ in range(60):
+            sizes = [random_of.randint(1, 8) for _ in range(random_of.randint(0, 6))]
+            slots = closed(core, *((pieces, random_of.randint(1, pieces)) for pieces in sizes))
+            for _ in range(3):
+                pieces, expected = random_of.randint(1, 9), random_of.randint(0, 9)
+                some = core.device.reserve(pieces * PAGE, "kv", core.device.group(), expected=expected * PAGE)
+                wanted = best(slots, pieces, expected)
+                if wanted is None:
+                    assert [some.backing(piece) for piece in range(pieces)] == ["none"] * pieces
+                else:
+                    assert some.address == wanted.address
+                    assert some.pieces == pieces
+                    slots.remove(wanted)
+                    taken += 1
+                some.close()
+                if wanted is not None:
+                    slots.append(wanted)  # closed again, and now the newest
+                core.device.check()
+            core.device.trim()
+            assert physical() == 0
+        assert taken > 60
+
+
+def test_expected_bytes_are_counted_in_whole_pages() -> None:
+    with opened() as core:
+        small, large = closed(core, (4, 1), (4, 2))
+        for expected, slot in [(PAGE + 1, large), (PAGE, small), (1, small), (0, small), (2 * PAGE, large)]:
+            some = core.device.reserve(PAGE, "kv", core.device.group(), expected=expected)
+            assert some.address == slot.address
+            some.close()
+
+
+def test_a_slot_is_for_kv_that_wants_one() -> None:
+    with opened() as core:
+        [(address, _, _)] = closed(core, (4, 2))
+        weights = core.range(4, "weights")
+        twin = core.device.reserve(4 * PAGE, "kv", core.device.group(), reuse=False)
+        assert address not in (weights.address, twin.address)
+        weights.map(0, 2)
+        weights.close()
+        core.device.reap(wait=True)
+        assert kept(core) <= 2  # weights leave no slot, and what they took they took from this one
+        assert core.pages()["free"] >= 2
+        twin.close()
+
+
+def test_what_is_still_in_use_is_no_slot() -> None:
+    """Work that was submitted may touch the old pages: another stream's writes would not be ordered after it."""
+    with opened() as core:
+        stream = core.stream()
+        some = core.range(3)
+        address = some.address
+        some.map(0, 2)
+        core.device.note_use(address, PAGE, stream, write=True)
+        core.occupy(stream, LONG)
+        some.close()
+        other = core.range(3)
+        assert other.address != address
+        assert kept(core) == 0
+        core.device.reap(wait=True)
+        assert kept(core) == 2
+        third = core.range(3)
+        assert third.address == address
+        third.map(0, 2)
+        core.device.note_use(address, PAGE, 0, write=True)  # the order checker has nothing to say
+        write(address, 1, 2 * PAGE)
+
+
+def test_a_range_under_a_tensor_becomes_a_slot_with_its_last_one() -> None:
+    with opened() as core:
+        some = core.range(3)
+        address = some.address
+        some.map(0, 3)
+        write(address, 9, 3 * PAGE)
+        held = [some.tensor(PAGE, (PAGE,), (1,), 1, 8)]
+        some.close()
+        core.device.reap(wait=True)
+        assert (kept(core), core.pages()["kv"]) == (2, 1)
+        other = core.range(3)
+        assert other.address != address
+        assert holds(address + PAGE, 9)
+        held.clear()
+        core.device.reap(wait=True)
+        assert kept(core) == 3
+        assert core.range(3).address == address
+
+
+def test_pieces_that_lead_elsewhere_are_not_kept() -> None:
+    with opened() as core:
+        some, host, slot = core.range(4), core.range(4), core.range(2, "weights")
+        some.map(0, 1)
+        some.map_host(1, 1)
+        slot.map(0, 2)
+        some.alias(2, slot, 0, 1)
+        host.map_host(0, 2)
+        address = some.address
+        some.close()
+        host.close()
+        core.device.reap(wait=True)
+        assert kept(core) == 1
+        again = core.range(4)
+        assert again.address == address
+        assert [again.backing(piece) for piece in range(4)] == ["kept", "none", "none", "none"]
+        assert core.device.snapshot()["host_free"] == 3
+
+
+def test_a_page_that_another_range_shows_is_not_kept() -> None:
+    with opened() as core:
+        some, other = core.range(2), core.range(2)
+        some.map(0, 2)
+        write(some.address, 3, 2 * PAGE)
+        other.alias(0, some, 1, 1)
+        some.close()
+        core.device.reap(wait=True)
+        assert (kept(core), core.pages()["retiring"]) == (1, 1)
+        assert holds(other.address, 3)
+
+
+# -- who needs pages --
+
+
+def test_pages_are_taken_out_of_the_oldest_slot_before_new_ones_are_made() -> None:
+    with opened(budget=64) as core:
+        idle = core.range(2, "weights")
+        idle.map(0, 2)
+        first, second = (slot.address for slot in closed(core, (4, 3), (4, 3)))
+        idle.retire(0, 2)
+        core.device.reap(wait=True)
+        other = core.range(20, "weights")
+        assert page_calls(lambda: other.map(0, 2)) == {"cuMemMap": 2, "cuMemSetAccess": 1}  # what is idle
+        assert page_calls(lambda: other.map(2, 2)) == {"cuMemUnmap": 2, "cuMemMap": 2, "cuMemSetAccess": 1}
+        assert [one.place for one in maps(first, 3 * PAGE)] == ["device", None]  # the last ones first
+        assert [one.place for one in maps(second, 3 * PAGE)] == ["device"]
+        assert page_calls(lambda: other.map(4, 5))["cuMemCreate"] == 1
+        assert (kept(core), physical()) == (0, 9 * PAGE)
+        core.device.check()
+
+
+def test_a_slot_never_stands_in_the_way() -> None:
+    owners: list[_native.Owner] = ["weights", "kv", "activations"]
+    for owner in owners:
+        with opened(budget=8) as core:
+            closed(core, (8, 8))
+            if owner == "activations":
+                block = core.device.allocate(8 * PAGE)
+                core.device.deallocate(block)
+            else:
+                core.range(100, owner).map(40, 8)
+            assert kept(core) == 0
+            core.device.check()
+
+
+def test_more_than_there_is_is_still_refused() -> None:
+    with opened(budget=8) as core:
+        closed(core, (6, 6))
+        other = core.range(9, "weights")
+        with pytest.raises(PoolExhausted):
+            other.map(0, 9)
+        assert core.pages()["weights"] == 0
+        core.device.check()
+
+
+def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
+    with opened(budget=8) as core:
+        closed(core, (9, 4))
+        some = core.range(9)
+        with pytest.raises(PoolExhausted):
+            some.map(0, 9)
+        assert core.pages()["kv"] == 0
+        assert [some.backing(piece) for piece in range(4)] == ["kept"] * 4
+        other = core.range(8, "weights")
+        other.map(0, 8)
+
+
+def test_a_request_does_not_take_its_own_slot_apart() -> None:
+    with opened(budget=6) as core:
+        closed(core, (6, 4))
+        some = core.range(6)
+        some.map(0, 6)
+        assert core.pages()["kv"] == 6
+        assert physical() == 6 * PAGE
+
+
+def test_host_pages_go_where_something_is_kept() -> None:
+    with opened() as core:
+        closed(core, (4, 2))
+        some = core.range(4)
+        some.map_host(0, 2)
+        assert [some.backing(piece) for piece in range(2)] == ["host", "host"]
+        assert (kept(core), core.pages()["free"]) == (0, 2)
+        core.device.check()
+
+
+def test_an_alias_goes_where_something_is_kept() -> None:
+    with opened() as core:
+        closed(core, (4, 2))
+        some, slot = core.range(4), core.range(1, "weights")
+        slot.map(0, 1)
+        write(slot.address, 4)
+        assert some.alias(0, slot, 0, 1)
+        assert holds(some.address, 4)
+        core.device.check()
+
+
+def test_a_twin_may_lie_where_something_is_kept() -> None:
+    with opened(budget=4) as core:
+        closed(core, (4, 2))
+        group = core.device.group()
+        twin = core.range(4)
+        assert twin.backing(0) == "kept"
+        home = core.range(2, "weights", group)
+        home.map(0, 2)
+        write(home.address, 6, 2 * PAGE)
+        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
+        other = core.range(4, "weights")
+        other.map(0, 4)
+        assert holds(home.address, 6, 2 * PAGE)
+        assert home.backing(0) == "alias"
+        core.device.check()
+
+
+def test_a_lower_budget_a_trim_and_the_end_empty_the_slots() -> None:
+    with opened(budget=16) as core:
+        closed(core, (8, 8))
+        core.device.set_budget(5 * PAGE)
+        assert physical() == 5 * PAGE
+        core.device.trim()
+        assert (physical(), kept(core)) == (0, 0)
+        core.device.set_budget(16 * PAGE)
+        closed(core, (8, 8))
+
+
+def test_above_the_budget_nothing_is_kept() -> None:
+    with opened(budget=16) as core:
+        some, other = core.range(8), core.range(8)
+        some.map(0, 8)
+        other.map(0, 4)
+        core.device.reserve(PAGE, "kv", core.device.group())
+        block = core.device.allocate(4 * PAGE)
+        some.close()
+        other.close()
+        core.device.reap(wait=True)
+        assert kept(core) == 12
+        core.device.deallocate(block)
+        core.device.trim()
+        assert physical() == 0
+
+
+def test_addresses_come_back_with_the_last_page_of_a_slot() -> None:
+    with opened() as core:
+        [(address, _, _)] = closed(core, (4, 2))
+        before = calls()["cuMemAddressFree"]
+        core.device.trim()
+        assert calls()["cuMemAddressFree"] == before + 1
+        assert all(one.place is None and one.access != "---p" for one in maps(address, 4 * PAGE))
+
+
+def test_a_device_that_is_dropped_leaves_no_slot() -> None:
+    with opened() as core:
+        one = _native.Device(library=str(_library()), ordinal=0, page_size=PAGE, budget=16 * PAGE, host_budget=0)
+        some, open_one = (one.reserve(4 * PAGE, "kv", one.group()) for _ in range(2))
+        some.map(0, 4)
+        open_one.map(0, 2)
+        some.close()
+        assert physical() == 6 * PAGE
+        del one, some
+        gc.collect()
+        open_one.close()
+        del open_one
+        eventually(lambda: physical() == 0)
+        assert core.created() == 0
+
+
+def _library() -> object:
+    from .core import library
+
+    return library()
+
+
+# -- faults --
+
+
+def life(core: Core) -> None:
+    """Slots are made, taken, taken apart and emptied; every page in use holds what was written."""
+    group = core.device.group()
+    made: list[_native.Range] = []
+
+    def attempt(work: object) -> None:
+        for _ in range(4):
+            try:
+                work()  # type: ignore[operator]
+            except (BallonetError, PoolExhausted):
+                core.device.check()
+                continue
+            return
+        raise AssertionError("fails again and again")
+
+    def reserve(pieces: int, owner: _native.Owner = "kv") -> _native.Range:
+        attempt(lambda: made.append(core.device.reserve(pieces * PAGE, owner, group)))
+        return made[-1]
+
+    some = reserve(4)
+    attempt(lambda: some.map(0, 4))
+    attempt(some.close)
+    attempt(lambda: core.device.reap(wait=True))
+    again = reserve(4)
+    attempt(lambda: again.map(0, 2))
+    write(again.address, 2, 2 * PAGE)
+    attempt(lambda: again.map_ahead(2, 2))
+    attempt(lambda: core.device.reap(wait=True))
+    other = reserve(8, "weights")
+    attempt(lambda: other.map(0, 6))
+    write(other.address, 3, 6 * PAGE)
+    core.device.check()
+    assert holds(again.address, 2, 2 * PAGE)
+    attempt(again.close)
+    attempt(lambda: core.device.reap(wait=True))
+    attempt(lambda: core.device.set_budget(7 * PAGE))
+    assert holds(other.address, 3, 6 * PAGE)
+    attempt(core.device.trim)
+    attempt(other.close)
+    core.device.check()
+    made.clear()
+
+
+def costs() -> dict[str, int]:
+    with opened(budget=8) as core:
+        return {name: count for name, count in all_calls(lambda: life(core)).items() if name.startswith("cuMem")}
+
+
+CALLS = ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
+
+
+@pytest.mark.parametrize("function", [*CALLS, "cuMemAddressFree", "cuEventRecord", "cuEventCreate"])
+def test_a_fault_at_any_call_costs_no_page_and_no_byte(function: str) -> None:
+    for nth in range(1, max(2, costs().get(function, 0)) + 1):
+        with opened(budget=8) as core:
+            arm(function, nth)
+            life(core)
+            core.device.check()
+            disarm()
+
+
+# -- anything in any order --
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pages_are_conserved_whatever_happens(seed: int) -> None:
+    random_of = random.Random(seed)
+    with opened(budget=24) as core:
+        group = core.device.group()
+        spaces: list[tuple[_native.Range, dict[int, int]]] = []
+        values = itertools.count(1)
+        for _ in range(250):
+            what = random_of.random()
+            try:
+                if what < 0.2 and len(spaces) < 5:
+                    owner: _native.Owner = random_of.choice(["kv", "kv", "kv", "weights"])
+                    nbytes = random_of.randint(1, 10) * PAGE
+                    spaces.append((core.device.reserve(nbytes, owner, group, expected=nbytes // 2), {}))
+                elif not spaces:
+                    continue
+                else:
+                    some, holding = random_of.choice(spaces)
+                    first = random_of.randrange(some.pieces)
+                    count = random_of.randint(1, some.pieces - first)
+                    if what < 0.45:
+                        some.map(first, count)
+                        for piece in range(first, first + count):
+                            if piece not in holding:
+                                holding[piece] = next(values) % 251
+                                write(some.address + piece * PAGE, holding[piece])
+                    elif what < 0.6 and some.owner == "kv":
+                        some.map_ahead(first, count)
+                    elif what < 0.75:
+                        some.retire(first, count)
+                        for piece in range(first, first + count):
+                            holding.pop(piece, None)
+                    elif what < 0.9:
+                        some.close()
+                        spaces = [each for each in spaces if each[0] is not some]
+                    elif what < 0.95:
+                        core.device.set_budget(random_of.choice([16, 24, 32]) * PAGE)
+                    else:
+                        core.device.reap(wait=random_of.random() < 0.5)
+            except (PoolExhausted, BallonetError):
+                pass
+            core.device.check()
+            snapshot = core.device.snapshot()
+            assert sum(snapshot["pages"].values()) == snapshot["created"]
+            assert snapshot["kept"] + snapshot["ahead"] <= snapshot["pages"]["free"]
+            for some, holding in spaces:
+                for piece, value in holding.items():
+                    assert holds(some.address + piece * PAGE, value)
+        for some, _ in spaces:
+            some.close()

@@ -1,0 +1,314 @@
+"""Spilling: what fits nowhere on the device lies on host pages, is right there, and goes with the last block."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import _native, install, runtime
+from ballonet.allocator.errors import BallonetError, ConfigError, InstallError, PoolExhausted
+
+from .core import PAGE, Core, all_calls, arm, behind, capturing, disarm, faults_fired, holds, opened, physical, write
+from .pool import bytes_that_exist, in_pool
+from .test_core_heap import ENTRY
+from .test_core_reclaim import keys, layer
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    _native.Device.on_spill(lambda: None)  # what an earlier install() left there would warn
+
+
+def place(address: int, nbytes: int = PAGE) -> set[str | None]:
+    return {behind(page)[0] for page in range(address // PAGE * PAGE, address + nbytes, PAGE)}
+
+
+def spilled(core: Core) -> int:
+    pages: int = core.device.snapshot()["spilled"]
+    return pages
+
+
+def test_what_fits_nowhere_lies_on_the_host() -> None:
+    with opened(budget=4, host_budget=8, spill=True) as core:
+        first = core.device.allocate(3 * PAGE)
+        second = core.device.allocate(5 * PAGE)
+        for block, value in ((first, 1), (second, 2)):
+            write(block, value, 3 * PAGE)
+        assert (place(first, 3 * PAGE), place(second, 5 * PAGE)) == ({"device"}, {"host"})
+        assert (spilled(core), physical("host")) == (5, 5 * PAGE)
+        core.device.check()
+        small = [core.device.allocate(PAGE // 4) for _ in range(8)]  # four of them fit on the device
+        assert {kind for block in small for kind in place(block, 1)} == {"device", "host"}
+        assert physical() <= 4 * PAGE
+        assert holds(first, 1, 3 * PAGE)
+        assert holds(second, 2, 3 * PAGE)
+        for block in (first, second, *small):
+            core.device.deallocate(block)
+        core.device.check()
+
+
+def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
+    with opened(budget=4, host_budget=8, spill=True) as core:
+        kv = core.range(4)
+        kv.map(0, 4)
+        keep, block = core.device.allocate(PAGE // 2), core.device.allocate(4 * PAGE)
+        assert spilled(core) == 5
+        core.device.deallocate(block)
+        core.device.reap(wait=True)
+        assert spilled(core) == 1  # under the block that is live
+        core.device.trim()
+        assert physical("host") == PAGE
+        kv.close()
+        again = core.device.allocate(PAGE // 4)  # there would be room beside the live block, on the host
+        assert (place(again, 1), place(keep, 1)) == ({"device"}, {"host"})
+        core.device.deallocate(keep)
+        core.device.deallocate(again)
+        core.device.reap(wait=True)
+        assert spilled(core) == 0
+
+
+def test_a_block_of_other_streams_goes_once_they_have_passed() -> None:
+    with opened(budget=2, host_budget=8, spill=True) as core:
+        stream = core.stream()
+        block = core.device.allocate(4 * PAGE)
+        core.device.record_stream(block, stream)
+        core.occupy(stream, 0.05)
+        core.device.deallocate(block)
+        assert spilled(core) == 4
+        core.device.synchronize()
+        core.device.trim()
+        assert spilled(core) == 0
+
+
+def test_entries_give_their_pages_before_anything_is_spilled() -> None:
+    with opened(budget=4, host_budget=8, spill=True) as core:
+        one = layer(core)
+        core.range(2).map(0, 2)
+        core.device.publish([one.entry(1)])
+        block = core.device.allocate(2 * PAGE)
+        assert (keys(core), spilled(core), place(block, 2 * PAGE)) == ([1], 0, {"device"})
+        other = core.device.allocate(2 * PAGE)
+        assert (spilled(core), one.intact()) == (2, True)
+        core.device.deallocate(block)
+        core.device.deallocate(other)
+
+
+def test_larger_than_the_whole_budget() -> None:
+    with opened(budget=4, host_budget=16, spill=True) as core:
+        block = core.device.allocate(12 * PAGE)
+        write(block, 3, 12 * PAGE)
+        assert (place(block, 12 * PAGE), physical()) == ({"host"}, 0)
+        core.device.deallocate(block)
+
+
+@pytest.mark.parametrize("size", [6, 30, 2**40 // PAGE])
+def test_no_more_than_the_host_budget(size: int) -> None:
+    with opened(budget=4, host_budget=8, spill=True) as core:
+        twin = core.range(4)
+        twin.map_host(0, 4)
+        before = core.device.snapshot()
+        with pytest.raises(PoolExhausted, match="host"):
+            core.device.allocate(size * PAGE)
+        after = core.device.snapshot()
+        assert (after["spilled"], after["host_pages"]) == (0, before["host_pages"])
+        core.device.check()
+        block = core.device.allocate(4 * PAGE)
+        more = core.device.allocate(4 * PAGE)  # all that the host has left
+        assert spilled(core) == 4
+        core.device.deallocate(block)
+        core.device.deallocate(more)
+
+
+def test_not_where_it_is_not_allowed() -> None:
+    with opened(budget=4, host_budget=8) as core:
+        with pytest.raises(PoolExhausted, match="It exceeds the whole budget"):
+            core.device.allocate(5 * PAGE)
+        assert physical("host") == 0
+
+
+def test_not_during_a_capture(tmp_path: Path) -> None:
+    shim, set_capturing = capturing(tmp_path)
+    with opened(budget=2, host_budget=8, spill=True, path=shim) as core:
+        idle = core.device.allocate(2 * PAGE)
+        core.device.deallocate(idle)
+        set_capturing(1)
+        more = core.range(2)
+
+        def ask() -> None:
+            for work in (lambda: core.device.allocate(3 * PAGE), lambda: more.map(0, 1)):
+                with pytest.raises(PoolExhausted):
+                    work()
+
+        made = all_calls(ask)
+        assert not made.keys() & {"cuMemUnmap", "cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"}
+        assert not any(name.startswith("cuMemcpy") for name in made)
+        assert spilled(core) == 0
+        set_capturing(0)
+        block = core.device.allocate(3 * PAGE)
+        assert spilled(core) == 3
+        core.device.deallocate(block)
+
+
+def test_not_in_the_pool_of_a_graph() -> None:
+    code = """
+        everything = FILTER(lambda context, stream: True)
+        pool = Pool(1, 2)
+        core.begin_pool(0, pool, everything, None)
+        out = ctypes.c_void_p()
+        assert core.allocate(65 * 4096, 0, None, ctypes.byref(out)) == 1
+        core.end_pool(0, pool)
+        spilled = allocate(65 * 4096)
+        assert device.snapshot()["spilled"] == 65
+        core.deallocate(spilled)
+        core.release_pool(0, pool)
+        device.check()
+    """
+    entry = ENTRY.replace("host_budget=0", "host_budget=80 * 4096, spill=True")
+    assert entry != ENTRY
+    done = subprocess.run([sys.executable, "-c", entry + textwrap.dedent(code)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fault_at_every_driver_call_of_it() -> None:
+    def spill(core: Core) -> None:
+        blocks: dict[int, int] = {}
+        try:
+            for value in (1, 2, 3):
+                blocks[core.device.allocate(2 * PAGE)] = value
+                write(max(blocks), value, 1)
+                for block, byte in blocks.items():
+                    write(block, byte, 2 * PAGE)
+            core.device.deallocate(next(iter(blocks)))
+            blocks.pop(next(iter(blocks)))
+        finally:
+            core.device.check()
+            assert all(holds(block, byte, 2 * PAGE) for block, byte in blocks.items())
+            for block in blocks:
+                core.device.deallocate(block)
+
+    with opened(budget=2, host_budget=6, spill=True) as core:
+        core.device.trim()
+        made = all_calls(lambda: spill(core))
+        went_on = 0
+        for function, count in made.items():
+            for ahead in range(1, count + 1):
+                core.device.trim()
+                fired = faults_fired()
+                arm(function, ahead)
+                try:
+                    spill(core)
+                except (PoolExhausted, BallonetError):
+                    assert faults_fired() > fired
+                else:
+                    went_on += 1
+                disarm()
+                core.device.check()
+                core.device.reap(wait=True)
+                assert spilled(core) == 0, (function, ahead)
+        assert went_on > sum(made.values()) // 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_at_random(seed: int) -> None:
+    choose = random.Random(seed)
+    with opened(budget=8, host_budget=12, spill=True) as core:
+        kv, live, refused, most = core.range(8), {}, 0, 0
+        for step in range(300):
+            if live and choose.random() < 0.45:
+                address = choose.choice(list(live))
+                nbytes, value = live.pop(address)
+                assert holds(address, value, nbytes)
+                core.device.deallocate(address)
+            elif choose.random() < 0.2:
+                with contextlib.suppress(PoolExhausted):
+                    kv.map(choose.randrange(8), 1)
+                kv.retire(choose.randrange(8), 1)
+            else:
+                nbytes, value = choose.choice((100, 3000, PAGE, 9000, 4 * PAGE)), step % 250 + 1
+                try:
+                    address = core.device.allocate(nbytes)
+                except PoolExhausted:
+                    refused += 1
+                else:
+                    write(address, value, nbytes)
+                    live[address] = nbytes, value
+            if step % 10 == 0:
+                core.device.check()
+            assert physical() <= 8 * PAGE
+            assert physical("host") <= 12 * PAGE
+            most = max(most, spilled(core))
+        assert refused
+        assert most == 12
+        assert all(holds(address, value, nbytes) for address, (nbytes, value) in live.items())
+        for address in live:
+            core.device.deallocate(address)
+        core.device.reap(wait=True)
+        assert spilled(core) == 0
+
+
+# -- Under torch ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[_native.Device]:
+    """The default: spilling is on."""
+    monkeypatch.delenv("BALLONET_SPILL", raising=False)
+    monkeypatch.setattr(install, "_warned", False)
+    ballonet.install(budget="4MiB", host_budget="16MiB", page_size="64KiB", device="cpu")
+    yield runtime.require()
+    runtime.require().check()
+    gc.collect()
+    ballonet.restore()
+    assert runtime.current() is None
+
+
+def test_torch_goes_on_beyond_the_budget_and_one_is_told_once(pool: _native.Device) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tensors = [torch.full((2**18,), float(n)) for n in range(7)]  # 7 MiB
+    assert [str(each.message).count("BALLONET_SPILL=0") for each in caught] == [1]
+    assert [in_pool(each) for each in tensors] == sorted((in_pool(each) for each in tensors), reverse=True)
+    assert not in_pool(tensors[-1])
+    assert all((each == n).all() for n, each in enumerate(tensors))
+    assert torch.stack(tensors).sum() == 2**18 * 21
+    assert bytes_that_exist() <= 4 * 2**20
+    assert 3 * 2**20 <= bytes_that_exist("host") <= 16 * 2**20
+    with pytest.raises(torch.OutOfMemoryError, match=r"spilled to the host 3.*Nor has the host room"):
+        torch.empty(int(3.75 * 2**20))
+    del tensors
+    pool.trim()
+    assert bytes_that_exist("host") == 0
+    assert in_pool(torch.ones(2**18))
+
+
+def test_a_warning_that_is_an_error_harms_nobody(pool: _native.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: raised.append(args.exc_type))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert torch.ones(2 * 2**20).sum() == 2 * 2**20
+    assert raised == [RuntimeWarning]
+
+
+def test_it_can_be_turned_off(pool: _native.Device) -> None:
+    with pytest.raises(InstallError, match="spill"):
+        ballonet.install(spill=False)
+    ballonet.install(spill=True)
+    ballonet.restore()
+    with pytest.raises(ConfigError, match="spill"):
+        ballonet.install(spill="yes")  # type: ignore[arg-type]
+    ballonet.install(budget="4MiB", page_size="64KiB", device="cpu", spill=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2**21)
+    assert bytes_that_exist("host") == 0

@@ -1,0 +1,230 @@
+"""One slot or two by what was measured: against brute force, and as the governor asks for it (offload/decision.py, Note
+[One slot or two])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fractions import Fraction
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.decision import MARGIN, fastest
+from ballonet.offload.governor import Governor
+from ballonet.offload.interval import Costs
+from ballonet.offload.plan import Plan, fewest, spread, streaming
+from ballonet.offload.record import Phase
+from ballonet.offload.seat import LOOK
+
+from .governed import EQUAL, LINK, PAGE, Clock, FakeDevice, FakeModel, governed
+
+RATIOS = [Fraction(r) for r in ("1/2", "1", "4/3", "2", "3", "4", "6", "8", "20")]
+
+
+def plans(pages: Sequence[int]) -> Iterator[Plan]:
+    for count in range(len(pages) + 1):
+        for slots in (1, 2):
+            yield streaming(pages, spread(pages, count), slots)
+
+
+@cache
+def layers(plan: Plan, ratio: Fraction) -> Fraction:
+    """Time of a pass, which test_plan.py holds against the ring's."""
+    return plan.expected(ratio).time
+
+
+def costs(pages: Sequence[int], ratio: Fraction, seconds: float = 1.0) -> Costs:
+    return Costs(tuple(pages), seconds, float(ratio * Fraction(seconds) / max(1, sum(pages))))
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_of_all_plans_the_fastest_if_it_saves_enough(ratio: Fraction) -> None:
+    """Over every n, m and β: another plan where brute force finds one that saves the margin and a layer's time, and
+    then one that is as fast but for a layer's time, as more layers are not tried where two slots do not divide them; no
+    other plan where none saves the margin; never one with more pages."""
+    for n in range(1, 11):
+        every = list(plans([3] * n))
+        for standing in every:
+            found = fastest(standing, [(1, costs([3] * n, ratio))])
+            assert found.device_pages <= standing.device_pages
+            best = min(layers(each, ratio) for each in every if each.device_pages <= standing.device_pages)
+            if best + 1 < layers(standing, ratio) * Fraction(95, 100):
+                assert found != standing
+            if found != standing:
+                assert layers(found, ratio) < layers(standing, ratio) * Fraction(95, 100)
+                assert layers(found, ratio) <= best + 1
+            assert fastest(found, [(1, costs([3] * n, ratio))]) == found, "and there it stays"
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
+    st.data(),
+    st.lists(st.tuples(st.integers(1, 64), st.sampled_from(RATIOS)), max_size=3),
+)
+def test_layers_of_any_size_and_iterations_of_several_kinds(
+    pages: list[int], data: st.DataObject, kinds: list[tuple[int, Fraction]]
+) -> None:
+    standing = data.draw(st.sampled_from(list(plans(pages))))
+    most = data.draw(st.none() | st.integers(0, 9))
+    done = [(count, costs(pages, ratio, seconds=1 / ratio)) for count, ratio in kinds]
+    found = fastest(standing, done, most)
+    if found == standing:
+        return
+    assert found.device_pages <= standing.device_pages
+    assert most is None or len(found.streamed) <= most
+    before, after = (sum(count * each.expected(plan) for count, each in done) for plan in (standing, found))
+    assert after < (1 - MARGIN) * before
+    assert fastest(found, done, most) == found
+
+
+def test_what_takes_the_time_decides() -> None:
+    """At r = 2 two slots are faster, at r = 8 one is."""
+    one, two = (fewest(EQUAL, 30, Fraction(ratio)) for ratio in (8, 2))
+    assert one is not None
+    assert two is not None
+    assert (len(one.slot_pages), len(two.slot_pages)) == (1, 2)
+    prefill, decode = costs(EQUAL, Fraction(2), 1.0), costs(EQUAL, Fraction(8), 0.1)
+    assert fastest(one, [(1, decode), (10, prefill)]) == two
+    assert fastest(two, [(1, decode), (10, prefill)]) == two
+    assert fastest(two, [(63, decode), (1, prefill)]) == one
+    assert fastest(one, [(63, decode), (1, prefill)]) == one
+    assert fastest(two, []) == two, "nothing was measured"
+
+
+# -- as the governor asks
+
+
+ONE, TWO = (streaming(EQUAL, spread(EQUAL, 4 + slots), slots) for slots in (1, 2))  # both free four layers of eight
+
+
+def model(ratio: float, plan: Plan = ONE, **options: Any) -> tuple[FakeDevice, Governor, Clock, FakeModel]:
+    """Its layers take so many times as long to copy as to compute, in either phase."""
+    seconds = sum(EQUAL) * PAGE / LINK / ratio
+    device, governor, clock, (a,) = governed(100, {"plan": plan, "decode": seconds, "prefill": seconds, **options})
+    return device, governor, clock, a
+
+
+def changes(a: FakeModel, governor: Governor, steps: int, phase: Phase = "decode") -> list[int]:
+    """The steps before which it was arranged anew."""
+    found = []
+    for step in range(steps):
+        before = a.plan
+        a.step(governor, phase)
+        found += [step] * (a.plan != before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ratio", "plan", "then"), [(2.0, ONE, TWO), (8.0, TWO, ONE), (2.0, TWO, TWO), (4.0, ONE, ONE)]
+)
+def test_once_measured_it_takes_the_faster_one_and_keeps_it(ratio: float, plan: Plan, then: Plan) -> None:
+    _, governor, _, a = model(ratio, plan)
+    assert changes(a, governor, 2000) == ([LOOK - 1] if then != plan else [])
+    assert a.plan == then
+    assert a.decisions[-1].why == "memory demands it"
+    if then != plan:
+        assert a.decisions[LOOK - 1].why == "by what was measured this is faster in no more pages"
+
+
+def test_it_stays_as_it_is_where_nothing_was_measured() -> None:
+    for unknown in ({"decode": None, "prefill": None}, {"bandwidth": None}):
+        bandwidth = unknown.pop("bandwidth", LINK)
+        _, governor, _, (a,) = governed(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
+        assert changes(a, governor, 200) == []
+        assert "assumed" in a.decisions[-1].why
+    governor.bandwidth = LINK
+    assert changes(a, governor, 600) == [LOOK + 2 * LOOK + 4 * LOOK - 200 - 1], "the third look"
+
+
+def test_what_they_take_as_a_rule_counts() -> None:
+    """And not what an SLO would be judged by, four times as long: with that two slots would be faster."""
+    _, governor, _, a = model(2.0, TWO)
+    a.typical = lambda point: sum(EQUAL) * PAGE / LINK / 8  # type: ignore[method-assign]
+    assert changes(a, governor, 200) == [LOOK - 1]
+    assert a.plan == ONE
+
+
+def test_it_needs_no_free_page() -> None:
+    """The cache has all but a few, and the clock goes on."""
+    device, governor, clock, a = model(2.0, ONE)
+    changes(a, governor, LOOK - 1)
+    device.kv = device.free - 5
+    for _ in range(40):
+        clock.now += 0.5
+        a.step(governor)
+        assert a.plan.device_pages == 20, "what it came with"
+    assert a.plan == TWO
+
+
+def test_what_was_taken_meanwhile_is_not_taken_back() -> None:
+    """Found faster, but not arranged yet, when pages run out: then it needs too many."""
+    device, governor, _, a = model(2.0, streaming(EQUAL, spread(EQUAL, 3), 1))
+    arrange, a.arrange = a.arrange, lambda governor, plan: None  # type: ignore[method-assign]
+    for _ in range(LOOK):
+        a.step(governor)
+    assert a.decisions[-1].why == "by what was measured this is faster in no more pages"
+    device.kv += device.free
+    assert device.grow(1), "a layer was taken"
+    a.arrange = arrange  # type: ignore[method-assign]
+    a.step(governor)
+    assert a.plan.device_pages <= 25
+
+
+def test_prompts_and_answers_in_turns_do_not_make_it_flap() -> None:
+    """One slot is best for decoding, two are for prefill: 64 of each, and again. It changes ever more seldom."""
+    _, governor, _, a = model(2.0, ONE)
+    a.times["decode"] = sum(EQUAL) * PAGE / LINK / 8
+    found = []
+    for turn in range(160):
+        found += [turn * LOOK + step for step in changes(a, governor, LOOK, "decode" if turn % 2 else "prefill")]
+    assert found[0] == LOOK - 1
+    assert len(found) <= 2
+    assert all(after - before >= 2 * LOOK for before, after in pairwise(found))
+
+
+def test_a_time_near_the_edge_does_not_make_it_flap() -> None:
+    """Where both take nearly the same, times that differ by a few percent change nothing."""
+    _, governor, _, a = model(4.0, ONE)
+    for turn in range(40):
+        a.times["decode"] = sum(EQUAL) * PAGE / LINK / (4.0 + 0.4 * (-1) ** turn)
+        governor.changed(a)
+        assert changes(a, governor, LOOK) == []
+
+
+def test_what_it_may_stream_moves_with_its_plan() -> None:
+    """Idle for a while and asked to decode again it keeps the plan, though more layers stream than it came with."""
+    _, governor, clock, a = model(2.0, ONE)
+    changes(a, governor, LOOK)
+    assert a.plan == TWO
+    clock.now += 5
+    assert changes(a, governor, 3) == []
+    assert a.decisions[-1].why == "memory demands it"
+
+
+@pytest.mark.parametrize("options", [{"tpot": 1.0}, {"ttft": 1.0}, {"interval": 2}, {"interval": None}])
+def test_what_was_asked_for_and_what_an_slo_gave_stays(options: dict[str, Any]) -> None:
+    """Only a model that is free to choose does."""
+    _, governor, _, a = model(2.0, ONE, **options)
+    assert not any("faster" in decision.why for decision in (a.step(governor) for _ in range(200)))
+
+
+def test_what_cannot_be_arranged_is_not_tried_at_each_iteration() -> None:
+    """A plan that could not be arranged is offered again at the next look, not at every iteration."""
+    _, governor, _, a = model(2.0, ONE)
+    arranged = []
+
+    def cannot(governor: Governor, plan: Plan) -> None:
+        arranged.append(len(a.decisions))
+        with suppress(MemoryError), governor.changing(a):
+            raise MemoryError
+
+    a.arrange = cannot  # type: ignore[method-assign]
+    for _ in range(LOOK + 2 * LOOK + 4 * LOOK):
+        a.step(governor)
+    assert arranged == [LOOK - 1, 3 * LOOK - 1, 7 * LOOK - 1]
+    assert a.plan == ONE

@@ -1,0 +1,578 @@
+"""The ladder: who gives first and who gets back first, with floors and priorities; no flapping on a square wave."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballonet.allocator.events import Events
+from ballonet.offload.ladder import LISTED, Absent, Lot, Rung, above_floors, first_home, ordered
+from ballonet.offload.overview import CLEAN, DWELL, PAUSE
+from ballonet.offload.pages import SHORT, SPARE
+from ballonet.offload.plan import Plan, streaming
+from ballonet.offload.record import Point
+from ballonet.offload.seat import LAYERS
+
+from .governed import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, governed, trace
+
+HERE = Point("decode", 1, 8)
+
+# -- the order
+
+
+def test_rungs_are_in_the_order_of_the_design() -> None:
+    assert sorted(Rung) == list(Rung)
+    assert [rung.label for rung in LISTED] == [
+        "idle weights",
+        "idle KV",
+        "hidden weights",
+        "stalling weights",
+        "running KV",
+    ]
+    assert Rung.TRIM < Rung.INFLATE < LISTED[0], "what the core does by itself comes first"
+    assert LISTED[-1] < Rung.WAIT < Rung.SPILL < Rung.REFUSE
+
+
+def test_every_pair_of_lots_is_in_order() -> None:
+    """Rung, then priority, then what a page costs per iteration, then recency; pages decide nothing."""
+    every = [
+        Lot(rung, client, 0, pages, priority, recency, seconds)
+        for client, (rung, priority, seconds, recency, pages) in enumerate(
+            itertools.product(LISTED, (-1, 0, 2), (0.0, 0.5), (0.0, 1.0, 2.0), (1, 7))
+        )
+    ]
+    for one, other in itertools.combinations(every, 2):
+        for pair in ((one, other), (other, one)):
+            first, second = ordered(pair)
+            if one.rung != other.rung:
+                assert first.rung < second.rung
+            elif one.priority != other.priority:
+                assert first.priority < second.priority
+            elif one.seconds != other.seconds:
+                assert first.seconds < second.seconds
+            elif one.recency != other.recency:
+                assert first.recency > second.recency
+            else:
+                assert (first, second) == pair, "equals stay as they come"
+    assert [lot.rung for lot in ordered(every)] == sorted(lot.rung for lot in every)
+
+
+some_lots = st.lists(
+    st.builds(
+        Lot,
+        st.sampled_from(LISTED),
+        client=st.integers(1, 3),
+        index=st.integers(0, 9),
+        pages=st.integers(1, 4),
+        owner=st.integers(0, 3),
+    ),
+    max_size=12,
+)
+
+
+@given(some_lots, st.dictionaries(st.integers(1, 3), st.integers(-3, 12)), st.data())
+def test_no_part_of_the_list_goes_below_a_floor(lots: list[Lot], spare: dict[int, int], data: st.DataObject) -> None:
+    """Whatever the core takes of it: a beginning, or out of turn what is not leased."""
+    kept = above_floors(lots, spare)
+    taken = data.draw(st.lists(st.sampled_from(kept), unique_by=id)) if kept else []
+    for owner, pages in spare.items():
+        assert sum(lot.pages for lot in taken if lot.owner == owner) <= max(0, pages)
+    for lot in lots:
+        if lot.owner not in spare:
+            assert lot in kept, "no floor"
+    for owner, pages in spare.items():
+        mine = [lot for lot in lots if lot.owner == owner]
+        left = pages - sum(lot.pages for lot in kept if lot.owner == owner)
+        assert all(lot.pages > left for lot in mine if kept.count(lot) < mine.count(lot)), "as many as it allows"
+
+
+def test_what_costs_most_comes_home_first() -> None:
+    every = [
+        Absent(client, 1, seconds, active, priority, recency)
+        for client, (active, seconds, priority, recency) in enumerate(
+            itertools.product((True, False), (0.5, 0.0), (0, 1), (1.0, 2.0))
+        )
+    ]
+    for order in (every, every[::-1]):
+        found = [(each.active, each.seconds, each.priority, each.recency) for each in first_home(order)]
+        assert found == [
+            (active, seconds, priority, recency)
+            for active in (True, False)
+            for seconds in (0.5, 0.0)
+            for priority in (1, 0)
+            for recency in (1.0, 2.0)
+        ]
+
+
+# -- the list of a device with models and caches
+
+
+def test_the_whole_list() -> None:
+    """Idle weights, idle KV, hidden weights, stalling weights, running KV: the core takes them in that order."""
+    came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: at home again it may give as many
+    device, governor, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
+    for _ in range(24):
+        clock.now += DWELL / 10
+        b.step(governor)
+    assert b.plan == Plan(EQUAL)
+    old = FakeCache(device, governor, clock, "old")
+    old.step(6)
+    clock.now += 2 * PAUSE
+    b.step(governor)
+    new = FakeCache(device, governor, clock, "new")
+    new.step(4)
+    device.kv = device.free
+    while device.want(1, b):
+        device.kv += device.free
+    labels = [governor._list.named(key).lever for key in _keys_taken(device, governor, a, b, old, new)]
+    assert [label for label, _ in itertools.groupby(labels)] == [rung.label for rung in LISTED]
+    assert [name for name, _ in itertools.groupby(trace(device))] == ["a", "old", "b", "new"], "whatever their priority"
+    assert labels.count("hidden weights") == 3, "four stream in one slot"
+    assert labels.count("stalling weights") == 2
+
+
+def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCache) -> list[int]:
+    found = {each.name: each if isinstance(each, FakeCache) else governor._clients[each] for each in clients}
+    return [found[name].number * LAYERS + index for name, index in device.trace]
+
+
+def test_the_newest_request_gives_first_and_its_oldest_tokens() -> None:
+    device, governor, clock, _ = governed(20)
+    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    for each in (two, one):
+        each.step(5)
+    device.kv = 10
+    assert device.want(7)
+    assert device.trace == [("two", index) for index in range(5)] + [("one", 0), ("one", 1)]
+
+
+def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> None:
+    device, governor, clock, _ = governed(40)
+    them = [FakeCache(device, governor, clock, name) for name in "xyz"]
+    for each in (them[1], them[0], them[2]):
+        each.step(4)
+        clock.now += 2 * PAUSE
+    governor.publish_now()
+    device.kv = 28
+    assert device.want(12)
+    assert trace(device) == ["z"] * 4 + ["x"] * 4 + ["y"] * 4
+
+
+def test_clean_pages_are_offered_first_by_the_cache_and_stay_so() -> None:
+    device, governor, clock, _ = governed(20)
+    cache = FakeCache(device, governor, clock)
+    cache.step(4)
+    order = [2, 0, 3, 1]
+    cache.offers = lambda: [  # type: ignore[method-assign]
+        each for index in order for each in FakeCache.offers(cache) if each.index == index
+    ]
+    governor.publish_now()
+    device.kv = 16
+    assert device.want(4)
+    assert [index for _, index in device.trace] == order
+
+
+def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
+    device, governor, clock, (a, b) = governed(
+        120, {"priority": 0, "interval": None}, {"priority": 5, "interval": None}
+    )
+    caches = {}
+    for model in (a, b):
+        governor.before(model, HERE)
+        caches[model.name] = FakeCache(device, governor, clock, f"of {model.name}")
+        governor.after(model)
+    assert [seat.name for seat, _ in governor._clients.caches] == ["of a of a", "of b of b"]
+    free = FakeCache(device, governor, clock, "of nobody")
+    for each in (caches["b"], caches["a"], free):
+        each.step(3)
+    device.kv = device.free
+    assert device.want(9)
+    assert trace(device) == ["of nobody"] * 3 + ["of a"] * 3 + ["of b"] * 3
+
+
+def test_who_becomes_idle_moves_up_the_list() -> None:
+    device, governor, clock, (a,) = governed(64, {})
+    cache = FakeCache(device, governor, clock)
+    a.step(governor)
+    cache.step(4)
+    assert [client for client, _ in in_list(device)] == ["a", "a", "a", *["cache"] * 4]
+    clock.now += 0.9 * PAUSE
+    a.step(governor)
+    clock.now += 0.2 * PAUSE
+    a.step(governor)
+    assert [client for client, _ in in_list(device)] == [*["cache"] * 4, "a", "a", "a"]
+
+
+def in_list(device: FakeDevice) -> list[tuple[str, int]]:
+    return [(client.name, index) for _, client, (index,) in device.listed]
+
+
+def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:
+    device, governor, clock, _ = governed(20)
+    cache = FakeCache(device, governor, clock)
+    cache.step(4)
+    offers = cache.offers()
+    cache.offers = lambda: offers  # type: ignore[method-assign]
+    device.kv = 16
+    assert device.want(2)
+    governor.publish_now()
+    assert {lot.index for lot in governor.lots()} == {2, 3}
+    assert governor.taken_of(cache.number) == {0, 1}
+    assert governor.taken_of(cache.number) == frozenset()
+
+
+def test_nothing_of_a_model_that_changes_is_listed() -> None:
+    device, governor, clock, (a, _) = governed(100, {}, {})
+    cache = FakeCache(device, governor, clock)
+    cache.step(1)
+    governor.publish_now()
+    with governor.changing(a):
+        governor.publish_now()
+        assert {name for name, _ in in_list(device)} == {"b", "cache"}
+    assert {name for name, _ in in_list(device)} == {"a", "b", "cache"}
+
+
+# -- floors
+
+
+def test_a_floor_keeps_weights_and_caches_together() -> None:
+    """40 pages of layers and 6 of KV, 41 of which stay: five give, and those are layers while there are any to give."""
+    device, governor, clock, (a,) = governed(100, {"floor": 41})
+    governor.before(a, HERE)
+    cache = FakeCache(device, governor, clock)
+    governor.after(a)
+    cache.step(6)
+    clock.now += 2 * PAUSE
+    governor.publish_now()
+    device.kv = device.free
+    while device.want(1):
+        device.kv += device.free
+    assert a.here + cache.here == 41
+    assert trace(device) == ["a"]
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcxy"), st.integers(-6, 6), st.sampled_from([0.1, 0.6, 2.0])), max_size=40),
+    st.integers(0, 40),
+    st.integers(0, 60),
+)
+def test_no_floor_is_ever_crossed(steps: list[tuple[str, int, float]], low: int, high: int) -> None:
+    device, governor, clock, them = governed(130, {"floor": low}, {"floor": high, "priority": 3}, {"decode": 0.005})
+    caches = {}
+    for name, model in zip("xy", them, strict=False):
+        governor.before(model, HERE)
+        caches[name] = FakeCache(device, governor, clock, name)
+        governor.after(model)
+    owned = {"a": caches["x"], "b": caches["y"]}
+    for name, pages, passed in steps:
+        clock.now += passed
+        device.trace.clear()
+        try:
+            if name in caches and pages < 0:
+                caches[name].drop(-pages)
+            elif name in caches:
+                caches[name].step(pages)
+            else:
+                them["abc".index(name)].step(governor, kv=max(pages, -device.kv))
+        except MemoryError:
+            pass
+        assert device.free >= 0
+        for model in them[:2]:
+            if {model.name, owned[model.name].name} & {*trace(device)}:
+                assert model.here + owned[model.name].here >= model.floor, "it was taken from below its floor"
+
+
+@pytest.mark.parametrize("floor", [0, 20, 26, 40, 70])
+def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
+    """The SLO alone would stream every second layer, in two slots."""
+    device, governor, _, (a,) = governed(60, {"tpot": 0.03, "floor": floor})
+    for _ in range(3):
+        a.step(governor)
+    assert a.here >= min(floor, 40)
+    assert (a.here < 40) == (floor < 40)
+    assert device.free == 60 - a.here
+
+
+# -- back home
+
+
+def test_kv_that_is_read_in_place_comes_home_before_layers_that_hide() -> None:
+    device, governor, clock, (a,) = governed(64, {})
+    cache = FakeCache(device, governor, clock)
+
+    def go_on(seconds: float) -> None:
+        for _ in range(round(4 * seconds / PAUSE)):
+            clock.now += PAUSE / 4
+            a.step(governor)
+            cache.step()
+
+    a.step(governor)
+    cache.step(10)
+    device.kv = 14
+    for _ in range(40):
+        a.step(governor)
+        if not device.want(1):
+            break
+        device.kv += 1
+    a.step(governor)
+    away = cache.displaced
+    assert away == 10
+    assert a.plan.streamed
+    device.kv -= away + 64 // SPARE
+    go_on(0.9 * DWELL)
+    assert cache.displaced == away, "not yet"
+    device.kv -= 15
+    go_on(0.2 * DWELL)
+    assert cache.displaced == 0, "first"
+    assert a.plan.streamed, "there were no pages for these all the time"
+    go_on(1.0 * DWELL)
+    assert a.plan == Plan(EQUAL), "what came home is no load that grows"
+
+
+def test_nothing_comes_home_once_pages_are_wanted_again() -> None:
+    device, governor, clock, _ = governed(20)
+    cache = FakeCache(device, governor, clock)
+    cache.step(8)
+    device.kv = 12
+    assert device.want(4)
+    device.kv = 4
+    for _ in range(44):
+        clock.now += PAUSE / 4
+        cache.used = clock.now
+        governor.publish_now()
+        governor.cache_changed(cache.number)
+    device.kv += device.free
+    assert device.want(1), "between the promise and the next iteration"
+    device.kv = 4
+    cache.step()
+    assert cache.displaced == 5
+
+
+def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> None:
+    device, governor, clock, _ = governed(16)
+    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    one.step(10)
+    clock.now += 2 * PAUSE
+    two.step(10)
+    assert (one.here, two.here) == (6, 10)
+    clock.now += 2 * PAUSE
+    one.step()
+    assert (one.here, two.here) == (10, 6), "at once: it would read them in place in each step"
+    for _ in range(20):
+        clock.now += PAUSE / 3
+        one.step()
+        two.step()
+    assert (one.here + two.here, device.free) == (16, 0)
+    assert one.moved + two.moved < 40, "both run: none is worth more than the other"
+
+
+def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
+    device, governor, clock, _ = governed(16)
+    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    one.step(6)
+    clock.now += PAUSE / 2
+    two.step(10)
+    clock.now += 2 * PAUSE
+    governor.publish_now()
+    assert device.want(3)
+    device.kv = 3
+    assert trace(device) == ["two"] * 3, "it was used last"
+    two.step()
+    assert trace(device) == ["two"] * 3 + ["one"] * 3
+    assert two.displaced == 0
+
+
+def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() -> None:
+    device, governor, clock, _ = governed(16)
+    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
+    one.step(6)
+    clock.now += PAUSE / 2
+    two.step(10)
+    clock.now += 2 * PAUSE
+    governor.publish_now()
+    assert device.want(3)
+    device.kv = 3
+    assert two.displaced == 3
+    device.caches.remove(one)
+    governor.remove_cache(one.number)
+    device.kv += device.free
+    assert governor.homecoming(two.number) == 0
+
+
+@pytest.mark.parametrize(("grows", "back"), [(0, True), (2, False)])
+def test_pages_that_will_soon_be_used_do_not_go_back(grows: int, back: bool) -> None:
+    """A falling trend: what went in the last ten seconds will go in the next ones."""
+    device, governor, clock, (a,) = governed(100, {})
+    a.step(governor)
+    device.kv = device.free
+    assert device.want(15, a)
+    a.step(governor)
+    assert len(a.plan.streamed) == 4
+    device.kv -= 45 - device.free
+    for _ in range(11):
+        a.step(governor)
+        device.kv += grows
+        clock.now += DWELL / 10
+    a.step(governor)
+    assert (a.plan == Plan(EQUAL)) == back, "45 were free at first, fifteen are wanted"
+
+
+# -- write-behind
+
+
+def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> None:
+    device, governor, clock, (a,) = governed(320, {})
+    cache = FakeCache(device, governor, clock)
+    a.step(governor)
+    cache.step(100)
+    assert cache.asked_to_copy == [], "pages are plenty"
+    device.kv = device.free - 320 // SHORT + 1
+    a.step(governor)
+    cache.step(1)
+    assert cache.clean == {*range(320 // CLEAN)}, "those that are taken first, and a part of the budget at most"
+    copied = len(cache.asked_to_copy)
+    a.arrange(governor, streaming(EQUAL, (0, 2, 4, 6), 1))
+    device.kv += device.free - 320 // SHORT + 2
+    a.step(governor)
+    cache.clean.clear()
+    cache.step(1)
+    a.step(governor)
+    a.step(governor)
+    assert {*cache.asked_to_copy[copied:]} == {0}, "the link serves layers; what was copied is looked after"
+
+
+# -- who is told
+
+
+def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> None:
+    events = Events()
+    device, governor, clock, (a,) = governed(64, {}, events=events)
+    cache = FakeCache(device, governor, clock, "of a chat")
+    a.step(governor)
+    cache.step(4)
+    device.kv = device.free
+    while device.want(1, a):
+        device.kv += device.free
+    named = [events.naming(key) for key in _keys_taken(device, governor, a, cache)]
+    assert [each.what for each in named] == trace(device)
+    assert named[0] == ("hidden weights", "a", 0.0)
+    assert named[-1] == ("running KV", "of a chat", PAGE / LINK), "it is dirty: a page over the link"
+    device.kv = 0
+    for _ in range(12):
+        a.step(governor)
+        clock.now += DWELL / 10
+    counts = events.counts()
+    assert counts["hidden weights"]["revert"].pages == 15, "four layers in one slot"
+    event = next(each for each in events.since().events if each.verb == "revert")
+    assert (event.what, event.by) == ("a", threading.current_thread().name)
+    assert event.predicted == pytest.approx(event.pages * PAGE / LINK)
+    assert event.measured is not None
+
+
+# -- one that is gone, and one that waits
+
+
+def test_a_cache_that_is_collected_is_forgotten() -> None:
+    device, governor, clock, _ = governed(20)
+    cache = FakeCache(device, governor, clock)
+    cache.step(3)
+    number = cache.number
+    device.caches.clear()
+    device.listed.clear()
+    del cache
+    gc.collect()
+    governor.publish_now()
+    assert device.listed == []
+    with governor._lock:  # in the middle of anything, even here
+        governor.remove_cache(number)
+    governor.publish_now()
+    assert len(governor._clients.caches) == 0
+    assert governor.homecoming(number) == 0
+    assert governor.taken_of(number) == frozenset()
+    governor.cache_changed(number)
+
+
+def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, governor, _, _ = governed(10)
+    device.kv = 10
+    assert not governor.wait_for_pages(0.0)
+    waiting = threading.Event()
+    came = []
+
+    def wait() -> None:
+        waiting.set()
+        came.append(governor.wait_for_pages(60))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    waiting.wait(60)
+    device.kv = 9
+    thread.join(60)
+    assert came == [True]
+    demands = iter([3, 3, 0])
+    monkeypatch.setattr(FakeDevice, "demand", property(lambda _: next(demands)), raising=False)
+    device.kv = 10
+    assert governor.wait_for_pages(60), "what was missing can be had now"
+    monkeypatch.setattr(FakeDevice, "demand", 3)
+    device.obey = lambda: 3  # type: ignore[method-assign]
+    assert governor.wait_for_pages(60)
+
+
+# -- a square wave
+
+
+ONCE = 2 * (15 + 25 + 8)  # all that a, b and the chat can give goes, and comes back
+
+
+@pytest.mark.parametrize(
+    ("half", "periods", "most"),
+    [(0.3, 300, 0), (3.0, 300, 20), (0.8 * DWELL, 120, ONCE), (1.5 * DWELL, 120, ONCE), (4 * DWELL, 120, ONCE)],
+)
+def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int, most: int) -> None:
+    """A load is there for `half` seconds and away for as many. Faster than the dwell nothing moves, but for what b
+    gives beyond its decode cap where it becomes idle, and gets back as it wakes; slower, all goes and comes at most
+    once."""
+    device, governor, clock, (a, b) = governed(110, {}, {"priority": 1})
+    chat = FakeCache(device, governor, clock, "chat")
+    chat.step(8)
+    ticks = 6
+    moves = []
+
+    def moved() -> int:
+        """Pages, of all but the load itself."""
+        gone = [name for name, _ in device.trace if name in ("a", "b")]
+        return a.loaded + b.loaded + chat.moved + EQUAL[0] * len(gone)
+
+    for _ in range(periods):
+        before = moved()
+        for load in (55, 0):
+            burst = FakeCache(device, governor, clock, "burst") if load else None
+            for _ in range(ticks):
+                clock.now += half / ticks
+                a.step(governor)
+                chat.step()
+                if not load:
+                    b.step(governor)
+                if burst is not None and burst.pages < load:
+                    burst.step(min(load - burst.pages, 20))
+            if burst is not None:
+                device.caches.remove(burst)
+                governor.remove_cache(burst.number)
+        moves.append(moved() - before)
+    assert max(moves[:2]) <= ONCE
+    assert max(moves[2:]) <= most
+    for _ in range(40):
+        clock.now += DWELL / 10
+        a.step(governor)
+        b.step(governor)
+        chat.step()
+    assert (a.plan, b.plan, chat.displaced) == (Plan(EQUAL), Plan(EQUAL), 0)
+    assert device.free == 110 - 2 * sum(EQUAL) - chat.pages
+    assert len(governor._clients.caches) == 1

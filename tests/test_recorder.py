@@ -1,0 +1,259 @@
+"""A run, recorded: nothing lost, bounded, whoever else records, and written however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ballonet
+from ballonet.allocator import _native, runtime
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import ConfigError, NotInstalled
+from ballonet.allocator.events import Count, Event, Events
+from ballonet.offload.recorder import Recorder
+from ballonet.offload.timeline import Row
+
+PAGE = 65536
+
+
+class Fake:
+    """A device whose rows are added by the test."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.numbers: dict[str, Any] = {
+            "page_size": PAGE,
+            "budget": 16 * PAGE,
+            "host_pages": 0,
+            "pages": {"free": 1, "weights": 2, "activations": 3, "kv": 4, "retiring": 5},
+        }
+
+    def timeline(self) -> list[Row]:
+        rows, self.rows = self.rows, []
+        return rows
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.numbers | {"pages": dict(self.numbers["pages"])}
+
+    def now(self, kv: int) -> Row:
+        row = (time.monotonic_ns(), 0, 0, 0, kv, 0)
+        self.rows.append(row)
+        return row
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.002)
+
+
+@pytest.fixture
+def device() -> Iterator[_native.Device]:
+    started = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20))
+    yield started
+    runtime.stop()
+
+
+def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last() -> None:
+    fake = Fake()
+    fake.now(99)  # before it began: nobody's
+    recorder = Recorder(fake, interval=60)
+    first = fake.now(7)
+    second = fake.now(8)
+    done = recorder.stop()
+    assert [row[1:] for row in done.rows] == [(1, 2, 3, 4, 5), first[1:], second[1:]]
+    assert done.rows[0][0] == done.start <= done.rows[1][0] <= done.stop
+    assert done.page_size == PAGE
+    assert done.levels == ((done.start, 16 * PAGE, 0),)
+    assert recorder.stop() == done
+
+
+def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
+    """The core puts changes that are close together under the time of the first of them."""
+    fake = Fake()
+    recorder = Recorder(fake, interval=60)
+    early = recorder.recording().start - 40_000
+    fake.rows.append((early, 9, 9, 9, 9, 9))
+    done = recorder.stop()
+    assert done.rows[1] == (done.start, 9, 9, 9, 9, 9)
+
+
+def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
+    fake = Fake()
+    expected = []
+    with Recorder(fake, interval=0.001) as recorder:
+        for kv in range(20):
+            expected.append(fake.now(kv))
+            until(lambda: not fake.rows)
+        until(lambda: len(recorder.rows) == 21)
+        expected.append(fake.now(20))
+    assert list(recorder.rows[1:]) == expected
+
+
+def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on() -> None:
+    fake = Fake()
+    outer = Recorder(fake, interval=0.001)
+    before = fake.now(1)
+    with Recorder(fake, interval=0.001) as inner:
+        both = fake.now(2)
+        until(lambda: len(inner.rows) == 2)
+    after = fake.now(3)
+    assert outer.stop().rows[1:] == (before, both, after)
+    assert inner.rows[1:] == (both,)
+
+
+def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
+    one, other = Fake(), Fake()
+    with Recorder(one, interval=60) as first, Recorder(other, interval=60) as second:
+        row = one.now(1)
+        first.recording()
+    assert first.rows[1:] == (row,)
+    assert second.rows[1:] == ()
+
+
+def test_a_budget_that_changes_is_a_level() -> None:
+    fake = Fake()
+    recorder = Recorder(fake, interval=0.001)
+    fake.numbers["budget"] = 8 * PAGE
+    until(lambda: len(recorder.recording().levels) == 2)
+    fake.numbers["host_pages"] = 3
+    levels = recorder.stop().levels
+    assert [level[1:] for level in levels] == [(16 * PAGE, 0), (8 * PAGE, 0), (8 * PAGE, 3)]
+    assert levels[0][0] < levels[1][0] < levels[2][0]
+
+
+def test_a_budget_changes_when_it_was_decided_and_not_when_it_was_seen() -> None:
+    fake, log = Fake(), Events()
+    recorder = Recorder(fake, log, interval=60)
+    fake.numbers["budget"] = 8 * PAGE
+    log.decided("budget", "set", 8)
+    log.decided("budget", "refuse", 1)
+    done = recorder.stop()
+    assert done.levels[1] == (done.events[0].when, 8 * PAGE, 0)
+
+
+def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
+    fake, log = Fake(), Events()
+    log.add(Event(1, "budget", "set", 1))
+    recorder = Recorder(fake, log, interval=60)
+    late, early = Event(20, "inflate", "pull", 2), Event(10, "spill", "pull", 3, measured=0.5)
+    log.add(late)
+    log.add(early)
+    done = recorder.stop()
+    assert done.events == (early, late)
+    assert done.counts == {"inflate": {"pull": Count(1, 2, 0.0)}, "spill": {"pull": Count(1, 3, 0.5)}}
+    assert done.missing == 0
+    log.add(late)
+    assert recorder.stop() == done
+
+
+def test_what_a_long_run_leaves_is_bounded_and_what_is_missing_is_counted() -> None:
+    fake, log = Fake(), Events(limit=30)
+    recorder = Recorder(fake, log, interval=60, rows=80, kept=20)
+    for number in range(50):
+        for _ in range(10):
+            fake.now(1000 if number == 7 else number)
+        for host_pages in (2000 if number == 8 else 2, 1):
+            fake.numbers["host_pages"] = host_pages
+            recorder.recording()
+        log.add(Event(number, "inflate", "pull", number))
+        if number % 10 == 0:
+            assert len(recorder.recording().rows) <= 80
+    log.add(Event(50, "budget", "set", 1))
+    for number in range(40):  # more than the log keeps
+        log.add(Event(100 + number, "inflate", "pull", 0))
+    done = recorder.stop()
+    assert max(len(done.rows), len(done.levels)) <= 80
+    assert done.levels[0] == (done.start, 16 * PAGE, 0)
+    assert max(level[2] for level in done.levels) == 2000
+    assert max(row[4] for row in done.rows) == 1000
+    assert len(done.events) <= 20
+    assert done.missing == 91 - len(done.events)
+    assert done.counts["inflate"]["pull"].events == 90
+
+
+def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
+    class Broken(Fake):
+        def timeline(self) -> list[Row]:
+            if self.rows:
+                raise RuntimeError("gone")
+            return []
+
+    broken, fake = Broken(), Fake()
+    recorder, other = Recorder(broken, interval=0.001), Recorder(fake, interval=0.001)
+    broken.now(1)
+    with pytest.raises(RuntimeError, match="gone"):
+        recorder.stop()
+    row = fake.now(1)
+    assert other.stop().rows[1:] == (row,)
+
+
+def test_a_device_is_recorded_beyond_its_end(device: _native.Device) -> None:
+    recorder = Recorder(device, runtime.events(), interval=60)
+    group = device.group()
+    kv = device.reserve(4 * PAGE, "kv", group)
+    kv.map(0, 4)
+    kv.close()
+    runtime.stop()
+    done = recorder.stop()
+    assert max(row[4] + row[5] for row in done.rows) == 4, "the cache, or what was left of it"
+    assert sum(done.rows[-1][1:]) == 0
+    assert done.levels[0][1] == 2**21
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
+def test_a_timeline_is_written_however_it_ends(
+    tmp_path: Path, device: _native.Device, error: type[BaseException] | None
+) -> None:
+    path = tmp_path / "run.json"
+    group = device.group()
+    kv = device.reserve(4 * PAGE, "kv", group)
+    with nullcontext() if error is None else pytest.raises(error), ballonet.timeline(path) as recorder:
+        kv.map(0, 3)
+        runtime.events().decided("inflate", "pull", 3)
+        assert recorder.recording().events[-1].pages == 3
+        assert not path.exists()
+        if error is not None:
+            raise error
+    kv.close()
+    told = json.loads(path.read_text())
+    assert told["rows"][-1][4] == 3
+    assert [event["lever"] for event in told["events"]][-1] == "inflate"
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_what_cannot_be_written_is_refused_before_anything_is_recorded(tmp_path: Path, device: _native.Device) -> None:
+    for path, says in [
+        (tmp_path / "run.txt", "none of the suffixes"),
+        (tmp_path / "none" / "run.html", "a folder that you may write to"),
+    ]:
+        with pytest.raises(ConfigError, match=says), ballonet.timeline(path):
+            raise AssertionError("it was opened")
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(ConfigError, match="name a file"), ballonet.timeline(tmp_path / "folder.html"):
+        raise AssertionError("it was opened")
+
+
+def test_there_is_none_without_ballonet(tmp_path: Path) -> None:
+    with pytest.raises(NotInstalled), ballonet.timeline(tmp_path / "run.json"):
+        raise AssertionError("it was opened")
+    assert not any(thread.name == "ballonet-timeline" for thread in threading.enumerate())
+
+
+def test_a_relative_path_is_where_it_was_when_it_was_given(
+    tmp_path: Path, device: _native.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with ballonet.timeline("run.json"):
+        os.chdir("other")
+    assert (tmp_path / "run.json").exists()
