@@ -19,7 +19,7 @@ Note [Whose pages they are]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
@@ -124,8 +124,8 @@ class Weights:
             always.callback(self._count, move)
             undo.callback(self._file_twins.keep, self._kept())
             always.callback(self._slot_of.clear)
-            if plan.streamed and not self.ring.streamed:
-                self.ring.make(plan.slot_pages)
+            slots = () if self.ring.streamed else plan.slot_pages
+            if slots:
                 undo.callback(self.ring.close)
             slot_of = dict(zip(plan.streamed, plan.slots, strict=True))
             for each in layout.ranges:
@@ -135,18 +135,23 @@ class Weights:
                     file = twins.get(each.layer)
                     self._twins[opened.address] = Twin(self.device, self._twin_group, opened, file)
                     undo.callback(self._drop_twin, opened.address)
-                    if file is not None:
-                        self._slot_of[opened.address] = self.ring.slot(slot_of[each.layer])
             ranges = list(made.values())
-            moving.run(
-                self.device,
-                (
-                    [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in step.moves]
-                    for step in layout.steps()
-                ),
-                do=move.do,
-                undo=lambda step: move.undo(step, self._step_out),
-            )
+            leaving = slot_of.keys() - twins.keys()  # for host pages: where they lie now is room for the others
+
+            def steps() -> Iterator[Step]:
+                if twins:  # these layers fly from the beginning
+                    self.ring.make(slots)
+                    for layer in twins:
+                        self._slot_of[made[layer].address] = self.ring.slot(slot_of[layer])
+                for leave in True, False:
+                    for step in layout.steps():
+                        moves = [(n, spot) for n, spot in step.moves if (layout.ranges[n].layer in leaving) == leave]
+                        if moves:
+                            yield [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in moves]
+                if not twins:  # the pages that layers have left are there by now
+                    self.ring.make(slots)
+
+            moving.run(self.device, steps(), do=move.do, undo=lambda step: move.undo(step, self._step_out))
             loader.finish([*self._kept(), *twins.values()])
             undo.pop_all()
         for layer, opened in made.items():
