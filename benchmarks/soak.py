@@ -272,18 +272,17 @@ def main() -> None:
         sys.exit("nothing was done yet")
     counts, console = soak.counts, Console()
     begin, seconds = time.monotonic(), 60 * given.minutes
-    stop = threading.Event()
-    running = threading.Thread(target=rounds, args=(soak, begin + seconds, 1.0 if given.tiny else ROUND, stop))
-    running.start()
+    stop, ended = threading.Event(), threading.Event()
+    each = 1.0 if given.tiny else ROUND
+    threading.Thread(target=rounds, args=(soak, begin + seconds, each, stop, ended)).start()
     with Live(console=console, auto_refresh=False, transient=True) as live:
         try:
-            while running.is_alive():
-                running.join(1.0)
+            while not ended.wait(1.0):  # Ctrl-C in a join() would have the thread count as ended
                 if console.is_terminal:
                     live.update(picture(counts, begin, seconds), refresh=True)
         except KeyboardInterrupt:
             stop.set()
-    running.join()
+    ended.wait()
     if said := growth(counts.resident):
         counts.fail(said)
     console.print(picture(counts, begin, seconds))
@@ -296,7 +295,7 @@ def main() -> None:
     sys.exit(1 if counts.failures else 0)
 
 
-def rounds(soak: Soak, end: float, seconds: float, stop: threading.Event) -> None:
+def rounds(soak: Soak, end: float, seconds: float, stop: threading.Event, ended: threading.Event) -> None:
     """One after the other until the end, Ctrl-C or the first failure."""
     try:
         while time.monotonic() < end and not stop.is_set() and not soak.counts.failures:
@@ -304,6 +303,8 @@ def rounds(soak: Soak, end: float, seconds: float, stop: threading.Event) -> Non
             soak.counts.count("rounds")
     except BaseException as error:
         soak.counts.fail(f"{type(error).__name__}: {error}")
+    finally:
+        ended.set()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from ..offload.kv_tier import KVTier
 from . import governors
 from .compat import longest_sequence, one_shape
 from .kv_range import KVRange, Shape
+from .lease import Kept
 
 # Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.
 _AT_LEAST: Final = 4096
@@ -39,6 +40,7 @@ class CacheRanges:
         self._device: Device | None = None
         self._group: Group | None = None
         self._tier: KVTier | None = None
+        self._kept: Kept | None = None
         self._ranges: list[weakref.ref[KVRange]] = []
 
     @classmethod
@@ -87,8 +89,8 @@ class CacheRanges:
             return None
         group = self.group(device)
         if self._tier is None and device.host_pages:
-            self._tier = KVTier(device, group, governors.of(device))
-        home = KVRange(device, group, geometry, shape, self._tier, max(self._expected, tokens))
+            self._tier, self._kept = KVTier(device, group, governors.of(device)), Kept(group)
+        home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens))
         self._ranges.append(weakref.ref(home))
         place = home.join()
         assert place is not None

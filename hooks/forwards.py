@@ -74,16 +74,18 @@ class Forwards:
         self._boundaries: list[RemovableHandle] = []
         self._hooks: dict[int, tuple[_OfLayer, _OfLayer]] = {}
 
-    def hook(self, entries: Iterable[nn.Module]) -> None:
-        """`entries`: the modules that a forward may begin with. The lease spans the hooks that they have already.
+    def hook(self, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
+        """`entries`: the modules that a forward may begin with; `parts`: others that may be called by themselves, which
+        is no iteration of the model. The lease spans the hooks that they have already.
 
         Scripted modules can have no hooks; their forwards hold no lease.
         """
-        for entry in entries:
+        enter, enter_part = _Entry(self._enter), Hook(self._enter, (), {})
+        for entry, hook in (*((each, enter) for each in entries), *((each, enter_part) for each in parts)):
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
             self._handles += (
-                entry.register_forward_pre_hook(_Entry(self._enter), prepend=True, with_kwargs=True),
+                entry.register_forward_pre_hook(hook, prepend=True, with_kwargs=True),
                 entry.register_forward_hook(Hook(self._leave), always_call=True),
             )
 

@@ -33,20 +33,28 @@ class KVPages:
     """Of the range `home`, whose tokens lie as `geometry` says. Without a tier its pages stay where they are."""
 
     def __init__(
-        self, device: Device, group: Group, home: Range, geometry: Geometry, place: torch.device, tier: KVTier | None
+        self,
+        device: Device,
+        group: Group,
+        home: Range,
+        geometry: Geometry,
+        place: torch.device,
+        tier: KVTier | None,
+        kept: Kept | None,
     ) -> None:
-        """`place`: the device, to torch. `tier`: of the cache, where the host can show pages on the device."""
+        """`place`: the device, to torch. `tier` and `kept`: of the cache, where the host can show pages on the
+        device."""
         self.home = home
         self._device = device
         self._group = group
         self._geometry = geometry
         self._place = place
         self._tier = tier
+        self._kept = kept
         self._twin: KVTwin | None = None
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
             self._twin = KVTwin(device, group, home, tier.lock)
-            self._lease = Kept(group)
             self._number = tier.add(self._twin, geometry.page / geometry.token_bytes)
             self._count(self._twin)
 
@@ -62,7 +70,7 @@ class KVPages:
         """The layer at this place of the range is about to append, under a lease. DriverError."""
         if self._tier is None or self._twin is None:
             return
-        if self._lease.renew() and self._device.demand:  # as a forward does between its layers
+        if self._kept is not None and self._kept.renew() and self._device.demand:  # as a forward between its layers
             self._device.obey()
         if self._twin.interrupted:
             self._twin.finish(self._tier.transfer, self.stream)

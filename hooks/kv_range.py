@@ -41,7 +41,7 @@ from ..offload.kv_tier import KVTier
 from .compat import StorageWeakRef
 from .kv_pages import KVPages
 from .kv_prefill import copied_in
-from .lease import Holding, current
+from .lease import Holding, Kept, current
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
 _SCRATCH: Final = 32 * 2**20  # bytes: sequences are reordered in chunks of this size
@@ -112,17 +112,18 @@ class KVRange:
         geometry: Geometry,
         shape: Shape,
         tier: KVTier | None = None,
+        kept: Kept | None = None,
         expected: int = 0,
     ) -> None:
-        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`: see KVPages; `expected`:
-        tokens that are likely to come. DriverError."""
+        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`, `kept`: see KVPages;
+        `expected`: tokens that are likely to come. DriverError."""
         self.geometry: Final = geometry
         self.shape: Final = shape
         self.group: Final = group
         self.range: Final = device.reserve(
             geometry.reservation, "kv", group, expected=min(expected, geometry.tokens) * geometry.token_bytes
         )
-        self.pages: Final = KVPages(device, group, self.range, geometry, shape.device, tier)
+        self.pages: Final = KVPages(device, group, self.range, geometry, shape.device, tier, kept)
         self._device = device
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of

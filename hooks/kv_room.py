@@ -20,13 +20,11 @@ from ..allocator import runtime
 from ..allocator._native import Device, Range
 from ..allocator.errors import PoolExhausted
 from ..allocator.install import reclaim, spilled
-from ..allocator.units import format_size
 from ..offload.kv_tier import KVTier
-from ..offload.kv_twin import available
 from ..offload.ladder import Rung
 
 PATIENCE: Final = 5.0  # seconds that other threads get to give what they lease
-_STEP: Final = 0.1  # seconds between two tries
+_STEP: Final = 0.1  # seconds between two tries, and all that they get when the last wait was in vain
 
 
 def find_room(
@@ -55,7 +53,7 @@ def find_room(
                 tier.decided(Rung.SPILL.label, "pull", sum(count for _, count in runs))
                 spilled()
                 return
-    raise torch.OutOfMemoryError(_refusal(device, runs, reason, goal)) from reason
+    raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}") from reason
 
 
 def map_device(home: Range, runs: Iterable[tuple[int, int]]) -> None:
@@ -71,27 +69,20 @@ def map_device(home: Range, runs: Iterable[tuple[int, int]]) -> None:
 
 
 def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
-    began, most = time.monotonic(), 0
+    began, most, patience = time.monotonic(), 0, PATIENCE if tier.patient else _STEP
     try:
-        while (left := began + PATIENCE - time.monotonic()) > 0:
+        while (left := began + patience - time.monotonic()) > 0:
             demanded = device.demand
             most = max(most, demanded)
             if demanded:
                 tier.governor.wait_for_pages(min(left, _STEP))
             if tried():  # also where they were given since
+                tier.patient = True
                 return True
             if not demanded and not device.demand:
                 return False
+        tier.patient = False
         return False
     finally:
         if most:
             tier.decided(Rung.WAIT.label, "revert", most, measured=time.monotonic() - began)
-
-
-def _refusal(device: Device, runs: Sequence[tuple[int, int]], reason: PoolExhausted, goal: int) -> str:
-    lacking = sum(count for _, count in runs) - available(device)
-    budget = device.budget + max(1, lacking) * device.page_size
-    return (
-        f"no room for {goal} tokens of KV cache: {reason}. What would do: a budget of {format_size(budget)} "
-        f"(ballonet.set_budget({budget})), or fewer tokens"
-    )

@@ -23,6 +23,18 @@ def layer_lists(model: nn.Module) -> list[nn.ModuleList]:
     return _lists_of(model) or [each for child in model.children() for each in layer_lists(child)]
 
 
+def runners(model: nn.Module) -> dict[nn.Module, bool]:
+    """The modules inside of `model` whose forwards run decoder layers, the outermost first: do they run all of them?
+    Some are called by themselves, as an encoder is by `generate()`."""
+    lists = set(layer_lists(model))
+    inside = [name.split(".")[:-1] for name, module in model.named_modules() if module in lists]
+    paths = dict.fromkeys(tuple(names[:end]) for names in inside for end in range(1, len(names) + 1))
+    return {
+        model.get_submodule(".".join(path)): all(tuple(names[: len(path)]) == path for names in inside)
+        for path in paths
+    }
+
+
 def _lists_of(model: nn.Module) -> list[nn.ModuleList]:
     length = getattr(text_config(model), "num_hidden_layers", None)
     if not isinstance(length, int) or length < 1:

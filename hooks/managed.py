@@ -27,7 +27,7 @@ from . import governors
 from .elastic import Elastic, Options
 from .follow import Follower
 from .forwards import Forwards
-from .layers import decoder_layers
+from .layers import decoder_layers, runners
 from .lease import ForwardLease
 from .marks import marks_of
 from .pace import Pace
@@ -191,7 +191,9 @@ class Managed:
                 levers(governor, device, spill=runtime.settings().spill is True),
             )
             undo.callback(self._forwards.unhook)
-            self._forwards.hook(dict.fromkeys((model, *generators)))
+            inner = runners(model)
+            whole = [module for module, runs_all in inner.items() if runs_all]
+            self._forwards.hook(dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
             self._elastic.break_graphs = self._forwards.break_graphs
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))

@@ -101,15 +101,15 @@ class Turns:
 
     def fly(self, turn: Turn) -> None:
         """The forward is about to run layers. ManageError, DriverError."""
-        if self.passes is not None:
+        if (passes := self.passes) is not None:  # which another thread may end at any moment
             self._take(turn)  # where layers have begun to stream in this forward
             if not turn.borrowed:
-                self.passes.fly()
+                passes.fly()
 
     def land(self, turn: Turn) -> None:
         """It has run them, as far as it did. DriverError."""
-        if self.passes is not None and self._turn is turn:
-            self.passes.land()
+        if (passes := self.passes) is not None and self._turn is turn:
+            passes.land()
 
     def end(self, turn: Turn) -> None:
         """The next one, please. Again: does nothing."""
@@ -171,8 +171,8 @@ class Turns:
         return first[0] if first else None
 
     def _rest(self, or_flying: bool = False) -> None:
-        if self.passes is not None and not or_flying:
-            self.passes.rest()
+        if (passes := self.passes) is not None and not or_flying:
+            passes.rest()
 
     def _take(self, turn: Turn) -> None:
         """Returns when the turn has come, or is lent. It stays in the queue until `end`."""

@@ -190,13 +190,15 @@ class Weights:
         found: dict[int, tuple[Part, ...]] = {}
         present = list(self.ranges.items())  # which a finalizer may empty at any moment
         for layer, ranges in sorted((layer, ranges) for layer, ranges in present if layer is not None):
-            if any(opened.backed and opened.address not in self._twins for opened in ranges):
-                continue
+            there = [(opened, self._twins.get(opened.address)) for opened in list(ranges) if opened.backed]
             parts: list[Part] = []
-            for opened in ranges:
-                for first, count in live(opened, 0, opened.pieces) if opened.backed else ():
+            for opened, twin in there:
+                if twin is None:  # perhaps since a moment ago
+                    parts.clear()
+                    break
+                for first, count in live(opened, 0, opened.pieces):
                     offset = sum(part.count for part in parts)
-                    parts.append(Part(opened, self._twins[opened.address], offset, first, count))
+                    parts.append(Part(opened, twin, offset, first, count))
             if parts:
                 found[layer] = tuple(parts)
         return found

@@ -58,6 +58,7 @@ class KVTier:
         self.lock = Lock()
         self.used = time.monotonic()  # when tokens were appended last
         self.layers = 0  # that append in an iteration
+        self.patient = True  # did others give what they lease when they were waited for last?
         self._device = device
         self._group = group
         self.governor = governor

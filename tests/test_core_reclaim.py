@@ -108,6 +108,17 @@ def other() -> Iterator[Other]:
     made.end()
 
 
+@pytest.mark.parametrize("moved", [0, 1, 2])
+def test_what_lies_in_both_places_is_copied_one_place_at_a_time(moved: int) -> None:
+    with opened() as core:
+        one = layer(core, pieces=3)
+        assert one.home.move(moved, "host")
+        core.device.publish([one.entry(1)])
+        assert core.device.take([1]) == 2
+        assert one.place == "host"
+        assert one.intact()
+
+
 def test_entries_are_taken_in_order_and_only_until_there_are_enough() -> None:
     with opened(budget=8) as core:
         layers = [layer(core, value=10 * number) for number in (1, 2, 3, 4)]

@@ -136,6 +136,21 @@ def test_an_interrupt_leaves_no_lease_behind_the_next_forward(device: Device) ->
     assert not in_pool(model.linear.weight)
 
 
+@pytest.mark.parametrize(("name", "part", "iterations"), [("t5gemma", "encoder", 0), ("llama", "", 1)])
+def test_a_part_that_is_called_by_itself_holds_a_lease(device: Device, name: str, part: str, iterations: int) -> None:
+    """As `generate()` calls the encoder: nothing is taken of what runs. It is an iteration where it runs all layers."""
+    model = models.build(name)
+    managed = ballonet.manage(model)
+    group, begun, points = managed._weights.group, [], []
+    managed._elastic.before = points.append  # type: ignore[method-assign]
+    inner = model.get_submodule(f"model.{part}".strip("."))
+    inner.layers[0].register_forward_hook(lambda *_: begun.append(group.leases))
+    with torch.no_grad():
+        inner(input_ids=torch.ones(1, 4, dtype=torch.int64))
+    assert (begun, group.leases) == ([1], 0)
+    assert [point is not None for point in points].count(True) == iterations
+
+
 def test_a_thread_that_an_interrupt_ends_leaves_no_lease(device: Device) -> None:
     model = models.build("llama")
     managed = ballonet.manage(model)

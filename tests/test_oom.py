@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -37,6 +39,19 @@ def test_the_error_is_torchs_and_says_what_to_do(device: _native.Device) -> None
         assert word.lower() in text.lower(), word
     assert not isinstance(caught.value, BallonetError)
     assert keep.sum() == 0
+
+
+@pytest.mark.parametrize("fits", [False, True])
+def test_it_names_the_smallest_budget_that_would_do(device: _native.Device, fits: bool) -> None:
+    keep = [torch.zeros(2**19), torch.zeros(2**17)]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        torch.empty(BUDGET - 2**18, dtype=torch.uint8)
+    found = re.search(r"set_budget\((\d+)\)", str(caught.value))
+    assert found is not None
+    set_budget(int(found[1]) - (0 if fits else device.page_size))
+    with nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
+        torch.empty(BUDGET - 2**18, dtype=torch.uint8)
+    assert not keep[0].any()
 
 
 def test_one_can_go_on_after_it(device: _native.Device) -> None:

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import FrameType, ModuleType
+from types import FrameType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -650,3 +650,35 @@ def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leas
     assert at > 100
     assert managed.flying
     managed.release()
+
+
+class _Ended:
+    """Whoever asks whether layers stream finds them ended the next time: another thread was between."""
+
+    def __init__(self, passes: Any) -> None:
+        self.passes = passes
+
+    def __get__(self, turns: Any, owner: Any) -> Any:
+        found, self.passes = self.passes, None
+        return found
+
+    def __set__(self, turns: Any, passes: Any) -> None:
+        self.passes = passes
+
+
+@pytest.mark.parametrize("what", ["fly", "land", "_rest"])
+def test_streaming_that_ends_while_a_forward_begins(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    passes = SimpleNamespace(
+        fly=lambda: done.append("fly"), land=lambda: done.append("land"), rest=lambda: done.append("_rest")
+    )
+    queue = Turns("a model")
+    queue.passes = cast(Any, passes)
+    turn = queue.begin(sys._getframe())
+    monkeypatch.setattr(Turns, "passes", _Ended(passes), raising=False)
+    try:
+        getattr(queue, what)(*[] if what == "_rest" else [turn])
+    finally:
+        monkeypatch.undo()
+        queue.end(turn)
+    assert done == [what]

@@ -49,7 +49,7 @@ auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(att
   } catch (const PoolExhausted& reason) {
     mapper->events.add(Events::Kind::kRefuse, pages);
     std::lock_guard<std::mutex> lock(heap.mutex);
-    throw PoolExhausted(heap.exhausted(pages * mapper->page_size, reason.what()));
+    throw PoolExhausted(heap.exhausted(pages * mapper->page_size, reason.what(), reason.missing));
   }
 }
 

@@ -110,6 +110,7 @@ MempoolId Heap::pool_for(CUstream stream) const {
 Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
   reuse_passed();
   std::string reason = "It exceeds the whole budget";
+  std::size_t missing = 0;
   if (size <= mapper_->numbers().budget * page_) {
     try {
       return fit(arenas, key, size, arena);
@@ -122,13 +123,14 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
       return reclaim_.supply([&] { return fit(arenas, key, size, arena); });
     } catch (const PoolExhausted& error) {
       reason = error.what();
+      missing = error.missing;
     } catch (const DriverError& error) {
       reason = error.what();
     }
   }
   if (Blocks::Block* block = spill(key, size, arena, reason)) return block;
   mapper_->events.add(Events::Kind::kRefuse, (size + page_ - 1) / page_);
-  throw PoolExhausted(exhausted(size, reason));
+  throw PoolExhausted(exhausted(size, reason, missing));
 }
 
 // A free block on host pages, or nullptr; `reason` then says why, where that is not for lack of permission.
@@ -203,19 +205,22 @@ void Heap::drop_released() {
   hot_[0] = hot_[1] = nullptr;
 }
 
-std::string Heap::exhausted(std::size_t asked, const std::string& reason) {
+std::string Heap::exhausted(std::size_t asked, const std::string& reason, std::size_t missing) {
   const auto pages = mapper_->numbers();
+  const std::size_t enough = (pages.budget + missing) * page_;
+  const std::string larger = missing ? format("to %s (ballonet.set_budget(%zu)", in_units(enough).c_str(), enough)
+                                     : std::string("(ballonet.set_budget");
   const auto bytes = [&](Owner owner) { return in_units(pages.pages[static_cast<std::size_t>(owner)] * page_); };
   return format(
       "ballonet: tried to allocate %s. Budget %s in pages of %s: weights %s, activations %s (of which %s in live "
       "tensors), KV cache %s, retiring %s, free %s, not created %s; spilled to the host %s. %s. To go on: raise the "
-      "budget (ballonet.set_budget, or BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and "
+      "budget %s, or BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and "
       "caches that are no longer needed",
       in_units(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
       bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(), in_units(numbers_.live).c_str(),
       bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(), bytes(Owner::kFree).c_str(),
       in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(),
-      in_units(pages.spilled * page_).c_str(), reason.c_str());
+      in_units(pages.spilled * page_).c_str(), reason.c_str(), larger.c_str());
 }
 
 Heap::Numbers Heap::numbers_locked() const {

@@ -86,8 +86,9 @@ class Heap {
   // Pages that no live block lies on go to the driver, as many as exist above the budget. `wait`: for the streams that
   // used them; not during a capture.
   void shrink(bool wait);
-  // What an allocation that failed tells the user. Pre: the caller holds `mutex`.
-  std::string exhausted(std::size_t asked, const std::string& reason);
+  // What an allocation that failed tells the user, which so many more pages would have served (0: not known). Pre: the
+  // caller holds `mutex`.
+  std::string exhausted(std::size_t asked, const std::string& reason, std::size_t missing = 0);
 
   struct Numbers {
     std::uint64_t live, live_peak, requested, requested_peak, blocks, allocations, frees, hits;

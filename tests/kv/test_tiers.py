@@ -391,6 +391,35 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
     assert all(taken)
 
 
+@pytest.mark.filterwarnings("ignore:the device budget of ballonet:RuntimeWarning")
+def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_room, "PATIENCE", 0.3)
+    pairs: list[Pair] = []
+    go, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        pairs.append(Pair(int(80 * PER_PAGE)))
+        go.set()
+        done.wait()
+        pairs[0].update(1)  # gives what is demanded
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    go.wait()
+    mine = Pair(1)
+    assert mine.tier.patient
+    mine.update(int(40 * PER_PAGE))  # nobody gives
+    assert "h" in mine.places()
+    assert not mine.tier.patient
+    done.set()
+    thread.join()
+    mine.update(int(4 * PER_PAGE))
+    for each in (mine, *pairs):
+        each.check()
+    assert "a" in pairs[0].places()
+    pairs.clear()
+
+
 def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     pair = Pair(60)
     assert press(device, 3) == 3
