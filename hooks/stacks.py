@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future
 from itertools import accumulate, chain, compress, repeat, starmap, takewhile
 from operator import methodcaller
@@ -35,17 +35,21 @@ def identity(frame: FrameType | None) -> Call:
     return id(frame), frame and frame.f_code
 
 
-def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame of this thread, and those of its callers."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def on_stack(call: Call, frames: Iterable[FrameType]) -> bool:
-    """Is it that of one of the frames?"""
+def called_from(frame: FrameType | None, call: Call) -> bool:
+    """Is the call that of this frame, of this thread, or of one of its callers? Asked at each look at a watched layer,
+    so it is a plain loop."""
     key, code = call
-    return any(id(frame) == key and frame.f_code is code for frame in frames)
+    while frame is not None:
+        if id(frame) == key and frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def on_stack(thread: int, call: Call) -> bool:
+    """Is the call on the stack of that thread, another one?"""
+    key, code = call
+    return any(id(frame) == key and frame.f_code is code for frame in stack_of(thread))
 
 
 def stack_of(thread: int) -> list[FrameType]:

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Final, Protocol
 
 from ..allocator.errors import BallonetError, ManageError
-from .stacks import Call, awaited, callers, identity, on_stack, stack_of
+from .stacks import Call, awaited, called_from, identity, on_stack
 
 LOOK_AGAIN: Final = 0.05  # seconds between looks at whoever has the turn
 LONG: Final = 60.0  # seconds after which whoever waits says so
@@ -67,8 +67,8 @@ class Turn:
     def runs(self, call: Call) -> bool:
         """Is that call on the stack of the turn's thread?"""
         if self.thread == threading.get_ident():
-            return on_stack(call, callers(sys._getframe()))
-        return on_stack(call, stack_of(self.thread))
+            return called_from(sys._getframe(), call)
+        return on_stack(self.thread, call)
 
     def ring(self) -> None:
         with suppress(RuntimeError):  # it rings already
