@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
+from ballonet.offload import layout
 
 
 def mapped() -> list[tuple[int, int]]:
@@ -64,3 +66,15 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
         assert bytes_that_exist() <= budget
         ballonet.restore()
     assert runtime.current() is None, "memory of the pool is still in use"
+
+
+@contextmanager
+def tiny_layers(monkeypatch: pytest.MonkeyPatch, budget: int, page_size: int) -> Iterator[None]:
+    """A device is installed, and layers of tiny models have ranges."""
+    monkeypatch.setattr(layout, "LARGE", 2**11)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny operators: a second thread only waits
+    with installing(budget, page_size) as now:
+        now()
+        yield
+    torch.set_num_threads(threads)

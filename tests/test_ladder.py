@@ -373,7 +373,8 @@ def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> N
     assert one.moved + two.moved < 40, "both run: none is worth more than the other"
 
 
-def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
+def both_idle() -> tuple[FakeDevice, Any, FakeCache, FakeCache]:
+    """Two caches that fill a device, idle both; somebody else has taken three pages of the second."""
     device, governor, clock, _ = governed(16)
     one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
     one.step(6)
@@ -383,6 +384,11 @@ def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
     governor.publish_now()
     assert device.want(3)
     device.kv = 3
+    return device, governor, one, two
+
+
+def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
+    device, _, _, two = both_idle()
     assert trace(device) == ["two"] * 3, "it was used last"
     two.step()
     assert trace(device) == ["two"] * 3 + ["one"] * 3
@@ -390,15 +396,7 @@ def test_a_cache_that_wakes_takes_from_others_and_not_from_itself() -> None:
 
 
 def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() -> None:
-    device, governor, clock, _ = governed(16)
-    one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
-    one.step(6)
-    clock.now += PAUSE / 2
-    two.step(10)
-    clock.now += 2 * PAUSE
-    governor.publish_now()
-    assert device.want(3)
-    device.kv = 3
+    device, governor, one, two = both_idle()
     assert two.displaced == 3
     device.caches.remove(one)
     governor.remove_cache(one.number)

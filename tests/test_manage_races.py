@@ -12,10 +12,9 @@ import torch
 import ballonet
 from ballonet.allocator import install
 from ballonet.hooks.turns import Turn, Turns
-from ballonet.offload import layout
 
 from .models import build, prompts
-from .pool import installing
+from .pool import tiny_layers
 from .portrait import none_in_pool
 
 BUDGET = 2**22
@@ -26,13 +25,8 @@ LONG = 60  # seconds, after which a thread hangs
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    with installing(BUDGET, PAGE) as now:
-        now()
+    with tiny_layers(monkeypatch, BUDGET, PAGE):
         yield
-    torch.set_num_threads(threads)
 
 
 @torch.no_grad()

@@ -21,10 +21,9 @@ from ballonet.allocator.errors import DriverError, ManageError
 from ballonet.hooks import forwards, lease, stacks, turns
 from ballonet.hooks.lease import Holding, current
 from ballonet.hooks.turns import Turn, Turns
-from ballonet.offload import layout
 
 from .models import build, prompts
-from .pool import installing
+from .pool import tiny_layers
 
 BUDGET = 2**22
 PAGE = 4096
@@ -34,13 +33,8 @@ LONG = 60  # seconds, after which a thread hangs
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    with installing(BUDGET, PAGE) as now:
-        now()
+    with tiny_layers(monkeypatch, BUDGET, PAGE):
         yield
-    torch.set_num_threads(threads)
 
 
 def started(act: Callable[[], object]) -> Future[Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
+from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks import governors
 from ballonet.hooks.kv import ElasticLayer
@@ -18,6 +21,21 @@ from ballonet.offload.kv_tier import KVTier
 from ballonet.offload.kv_twin import available
 
 POISON = 0xFF  # of what nobody may read: not a number, in every type
+
+
+@contextmanager
+def started(**settings: Any) -> Iterator[Device]:
+    """A device, of which no cache holds anything any more in the end."""
+    opened = runtime.start(Config(device="cpu", **settings))
+    yield opened
+    gc.collect()
+    opened.reap(wait=True)
+    opened.check()
+    numbers = opened.snapshot()
+    assert numbers["pages"]["kv"] == 0
+    assert numbers["host_pages"] == numbers["host_free"]
+    del opened
+    runtime.stop()
 
 
 def homes(layers: Iterable[Any]) -> list[KVRange]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import random
 from collections.abc import Callable, Iterator
@@ -13,30 +12,20 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.hooks.cache_ranges import CacheRanges
 from ballonet.hooks.kv import ElasticLayer
 
 from ..test_kv import tokens
-from .pressure import Taker, homes
+from .pressure import Taker, homes, started
 
 PAGE = 4096
 
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:
-    opened = runtime.start(Config(device="cpu", budget=256 * PAGE, host_budget=256 * PAGE, page_size=PAGE))
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    numbers = opened.snapshot()
-    assert numbers["pages"]["kv"] == 0
-    assert numbers["host_pages"] == numbers["host_free"]
-    del opened
-    runtime.stop()
+    with started(budget=256 * PAGE, host_budget=256 * PAGE, page_size=PAGE) as opened:
+        yield opened
 
 
 class Fuzz:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import pickle
 import random
@@ -33,7 +32,7 @@ from ballonet.offload.kv_twin import ALIKE, Run, arrange, available
 from .. import pool
 from ..test_cache_faults import Interrupt
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
-from .pressure import away, poison, press, tiers
+from .pressure import away, poison, press, started, tiers
 
 PAGE = 4096
 BUDGET = 96
@@ -44,16 +43,8 @@ PER_PAGE = PAGE / (BATCH * HEADS * (K_DIM + V_DIM) * 4)  # tokens
 @pytest.fixture(params=[{}])
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     settings = {"budget": BUDGET * PAGE, "host_budget": HOST * PAGE, "page_size": PAGE, **request.param}
-    opened = runtime.start(Config(device="cpu", spill=True, **settings))
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    numbers = opened.snapshot()
-    assert numbers["pages"]["kv"] == 0
-    assert numbers["host_pages"] == numbers["host_free"]
-    del opened
-    runtime.stop()
+    with started(spill=True, **settings) as opened:
+        yield opened
 
 
 class Pair:
