@@ -144,14 +144,19 @@ def too_many_maps(driver: Driver) -> None:
     """ENOMEM of the kernel is an error that names the limit; what was there stays, and memory can be given back."""
     limit = int(Path("/proc/sys/vm/max_map_count").read_text())
     handle, address = driver.create(PAGE), driver.reserve(2 * limit * PAGE)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_long
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    driver.ok("cuMemMap", address, PAGE, 0, handle, 0)  # each function is looked up while that can be done
+    driver.ok("cuMemUnmap", address, PAGE)
+    # The interpreter gets no memory of its own either: it lives on what these leave free, their arenas held by a few.
+    small = [bytes(480) for _ in range(20_000)]
+    small[:] = small[::1000]
     mapped, result = 0, SUCCESS
     while result == SUCCESS:  # every second page: no neighbours that could be one map
         result = driver.result("cuMemMap", address + 2 * mapped * PAGE, PAGE, 0, handle, 0)
         mapped += result == SUCCESS
     message = driver.violation()
-    libc = ctypes.CDLL(None)
-    libc.mmap.restype = ctypes.c_long
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     access = itertools.cycle((0, 1))  # unlike neighbours, so that they are not one map either
     while libc.mmap(None, PAGE, next(access), 0x22, -1, 0) != -1:
         pass  # the very last ones: no mmap works any more
