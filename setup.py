@@ -14,6 +14,15 @@ from setuptools.command.build_ext import build_ext
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
 STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
+ROOMS = ("allocator", "offload", "hooks")
+PACKAGES = [
+    "ballonet",
+    *(
+        "ballonet." + ".".join(Path(init).parent.parts)
+        for room in ROOMS
+        for init in sorted(glob(f"{room}/**/__init__.py", recursive=True))
+    ),
+]
 COMPILE = ["-O2", "-g0", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra"]
 
 
@@ -66,7 +75,7 @@ standin = Extension(
 
 setup(
     license="Apache-2.0",
-    packages=["ballonet", "ballonet.allocator", "ballonet.offload", "ballonet.hooks"],
+    packages=PACKAGES,
     package_dir={
         "ballonet": "src/ballonet",
         "ballonet.allocator": "allocator",
@@ -76,7 +85,7 @@ setup(
     package_data={
         "ballonet": ["py.typed"],
         "ballonet.allocator": ["_native.pyi", "csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h"],
-        "ballonet.offload": ["timeline.html"],
+        "ballonet.offload.timeline": ["page.html"],
     },
     include_package_data=False,
     ext_modules=[core, standin],

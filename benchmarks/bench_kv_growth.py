@@ -45,7 +45,7 @@ def serve_as(name: str, chosen: Options) -> None:
     from transformers.cache_utils import DynamicLayer
 
     import ballonet
-    from ballonet.hooks.kv import ElasticLayer
+    from ballonet.hooks.kv.layer import ElasticLayer
 
     kind: type[DynamicLayer] = DynamicLayer
     if name == "ballonet":

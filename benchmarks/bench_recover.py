@@ -120,7 +120,7 @@ def layers_away(held: Held) -> tuple[int, ...]:
 
 def pages_away(cache: DynamicCache) -> int:
     """Of the cache, on the host."""
-    from ballonet.hooks.kv import ElasticLayer
+    from ballonet.hooks.kv.layer import ElasticLayer
 
     homes = [layer._home for layer in cache.layers if isinstance(layer, ElasticLayer)]
     ranges = {home.range.address: home.range for home in homes if home is not None}

@@ -94,7 +94,7 @@ def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     recorder = None
     if ours:
         from ballonet.allocator import runtime
-        from ballonet.offload.recorder import Recorder
+        from ballonet.offload.timeline.recorder import Recorder
 
         ballonet.install(options.budget)
         recorder = Recorder(runtime.require())
@@ -191,7 +191,7 @@ def report(console: Console, options: argparse.Namespace, stock: dict[str, Any],
 
 
 def owners_table(rows: list[list[int]], page: int, budget: int) -> Table:
-    from ballonet.offload.timeline import OWNERS
+    from ballonet.offload.timeline.series import OWNERS
 
     table = Table("owner", "pages, most", "pages, while answering", "most", title=f"pages of {page / MIB:g} MiB")
     # The fullest moment of the KV cache is the end of the answer.
@@ -214,7 +214,7 @@ def draw(path: Path, rows: list[list[int]], page: int, budget: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    from ballonet.offload.timeline import resample
+    from ballonet.offload.timeline.series import resample
 
     owners = {"weights": "#3b6fb6", "kv": "#e08a2c", "activations": "#58a55c", "retiring": "#b65a9a", "free": "#d9d9d9"}
     series = resample([tuple(row) for row in rows], rows[0][0], rows[-1][0] + 1, 600)  # type: ignore[misc]

@@ -31,12 +31,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..offload.chaos import Chaos
-from ..offload.levers import Lever
+from ..offload.govern.levers import Lever
+from ..offload.move.chaos import Chaos
 from .lease import ForwardLease, current
-from .turns import Turn, Turns
-from .watched import opaquely
-from .weights import Weights
+from .streaming.turns import Turn, Turns
+from .streaming.watched import opaquely
+from .weights.ranges import Weights
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -232,7 +232,7 @@ class _Entry(Hook):
 
 
 class _OfLayer(Hook):
-    """Where `opaque` a hook at which the compiler breaks its graph. See streaming.py, Note [Streaming and
+    """Where `opaque` a hook at which the compiler breaks its graph. See streaming/streamed.py, Note [Streaming and
     torch.compile]."""
 
     opaque = False

@@ -16,9 +16,9 @@ from functools import partial
 from ..allocator import runtime
 from ..allocator._native import Device
 from ..allocator.errors import DriverError
-from ..offload import link
-from ..offload.governor import Governor
-from .marks import relaxed
+from ..offload.govern.governor import Governor
+from ..offload.measured import link
+from .measure.marks import relaxed
 
 _governors: list[tuple[Device, Governor]] = []
 _lock = threading.Lock()
@@ -60,6 +60,6 @@ def _received(device: Device) -> Callable[[], int | None] | None:
     """Bytes per second that come over the link of a GPU."""
     if device.kind != "cuda":
         return None
-    from .record_key import uuid_of  # imports transformers, which other modules can do without
+    from .measure.key import uuid_of
 
     return partial(link.received, uuid_of(device))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 from ..allocator._native import Group
 
 if TYPE_CHECKING:
-    from .kv_pages import KVPages
+    from .kv.pages import KVPages
 
 
 class _Current(threading.local):

@@ -19,22 +19,22 @@ from ..allocator.config import parse_size, parse_time
 from ..allocator.display import table
 from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, PoolExhausted
 from ..allocator.units import format_size
-from ..offload.chaos import Chaos
-from ..offload.levers import levers
-from ..offload.plan import Fewest, Interval, Rule
-from ..offload.record import Record
+from ..offload.decide.plan import Fewest, Interval, Rule
+from ..offload.govern.levers import levers
+from ..offload.measured.record import Record
+from ..offload.move.chaos import Chaos
 from . import governors
-from .elastic import Elastic, Options
-from .follow import Follower
 from .forwards import Forwards
-from .layers import decoder_layers, runners
 from .lease import ForwardLease
-from .marks import marks_of
-from .pace import Pace
-from .point import point_of
-from .report import Report
-from .turns import Turns
-from .weights import Files, Finder, Weights, nowhere
+from .measure.marks import marks_of
+from .measure.pace import Pace
+from .measure.point import point_of
+from .measure.report import Report
+from .streaming.elastic import Elastic, Options
+from .streaming.turns import Turns
+from .weights.follow import Follower
+from .weights.layers import decoder_layers, runners
+from .weights.ranges import Files, Finder, Weights, nowhere
 
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -313,7 +313,7 @@ class Managed:
 
     def _measured(self) -> Record:
         """What its iterations take, all layers being resident."""
-        from .profile import load_or_measure  # imports transformers, which other modules can do without
+        from .measure.profile import load_or_measure
 
         model = self._model()
         assert model is not None  # manage() holds it
@@ -468,14 +468,14 @@ def _nothing() -> None:
 
 
 def _finder(model: weakref.ref[nn.Module]) -> Finder:
-    from .weights_files import finder  # imports transformers, which other modules can do without
+    from .weights.files import finder
 
     return finder(model)
 
 
 def _attach_caches(model: nn.Module) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all."""
-    from . import generation  # imports transformers, which other modules can do without
+    from .kv import generation
 
     detach = generation.attach(model)
     alive = weakref.ref(model)

@@ -12,7 +12,7 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .pool import bytes_that_exist
 

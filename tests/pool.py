@@ -14,7 +14,7 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.offload import layout
+from ballonet.offload.decide import layout
 
 
 def mapped() -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks.kv.cache import KVCache
 
 from .caches import PAGES, installed, is_elastic, same, tensors
 from .models import build, prompts

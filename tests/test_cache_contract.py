@@ -17,7 +17,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks.kv.cache import KVCache
 
 from .caches import BUDGET, PAGES, forget, installed, is_elastic, same, tensors
 from .models import build, generate, prompts

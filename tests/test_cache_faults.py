@@ -17,10 +17,11 @@ from transformers.cache_utils import DynamicLayer
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import kv, kv_range
-from ballonet.hooks.cache_ranges import CacheRanges
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks.kv import layer as kv
+from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .caches import BUDGET, PAGES, forget, full_host, installed, kv_pages
 from .models import Output, build, generate, prompts

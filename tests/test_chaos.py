@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import ballonet
 from ballonet.allocator._native import Device
-from ballonet.offload.chaos import MOVES, WHERE, Chaos
+from ballonet.offload.move.chaos import MOVES, WHERE, Chaos
 
 from . import models
 from .pool import installing

@@ -42,7 +42,8 @@ class Warm:
 
     PROGRAM = """
 import gc, json, os, runpy, sys
-import ballonet.allocator.install, ballonet.hooks.first_use, ballonet.hooks.model_info, ballonet.hooks.run
+import ballonet.allocator.install, ballonet.hooks.programs.first_use, ballonet.hooks.programs.model_info
+import ballonet.hooks.programs.run
 import transformers.models.gemma2.modeling_gemma2
 assert ballonet.allocator.runtime.current() is None
 gc.collect()
@@ -379,7 +380,7 @@ def test_a_model_of_a_program_that_knows_nothing_is_managed_at_its_first_use(tmp
 TIMELINE = """
 import atexit, os, signal, sys
 import ballonet, torch
-from ballonet.offload import recorder
+from ballonet.offload.timeline import recorder
 
 def more():
     global late

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 import ballonet
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .caches import installed
 from .models import build, generate, prompts

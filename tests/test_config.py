@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.allocator.config import (
-    VARIABLES,
-    Config,
-    cache_dir,
-    format_size,
-    parse_bandwidth,
-    parse_size,
-    parse_time,
-)
+from ballonet.allocator.config import VARIABLES, Config, cache_dir, format_size, parse_bandwidth, parse_size, parse_time
 from ballonet.allocator.errors import BallonetError, ConfigError
 from ballonet.allocator.units import format_time
 

@@ -16,8 +16,8 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrai
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks.first_use import FirstUse
 from ballonet.hooks.managed import manage
+from ballonet.hooks.programs.first_use import FirstUse
 
 TOKENS = torch.arange(1, 9)[None]
 
@@ -126,7 +126,7 @@ def test_closing_takes_the_patches_out_exactly() -> None:
 def test_transformers_is_not_imported_and_is_patched_when_it_is() -> None:
     code = """
         import sys
-        from ballonet.hooks.first_use import _AfterImport
+        from ballonet.hooks.programs.first_use import _AfterImport
         assert "transformers" not in sys.modules or not hasattr(sys.modules["transformers"], "modeling_utils")
         called = []
         sys.meta_path.insert(0, _AfterImport({"transformers.generation.utils": called.append}))

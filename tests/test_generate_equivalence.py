@@ -13,8 +13,8 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks.kinds import CachePlan, plan
-from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv.kinds import CachePlan, plan
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .architectures import ARCHITECTURES
 from .models import WAYS, Output, ask, before_each_forward, build, generate, layers_of, questions

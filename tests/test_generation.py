@@ -23,9 +23,10 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import AlreadyManaged
-from ballonet.hooks import compat, generation
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks import compat
+from ballonet.hooks.kv import generation
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import MODES, Output, ask, before_each_forward, build, generate, prompts, questions
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.interval import Costs
-from ballonet.offload.overview import DWELL, PAUSE
-from ballonet.offload.pages import SPARE
-from ballonet.offload.plan import Plan, at_interval, fewest, spread, streaming
-from ballonet.offload.reclaim import listing, nested
-from ballonet.offload.record import Point
-from ballonet.offload.remap import Model, cap, reclaimable
-from ballonet.offload.schedule import gaps
+from ballonet.offload.decide.interval import Costs
+from ballonet.offload.decide.plan import Plan, at_interval, fewest, spread, streaming
+from ballonet.offload.decide.reclaim import listing, nested
+from ballonet.offload.decide.remap import Model, cap, reclaimable
+from ballonet.offload.decide.schedule import gaps
+from ballonet.offload.govern.overview import DWELL, PAUSE
+from ballonet.offload.govern.pages import SPARE
+from ballonet.offload.measured.record import Point
 
 from .governed import EQUAL, LINK, FakeDevice, FakeModel, governed, keys, trace
 

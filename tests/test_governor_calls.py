@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from ballonet.offload import governor as governor_module
-from ballonet.offload import overview
-from ballonet.offload.governor import Governor
-from ballonet.offload.overview import DWELL, PAUSE
-from ballonet.offload.plan import Plan, streaming
-from ballonet.offload.record import Point
-from ballonet.offload.traffic import Traffic, sent
+from ballonet.offload.decide.plan import Plan, streaming
+from ballonet.offload.govern import governor as governor_module
+from ballonet.offload.govern import overview
+from ballonet.offload.govern.governor import Governor
+from ballonet.offload.govern.overview import DWELL, PAUSE
+from ballonet.offload.measured.record import Point
+from ballonet.offload.measured.traffic import Traffic, sent
 
 from .governed import EQUAL, LINK, Clock, FakeDevice, FakeModel, governed, keys, trace
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.offload.governor import Governor
-from ballonet.offload.overview import DWELL, PAUSE
-from ballonet.offload.plan import Plan, spread
-from ballonet.offload.record import Point
+from ballonet.offload.decide.plan import Plan, spread
+from ballonet.offload.govern.governor import Governor
+from ballonet.offload.govern.overview import DWELL, PAUSE
+from ballonet.offload.measured.record import Point
 
 from .core import PAGE, Core, behind, holds, opened, physical, write
 from .governed import Clock

@@ -38,8 +38,10 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def wrong_imports(room: str, tree: ast.AST) -> list[str]:
-    package = "ballonet" if room == "facade" else f"ballonet.{room}"
+def wrong_imports(room: str, tree: ast.AST, path: Path = ROOT) -> list[str]:
+    """`path`: of a module of the room, where it lies in one of its smaller ones."""
+    inside = path.relative_to(ROOT).parent.parts if path.is_relative_to(ROOT / room) else (room,)
+    package = "ballonet" if room == "facade" else ".".join(("ballonet", *inside))
     wrong = []
     for name in imported(tree, package):
         parts = name.split(".")
@@ -54,7 +56,7 @@ def wrong_imports(room: str, tree: ast.AST) -> list[str]:
 
 @pytest.mark.parametrize(("room", "path"), SOURCES, ids=lambda value: value.stem if isinstance(value, Path) else value)
 def test_imports_go_one_way(room: str, path: Path) -> None:
-    assert wrong_imports(room, ast.parse(path.read_text())) == []
+    assert wrong_imports(room, ast.parse(path.read_text()), path) == []
 
 
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -79,8 +81,20 @@ def test_a_wrong_import_is_seen(room: str, line: str) -> None:
 
 
 def test_every_module_is_in_the_architecture() -> None:
-    named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "architecture.md").read_text()))
-    assert [path.name for room, path in SOURCES if room != "facade" and path.stem not in {*named, "__init__"}] == []
+    rows = re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    told = {(room, name) for room, files in rows for name in re.findall(r"`(\w+)`", files)}
+    there = {(path.parent.relative_to(ROOT).as_posix(), path.stem) for room, path in SOURCES if room != "facade"}
+    assert {entry for entry in there - told if entry[1] != "__init__"} == set()
+    assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/decide", "simulate")}
+
+
+def test_decisions_are_pure() -> None:
+    """What decides imports no torch, no driver and nothing that moves."""
+    allowed = ("ballonet.offload.decide", "ballonet.allocator.errors", "ballonet.allocator.units")
+    for path in sorted((ROOT / "offload" / "decide").glob("*.py")):
+        names = list(imported(ast.parse(path.read_text()), "ballonet.offload.decide"))
+        assert [name for name in names if name.startswith("ballonet") and not name.startswith(allowed)] == [], path
+        assert not {name.split(".")[0] for name in names} & {"torch", "transformers", "time", "random"}, path
 
 
 def test_only_config_reads_the_environment() -> None:
@@ -173,7 +187,7 @@ def test_the_sdist_holds_every_source(sdist: Path) -> None:
         "constraints.txt",
         "pyproject.toml",
         "setup.py",
-        "offload/timeline.html",
+        "offload/timeline/page.html",
         "src/ballonet/py.typed",
     }
     assert wanted - files(sdist) == set()
@@ -189,7 +203,7 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
     }
     data = {
         "py.typed",
-        "offload/timeline.html",
+        "offload/timeline/page.html",
         "allocator/_native.pyi",
         *(f"allocator/csrc/{n}" for n in ("companion.cpp", "entry.h", "driver_abi.h")),
     }

@@ -16,8 +16,8 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
-from ballonet.hooks.hybrid import ElasticHybridLayer
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.hybrid import ElasticHybridLayer
 
 from .models import build
 from .pool import in_pool

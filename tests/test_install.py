@@ -16,13 +16,7 @@ import torch
 import ballonet
 from ballonet.allocator import _native, companion, runtime
 from ballonet.allocator import install as module
-from ballonet.allocator.errors import (
-    BallonetError,
-    ConfigError,
-    DriverUnavailable,
-    InstallError,
-    UnsupportedVersion,
-)
+from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, UnsupportedVersion
 from ballonet.allocator.install import allocator, install, restore, set_budget, stock
 
 SMALL: Mapping[str, Any] = {"budget": "8MiB", "page_size": "64KiB", "host_budget": "1MiB", "device": "cpu"}

@@ -14,9 +14,10 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ballonet.hooks import compat, generation
-from ballonet.hooks.kinds import CROSS_ATTENTION, ELASTIC, CachePlan, elastic_layers, plan, reason_to_leave
-from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks import compat
+from ballonet.hooks.kv import generation
+from ballonet.hooks.kv.kinds import CROSS_ATTENTION, ELASTIC, CachePlan, elastic_layers, plan, reason_to_leave
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import build
 
@@ -149,7 +150,7 @@ def test_a_new_type_of_layer_with_a_known_class_is_elastic(monkeypatch: pytest.M
 def test_a_cache_made_without_a_configuration_is_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("bart")
     made = compat.prepared_caches(model)
-    monkeypatch.setattr("ballonet.hooks.kinds.prepared_caches", lambda _: [made[0], DynamicCache()])
+    monkeypatch.setattr("ballonet.hooks.kv.kinds.prepared_caches", lambda _: [made[0], DynamicCache()])
     assert {(layer.layer, layer.elastic) for layer in planned(model).cross} == {("DynamicLayer", False)}
     assert all("without a configuration" in layer.why for layer in planned(model).cross)
 
@@ -160,7 +161,7 @@ def test_defining_the_elastic_layers_registers_nothing() -> None:
         "from transformers import cache_utils as c\n"
         "tables = c.DYNAMIC_LAYER_TYPE_MAPPING, c.STATIC_LAYER_TYPE_MAPPING\n"
         "before = [dict(table) for table in tables]\n"
-        "import ballonet.hooks.generation, ballonet.hooks.kv_cache\n"
+        "import ballonet.hooks.kv.generation, ballonet.hooks.kv.cache\n"
         "assert [dict(table) for table in tables] == before"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

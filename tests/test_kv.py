@@ -23,10 +23,12 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError, NotInstalled, UnsupportedVersion
-from ballonet.hooks import cache_ranges, compat, kv_room
-from ballonet.hooks.cache_ranges import CacheRanges
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks import compat
+from ballonet.hooks.kv import grouping
+from ballonet.hooks.kv import room as kv_room
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.lease import ForwardLease, current
 
 from .pool import bytes_that_exist, in_pool
@@ -585,7 +587,7 @@ def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytes
 
 
 def test_more_tokens_than_kernels_can_index_go_to_the_stock_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_ranges, "longest", lambda *sizes: 25)
+    monkeypatch.setattr(grouping, "longest", lambda *sizes: 25)
     layer, stock = ElasticLayer(), DynamicLayer()
     for count, elastic in ((20, True), (5, True), (1, False), (1, False)):
         for each in (layer, stock):

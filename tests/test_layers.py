@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ballonet.hooks.layers import decoder_layers
-from ballonet.hooks.storages import members, survey
+from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.storages import members, survey
 
 from . import models
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.interval import Costs, meeting
-from ballonet.offload.ledger import Client, Option, Refusal, Shares, options, settle, share
+from ballonet.offload.decide.interval import Costs, meeting
+from ballonet.offload.decide.ledger import Client, Option, Refusal, Shares, options, settle, share
 
 from .links import fair
 

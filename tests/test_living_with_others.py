@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import AlreadyManaged, ManageError
-from ballonet.offload import layout
+from ballonet.offload.decide import layout
 
 from . import models
 from .pool import installing

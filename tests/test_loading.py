@@ -30,9 +30,9 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BudgetError, ManageError, WrongDevice
-from ballonet.hooks import loading
-from ballonet.hooks.storages import members, survey
-from ballonet.offload import layout
+from ballonet.hooks.weights import loading
+from ballonet.hooks.weights.storages import members, survey
+from ballonet.offload.decide import layout
 
 from .gpu.scene import PRELUDE
 from .models import build, generate, prompts
@@ -279,8 +279,8 @@ MEMORY = """
     import torch
     import ballonet
     from ballonet.allocator import runtime
-    from ballonet.hooks import moving
-    from ballonet.offload.weights_file import WeightsFile
+    from ballonet.hooks.weights import moving
+    from ballonet.offload.move.weights_file import WeightsFile
 
     def kib(name):
         return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -337,7 +337,7 @@ CHANGING = """
     import torch
     import ballonet
     from ballonet.allocator.errors import WeightsFileChanged
-    from ballonet.hooks import loading
+    from ballonet.hooks.weights import loading
     from tests import weights
 
     torch.set_num_threads(1)

@@ -22,7 +22,7 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError, WrongDevice
-from ballonet.hooks.storages import members, survey
+from ballonet.hooks.weights.storages import members, survey
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing, mapped

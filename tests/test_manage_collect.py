@@ -20,8 +20,10 @@ from torch.nn.modules import module as torch_module
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.hooks import follow, generation, managed
-from ballonet.hooks.first_use import FirstUse
+from ballonet.hooks import managed
+from ballonet.hooks.kv import generation
+from ballonet.hooks.programs.first_use import FirstUse
+from ballonet.hooks.weights import follow
 
 from . import models
 from .pool import in_pool, installing

@@ -21,9 +21,9 @@ import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
-from ballonet.hooks import follow
-from ballonet.hooks.moving import MoveIn
-from ballonet.offload import layout
+from ballonet.hooks.weights import follow
+from ballonet.hooks.weights.moving import MoveIn
+from ballonet.offload.decide import layout
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing

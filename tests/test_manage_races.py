@@ -11,7 +11,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.hooks.turns import Turn, Turns
+from ballonet.hooks.streaming.turns import Turn, Turns
 
 from .models import build, prompts
 from .pool import tiny_layers

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks import mapped
-from ballonet.hooks.mapped import Mapped, file_spans
-from ballonet.hooks.storages import Member, members
-from ballonet.offload.weights_file import FileSpan, WeightsFile
+from ballonet.hooks.weights import mapped
+from ballonet.hooks.weights.mapped import Mapped, file_spans
+from ballonet.hooks.weights.storages import Member, members
+from ballonet.offload.move.weights_file import FileSpan, WeightsFile
 
 from . import weights
 from .models import build

@@ -15,8 +15,9 @@ import ballonet
 from ballonet.allocator import install
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError
-from ballonet.hooks import compat, model_info
-from ballonet.hooks.kinds import plan
+from ballonet.hooks import compat
+from ballonet.hooks.kv.kinds import plan
+from ballonet.hooks.programs import model_info
 
 from . import models
 from .architectures import ARCHITECTURES

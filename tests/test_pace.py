@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks import marks as marking
-from ballonet.hooks.marks import CudaMarks, HostMarks
-from ballonet.hooks.pace import PENDING, Measured, Pace
-from ballonet.hooks.point import point_of
-from ballonet.offload.record import Point
+from ballonet.hooks.measure import marks as marking
+from ballonet.hooks.measure.marks import CudaMarks, HostMarks
+from ballonet.hooks.measure.pace import PENDING, Measured, Pace
+from ballonet.hooks.measure.point import point_of
+from ballonet.offload.measured.record import Point
 
 from . import core
 from .models import build, generate, prompts

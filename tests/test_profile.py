@@ -20,14 +20,17 @@ import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, ManageError
-from ballonet.hooks import profile, profile_facts, record_key
-from ballonet.hooks.marks import HostMarks
-from ballonet.hooks.pace import Pace
-from ballonet.hooks.point import point_of
-from ballonet.hooks.profile import Grid, load_or_measure, measured
-from ballonet.offload import layout, link, record
-from ballonet.offload.interval import Costs
-from ballonet.offload.record import Point, Record, load
+from ballonet.hooks.measure import facts as profile_facts
+from ballonet.hooks.measure import profile
+from ballonet.hooks.measure.key import key_of
+from ballonet.hooks.measure.marks import HostMarks
+from ballonet.hooks.measure.pace import Pace
+from ballonet.hooks.measure.point import point_of
+from ballonet.hooks.measure.profile import Grid, load_or_measure, measured
+from ballonet.offload.decide import layout
+from ballonet.offload.decide.interval import Costs
+from ballonet.offload.measured import link, record
+from ballonet.offload.measured.record import Point, Record, load
 
 from .models import build
 from .pool import bytes_that_exist
@@ -253,12 +256,12 @@ def test_a_link_that_cannot_be_measured(model: Any, monkeypatch: pytest.MonkeyPa
 
 def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     device = runtime.require()
-    key = record_key.key_of(model, device)
+    key = key_of(model, device)
     assert set(key) == {"model", "size", "device", "driver", "link", "torch", "transformers", "ballonet"}
     assert all(isinstance(each, str) and each for each in key.values())
     other = copy.deepcopy(model)
     other.config._name_or_path = "elsewhere"
-    assert record_key.key_of(other, device) == key
+    assert key_of(other, device) == key
     for change in (
         lambda it: it.half(),
         lambda it: it.model.layers.pop(1),
@@ -267,9 +270,9 @@ def test_what_a_record_is_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> No
     ):
         changed = copy.deepcopy(model)
         change(changed)
-        assert record_key.key_of(changed, device)["model"] != key["model"]
+        assert key_of(changed, device)["model"] != key["model"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    assert record_key.key_of(model, device)["device"] != key["device"]
+    assert key_of(model, device)["device"] != key["device"]
 
 
 def test_a_gpu_is_named_with_its_driver_and_link(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +281,11 @@ def test_a_gpu_is_named_with_its_driver_and_link(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda ordinal: SimpleNamespace(uuid="abc"))
     monkeypatch.setattr(link, "driver", {"GPU-abc": "580.65"}.get)
     monkeypatch.setattr(link, "described", {"GPU-abc": "PCIe 5 x16"}.get)
-    key = record_key.key_of(nn.Linear(2, 2), gpu)
+    key = key_of(nn.Linear(2, 2), gpu)
     assert (key["device"], key["driver"], key["link"]) == ("H200", "580.65", "PCIe 5 x16")
     monkeypatch.setattr(link, "driver", lambda uuid: "")
     monkeypatch.setattr(link, "described", lambda uuid: "")
-    key = record_key.key_of(nn.Linear(2, 2), gpu)
+    key = key_of(nn.Linear(2, 2), gpu)
     assert key["driver"].startswith("CUDA")
     assert key["link"] == "not known"
 

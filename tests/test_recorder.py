@@ -18,8 +18,8 @@ from ballonet.allocator import _native, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count, Event, Events
-from ballonet.offload.recorder import Recorder
-from ballonet.offload.timeline import Row
+from ballonet.offload.timeline.recorder import Recorder
+from ballonet.offload.timeline.series import Row
 
 PAGE = 65536
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ballonet.allocator.errors import ConfigError
 from ballonet.allocator.events import Event, Events
-from ballonet.offload import recording_file
-from ballonet.offload.timeline import Recording
+from ballonet.offload.timeline import file as recording_file
+from ballonet.offload.timeline.series import Recording
 
 PAGE = 4096
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>\u2028&amp;\ud800"

@@ -11,9 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.interval import Costs
-from ballonet.offload.plan import Plan, fewest, spread, streaming
-from ballonet.offload.remap import Calm, Model, Remapping, activate, cap, observe, reclaimable, remap, revert, victims
+from ballonet.offload.decide.interval import Costs
+from ballonet.offload.decide.plan import Plan, fewest, spread, streaming
+from ballonet.offload.decide.remap import (
+    Calm,
+    Model,
+    Remapping,
+    activate,
+    cap,
+    observe,
+    reclaimable,
+    remap,
+    revert,
+    victims,
+)
 
 EQUAL = (5,) * 8
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ballonet.hooks.pace import Measured
-from ballonet.hooks.report import Report, Times, interval_of
-from ballonet.offload.plan import Plan, at_interval, spread, streaming
-from ballonet.offload.record import Phase, Point
+from ballonet.hooks.measure.pace import Measured
+from ballonet.hooks.measure.report import Report, Times, interval_of
+from ballonet.offload.decide.plan import Plan, at_interval, spread, streaming
+from ballonet.offload.measured.record import Phase, Point
 
 PAGE = 1000
 PAGES = (10,) * 32

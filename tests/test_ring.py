@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ballonet.allocator._native import Done
 from ballonet.allocator.errors import BallonetError, PoolExhausted
-from ballonet.offload.plan import streaming
-from ballonet.offload.ring import Part, Ring, Streamed
-from ballonet.offload.twins import Twin
+from ballonet.offload.decide.plan import streaming
+from ballonet.offload.move.ring import Part, Ring, Streamed
+from ballonet.offload.move.twins import Twin
 
 from .core import PAGE, Core, arm, behind, holds, opened, write
 

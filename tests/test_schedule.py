@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.schedule import Pass, closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
+from ballonet.offload.decide.schedule import (
+    Pass,
+    closed_form,
+    evenly,
+    every,
+    gaps,
+    is_even,
+    one_slot,
+    simulate,
+    two_slots,
+)
 
 ONE = Fraction(1)
 RATIOS = [Fraction(r) for r in ("1/3", "1", "3/2", "2", "3", "29/5", "8", "14", "20")]

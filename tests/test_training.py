@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicLayer
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.hooks.kv_cache import KVCache
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from .caches import PAGES, installed
 from .models import build, generate, prompts

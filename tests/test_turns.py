@@ -18,9 +18,10 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Group
 from ballonet.allocator.errors import DriverError, ManageError
-from ballonet.hooks import forwards, lease, stacks, turns
+from ballonet.hooks import forwards, lease
 from ballonet.hooks.lease import Holding, current
-from ballonet.hooks.turns import Turn, Turns
+from ballonet.hooks.streaming import stacks, turns
+from ballonet.hooks.streaming.turns import Turn, Turns
 
 from .models import build, prompts
 from .pool import tiny_layers

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ballonet.allocator.errors import BallonetError, WeightsFileChanged, WeightsFileError
-from ballonet.offload import weights_file
-from ballonet.offload.safetensors import LONGEST_HEADER, read_header
-from ballonet.offload.weights_file import WeightsFile
+from ballonet.offload.move import weights_file
+from ballonet.offload.move.safetensors import LONGEST_HEADER, read_header
+from ballonet.offload.move.weights_file import WeightsFile
 
 from . import weights
 

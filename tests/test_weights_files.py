@@ -21,10 +21,10 @@ from transformers.core_model_loading import WeightRenaming
 import ballonet
 from ballonet.allocator import _native
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks import weights_files
-from ballonet.hooks.storages import members
-from ballonet.offload.file_twin import FileTwins
-from ballonet.offload.weights_file import WeightsFile
+from ballonet.hooks.weights import files as weights_files
+from ballonet.hooks.weights.storages import members
+from ballonet.offload.move.file_twin import FileTwins
+from ballonet.offload.move.weights_file import WeightsFile
 
 from . import weights
 from .gpu.scene import PRELUDE
@@ -276,8 +276,8 @@ SCENE = """
     import torch
     from transformers import AutoModelForCausalLM
     from ballonet.allocator.errors import WeightsFileChanged
-    from ballonet.hooks import weights_files
-    from ballonet.offload.weights_file import WeightsFile
+    from ballonet.hooks.weights import files as weights_files
+    from ballonet.offload.move.weights_file import WeightsFile
     from tests import weights
 
     torch.set_num_threads(1)

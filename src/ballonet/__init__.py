@@ -21,28 +21,28 @@ if TYPE_CHECKING:
     from .allocator.errors import BallonetError
     from .allocator.install import allocator, install, restore, set_budget
     from .allocator.stats import Stats, stats
-    from .hooks.kv_cache import KVCache
-    from .hooks.loading import from_pretrained
+    from .hooks.kv.cache import KVCache
     from .hooks.managed import Managed, manage
-    from .hooks.notebook import load_ipython_extension, unload_ipython_extension
-    from .offload.recorder import timeline
+    from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
+    from .hooks.weights.loading import from_pretrained
+    from .offload.timeline.recorder import timeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "BallonetError": "allocator.errors",
-    "KVCache": "hooks.kv_cache",
+    "KVCache": "hooks.kv.cache",
     "Managed": "hooks.managed",
     "Stats": "allocator.stats",
-    "from_pretrained": "hooks.loading",
+    "from_pretrained": "hooks.weights.loading",
     "install": "allocator.install",
-    "load_ipython_extension": "hooks.notebook",
+    "load_ipython_extension": "hooks.programs.notebook",
     "manage": "hooks.managed",
     "restore": "allocator.install",
     "set_budget": "allocator.install",
     "stats": "allocator.stats",
-    "timeline": "offload.recorder",
-    "unload_ipython_extension": "hooks.notebook",
+    "timeline": "offload.timeline.recorder",
+    "unload_ipython_extension": "hooks.programs.notebook",
 }
 
 __all__ = [

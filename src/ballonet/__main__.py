@@ -26,19 +26,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ballonet: {str(error).removeprefix('ballonet: ')}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | TraceError) else 1
     if args.command is _prepare:
-        from .hooks.run import run
+        from .hooks.programs.run import run
 
         run(args.program, args.args, module=args.module)  # outside the try: what the program raises is its own
     return 0
 
 
 def _prepare(args: argparse.Namespace) -> None:
-    from .hooks.run import find
+    from .hooks.programs.run import find
 
     if problem := find(args.program, module=args.module):
         print(f"{sys.executable}: {problem}", file=sys.stderr)
         sys.exit(1 if args.module else 2)  # as Python does
-    from .offload import recorder
+    from .offload.timeline import recorder
 
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
@@ -67,7 +67,7 @@ def _info(args: argparse.Namespace) -> None:
 
         facts, show = info.gather(Config.from_env(), __version__), info.show
     else:
-        from .hooks import model_info
+        from .hooks.programs import model_info
 
         facts = model_info.gather(args.model, Config.from_env(), args.batch, args.tokens)
         show = model_info.show
@@ -78,7 +78,8 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    from .hooks import profile, profile_facts
+    from .hooks.measure import facts as profile_facts
+    from .hooks.measure import profile
 
     default = profile.Grid()
     grid = profile.Grid(args.batch or default.batch, args.length or default.length, args.seconds or default.seconds)
@@ -91,7 +92,7 @@ def _profile(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    from .offload import schedule, whatif
+    from .offload.decide import schedule, whatif
 
     try:
         at = schedule.evenly(args.layers, args.streamed) if args.at is None else args.at

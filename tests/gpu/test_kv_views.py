@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import StoppingCriteria
 
 import ballonet
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.offload.geometry import INT32, longest
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.offload.decide.geometry import INT32, longest
 
 from .. import models
 from .scene import Captured, Place, everywhere, play

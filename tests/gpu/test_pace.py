@@ -7,10 +7,10 @@ import threading
 import torch
 
 import ballonet
-from ballonet.hooks.marks import marks_of
-from ballonet.hooks.pace import Pace
-from ballonet.offload import link
-from ballonet.offload.record import Point
+from ballonet.hooks.measure.marks import marks_of
+from ballonet.hooks.measure.pace import Pace
+from ballonet.offload.measured import link
+from ballonet.offload.measured.record import Point
 
 from ..models import build, generate, prompts
 from .scene import Captured, Place, everywhere, play

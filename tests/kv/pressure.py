@@ -15,10 +15,10 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks import governors
-from ballonet.hooks.kv import ElasticLayer
-from ballonet.hooks.kv_range import KVRange
-from ballonet.offload.kv_tier import KVTier
-from ballonet.offload.kv_twin import available
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.kv.range import KVRange
+from ballonet.offload.govern.kv_tier import KVTier
+from ballonet.offload.move.kv_twin import available
 
 POISON = 0xFF  # of what nobody may read: not a number, in every type
 

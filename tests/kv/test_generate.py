@@ -12,7 +12,8 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors, kv_range
+from ballonet.hooks import governors
+from ballonet.hooks.kv import range as kv_range
 
 from .. import models
 from ..caches import PAGES, installed

@@ -13,8 +13,8 @@ import torch
 from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator._native import Device
-from ballonet.hooks.cache_ranges import CacheRanges
-from ballonet.hooks.kv import ElasticLayer
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
 
 from ..test_kv import tokens
 from .pressure import Taker, homes, started

@@ -12,7 +12,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.offload import layout
+from ballonet.offload.decide import layout
 
 from ..models import build, prompts
 

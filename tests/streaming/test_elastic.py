@@ -17,8 +17,8 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks import governors
-from ballonet.hooks.elastic import Elastic
-from ballonet.offload.plan import Plan, spread, streaming
+from ballonet.hooks.streaming.elastic import Elastic
+from ballonet.offload.decide.plan import Plan, spread, streaming
 
 from ..pool import bytes_that_exist
 from .conftest import BUDGET, LAYERS, PAGE

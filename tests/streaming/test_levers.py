@@ -13,9 +13,9 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks import governors
-from ballonet.offload import chaos
-from ballonet.offload.ladder import LISTED, Rung
-from ballonet.offload.levers import Lever, levers
+from ballonet.offload.decide.ladder import LISTED, Rung
+from ballonet.offload.govern.levers import Lever, levers
+from ballonet.offload.move import chaos
 
 from ..models import build
 from ..pool import bytes_that_exist

@@ -13,11 +13,11 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Device
 from ballonet.hooks import governors, managed
-from ballonet.hooks.marks import HostMarks
-from ballonet.offload import link
-from ballonet.offload.pages import SPARE
-from ballonet.offload.plan import Fewest, Plan, fewest
-from ballonet.offload.seat import LOOK
+from ballonet.hooks.measure.marks import HostMarks
+from ballonet.offload.decide.plan import Fewest, Plan, fewest
+from ballonet.offload.govern.pages import SPARE
+from ballonet.offload.govern.seat import LOOK
+from ballonet.offload.measured import link
 
 from ..models import Output, build
 from .conftest import BUDGET, INPUTS, PAGE

@@ -1,7 +1,7 @@
 """Models whose layers stream: the tokens of stock, and weights that are what they are for whoever looks.
 
-Weights of layers that do not run lie under poison or under another layer's bytes (offload/ring.py), and the stand-in's
-order checker is on: a read that waits for nothing shows.
+Weights of layers that do not run lie under poison or under another layer's bytes (offload/move/ring.py), and the
+stand-in's order checker is on: a read that waits for nothing shows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, ManageError
-from ballonet.hooks import room
-from ballonet.offload import plan
+from ballonet.hooks.weights import room
+from ballonet.offload.decide import plan
 
 from ..models import MODES, Output, build, generate
 from ..pool import bytes_that_exist

@@ -13,9 +13,10 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import elastic, governors, managed
-from ballonet.hooks.turns import Turn, Turns
-from ballonet.offload.plan import Plan, streaming
+from ballonet.hooks import governors, managed
+from ballonet.hooks.streaming import elastic
+from ballonet.hooks.streaming.turns import Turn, Turns
+from ballonet.offload.decide.plan import Plan, streaming
 
 from .conftest import INPUTS
 from .test_remapping import until

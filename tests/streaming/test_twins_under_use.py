@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks import governors
-from ballonet.offload.plan import spread, streaming
+from ballonet.offload.decide.plan import spread, streaming
 
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
 from .test_remapping import until

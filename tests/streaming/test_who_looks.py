@@ -17,7 +17,7 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
-from ballonet.offload import plan
+from ballonet.offload.decide import plan
 
 from ..models import Output, generate
 from ..portrait import bits, tensors
@@ -358,7 +358,7 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
 def test_ctrl_c_anywhere_in_the_ring(model: Any, stock: Output, managed: ballonet.Managed, flying: bool) -> None:
     """Whatever line of it was interrupted, the weights are what they are and the model goes on."""
     expected = {name: bits(tensor) for name, tensor in tensors(model).items()}
-    ring = sys.modules["ballonet.offload.ring"].__file__
+    ring = sys.modules["ballonet.offload.move.ring"].__file__
 
     def interrupted_at(line: int) -> bool:
         seen = 0

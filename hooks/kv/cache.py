@@ -1,0 +1,43 @@
+"""`KVCache`: the elastic cache for whoever passes `past_key_values=` himself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, cast
+
+from ...allocator import runtime
+from ..compat import DynamicCache
+from .grouping import CacheRanges
+from .kinds import elastic_counterpart, elastic_layers
+from .layer import ElasticLayer
+
+
+class KVCache(DynamicCache):
+    """A cache for `past_key_values=` whose growing layers are elastic; the others are transformers' own.
+
+    Works with any model on the installed device, managed or not. NotInstalled before `ballonet.install()`.
+    """
+
+    def __init__(self, config: Any = None, *, max_length: int = 0) -> None:
+        """`config`: the model's, which says what its layers are (without it all are full attention). `max_length`:
+        tokens that one sequence is expected to reach; a hint, not a limit."""
+        runtime.require()
+        super().__init__(config=config)
+        self._ranges = CacheRanges.of(config, elastic_layers(config) if config else 1, max_length)
+        self.layers = [elastic_counterpart(layer, self._ranges) for layer in self.layers]
+        if config is None:
+            self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, self._ranges))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, or of a pickle, whose layers are stock: see layer.py, Note [Pickled as stock]."""
+        self.__dict__.update(state)
+        self.layers = [self._elastic(layer) for layer in self.layers]
+
+    def _elastic(self, layer: Any) -> Any:
+        """What becomes of a layer that may be in use."""
+        if isinstance(layer, ElasticLayer):
+            return layer
+        counterpart = elastic_counterpart(layer, self._ranges)
+        if counterpart is not layer:
+            counterpart.adopt(layer)
+        return counterpart

@@ -1,0 +1,186 @@
+"""How a managed model comes by elastic KV layers with no argument: in `generate()`, and when a forward makes a cache.
+
+Note [Who builds the cache]
+    Both call `DynamicCache(config=...)`, which asks a table of transformers for the class of each layer; an
+    encoder-decoder model does so twice. While any model is attached the entries whose class has an elastic counterpart
+    (`kinds`) are functions of ours: they make elastic layers where an attached model is building a cache on this very
+    thread, and call what was there before in every other case. That it is building is said by two sides: by the entry
+    and exit of its forward (`forward_entered`), and by `_prepare_cache_for_generation`, which is wrapped on the class
+    that has it, as a rule GenerationMixin, so that the model itself carries nothing that a copy or a pickle of it would
+    take along. The cache's own type stays `DynamicCache`. With the last model all goes back to what it was; where
+    someone else has wrapped ours meanwhile, ours stays below and passes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from ...allocator.errors import AlreadyManaged
+from ..compat import PREPARE_CACHE, layer_types
+from ..lease import ForwardLease
+from .grouping import CacheRanges
+from .kinds import ELASTIC, elastic_layers, reason_to_leave
+from .layer import ElasticLayer
+
+_ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cache which grows on the device
+
+
+class Building:
+    """A managed model that may be building caches: makes their elastic layers."""
+
+    def __init__(self, config: Any, alone: bool, expected: int = 0) -> None:
+        """`expected`: tokens that a sequence will reach in the first cache, 0 if unknown. `alone`: see `attach`."""
+        self._config = config
+        self._alone = alone
+        self._expected = expected
+        self._ranges: CacheRanges | None = None
+        self._left = 0  # layers that the present cache still lacks
+
+    def layer(self, stock: type, **kwargs: Any) -> ElasticLayer:
+        """The next layer, in the place of one of the class `stock`; it shares ranges with the others of its cache."""
+        if self._ranges is None or not self._left:
+            self._left = max(1, elastic_layers(self._config))
+            self._ranges = CacheRanges.of(self._config, self._left, self._expected, self._alone)
+            self._expected = 0  # what comes next is as long as what an encoder says
+        self._left -= 1
+        return ELASTIC[stock](self._ranges, **kwargs)
+
+
+class _Thread(threading.local):
+    building: Building | None = None
+
+
+_thread = _Thread()
+_lock = threading.RLock()  # a model may be collected, and so detached, anywhere
+# id of a model that lives -> the configuration of what writes text, and whether something acts on single layers
+_attached: dict[int, tuple[Any, bool]] = {}
+_undo: list[Callable[[], None]] = []
+_preparing: set[type] = set()  # classes whose preparation of a cache is wrapped
+
+
+def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
+    """Makes the caches that `model`, or a model inside it, builds elastic, until the returned function is called (again
+    does nothing) or the model is gone.
+
+    What does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops single
+    layers of the cache, which then share no pages. Raises AlreadyManaged, UnsupportedVersion.
+    """
+    parts = [part for part in model.modules() if not reason_to_leave(type(part), getattr(part, "config", None))]
+    if not parts:
+        return lambda: None
+    table = layer_types()
+    with _lock:
+        if any(id(part) in _attached for part in (model, *parts)):
+            raise AlreadyManaged(f"this {type(model).__name__} is attached already: release the first Managed before")
+        if not _undo:
+            growing = [kind for kind, stock in table.items() if inspect.unwrap(stock) in ELASTIC]
+            _undo.extend(_patch_layer_type(table, kind) for kind in growing)
+        _attached[id(model)] = (parts[0].config, alone)
+        for part in parts:
+            _attached[id(part)] = (part.config, alone)
+            for owner in type(part).__mro__:
+                if PREPARE_CACHE in vars(owner) and owner not in _preparing:
+                    _preparing.add(owner)
+                    _undo.append(_patch_preparation(owner))
+    detach = [weakref.finalize(part, _detach, id(part)) for part in dict.fromkeys((model, *parts))]
+    for each in detach:
+        each.atexit = False
+    return lambda: [each() for each in detach]
+
+
+def forward_entered(model: nn.Module) -> ForwardLease:
+    """The lease of a forward of a managed model, to be opened on its thread when it begins, and closed when it ends."""
+    known = _attached.get(id(model))
+    return _Forward(None if known is None else Building(*known))
+
+
+class _Forward(ForwardLease):
+    """The lease of a forward that may build caches."""
+
+    _open = False  # while Ctrl-C may keep it from being made
+
+    def __init__(self, building: Building | None) -> None:
+        super().__init__()
+        self._building = building
+        self._before: Building | None = None
+
+    def open(self) -> Self:
+        self._before = _thread.building
+        self._open = True
+        _thread.building = self._building
+        return super().open()
+
+    def close(self) -> None:
+        if self._open and self._thread == threading.get_ident():
+            self._open = False
+            _thread.building = self._before
+        super().close()
+
+
+@contextmanager
+def _building(building: Building | None) -> Iterator[None]:
+    before, _thread.building = _thread.building, building
+    try:
+        yield
+    finally:
+        _thread.building = before
+
+
+def _detach(key: int) -> None:
+    with _lock:
+        del _attached[key]
+        if not _attached:
+            _preparing.clear()
+            while _undo:
+                _undo.pop()()
+
+
+def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
+    stock = table[kind]
+    stock_class = inspect.unwrap(stock)
+
+    def layer(**kwargs: Any) -> Any:
+        # Asked first, so that a compiler that traces this sees nothing else.
+        if torch.compiler.is_compiling() or _thread.building is None:
+            return stock(**kwargs)
+        return _thread.building.layer(stock_class, **kwargs)
+
+    def undo() -> None:
+        if table[kind] is layer:
+            table[kind] = stock
+
+    vars(layer)["__wrapped__"] = stock
+    table[kind] = layer
+    return undo
+
+
+def _patch_preparation(owner: type) -> Callable[[], None]:
+    stock: Callable[..., Any] = vars(owner)[PREPARE_CACHE]
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def prepare(model: Any, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(model, *args, **kwargs).arguments
+        known = _attached.get(id(model))
+        if getattr(given.get("generation_config"), "cache_implementation", None) not in _ELASTIC:
+            known = None
+        # The longest that the cache gets to be: the last token generated is never put into it.
+        expected = int(given.get("max_cache_length") or 0)
+        with _building(None if known is None else Building(*known, expected)):
+            return stock(model, *args, **kwargs)
+
+    def undo() -> None:
+        if vars(owner).get(PREPARE_CACHE) is prepare:
+            setattr(owner, PREPARE_CACHE, stock)
+
+    setattr(owner, PREPARE_CACHE, prepare)
+    return undo

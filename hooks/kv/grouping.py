@@ -1,0 +1,114 @@
+"""Which layers of a cache share a range, and how long the ranges are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Final, NamedTuple
+
+from ...allocator._native import Device, Group
+from ...offload.decide.geometry import Geometry, choose, longest
+from ...offload.govern.kv_tier import KVTier
+from .. import governors
+from ..compat import longest_sequence, one_shape
+from ..lease import Kept
+from .range import KVRange, Shape
+
+# Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.
+_AT_LEAST: Final = 4096
+
+
+class Sizes(NamedTuple):
+    """Of one layer: sequences, heads, elements of a key and of a value, bytes of an element."""
+
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+    itemsize: int
+
+
+class CacheRanges:
+    """What the layers of one cache share: their ranges, and one lease group. A copy of a cache gets one of its own."""
+
+    def __init__(self, layers: int = 1, longest: int = 0, expected: int = 0, alone: bool = False) -> None:
+        """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: tokens likely to come;
+        0 if unknown. `alone`: something acts on single layers."""
+        self._layers = max(1, layers)
+        self._longest = longest
+        self._expected = expected
+        self._alone = alone
+        self._device: Device | None = None
+        self._group: Group | None = None
+        self._tier: KVTier | None = None
+        self._kept: Kept | None = None
+        self._ranges: list[weakref.ref[KVRange]] = []
+
+    @classmethod
+    def of(cls, config: Any, layers: int = 1, expected: int = 0, alone: bool = False) -> CacheRanges:
+        """For a cache with so many elastic layers, of the model of this configuration (None: nothing is known of
+        it)."""
+        if config is None:
+            return cls(1, expected, expected, alone)
+        return cls(layers if one_shape(config) else 1, expected or longest_sequence(config), expected, alone)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
+        make, settings = self.__reduce__()
+        return make(*settings)
+
+    def __reduce__(self) -> tuple[type[CacheRanges], tuple[int, int, int, bool]]:
+        return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
+
+    def group(self, device: Device) -> Group:
+        """The lease group of this cache on `device`."""
+        if self._group is None or self._device is not device:
+            self._device, self._group, self._tier = device, device.group(), None
+        return self._group
+
+    def join(self, device: Device, shape: Shape, tokens: int) -> tuple[KVRange, int] | None:
+        """A place for a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new one.
+
+        None where attention kernels could not index so many tokens (`geometry`, Note [int32]). DriverError.
+        """
+        self._ranges = [each for each in self._ranges if each() is not None]
+        for home in (each() for each in self._ranges):
+            if home is not None and home.shape == shape and home.geometry.tokens >= tokens and home.reaches(tokens):
+                place = home.join()
+                if place is not None:
+                    return home, place
+        geometry = geometry_for(
+            Sizes(shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize),
+            self._layers,
+            tokens,
+            device.page_size,
+            device.budget,
+            longest_known=self._longest,
+            expected=self._expected,
+            alone=self._alone,
+        )
+        if geometry is None:
+            return None
+        group = self.group(device)
+        if self._tier is None and device.host_pages:
+            self._tier, self._kept = KVTier(device, group, governors.of(device)), Kept(group)
+        home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens))
+        self._ranges.append(weakref.ref(home))
+        place = home.join()
+        assert place is not None
+        return home, place
+
+
+def geometry_for(
+    sizes: Sizes, layers: int, tokens: int, page: int, budget: int, *, longest_known: int, expected: int, alone: bool
+) -> Geometry | None:
+    """The range that layers of these sizes get when the first of them is to hold `tokens` tokens.
+
+    `budget`: bytes of all pages. `longest_known`: tokens that a sequence may reach, 0 if unknown. The others as in
+    `geometry.choose`. None where attention kernels could not index so many tokens.
+    """
+    most = longest(*sizes)
+    if tokens > most:
+        return None
+    # No sequence outgrows the budget, so that reserving more would only cost bookkeeping.
+    affordable = max(budget // Geometry(1, *sizes, page, 1).token_bytes, 2 * tokens)
+    room = min(max(longest_known, _AT_LEAST, 2 * tokens), affordable, most)
+    return choose(layers, *sizes, page, room, expected=max(expected, tokens), alone=alone)

@@ -1,0 +1,133 @@
+"""Which layers of a cache become elastic, and why the others stay what transformers makes of them.
+
+Note [One decision]
+    For each type of layer ("full_attention") transformers has a class in a table, from which a `DynamicCache` is made.
+    Whether a layer becomes elastic hangs on that class alone, which must be exactly one of those that `ELASTIC` names:
+    what derives from them keeps more than keys and values. `generation` asks when a managed model builds a cache,
+    `KVCache` for its own layers, and `plan` about a model that need not exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..compat import (
+    DynamicCache,
+    DynamicLayer,
+    GenerationMixin,
+    builds_dynamic_cache,
+    layer_classes,
+    layer_count,
+    prepared_caches,
+    without_modules,
+)
+from .grouping import CacheRanges
+from .hybrid import ElasticHybridLayer
+from .layer import ElasticLayer
+
+ELASTIC: Final[Mapping[object, type[ElasticLayer]]] = {each.stock: each for each in (ElasticLayer, ElasticHybridLayer)}
+CROSS_ATTENTION: Final = "cross_attention"
+
+_STORES: Final = {  # class of layer -> what it stores
+    "DynamicLayer": "keys and values of every token, which grow with the sequence",
+    "LinearAttentionAndFullAttentionLayer": "keys and values of every token, which grow, beside a state of fixed size",
+    "DynamicSlidingWindowLayer": "the last tokens of a window only, whose size is fixed",
+    "DynamicIndexedLayer": "the keys of an index beside keys and values, for which there is no elastic layer",
+    "LinearAttentionLayer": "a state of fixed size, whatever the number of tokens",
+    "LinearAttentionAndSlidingWindowAttentionLayer": "a state and a window, both of fixed size",
+    "DummyLayer": "nothing: the layer has no attention, or uses what another layer stores",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What becomes of one layer of a cache."""
+
+    kind: str  # the type that transformers gives it, such as "full_attention", or CROSS_ATTENTION; empty if unknown
+    stock: str  # the class that transformers makes of it
+    layer: str  # the class that the cache of a managed model has
+    elastic: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """What becomes of the cache that `generate()` makes for a model."""
+
+    reason: str  # why its caches are left alone; empty where they are not
+    layers: tuple[LayerPlan, ...] = ()
+    cross: tuple[LayerPlan, ...] = ()  # of an encoder-decoder model: those that hold what the encoder said
+
+    @property
+    def elastic(self) -> int:
+        """How many layers are elastic."""
+        return sum(layer.elastic for layer in (*self.layers, *self.cross))
+
+
+def plan(model_class: type, config: Any) -> CachePlan:
+    """For a model of that class and configuration. Builds no model and needs no device.
+
+    UnsupportedVersion; what the class itself raises where the configuration is not one of its own.
+    """
+    reason = reason_to_leave(model_class, config)
+    if reason:
+        return CachePlan(reason)
+    caches = prepared_caches(without_modules(model_class, config))
+    if not caches:
+        return CachePlan(f"{model_class.__name__} prepares no DynamicCache for generate()")
+    own, *cross = caches
+    kinds = [kind for kind, _ in layer_classes(config)]
+    if len(kinds) != len(own.layers):  # it was made for a configuration that the class thought of itself
+        kinds = [""] * len(own.layers)
+    layers = [_plan(kind, type(layer), by_table=True) for kind, layer in zip(kinds, own.layers, strict=True)]
+    return CachePlan("", tuple(layers), tuple(each for cache in cross for each in _cross_plans(cache, len(layers))))
+
+
+def reason_to_leave(model_class: type, config: Any) -> str:
+    """Why caches of such a model are not made elastic; empty where they may be."""
+    name = model_class.__name__
+    if config is None or not issubclass(model_class, GenerationMixin):
+        return f"{name} does not generate text the way transformers does"
+    if not builds_dynamic_cache(model_class):
+        return f"{name} keeps its state in its own way: transformers builds no DynamicCache for it"
+    if not layer_count(config):
+        return f"the configuration of {name} does not say how many layers it has"
+    return ""
+
+
+def elastic_layers(config: Any) -> int:
+    """How many layers of one `DynamicCache` for `config` are elastic."""
+    return sum(stock in ELASTIC for _, stock in layer_classes(config))
+
+
+def elastic_counterpart(layer: Any, ranges: CacheRanges) -> Any:
+    """An elastic layer over `ranges` in the place of the unused `layer`, where there is such a class; else itself."""
+    counterpart = type(layer) if isinstance(layer, ElasticLayer) else ELASTIC.get(type(layer))
+    if counterpart is None:
+        return layer
+    return counterpart(ranges, number_of_states=getattr(layer, "number_of_states", 1))
+
+
+def _cross_plans(cache: DynamicCache, count: int) -> Iterator[LayerPlan]:
+    """Of the cache that holds what the encoder said, which need not be made of the same layers as the other."""
+    for layer in cache.layers:
+        yield _plan(CROSS_ATTENTION, type(layer), by_table=True)
+    if not cache.layers:
+        yield from [_plan(CROSS_ATTENTION, DynamicLayer, by_table=False)] * count
+
+
+def _plan(kind: str, stock: type, *, by_table: bool) -> LayerPlan:
+    name = stock.__name__
+    stores = _STORES.get(name)
+    counterpart = ELASTIC.get(stock)
+    if stores is None:
+        why = f"a class of {stock.__module__}, which may store more than keys and values"
+    elif counterpart is not None and not by_table:
+        why = f"stores {stores}, but the model makes it without a configuration, layer by layer"
+    else:
+        why = f"stores {stores}"
+    if counterpart is None or not by_table:
+        return LayerPlan(kind, name, name, False, why)
+    return LayerPlan(kind, name, counterpart.__name__, True, why)

@@ -1,0 +1,270 @@
+"""The elastic KV cache: layers of a transformers cache whose keys and values lie in ranges of the pool.
+
+Note [Elastic or stock]
+    An `ElasticLayer` is a `DynamicLayer` in every respect. It keeps its tokens in a range while it can, and otherwise
+    in ordinary tensors of torch, where all that it does is what `DynamicLayer` does: when gradients or tangents flow
+    through the new tokens (written in place they would be lost), when torch traces or compiles, for tensors that are
+    not on the installed device or are no plain tensors, for shapes that do not fit what is there, and from the moment
+    someone assigns `keys` or `values`. At its next update under ordinary circumstances it moves (back) in.
+
+    What a compiler traces reads the tokens of a range but never changes the range: whatever the layer does to them
+    there, it does as `DynamicLayer` to tensors of its own. The place in the range is left at the next update outside.
+
+    Whatever replaces the tokens as a whole (another batch, a longer reservation, a reordering while someone looks at
+    the old order) first fills a new place and then leaves the old one, so that a failure in between changes nothing.
+
+Note [Pickled as stock]
+    What is saved is what would have been saved without ballonet: a layer of transformers' own with tensors of its own.
+    So it can be loaded where there is no ballonet, and where only classes of transformers are let in. It stays what it
+    is then; a `KVCache` makes its layers elastic again.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Final, Self, cast
+
+import torch
+from torch.jit import is_tracing  # type: ignore[attr-defined]
+
+from ...allocator import runtime
+from ..compat import DynamicLayer, carries_derivatives, cropped
+from ..lease import Holding
+from ..weights.moving import torch_device
+from .grouping import CacheRanges
+from .range import KVRange, Latest, Shape
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+_THERE: Final = ("_home", "_latest")  # attributes that a copy cannot have
+
+
+class ElasticLayer(DynamicLayer):
+    """The keys and values of one full-attention layer, [batch, heads, tokens, dim], at the growing tail of a range.
+
+    Raises torch.OutOfMemoryError where no page is left for new tokens, and DriverError; it is then as long as before.
+    """
+
+    stock: ClassVar[type[DynamicLayer]] = DynamicLayer  # what transformers has in its place
+
+    def __init__(self, ranges: CacheRanges | None = None, **kwargs: Any) -> None:
+        """`ranges`: shared with the other layers of the cache. `kwargs`: what transformers gives to any layer."""
+        self._ranges = CacheRanges() if ranges is None else ranges
+        self._home: KVRange | None = None
+        self._place = 0
+        self._latest: Latest | None = None  # in `_home`
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """[batch, heads, tokens, k_dim]; None before the first update."""
+        if self._keys is not None or self._home is None or self._latest is None:
+            return self._keys
+        keys = self._latest.keys
+        return self._home.keys(self._place) if keys is None else keys
+
+    @keys.setter
+    def keys(self, tensor: torch.Tensor | None) -> None:
+        self._keys = tensor
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """[batch, heads, tokens, v_dim]; None before the first update."""
+        if self._values is not None or self._home is None or self._latest is None:
+            return self._values
+        values = self._latest.values
+        return self._home.values(self._place) if values is None else values
+
+    @values.setter
+    def values(self, tensor: torch.Tensor | None) -> None:
+        self._values = tensor
+
+    @property
+    def elastic(self) -> bool:
+        """Do the tokens lie in a range now?"""
+        return self._home is not None and self._keys is None and self._values is None
+
+    def adopt(self, layer: DynamicLayer) -> None:
+        """Becomes what a stock `layer` is; the next update moves the tokens in."""
+        state = vars(layer).copy()
+        self._keys, self._values = state.pop("keys"), state.pop("values")
+        vars(self).update(state)
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        if self._keys is None and self._latest is not None:
+            return self._latest.length
+        return int(super().get_seq_length())
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
+        """Appends tokens, [batch, heads, new, dim], and returns all keys and values."""
+        if not _plain(key_states, value_states):
+            return self._stock_update(key_states, value_states, *args, **kwargs)
+        home = self._home
+        if home is None or not self.elastic or not home.takes(self._place, key_states, value_states):
+            if not self._move_in(key_states, value_states):
+                return self._stock_update(key_states, value_states, *args, **kwargs)
+            home = cast(KVRange, self._home)
+        return home.append(self._place, key_states, value_states)
+
+    def reset(self) -> None:
+        """Forgets everything, as if never used."""
+        self.is_initialized = False
+        self._keys = self._values = None
+        self._leave()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Removes the last `-tokens_to_remove` tokens; what a positive number means is up to transformers."""
+        home = self._changeable()
+        if home is None:
+            super().crop(tokens_to_remove)
+        elif tokens_to_remove:
+            home.cut(self._place, cropped(self.get_seq_length(), tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence i becomes what sequence beam_idx[i] is (int64[sequences])."""
+        home = self._changeable()
+        if home is None:
+            super().reorder_cache(cast(torch.LongTensor, beam_idx))
+            return
+        rows = beam_idx.to(home.shape.device)
+        if rows.shape == (home.shape.batch,) and home.exclusive():
+            home.reorder(self._place, rows)
+        else:
+            self._replace(lambda tensor: tensor.index_select(0, rows))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence becomes `repeats` sequences."""
+        if self._changeable() is None:
+            super().batch_repeat_interleave(repeats)
+        else:
+            self._replace(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences that `indices` selects."""
+        if self._changeable() is None:
+            super().batch_select_indices(indices)
+        else:
+            self._replace(lambda tensor: tensor[indices, ...])
+
+    def offload(self) -> None:
+        """Moves the tokens to ordinary host memory; on a CPU that is where they are."""
+        if self.is_initialized and self.device.type != "cpu":
+            with self._held():
+                super().offload()  # type: ignore[no-untyped-call]
+            self._leave()
+
+    def prefetch(self) -> None:
+        """Brings them back to the layer's device; the next update moves them into the pool."""
+        if not self.elastic:
+            super().prefetch()  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> Self:
+        """A copy whose tokens lie in another place."""
+        return self._twin(self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy whose tokens lie in a range of its own."""
+        return self._twin(
+            {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items() if name not in _THERE}
+        )
+
+    def __reduce__(self) -> tuple[type[DynamicLayer], tuple[()], dict[str, Any]]:
+        """See Note [Pickled as stock]."""
+        ours = ElasticLayer().__dict__.keys() - self.stock().__dict__.keys()
+        state = {name: value for name, value in self.__dict__.items() if name not in ours}
+        elastic = self.elastic
+        with self._held():
+            for name, tensor in (("keys", self.keys), ("values", self.values)):
+                state[name] = tensor.clone() if elastic and tensor is not None else tensor
+        return self.stock, (), state
+
+    def _twin(self, state: dict[str, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(state, **dict.fromkeys(_THERE))
+        if self.elastic:
+            with self._held():
+                twin._settle(self._tokens())
+        return twin
+
+    def _held(self) -> AbstractContextManager[object]:
+        """While kernels that read the tokens are launched no other thread leads their addresses elsewhere."""
+        return nullcontext() if self._home is None else Holding(self._home.group)
+
+    def _changeable(self) -> KVRange | None:
+        """The range that the tokens lie in, None where they do not, or must not be changed there now."""
+        return self._home if self.elastic and not torch.compiler.is_compiling() else None
+
+    def _tokens(self) -> Pair:
+        return cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
+
+    def _stock_update(self, *args: Any, **kwargs: Any) -> Pair:
+        pair = super().update(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self._leave()
+        return pair
+
+    def _move_in(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Makes a place for these tokens behind those that are there, which come along. False where that cannot be."""
+        if keys.dim() != 4 or values.dim() != 4 or not keys.shape[2]:
+            return False
+        shape = Shape.of(keys, values)
+        if not shape.fits(keys, values):
+            return False
+        held = self._tokens()
+        if held[0] is None or held[0].dim() != 4:  # never used, or initialized with nothing
+            return self._fill(shape, keys.shape[2], None)
+        room = held[0].shape[2] + keys.shape[2]
+        return shape.fits(*held) and _plain(*held) and self._fill(shape, room, held)
+
+    def _fill(self, shape: Shape, room: int, tokens: Pair | None) -> bool:
+        """Takes a new place with room for so many tokens, puts `tokens` there, and only then leaves the old one."""
+        device = runtime.current()
+        if device is None or shape.device != torch_device(device):
+            return False
+        found = self._ranges.join(device, shape, room)
+        if found is None:
+            return False
+        home, place = found
+        if tokens is not None:
+            try:
+                home.append(place, *tokens)
+            except BaseException:
+                home.leave(place)
+                raise
+        before, at = self._home, self._place
+        self._home, self._place, self._latest = home, place, home.latest(place)
+        self._keys = self._values = None
+        if before is not None:
+            before.leave(at)
+        self.dtype, self.device, self.is_initialized = shape.dtype, shape.device, True
+        return True
+
+    def _replace(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """The tokens become what `change` makes of the keys and of the values, if there are any."""
+        if self.get_seq_length():
+            with self._held():
+                keys, values = self._tokens()
+                self._settle((change(keys), change(values)))
+
+    def _settle(self, tokens: Pair) -> None:
+        """Holds these tokens from now on: in a new place, or where that cannot be as they are."""
+        keys, values = tokens
+        if not keys.shape[0] or not self._fill(Shape.of(keys, values), keys.shape[2], tokens):
+            self._leave()
+            self._keys, self._values = keys.clone(), values.clone()
+
+    def _leave(self) -> None:
+        home, self._home, self._latest = self._home, None, None
+        if home is not None:
+            home.leave(self._place)
+
+
+def _plain(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Can these be copied in place? See Note [Elastic or stock]."""
+    if torch.compiler.is_compiling() or is_tracing():
+        return False
+    return type(keys) is type(values) is torch.Tensor and not carries_derivatives(keys, values)

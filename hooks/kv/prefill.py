@@ -1,0 +1,62 @@
+"""Prefills over keys and values that were taken: what many rows read is copied to the device once, for one layer.
+
+A kernel reads keys and values once per block of its rows, over the link where they lie on the host: with few rows that
+is as fast as copying them, with many it is a multiple (DESIGN §1: in place is for decoding).
+
+Note [One place at a time]
+    A driver tells from the address at which a copy begins whether it comes from the device or from the host, where the
+    CPU may make it. What CUDA does where the bytes behind lie elsewhere is not documented. So no copy of torch's, which
+    is one call of the driver where both sides are contiguous, spans pages of both; kernels may read any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import groupby
+from typing import Final
+
+import torch
+
+from ...allocator._native import Device, Range
+from ...offload.decide.geometry import Geometry
+from ...offload.move.kv_twin import available
+
+ROWS: Final = 64  # up to so many of a sequence read in place
+_ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def worth_copying(rows: int, away: int) -> bool:
+    """`rows`: query rows of each sequence; `away`: pages that lie on the host."""
+    return rows > ROWS and away > 0
+
+
+def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:
+    """The keys and values of one layer, `shown`, which lie in `flat`, the first pieces of `home`, as copies with the
+    strides that a layer alone in its range has. None where they would take pages from others."""
+    one = replace(geometry, layers=1)
+    keys, values = shown
+    size = keys.shape[2] * one.token_bytes + _ALIGNMENT
+    if available(device) * device.page_size < size:
+        return None
+    try:
+        memory = torch.empty(size // geometry.itemsize, dtype=flat.dtype, device=flat.device)
+    except torch.OutOfMemoryError:
+        return None
+    start = -memory.data_ptr() % _ALIGNMENT // geometry.itemsize
+    copies = (
+        memory.as_strided(keys.shape, one.k_strides, start + one.k_offset(0)),
+        memory.as_strided(values.shape, one.v_strides, start + one.v_offset(0)),
+    )
+    if geometry == one:
+        length, page = keys.shape[2] * one.token_stride, geometry.page // geometry.itemsize
+        pieces = range(geometry.pieces(keys.shape[2]))
+        for _, alike in groupby(pieces, lambda piece: home.backing(piece) == "device"):
+            first, *others = alike
+            part = flat[first * page : min(length, (first + 1 + len(others)) * page)]
+            memory[start + first * page :][: part.numel()].copy_(part)  # at the speed of the link
+    else:
+        for copy, original in zip(copies, shown, strict=True):
+            copy.copy_(original)
+    return copies

@@ -1,0 +1,324 @@
+"""A range of KV: the keys and values of a group of layers, mapped to the longest of them.
+
+Note [Who else looks]
+    Stock layers make new tensors whenever they change, so whoever took `layer.keys` before keeps what he saw. Here
+    tensors are views of one place, and what was shown must not change under them either. Appending is harmless: it
+    writes behind everything shown. But reordering, or cutting the tail and appending again, would show. So every
+    storage that is made over the range is remembered by a weak reference, and before something shown is overwritten
+    the range drops its own views and asks whether any storage is still alive (`exclusive`). As a rule none is, and
+    the work is done in place; otherwise the layer that wants to change moves to a new range and leaves the old one to
+    whoever looks at it. Pages given back under a view leave with it: the core keeps what a tensor covers.
+
+Note [Two aliases]
+    Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares
+    versions to find out that something it saved was overwritten; appending overwrites nothing that was ever shown, so
+    it must not count as such.
+
+Note [Readable at any time]
+    A compiler that traces `keys` or `values` can read a tensor, and make a view of one, but cannot make a tensor of
+    mapped memory. And whatever it reads on the way it guards, so that another cache could mean another graph. So what
+    a layer has is kept as two tensors (`Latest`), as a stock layer keeps it, and made anew at once where the range had
+    to drop them; as it drops those of all layers to find out who else looks, some may be missing until their layer's
+    next update, and are then made of the tensor over all that is mapped, which is always there.
+
+Note [Interrupts]
+    Ctrl-C may end any call between any two lines. So lengths change last when tokens come and first when they go: the
+    pieces under them are mapped at any time. What else may be mapped is remembered before it is (`_most`); mapping and
+    retiring it again does no harm. The tensor over it is replaced in one assignment, or made again where it is missing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ...allocator._native import Device, Group
+from ...offload.decide.geometry import Geometry
+from ...offload.govern.kv_tier import KVTier
+from ..compat import StorageWeakRef
+from ..lease import Holding, Kept, current
+from .pages import KVPages
+from .prefill import copied_in
+
+_UINT8: Final = (1, 8)  # DLPack's code and bits
+_SCRATCH: Final = 32 * 2**20  # bytes: sequences are reordered in chunks of this size
+
+
+class Shape(NamedTuple):
+    """What layers must have in common to share a range: the group key of the design, and the batch."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+        """Of keys [batch, heads, tokens, k_dim] and values [batch, heads, tokens, v_dim]."""
+        batch, heads, _, k_dim = keys.shape
+        return cls(keys.device, keys.dtype, batch, heads, k_dim, values.shape[3])
+
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Are these keys and values of this shape, and equally many?"""
+        tokens = keys.shape[-2]
+        return (
+            keys.shape == (self.batch, self.heads, tokens, self.k_dim)
+            and values.shape == (self.batch, self.heads, tokens, self.v_dim)
+            and keys.dtype == self.dtype == values.dtype
+            and keys.device == self.device == values.device
+        )
+
+
+class _Views(NamedTuple):
+    """A layer's keys and values over all mapped tokens: to be shown, and to be written. See Note [Two aliases]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    write_keys: torch.Tensor
+    write_values: torch.Tensor
+
+
+class Latest:
+    """What a layer has now, and all that the compiler sees of a range. See Note [Readable at any time]."""
+
+    def __init__(self) -> None:
+        self.length = 0  # tokens
+        self.keys: torch.Tensor | None = None  # [batch, heads, length, k_dim]; None where the range has dropped it
+        self.values: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """The pieces that are mapped, as elements, and views of them."""
+
+    pieces: int
+    flat: torch.Tensor  # over one storage, which is all that is mapped: one that spans more could not be saved
+    capacity: int  # tokens that lie wholly on it
+    views: list[_Views | None]  # by place
+
+
+class KVRange:
+    """The range of a group of layers. A layer has a place in it (its index in the geometry) and its own length."""
+
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        geometry: Geometry,
+        shape: Shape,
+        tier: KVTier | None = None,
+        kept: Kept | None = None,
+        expected: int = 0,
+    ) -> None:
+        """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`, `kept`: see KVPages;
+        `expected`: tokens that are likely to come. DriverError."""
+        self.geometry: Final = geometry
+        self.shape: Final = shape
+        self.group: Final = group
+        self.range: Final = device.reserve(
+            geometry.reservation, "kv", group, expected=min(expected, geometry.tokens) * geometry.token_bytes
+        )
+        self.pages: Final = KVPages(device, group, self.range, geometry, shape.device, tier, kept)
+        self._device = device
+        self._latest = [Latest() for _ in range(geometry.layers)]
+        self._shown = [0] * geometry.layers  # tokens that someone may have a view of
+        self._joined = 0  # places given out; one that was left is not given out again
+        self._left: set[int] = set()
+        self._storages: list[StorageWeakRef] = []
+        self._most = 0  # pieces that may be mapped, from the start of the range
+        self._mapped: _Mapped | None = None
+        self._open()
+
+    def join(self) -> int | None:
+        """A place for one more layer, None where all are taken."""
+        if self._joined == self.geometry.layers:
+            return None
+        self._joined += 1
+        self.pages.joined()
+        return self._joined - 1
+
+    def leave(self, place: int) -> None:
+        """The layer needs its tokens no more."""
+        self._left.add(place)
+        self.cut(place, 0)
+
+    def latest(self, place: int) -> Latest:
+        """What the layer has; always the same object."""
+        return self._latest[place]
+
+    def takes(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Can these tokens be appended here, in their shape and without changing what others look at?"""
+        start = self._latest[place].length
+        return (
+            self.shape.fits(keys, values)
+            and start + keys.shape[2] <= self.geometry.tokens
+            and (start >= self._shown[place] or self.exclusive())
+            and self.reaches(start + keys.shape[2])
+        )
+
+    def reaches(self, tokens: int) -> bool:
+        """Can there be room for so many?"""
+        mapped = self._mapped or self._open()
+        return tokens <= mapped.capacity or self.pages.reachable(mapped.pieces, self.geometry.pieces(tokens))
+
+    def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies the tokens behind the layer's last one and returns all of its keys and values, to be read now: where
+        many rows will read pages that are on the host it returns copies.
+
+        `takes` has said yes. Raises torch.OutOfMemoryError or DriverError, and has changed nothing, where no page is
+        left to map.
+        """
+        latest, tokens = self._latest[place], keys.shape[2]
+        start = latest.length
+        end = start + tokens
+        with Holding(self.group):
+            self.pages.begin(place)
+            mapped = self._mapped or self._open()
+            took = end > mapped.capacity
+            if took:
+                mapped = self._extend(mapped, end)
+            views = mapped.views[place] or self._views(mapped, place)
+            self._note(start, tokens)
+            views.write_keys.narrow(2, start, tokens).copy_(keys)
+            views.write_values.narrow(2, start, tokens).copy_(values)
+        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
+        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
+        if end >= self.pages.fills:
+            self.pages.filled(self._lengths(), soon=tokens > 1)
+        if tokens == 1 and (took or end == mapped.capacity):
+            self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
+        if self.pages.worth_copying(tokens):
+            return copied_in(self._device, self.range, self.geometry, mapped.flat, shown) or shown
+        return shown
+
+    def keys(self, place: int) -> torch.Tensor:
+        """[batch, heads, length, k_dim]"""
+        return self._keys_in((self._mapped or self._open()).flat, place, self._latest[place].length)
+
+    def values(self, place: int) -> torch.Tensor:
+        """[batch, heads, length, v_dim]"""
+        return self._values_in((self._mapped or self._open()).flat, place, self._latest[place].length)
+
+    def cut(self, place: int, length: int) -> None:
+        """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back."""
+        latest = self._latest[place]
+        self.pages.lower((*self._lengths(place), length))
+        latest.length, latest.keys, latest.values = length, None, None
+        pieces = self._needed()
+        if pieces < self._most:
+            self._drop()
+            self._open()
+            self.pages.retire(pieces, self._most)
+            self._most = pieces
+            for each in range(self._joined):
+                self._show(each)
+        else:
+            self._show(place)
+
+    def reorder(self, place: int, rows: torch.Tensor) -> None:
+        """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of `exclusive()`."""
+        mapped, length = self._mapped or self._open(), self._latest[place].length
+        views = mapped.views[place] or self._views(mapped, place)
+        shape = self.shape
+        token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
+        chunk = max(1, min(length, _SCRATCH // (token * shape.dtype.itemsize)))
+        # Allocated before anything is written: past this line there is nothing that can run out.
+        scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
+        with Holding(self.group):
+            self.pages.lower((0,))
+            self._note(0, length)
+            for whole in (views.write_keys, views.write_values):
+                by_token = whole.permute(2, 0, 1, 3).flatten(2)  # [tokens, batch, heads x dim], a view
+                for start in range(0, length, chunk):
+                    part = by_token[start : min(start + chunk, length)]
+                    picked = scratch[: part.numel()].view(part.shape)
+                    part.copy_(torch.ops.aten.index.Tensor_out(part, [None, rows], out=picked))
+        self._show(place)
+        self.pages.filled(self._lengths())
+
+    def exclusive(self) -> bool:
+        """Does nobody else hold a view, so that what was shown may change? Drops the range's own views to find out.
+
+        See Note [Who else looks].
+        """
+        self._drop()
+        alone = all(storage.expired() for storage in self._storages)
+        self._open()
+        if alone:
+            self._shown = [latest.length for latest in self._latest]
+        return alone
+
+    def _drop(self) -> None:
+        self._mapped = None
+        for latest in self._latest:
+            latest.keys = latest.values = None
+
+    def _show(self, place: int) -> None:
+        latest = self._latest[place]
+        latest.keys, latest.values = self.keys(place), self.values(place)
+
+    def _needed(self) -> int:
+        """Pieces under the longest layer's tokens, which are mapped."""
+        return self.geometry.pieces(max(latest.length for latest in self._latest))
+
+    def _extend(self, mapped: _Mapped, tokens: int) -> _Mapped:
+        pieces = self.geometry.pieces(tokens)
+        self._most = max(self._most, pieces)
+        self.pages.map(mapped.pieces, pieces, tokens)
+        return self._open(pieces)
+
+    def _lengths(self, but: int = -1) -> list[int]:
+        """Tokens of all layers that may still write, without the place `but`."""
+        return [each.length for place, each in enumerate(self._latest) if place != but and place not in self._left]
+
+    def _open(self, pieces: int | None = None) -> _Mapped:
+        """Opens the first `pieces` pieces, which are mapped. See Note [Readable at any time]."""
+        pieces = self._needed() if pieces is None else pieces
+        # An inference tensor could not be written to outside of inference mode.
+        with torch.inference_mode(False):
+            if pieces:
+                flat = from_dlpack(self.range.tensor(0, (pieces * self.geometry.page,), (1,), *_UINT8))
+                self._storages = [storage for storage in self._storages if not storage.expired()]
+                self._storages.append(StorageWeakRef(flat.untyped_storage()))
+                flat = flat.view(self.shape.dtype)
+            else:
+                flat = torch.empty(0, dtype=self.shape.dtype, device=self.shape.device)
+        mapped = _Mapped(pieces, flat, self.geometry.capacity(pieces), [None] * self.geometry.layers)
+        self._mapped = mapped
+        return mapped
+
+    def _views(self, mapped: _Mapped, place: int) -> _Views:
+        with torch.inference_mode(False):
+            write = mapped.flat.data
+            views = _Views(
+                self._keys_in(mapped.flat, place, mapped.capacity),
+                self._values_in(mapped.flat, place, mapped.capacity),
+                self._keys_in(write, place, mapped.capacity),
+                self._values_in(write, place, mapped.capacity),
+            )
+        mapped.views[place] = views
+        return views
+
+    def _keys_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
+        size = (self.shape.batch, self.shape.heads, tokens, self.shape.k_dim)
+        return flat.as_strided(size, self.geometry.k_strides, self.geometry.k_offset(place))
+
+    def _values_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
+        size = (self.shape.batch, self.shape.heads, tokens, self.shape.v_dim)
+        return flat.as_strided(size, self.geometry.v_strides, self.geometry.v_offset(place))
+
+    def _note(self, start: int, tokens: int) -> None:
+        """Tells the core who is about to write where."""
+        if self._device.kind == "standin":
+            step = self.geometry.token_bytes
+            self._device.note_use(self.range.address + start * step, tokens * step, 0, True)
+        else:
+            self._device.note_stream(self.pages.stream)
+        lease = current()
+        if lease is not None:
+            lease.touched(self.pages)

@@ -1,0 +1,88 @@
+"""Where pages for new tokens come from when there are none: what is tried, in this order.
+
+1  what torch caches goes back to the pool
+2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that
+3  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
+4  pages of the host
+5  torch.OutOfMemoryError
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import torch
+
+from ...allocator import runtime
+from ...allocator._native import Device, Range
+from ...allocator.errors import PoolExhausted
+from ...allocator.install import reclaim, spilled
+from ...offload.decide.ladder import Rung
+from ...offload.govern.kv_tier import KVTier
+
+PATIENCE: Final = 5.0  # seconds that other threads get to give what they lease
+_STEP: Final = 0.1  # seconds between two tries, and all that they get when the last wait was in vain
+
+
+def find_room(
+    device: Device, tier: KVTier | None, home: Range, runs: Sequence[tuple[int, int]], reason: PoolExhausted, goal: int
+) -> None:
+    """Maps the pieces (first, count) of `home`, for which there was no page. `goal`: tokens that the cache is to have.
+    torch.OutOfMemoryError, DriverError."""
+
+    def tried() -> bool:
+        try:
+            map_device(home, runs)
+        except PoolExhausted:
+            return False
+        return True
+
+    if reclaim() and tried():
+        return
+    if tier is not None:
+        tier.governor.publish_now()
+        if tried() or _waited(device, tier, tried):
+            return
+        if runtime.settings().spill:
+            with suppress(PoolExhausted):
+                for first, count in runs:
+                    home.map_host(first, count)
+                tier.decided(Rung.SPILL.label, "pull", sum(count for _, count in runs))
+                spilled()
+                return
+    raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}") from reason
+
+
+def map_device(home: Range, runs: Iterable[tuple[int, int]]) -> None:
+    """Backs these pieces with pages of the device, but for those that a call that was interrupted has backed with pages
+    of the host. PoolExhausted, DriverError."""
+    for first, count in runs:
+        for piece in range(first, first + count):
+            if home.backing(piece) == "host":
+                home.map_host(piece, 1)
+                break
+        else:
+            home.map(first, count)
+
+
+def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
+    began, most, patience = time.monotonic(), 0, PATIENCE if tier.patient else _STEP
+    try:
+        while (left := began + patience - time.monotonic()) > 0:
+            demanded = device.demand
+            most = max(most, demanded)
+            if demanded:
+                tier.governor.wait_for_pages(min(left, _STEP))
+            if tried():  # also where they were given since
+                tier.patient = True
+                return True
+            if not demanded and not device.demand:
+                return False
+        tier.patient = False
+        return False
+    finally:
+        if most:
+            tier.decided(Rung.WAIT.label, "revert", most, measured=time.monotonic() - began)

@@ -1,0 +1,133 @@
+"""Moments in the work of a stream, and the time between them, which the host never waits for.
+
+Note [Marks]
+    On a GPU a mark is an event with a time; it is read once it has passed and used again. To ask whether an event has
+    passed breaks a capture that any other thread has begun in the usual mode, unless the thread that asks is in the
+    relaxed mode, as the core's own threads are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Protocol
+
+import torch
+
+from ...allocator import runtime
+from ...allocator._native import Device
+
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+class Marks(Protocol):
+    """Moments in the work of this thread's current stream. `ahead`: the host goes on while that work is done."""
+
+    ahead: bool
+
+    def capturing(self) -> bool:
+        """Is that work being captured?"""
+
+    def mark(self) -> Any:
+        """The moment at which all that was submitted so far is done."""
+
+    def passed(self, marks: Iterable[Any]) -> bool:
+        """All of them?"""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Between two that have passed."""
+
+    def release(self, marks: Iterable[Any]) -> None:
+        """They are of no use any more."""
+
+
+class HostMarks:
+    """Where an operator is complete when it returns."""
+
+    ahead = False
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        """`clock`: ns."""
+        self._clock = clock
+
+    def capturing(self) -> bool:
+        return False
+
+    def mark(self) -> int:
+        return self._clock()
+
+    def passed(self, marks: Iterable[int]) -> bool:
+        return True
+
+    def seconds(self, first: int, last: int) -> float:
+        return (last - first) / 1e9
+
+    def release(self, marks: Iterable[int]) -> None:
+        """There is nothing to give back."""
+
+
+class CudaMarks:
+    """Events. See Note [Marks]."""
+
+    ahead = True
+
+    def __init__(self, ordinal: int, library: str) -> None:
+        """`library`: the driver's."""
+        self._ordinal = ordinal
+        self._free: list[torch.cuda.Event] = []
+        self._exchange = _exchange(library)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def mark(self) -> torch.cuda.Event:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._ordinal))
+        return event
+
+    def passed(self, marks: Iterable[torch.cuda.Event]) -> bool:
+        with _relaxed(self._exchange):
+            return all(each.query() for each in marks)
+
+    def seconds(self, first: torch.cuda.Event, last: torch.cuda.Event) -> float:
+        with _relaxed(self._exchange):
+            return float(first.elapsed_time(last)) / 1e3
+
+    def release(self, marks: Iterable[torch.cuda.Event]) -> None:
+        self._free.extend(marks)
+
+
+def marks_of(device: Device) -> Marks:
+    """Those of this device's streams."""
+    return HostMarks() if device.kind == "standin" else CudaMarks(device.ordinal, _library())
+
+
+def relaxed(device: Device) -> AbstractContextManager[None]:
+    """Within it nothing that this thread does breaks a capture that another one has begun: what torch does for it may
+    wait for its stream, which in the usual mode does. See Note [Marks]."""
+    return nullcontext() if device.kind == "standin" else _relaxed(_exchange(_library()))
+
+
+def _library() -> str:
+    return runtime.settings().libcuda or runtime.LIBCUDA
+
+
+def _exchange(library: str) -> Callable[[object], object]:
+    found: Callable[[object], object] = ctypes.CDLL(library).cuThreadExchangeStreamCaptureMode
+    return found
+
+
+@contextmanager
+def _relaxed(exchange: Callable[[object], object]) -> Iterator[None]:
+    mode = ctypes.c_int(_RELAXED)
+    failed = exchange(ctypes.byref(mode))  # which now holds the one before
+    try:
+        yield
+    finally:
+        if not failed:
+            exchange(ctypes.byref(mode))

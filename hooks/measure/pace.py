@@ -1,0 +1,194 @@
+"""How long forwards take, and how much of that they wait for copies. The host never waits to find out.
+
+Note [Launches]
+    What is wanted is the time that the forward would take with every layer resident. Without its stalls it would be
+    over sooner, but on a GPU no sooner than the host has launched it all: while a stream waits for a copy the host
+    launches on, and catches up. So it is what was left of the time without the stalls, or the time that the host took,
+    whichever is longer; and no more than it did take. A model whose forward itself waits for the device (a `nonzero`,
+    an `item`) keeps the host for as long as its stalls, and is taken for slower than it is, never for faster.
+
+Note [What is not timed]
+    Forwards inside a CUDA graph's capture, whose work is done later and elsewhere; those that end by an exception, or
+    were interrupted, which did not do all their work.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+from ...offload.measured.record import Point
+from .marks import Marks
+
+PENDING: Final = 64  # forwards that wait to be read; the oldest are forgotten
+
+
+class Measured(NamedTuple):
+    """Seconds of one forward. `seconds`: with every layer resident; see Note [Launches]. `stall`: waited for copies;
+    `total`: it took. `between`: from the beginning of the decode step before it to its own, where it follows that one
+    directly: what a token takes, sampling and Python included; else None. `point`: None where it is not known.
+    `driver`: that its thread spent in calls of the driver which change page tables."""
+
+    point: Point | None
+    seconds: float
+    stall: float
+    total: float
+    between: float | None = None
+    driver: float = 0.0
+
+
+class Pace:
+    """The times of one model's forwards, of all threads. `begin` and `end` go around an outermost forward, `waiting`
+    around each wait for a copy inside of it."""
+
+    def __init__(
+        self, marks: Marks, clock: Callable[[], int] = time.perf_counter_ns, driver: Callable[[], int] = int
+    ) -> None:
+        """`clock`: the host's, in ns; `driver`: ns that the calling thread has spent in the driver so far."""
+        self._marks = marks
+        self._clock = clock
+        self._driver = driver
+        self._thread = _Thread()
+        self._wait = _Wait(marks, self._thread)
+        self._ended: deque[_Forward] = deque()
+        self._listeners: list[list[Measured]] = []
+        self._lock = threading.Lock()  # of those that have ended
+
+    def capturing(self) -> bool:
+        """Is what this thread does being captured?"""
+        return self._marks.capturing()
+
+    def begin(self, point: Point | None) -> None:
+        """A forward begins on this thread. One that has not ended was interrupted."""
+        thread = self._thread
+        if thread.forward is not None:
+            self._marks.release(thread.forward.marks)
+            thread.forward = None
+        before, now = thread.before, self._clock()
+        if self._marks.capturing():
+            thread.before = None
+            return
+        thread.before = None if point is None else (point, now)
+        thread.forward = _Forward(point, now, _between(before, thread.before), _handled(), [self._marks.mark()])
+        thread.forward.driver = self._driver()
+
+    def waiting(self) -> _Wait:
+        """`with pace.waiting():` around what has this thread's stream wait for a copy."""
+        return self._wait
+
+    def end(self) -> None:
+        """The forward that this thread has begun ends. Where it has begun none: does nothing."""
+        thread, forward = self._thread, self._thread.forward
+        if forward is None:
+            return
+        thread.forward = None
+        if _handled() != forward.handled or self._marks.capturing():
+            thread.before = None
+            self._marks.release(forward.marks)
+            return
+        forward.marks.append(self._marks.mark())
+        forward.host = (self._clock() - forward.began) / 1e9
+        forward.driver = self._driver() - forward.driver
+        with self._lock:
+            self._ended.append(forward)
+            if len(self._ended) > PENDING:
+                self._marks.release(self._ended.popleft().marks)
+
+    def drain(self) -> list[Measured]:
+        """What was measured since: the forwards that are over on the device too, oldest first. Empty during a
+        capture."""
+        if not self._ended or self._marks.capturing():
+            return []
+        with self._lock:
+            passed = [each for each in self._ended if self._marks.passed(reversed(each.marks))]
+            measured = [self._read(each) for each in passed]
+            for each in passed:
+                self._ended.remove(each)
+                self._marks.release(each.marks)
+            for listener in self._listeners:
+                listener.extend(measured)
+        return measured
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Measured]]:
+        """A list that is given whatever anyone drains within."""
+        heard: list[Measured] = []
+        with self._lock:
+            self._listeners.append(heard)
+        try:
+            yield heard
+        finally:
+            with self._lock:
+                self._listeners[:] = [each for each in self._listeners if each is not heard]
+
+    def _read(self, forward: _Forward) -> Measured:
+        first, *waits, last = forward.marks
+        total = self._marks.seconds(first, last)
+        stall = sum(map(self._marks.seconds, waits[::2], waits[1::2]))
+        seconds = max(total - stall, min(total, forward.host)) if self._marks.ahead else total - stall
+        return Measured(forward.point, seconds, stall, total, forward.between, forward.driver / 1e9)
+
+
+Began = tuple[Point, int]  # and when, by the host's clock
+
+
+@dataclass(slots=True, eq=False)
+class _Forward:
+    """`handled`: the exception that was being handled when it began, by its id. `marks`: its beginning, beginning and
+    end of each wait, its end. `host`: seconds until it was launched. `driver`: ns in the driver, until its end those
+    before its beginning."""
+
+    point: Point | None
+    began: int
+    between: float | None
+    handled: int
+    marks: list[Any]
+    host: float = 0.0
+    driver: int = 0
+
+
+class _Thread(threading.local):
+    """The forward that this thread has begun, and what it began before that."""
+
+    forward: _Forward | None = None
+    before: Began | None = None
+
+
+class _Wait:
+    """A wait of whatever forward this thread has begun."""
+
+    def __init__(self, marks: Marks, thread: _Thread) -> None:
+        self._marks = marks
+        self._thread = thread
+
+    def __enter__(self) -> None:
+        forward = self._thread.forward
+        if forward is not None:
+            forward.marks.append(self._marks.mark())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        forward = self._thread.forward
+        if forward is not None:
+            forward.marks.append(self._marks.mark())
+
+
+def _between(before: Began | None, now: Began | None) -> float | None:
+    """Seconds from one decode step to the next one of the same sequences, None where they are not such."""
+    if before is None or now is None or now[0].phase != "decode":
+        return None
+    follows = before[0]._replace(length=before[0].length + 1) == now[0]
+    return (now[1] - before[1]) / 1e9 if follows else None
+
+
+def _handled() -> int:
+    """The exception that is being handled now. After a forward's another one: it was that forward's end."""
+    return id(sys.exception())

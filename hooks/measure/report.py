@@ -1,0 +1,191 @@
+"""What streaming a model's layers costs and gives, predicted and measured, in one place: `Managed.report()`.
+
+Numbers in, a frozen report out; nothing is asked of a device here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self, get_args
+
+from ...allocator.display import table
+from ...allocator.units import format_size, format_time
+from ...offload.decide.interval import Costs
+from ...offload.decide.plan import Plan
+from ...offload.decide.schedule import every, gaps
+from ...offload.measured.record import Phase
+from .pace import Measured
+
+NAMES: Final[Mapping[Phase, str]] = {"prefill": "prefill", "decode": "token"}
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of an iteration; None where it is not known. `resident`: with no layer streamed, as a rule, from the
+    performance record. `predicted`, and its stall: from that, what the plan copies, and the link. `measured`, and its
+    stall: of the last one. `between`: from that decode step's predecessor to it, Python included. `slo`: what was
+    asked for. `driver`: of `measured`, in calls of the driver that change page tables."""
+
+    resident: float | None = None
+    predicted: float | None = None
+    predicted_stall: float | None = None
+    measured: float | None = None
+    measured_stall: float | None = None
+    between: float | None = None
+    slo: float | None = None
+    driver: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Does it keep its SLO: as measured, or where nothing was, as predicted? None where that cannot be said."""
+        found = self.predicted if self.measured is None else self.measured
+        return None if self.slo is None or found is None else found <= self.slo
+
+    @classmethod
+    def of(
+        cls, plan: Plan, page_seconds: float | None, resident: float | None, last: Measured | None, slo: float | None
+    ) -> Self:
+        """`page_seconds`: to copy a page, None where the link was not measured. `resident`: as the record says, as a
+        rule."""
+        predicted = None
+        if resident is not None and (page_seconds is not None or not plan.copied):
+            predicted = Costs(plan.pages, resident, page_seconds or 0.0).expected(plan)
+        return cls(
+            resident,
+            predicted,
+            None if predicted is None or resident is None else predicted - resident,
+            None if last is None else last.total,
+            None if last is None else last.stall,
+            None if last is None else last.between,
+            slo,
+            None if last is None else last.driver,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of one model, at one moment. `interval`: of every so many layers the last streams; None where nothing streams, or
+    not at even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that come over the
+    link in each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it was not
+    measured. `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory. `why`: the
+    last decision's reason."""
+
+    model: str
+    page_size: int
+    layers: int
+    streamed: tuple[int, ...]
+    slots: int
+    interval: int | None
+    freed_pages: int
+    bandwidth: float | None
+    token_bytes: int
+    link_bytes: int
+    file_bytes: int
+    host_bytes: int
+    times: Mapping[Phase, Times]
+    why: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        model: str,
+        plan: Plan,
+        page_size: int,
+        *,
+        bandwidth: float | None,
+        resident: Mapping[Phase, float | None],
+        last: Mapping[Phase, Measured],
+        slos: Mapping[Phase, float | None],
+        link_bytes: int,
+        file_bytes: int,
+        host_bytes: int,
+        why: str = "",
+    ) -> Self:
+        """From what is known. `resident`: seconds, from the record, by phase, of the points of `last` where there are
+        such; `last`: the last iteration, by phase."""
+        page_seconds = None if bandwidth is None else page_size / bandwidth
+        phases: tuple[Phase, ...] = get_args(Phase)
+        return cls(
+            model,
+            page_size,
+            len(plan.pages),
+            plan.streamed,
+            len(plan.slot_pages),
+            interval_of(plan),
+            sum(plan.pages) - plan.device_pages,
+            bandwidth,
+            plan.copied_pages * page_size,
+            link_bytes,
+            file_bytes,
+            host_bytes,
+            {name: Times.of(plan, page_seconds, resident.get(name), last.get(name), slos.get(name)) for name in phases},
+            why,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON: the fields, and of each phase whether it keeps its SLO (`met`)."""
+        found = asdict(self)
+        for name, each in self.times.items():
+            found["times"][name]["met"] = each.met
+        return found
+
+    def __str__(self) -> str:
+        rows = list(self._rows())
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.model, *(f"  {name:{width}}  {value}" for name, value in rows)])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return table(self.model, ("streaming", ""), self._rows())
+
+    def _rows(self) -> Iterable[tuple[str, str]]:
+        yield "layers", f"{self.layers}, {self._streams()}"
+        if self.streamed:
+            yield "device pages freed", f"{self.freed_pages:,} ({format_size(self.freed_pages * self.page_size)})"
+        for name, each in self.times.items():
+            yield from _times(NAMES[name], each)
+        if self.streamed or self.link_bytes:
+            speed = "" if self.bandwidth is None else f", {self.bandwidth / 1e9:.3g} GB/s"
+            yield "over the link", f"{format_size(self.token_bytes)} per iteration{speed}"
+            yield "so far", format_size(self.link_bytes)
+        if self.file_bytes or self.host_bytes:
+            yield "twins", f"{format_size(self.file_bytes)} in files, {format_size(self.host_bytes)} in host memory"
+        if self.why:
+            yield "why", self.why
+
+    def _streams(self) -> str:
+        if not self.streamed:
+            return "none of them streamed"
+        at = f"interval {self.interval}" if self.interval else f"layers {', '.join(map(str, self.streamed))}"
+        return f"{len(self.streamed)} of them streamed through {self.slots} slot{'s' * (self.slots > 1)} ({at})"
+
+
+def interval_of(plan: Plan) -> int | None:
+    """The offloading interval that the plan is (Select-N §4.3): as many layers as that streams, as far apart, wherever
+    around the circle they begin. None where it is none."""
+    if not plan.streamed:
+        return None
+    layers, first = len(plan.pages), plan.streamed[0] + 1
+    if plan.streamed == every(layers, first):
+        return first
+    around = gaps(layers, plan.streamed)
+    interval, count = min(around), len(around)
+    return interval if layers // interval == count and around.count(interval) >= count - 1 else None
+
+
+def _times(name: str, times: Times) -> Iterable[tuple[str, str]]:
+    for what, seconds, stall in (
+        ("predicted", times.predicted, times.predicted_stall),
+        ("measured", times.measured, times.measured_stall),
+    ):
+        if seconds is not None:
+            yield f"{name}, {what}", f"{format_time(seconds)}, of which {format_time(stall or 0.0)} wait for copies"
+    if times.driver and times.measured:
+        part = times.driver / times.measured
+        yield f"{name}, driver calls", f"{format_time(times.driver)}, {part:.1%} of what was measured"
+    if times.between is not None:
+        yield f"{name} to {name}", format_time(times.between)
+    if times.slo is not None:
+        met = {True: "kept", False: "not kept", None: "not measured yet"}[times.met]
+        yield f"{name}, SLO", f"{format_time(times.slo)}, {met}"

@@ -1,0 +1,211 @@
+"""What `python -m ballonet info MODEL` says: which layers of a model's KV cache are elastic, why, and what they take.
+
+Reads the configuration and nothing else. The verdict is `kinds.plan`, which is also what a managed model does. The
+widths of keys and values come from one token through the model without values (the meta device), as configurations
+are wrong about them for some architectures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import torch
+
+from ...allocator import runtime
+from ...allocator.config import Config
+from ...allocator.errors import BallonetError, ConfigError
+from ...allocator.units import format_size
+from ...offload.decide.geometry import longest
+from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
+from ..kv.grouping import Sizes, geometry_for
+from ..kv.kinds import CachePlan, LayerPlan, plan
+
+Facts = dict[str, Any]
+Widths = tuple[int, int, int]  # heads, elements of a key, elements of a value
+_UNLIMITED: Final = 2**63  # bytes
+
+
+def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
+    """Plain values, ready for JSON. `name`: a folder, a model type or a name on the hub. ConfigError.
+
+    Keys: model, type, class, reason (why nothing is elastic, else empty), widths (why they are not known, else empty),
+    batch, tokens, page_size, dtype, bytes (of all elastic layers, None where not known), layers: a list with one entry
+    for all layers that are alike: {indices, cross (whether they hold what an encoder said), kind, stock, layer,
+    elastic, why}, and where they are elastic and their widths known {heads, k_dim, v_dim, longest (tokens that
+    attention kernels can index)}; up to that length also {token_bytes (of one layer, for one token of the whole batch),
+    layers_per_range, bytes (of all these layers, in whole pages)}.
+    """
+    _quiet()
+    config = load_config(name)
+    model_class = generating_class(config)
+    facts: Facts = {"model": name, "type": config.model_type, "class": model_class and model_class.__name__}
+    if model_class is None:
+        planned = CachePlan(f"transformers has no class that generates text with a {type(config).__name__}")
+    else:
+        planned = _planned(name, model_class, config)
+    dtype = _dtype(config)
+    facts |= {"reason": planned.reason, "batch": batch, "tokens": tokens, "page_size": _page_size(settings)}
+    facts |= {"dtype": str(dtype).removeprefix("torch."), "widths": ""}
+    halves = [planned.layers, planned.cross]
+    widths: list[list[Widths | None]] = [[None] * len(half) for half in halves]
+    if planned.elastic and model_class is not None:
+        try:
+            widths = [_widths(cache) for cache in run_without_values(model_class, config)]
+        except Exception as error:  # whatever the model's own code does without values
+            facts["widths"] = f"known with the first token: {type(error).__name__}: {_first_line(error)}"
+    rows = [
+        {"cross": half is planned.cross, **row}
+        for half, theirs in zip(halves, widths, strict=False)
+        for row in _rows(half, theirs, facts, config, dtype.itemsize)
+    ]
+    sizes = [row.get("bytes") for row in rows if row["elastic"]]
+    return facts | {"bytes": None if None in sizes else sum(filter(None, sizes)), "layers": rows}
+
+
+def show(facts: Facts) -> None:
+    """Prints what `gather` found, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"{facts['model']}: {facts['class'] or facts['type']}", highlight=False)
+    if facts["reason"]:
+        console.print(f"[yellow]Nothing of its cache is elastic:[/] {facts['reason']}.")
+        return
+    asked = f"{facts['batch']} x {facts['tokens']}"
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    for column in ("layers", "elastic", "a token", "to a range", asked, "tokens at most"):
+        table.add_column(column, justify="right")
+    for row in facts["layers"]:
+        elastic = "[green]yes[/]" if row["elastic"] else "[yellow]no[/]"
+        table.add_row(row["layer"], f"{len(row['indices'])}", elastic, *_numbers(row))
+    console.print(table)
+    for row in facts["layers"]:
+        cross = ", cross-attention" * row["cross"]
+        console.print(f"{row['layer']} ({_spans(row['indices'])}{cross}) {row['why']}.", highlight=False)
+    if facts["widths"]:
+        console.print(f"How wide keys and values are is {facts['widths']}.")
+    elif not any(row["elastic"] for row in facts["layers"]):
+        console.print("No layer of it is elastic.")
+    elif facts["bytes"] is not None:
+        page = format_size(facts["page_size"])
+        console.print(f"{format_size(facts['bytes'])} of elastic KV in pages of {page}, as {facts['dtype']}.")
+    if any("longest" in row and row["longest"] < facts["tokens"] for row in facts["layers"]):
+        console.print("With more tokens than that a layer is stock: attention kernels would count beyond 32 bits.")
+
+
+def _planned(name: str, model_class: type, config: Any) -> CachePlan:
+    try:
+        return plan(model_class, config)
+    except BallonetError:
+        raise
+    except Exception as error:  # of transformers, about a configuration that is not whole
+        raise ConfigError(
+            f"{name}: {model_class.__name__} prepares no cache for this configuration: {error}"
+        ) from error
+
+
+def _rows(
+    layers: Sequence[LayerPlan], widths: Sequence[Widths | None], facts: Facts, config: Any, itemsize: int
+) -> Iterator[Facts]:
+    """One for all layers that are alike."""
+    alike: dict[tuple[LayerPlan, Widths | None], list[int]] = {}
+    for index, each in enumerate(zip(layers, widths, strict=True)):
+        alike.setdefault(each, []).append(index)
+    for (layer, width), indices in alike.items():
+        row: Facts = {"indices": indices, **asdict(layer)}
+        if layer.elastic and width is not None:
+            row |= dict(zip(("heads", "k_dim", "v_dim"), width, strict=True))
+            row |= _sizes(Sizes(facts["batch"], *width, itemsize), len(indices), facts, config)
+        yield row
+
+
+def _sizes(sizes: Sizes, count: int, facts: Facts, config: Any) -> Facts:
+    """What `count` layers of one cache take, which may share ranges."""
+    tokens, page = facts["tokens"], facts["page_size"]
+    most = longest(*sizes)
+    geometry = geometry_for(
+        sizes,
+        count if one_shape(config) else 1,
+        tokens,
+        page,
+        _UNLIMITED,
+        longest_known=longest_sequence(config),
+        expected=tokens,
+        alone=False,
+    )
+    if geometry is None:
+        return {"longest": most}
+    return {
+        "token_bytes": geometry.k_bytes + geometry.v_bytes,
+        "layers_per_range": geometry.layers,
+        "bytes": -(-count // geometry.layers) * geometry.pieces(tokens) * page,
+        "longest": most,
+    }
+
+
+def _widths(cache: DynamicCache) -> list[Widths | None]:
+    """Of every layer, None of those that hold no keys and values."""
+    pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+    return [
+        (keys.shape[1], keys.shape[3], values.shape[3])
+        if keys is not None and values is not None and keys.dim() == values.dim() == 4
+        else None
+        for keys, values in pairs
+    ]
+
+
+def _spans(indices: Sequence[int]) -> str:
+    """`0-4, 6-10`, or `0, 2 ... 24` where they are equally far apart."""
+    steps = {after - before for before, after in itertools.pairwise(indices)}
+    if len(steps) == 1 and steps != {1} and len(indices) > 3:
+        return f"{indices[0]}, {indices[1]} ... {indices[-1]}"
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return ", ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _numbers(row: Facts) -> tuple[str, str, str, str]:
+    """For the columns of `show` that have numbers; empty where they are not known."""
+    most = f"{row['longest']:,}" if "longest" in row else ""
+    if "bytes" not in row:
+        return "", "", "", most
+    token = format_size(row["token_bytes"] * len(row["indices"]))
+    return token, f"{row['layers_per_range']}", format_size(row["bytes"]), most
+
+
+def _dtype(config: Any) -> torch.dtype:
+    """That of the weights, which is that of keys and values."""
+    found = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
+    if isinstance(found, str):
+        found = getattr(torch, found, None)
+    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
+
+
+def _page_size(settings: Config) -> int:
+    try:
+        kind = runtime.choose(settings, torch.cuda.is_available()).kind
+    except BallonetError:  # no device is needed to say what would be on one
+        kind = "cuda"
+    return runtime.page_size(settings, kind)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _quiet() -> None:
+    """Neither transformers nor torch comments on a configuration that nothing is built from."""
+    warnings.simplefilter("ignore")
+    for name in ("transformers", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)

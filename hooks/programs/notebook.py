@@ -1,0 +1,48 @@
+"""`%load_ext ballonet`: a notebook whose models live in the pool, each from its first forward or `generate()`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...allocator import runtime
+from ...allocator.install import install, restore
+from ...allocator.units import format_size
+from .first_use import FirstUse
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+_watching: FirstUse | None = None
+_installed = False  # by loading, and not by the notebook itself
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Installs ballonet unless it is installed, and manages models at their first use from now on. Twice is fine."""
+    global _watching, _installed
+    if _watching is not None:
+        print("ballonet: loaded already")
+        return
+    _installed = _installed or runtime.current() is None
+    install()
+    _watching = FirstUse()
+    device = runtime.require()
+    place = f"GPU {device.ordinal}" if device.kind == "cuda" else "the CPU (host stand-in)"
+    print(
+        f"ballonet: {format_size(device.budget)} on {place} in pages of {format_size(device.page_size)}; models are "
+        "managed at their first forward or generate(). ballonet.stats() shows who owns what"
+    )
+
+
+def unload_ipython_extension(ipython: InteractiveShell) -> None:
+    """Gives models back as they were, and torch its own allocator if loading had replaced it."""
+    global _watching, _installed
+    if _watching is None:
+        return
+    _watching.close()
+    for managed in _watching.managed:
+        managed.release()
+    _watching = None
+    if _installed:
+        restore()
+        _installed = runtime.current() is not None  # memory of the pool is still in use, so it closes later
+    print("ballonet: unloaded; models and the allocator are as they were")

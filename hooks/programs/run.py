@@ -1,0 +1,77 @@
+"""`python -m ballonet run`: a program that knows nothing of ballonet, with its models in the pool.
+
+The program runs as `__main__` with the arguments, the path, the tracebacks and the exit code it would have by itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType, TracebackType
+
+_LAUNCHERS = ("ballonet.__main__", __name__, "runpy")  # whose frames come before the program's first
+
+
+def find(program: str, *, module: bool) -> str | None:
+    """Puts the program's folder on the path, as Python does. Says what is wrong where there is no program."""
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(program))
+    if module:
+        return None if _importable(program) else f"No module named {program}"
+    absolute = os.path.abspath(program)
+    return None if os.path.exists(program) else f"can't open file {absolute!r}: [Errno 2] No such file or directory"
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that it would be in
+        return False
+
+
+def run(program: str, args: Sequence[str], *, module: bool) -> None:
+    """Runs a script, or with `module` a module by its name, and manages its models at their first use.
+
+    ballonet is installed already and `find` has found the program. Raises whatever the program raises.
+    """
+    from .first_use import FirstUse
+
+    FirstUse()
+    sys.argv = [program, *args]
+    _shorten_tracebacks()
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    elif os.path.isfile(program) and not zipfile.is_zipfile(program):
+        _execute(program)
+    else:
+        runpy.run_path(os.path.abspath(program), run_name="__main__")  # a folder or an archive
+
+
+def _execute(script: str) -> None:
+    """As `__main__` for good: runpy would take the name back before the script's threads and exit functions end."""
+    path = os.path.abspath(script)
+    module = ModuleType("__main__")
+    module.__file__ = path
+    sys.modules["__main__"] = module
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
+
+
+def _shorten_tracebacks() -> None:
+    """Has an uncaught exception printed from the program's first frame on."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and _launches(trace):
+            trace = trace.tb_next
+        before(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook
+
+
+def _launches(trace: TracebackType) -> bool:
+    return getattr(trace.tb_frame.f_globals.get("__spec__"), "name", None) in _LAUNCHERS

@@ -1,0 +1,220 @@
+"""Follows a managed model through its changes: what is new in it is moved into ranges before it is used again.
+
+Note [A model that changes]
+    Nothing is intercepted. `half()`, `load_state_dict(assign=True)`, `resize_token_embeddings`, an adapter: torch puts
+    what is new where it puts everything, and the pages of what is replaced go with its tensors (ranges.py, Note [Whose
+    pages they are]). At the next outermost forward, if no other thread runs one, the model is looked through: tensors
+    outside of the ranges are moved into new ones, addresses of the others stay, and the decoder layers are found anew.
+    What does not fit, or lies on another device, is used where it is, and `left` says why.
+
+Note [Noticing a change]
+    must cost nothing per parameter and forward. There are three signs: a tensor over the ranges is gone (counted by the
+    core), a parameter, buffer or module is registered in a module of the model (torch's global registration hooks), and
+    a list of decoder layers has another length (`ModuleList.insert` registers nothing). Memory that is replaced while
+    someone holds the old (`weight.data = x` beside a view of it) shows none of them: it is moved with the next sign.
+
+Note [Left for good]
+    What could have been moved at one look and was not stays until it is replaced: a CUDA graph may have been captured
+    with its address meanwhile. For the same reason nothing is moved while one is being captured, and everything that is
+    outside of the ranges then stays there. And what is replaced again and again, as by a module that assigns a buffer
+    in its forward, stays where it is once it was moved `OFTEN` times.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+from ...allocator.errors import BallonetError, ManageError
+from ...offload.decide.plan import Plan, Rule, Same
+from . import room
+from .layers import decoder_layers, layer_lists
+from .moving import tenants_of, torch_device
+from .ranges import Files, Finder, Weights, nowhere
+from .refusals import refuse_what_moves_weights
+from .storages import Member, Span, members, spans, survey
+
+OFTEN = 8  # times that one tensor is moved after manage()
+_REPLACED = f"it has been replaced more than {OFTEN} times"
+_SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
+_CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
+
+_capturing = torch.cuda.is_current_stream_capturing
+
+_followers: set[Follower] = set()
+_handles: list[RemovableHandle] = []
+_lock = threading.RLock()  # a model may be collected anywhere
+
+
+class Follower:
+    """Brings the weights of one model into ranges and keeps them there. Does not keep the model alive."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.left: dict[str, str] = {}  # name of a tensor outside of the ranges, at the last look -> why
+        self._weights = weights
+        self._cuda = weights.device.kind == "cuda"
+        self._parts: set[int] = set()  # ids of all modules
+        self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
+        self._unpinned = 0
+        self._registered = False
+        self._settled: dict[int, str] = {}  # address of what was left for good -> why
+        self._moved: Counter[str] = Counter()
+
+    def adopt(
+        self,
+        model: nn.Module,
+        rule: Rule,
+        files: Files | None = None,
+        find: Finder = nowhere,
+        progress: Callable[[int], object] = int,
+    ) -> Plan:
+        """Moves every parameter and buffer of `model` into ranges, all or none, and follows it until `close()`.
+
+        `rule`: which of its decoder layers stream. `files`: what lies in files, where the model was just loaded from
+        some, and may be on the CPU; `find`, `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
+        BudgetError, torch.OutOfMemoryError, WeightsFileChanged, DriverError.
+        """
+        refuse_what_moves_weights(model)
+        layers = decoder_layers(model)
+        all_members = members(model, layers)
+        shared = self._of_others(all_members)
+        home = torch_device(self._weights.device)
+        found = survey(_without(shared, all_members), home, from_host=files is not None)
+        if found.refused is not None:
+            raise found.refused
+        working = room.working_pages(model, layers, self._weights.device.page_size)
+        plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, find, progress)
+        self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
+        self._remember(model)
+        _watch(self)
+        return plan
+
+    @property
+    def pending(self) -> bool:
+        """Is there to be a look at the model? See Note [Noticing a change], Note [Left for good]."""
+        if self._registered or self._weights.group.unpinned != self._unpinned or (self._cuda and _capturing()):
+            return True
+        for reference, length in self._lists:
+            each = reference()
+            if each is None or len(each) != length:
+                return True
+        return False
+
+    def catch_up(self, model: nn.Module) -> None:
+        """Moves what is new into ranges, as far as it can be; nothing else may use the model meanwhile."""
+        layers = decoder_layers(model)
+        self._remember(model)
+        found = members(model, layers)
+        known = {id(member.tensor): member.name for member, _ in tenants_of(self._weights.all_ranges(), found)}
+        self._adopt_new(_without(known, found), model, layers)
+        self._weights.sort(tenants_of(self._weights.all_ranges(), found))
+
+    def close(self) -> None:
+        """Follows the model no more. Again: does nothing."""
+        _unwatch(self)
+
+    def registered(self, module: nn.Module) -> None:
+        """A module gets a parameter, buffer or module."""
+        if id(module) in self._parts:
+            self._registered = True
+
+    def _remember(self, model: nn.Module) -> None:
+        """First of all, so that what changes during a look is seen at the next one."""
+        self._unpinned = self._weights.group.unpinned
+        self._registered = False
+        self._parts = {id(module) for module in model.modules()}
+        self._lists = [(weakref.ref(each), len(each)) for each in layer_lists(model)]
+
+    def _adopt_new(self, new: Sequence[Member], model: nn.Module, layers: Sequence[nn.Module]) -> None:
+        names = {id(member.tensor): member.name for member in new}
+        shared = self._of_others(new)
+        try:
+            refuse_what_moves_weights(model)
+            found = survey(_without(shared, new), torch_device(self._weights.device))
+        except ManageError as error:
+            self.left = dict.fromkeys(names.values(), str(error))
+            self._registered = True  # nothing may show that it is no longer so
+            return
+        reasons = [self._reason_to_leave(span, names) for span in found.spans]
+        chosen = [span for span, reason in zip(found.spans, reasons, strict=True) if reason is None]
+        stay = [(span, reason) for span, reason in zip(found.spans, reasons, strict=True) if reason is not None]
+        try:
+            if chosen:
+                self._weights.adopt(
+                    chosen,
+                    0,
+                    len(layers),
+                    Same(frozenset((*self._weights.ring.streamed, *self._weights.away()))),
+                    _still(layers),
+                )
+        except (BallonetError, torch.OutOfMemoryError) as error:
+            # Undone, which let go of what had been moved and may have put the tensors elsewhere.
+            self._unpinned = self._weights.group.unpinned
+            stay += [(next(spans(span.tensors, {})), str(error)) for span in chosen]
+        else:
+            self._moved.update(names[id(tensor)] for span in chosen for tensor in span.tensors)
+        self._settled = {span.start: reason for span, reason in stay}
+        self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
+        self.left |= {names[id(tensor)]: reason for span, reason in stay for tensor in span.tensors}
+
+    def _of_others(self, found: Sequence[Member]) -> dict[int, str]:
+        """id -> name of those that another managed model has brought into its ranges, and may be using now."""
+        others = [
+            each for follower in tuple(_followers) if follower is not self for each in follower._weights.all_ranges()
+        ]
+        return {id(member.tensor): member.name for member, _ in tenants_of(others, found)}
+
+    def _reason_to_leave(self, span: Span, names: Mapping[int, str]) -> str | None:
+        """See Note [Left for good]."""
+        if span.start in self._settled:
+            return self._settled[span.start]
+        if self._cuda and _capturing():
+            return _CAPTURED
+        if any(self._moved[names[id(tensor)]] >= OFTEN for tensor in span.tensors):
+            return _REPLACED
+        return None
+
+
+def _still(layers: Sequence[nn.Module]) -> set[int]:
+    """Those that must stay at home: what can have no hooks."""
+    return {index for index, layer in enumerate(layers) if isinstance(layer, torch.jit.ScriptModule)}
+
+
+def _without(some: Mapping[int, str], found: Sequence[Member]) -> list[Member]:
+    return [member for member in found if id(member.tensor) not in some]
+
+
+def _watch(follower: Follower) -> None:
+    with _lock:
+        _followers.add(follower)
+        if not _handles:
+            _handles.append(torch_module.register_module_parameter_registration_hook(_registered))
+            _handles.append(torch_module.register_module_module_registration_hook(_registered))
+            _handles.append(torch_module.register_module_buffer_registration_hook(_buffer_registered))
+
+
+def _unwatch(follower: Follower) -> None:
+    with _lock:
+        _followers.discard(follower)
+        if not _followers:
+            while _handles:
+                _handles.pop().remove()
+
+
+def _registered(module: nn.Module, *_: Any) -> None:
+    for follower in tuple(_followers):
+        follower.registered(module)
+
+
+def _buffer_registered(module: nn.Module, name: str, *_: Any) -> None:
+    """Modules assign buffers as they run: one that was there before is noticed by what it replaces."""
+    if name not in module._buffers:
+        _registered(module)

@@ -1,0 +1,224 @@
+"""Giving tensors other memory: objects stay, bytes move.
+
+Note [Moving a model]
+    A tensor keeps its identity, its names, its gradient and its hooks, and `tensor.data` is pointed at other bytes, as
+    `Module.to` does. A model moves step by step (a layer, or one block of no layer): map the pages, copy, swap, let go
+    of the source, and give the source's pages back before the next step, so that no more than one step exists twice
+    even where the sources lie in the same pool. A step that fails has changed nothing, and those before it are undone
+    in reverse. Moving out is the same with the sides exchanged.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ...allocator import install
+from ...allocator._native import Device, Range
+from ...allocator.errors import DriverError, ManageError, PoolExhausted, WeightsFileChanged
+from ...offload.decide.layout import ALIGNMENT
+from ...offload.move.file_twin import FileLoader
+from ...offload.move.weights_file import FileSpan
+from .storages import Member, Span, has_bytes, spans
+
+_UINT8 = (1, 8)  # DLPack's code and bits
+_CHUNK = 2**24  # bytes read from a file at a time
+
+Step = list[tuple[Range, int, Span]]  # (range, offset in it, what lies or goes there), moved together
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def run(device: Device, steps: Iterable[Step], do: Callable[[Step], None], undo: Callable[[Step], None]) -> None:
+    """All steps or none. torch.OutOfMemoryError, and what `do` raises. See Note [Moving a model]."""
+    done: list[Step] = []
+    try:
+        for step in steps:
+            do(step)
+            done.append(step)
+            # The pages of what was let go of are room for the next step, once the copies from them are done.
+            device.trim()
+            device.reap(wait=True)
+    except BaseException as error:
+        with _noted(error):
+            for step in reversed(done):
+                undo([(opened, offset, next(spans(span.tensors, {}))) for opened, offset, span in step])
+        if isinstance(error, PoolExhausted):
+            raise torch.OutOfMemoryError(f"ballonet found no room to move a model's weights: {error}") from error
+        raise
+
+
+def flat_over(opened: Range, offset: int, nbytes: int) -> torch.Tensor:
+    """uint8[nbytes] over what is mapped of the range at `offset`."""
+    flat: torch.Tensor = from_dlpack(opened.tensor(offset, (nbytes,), (1,), *_UINT8))
+    return flat
+
+
+class MoveIn:
+    """Steps from wherever a model's tensors are into ranges."""
+
+    def __init__(
+        self,
+        back: Callable[[Range, int, int], bool],
+        note: Callable[[int, int, bool], None],
+        known: Mapping[int, FileSpan],
+        loader: FileLoader,
+        progress: Callable[[int], object],
+    ) -> None:
+        """`back(range, first, count)` puts pages behind pieces and says whether they are to be filled. `known`: id of a
+        tensor whose bytes are read from a file, and not from its memory -> those bytes. `progress` is told the bytes of
+        each step."""
+        self._back = back
+        self._note = note
+        self._known = known
+        self._loader = loader
+        self._progress = progress
+        self._before: dict[int, torch.Tensor] = {}  # id of a tensor in a file -> what it was: no memory of its own
+        self.made = 0  # storages
+
+    def do(self, step: Step) -> None:
+        page = step[0][0].nbytes // step[0][0].pieces
+        running = len(step)
+        with swapping() as pairs:
+            for opened, offset, span in step:
+                first = offset // page
+                fill = self._back(opened, first, -(-(offset + span.nbytes) // page) - first)
+                self._note(opened.address + offset, span.nbytes, True)
+                flat = flat_over(opened, offset, span.nbytes)
+                self.made += 1
+                if fill:
+                    self._fill(span, flat)
+                for tensor in span.tensors:
+                    if id(tensor) in self._known:
+                        self._before[id(tensor)] = tensor.data
+                pairs.extend(zip(span.tensors, span.over(flat), strict=True))
+                del flat
+        self._loader.settle(but=running)  # what the step before it copied is there
+        self._progress(sum(span.nbytes for _, _, span in step))
+
+    def undo(self, step: Step, out: Callable[[Step], None]) -> None:
+        """`out` takes a step to torch's memory."""
+        with suppress(DriverError, WeightsFileChanged):
+            self._loader.settle()
+        from_files = [each for each in step if all(id(tensor) in self._before for tensor in each[2].tensors)]
+        for _, _, span in from_files:
+            for tensor in span.tensors:
+                tensor.data = self._before[id(tensor)]
+        if rest := [each for each in step if each not in from_files]:
+            out(rest)
+
+    def _fill(self, span: Span, flat: torch.Tensor) -> None:
+        if not all(id(tensor) in self._known for tensor in span.tensors):
+            copy(span, flat)
+            return
+        for tensor in span.tensors:
+            found = self._known[id(tensor)]
+            offset = tensor.data_ptr() - span.start
+            part = flat[offset : offset + found.nbytes]
+            if offset % ALIGNMENT or not self._loader.load(part.data_ptr(), found):
+                for first in range(0, found.nbytes, _CHUNK):
+                    data = found.file.read(found.start + first, min(_CHUNK, found.nbytes - first))
+                    part[first : first + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def out(device: Device, step: Step, note: Callable[[int, int, bool], None]) -> None:
+    """The tensors of a step go to torch's memory."""
+    with swapping() as pairs:
+        for _, _, span in step:
+            note(span.start, span.nbytes, False)
+            with torch_memory(device):
+                flat = torch.empty(span.nbytes, dtype=torch.uint8, device=torch_device(device))
+            copy(span, flat)
+            pairs.extend(zip(span.tensors, span.over(flat), strict=True))
+            del flat
+
+
+def copy(span: Span, flat: torch.Tensor) -> None:
+    """Copies the span's bytes to `flat`."""
+    for offset, source in span.sources():
+        flat[offset : offset + source.numel()].copy_(source)
+
+
+def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[Member, Range]]:
+    """Those that lie in one of the ranges, each with its range."""
+    ordered = sorted(ranges, key=lambda opened: opened.address)
+    bounds = [(opened.address, opened.address + opened.nbytes) for opened in ordered]
+    result = []
+    for member in found:
+        if has_bytes(member.tensor):
+            address = member.tensor.data_ptr()
+            n = bisect_right(bounds, address, key=lambda each: each[0]) - 1
+            if n >= 0 and address < bounds[n][1]:
+                result.append((member, ordered[n]))
+    return result
+
+
+def torch_device(device: Device) -> torch.device:
+    """Where the tensors of `device` are for torch."""
+    return torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+
+
+def torch_memory(device: Device) -> AbstractContextManager[None]:
+    """Within it, what this thread allocates on the CPU comes from torch's own allocator. Changes nothing on CUDA."""
+    return install.stock() if device.kind == "standin" else nullcontext()
+
+
+def stream_of(device: Device) -> Callable[[], int]:
+    """What returns this thread's current stream."""
+    if device.kind == "standin":
+        return lambda: 0
+    return lambda: int(torch.cuda.current_stream(device.ordinal).cuda_stream)
+
+
+def note_of(device: Device) -> Callable[[int, int, bool], None]:
+    """What tells the device that this thread's current stream uses (address, bytes, whether it writes)."""
+    stream = stream_of(device)
+    if device.kind == "standin":
+        return lambda address, nbytes, write: device.note_use(address, nbytes, 0, write)
+    return lambda address, nbytes, write: device.note_stream(stream())
+
+
+@contextmanager
+def swapping() -> Iterator[Pairs]:
+    """At the end points each tensor that was listed at the bytes of the other, all or none.
+
+    The lists are emptied in any case: a traceback that someone keeps must not keep the memory of what failed.
+    """
+    pairs: Pairs = []
+    before: Pairs = []
+    try:
+        yield pairs
+        for tensor, new in pairs:
+            before.append((tensor, _exchange(tensor, new)))
+    except BaseException:
+        for tensor, old in reversed(before):
+            tensor.data = old
+        raise
+    finally:
+        pairs.clear()
+        before.clear()
+
+
+def _exchange(tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Gives the tensor the memory of the other and returns what it had. ManageError where its class does not allow."""
+    try:
+        old = tensor.data
+        tensor.data = new
+    except Exception as error:
+        raise ManageError(
+            f"a {type(tensor).__module__}.{type(tensor).__qualname__} of shape {tuple(tensor.shape)} does not let its "
+            f"memory be exchanged ({error}): a model with such weights cannot be managed"
+        ) from error
+    return old
+
+
+@contextmanager
+def _noted(error: BaseException) -> Iterator[None]:
+    """Undoing after `error`: should that fail too, `error` is still what is raised, and says so."""
+    try:
+        yield
+    except Exception as second:
+        error.add_note(f"and some weights could not be moved back, they are whole where they are: {second}")

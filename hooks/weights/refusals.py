@@ -1,0 +1,42 @@
+"""Models whose weights are moved about by someone else: told so before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ...allocator.errors import ManageError
+
+
+def refuse_what_moves_weights(model: nn.Module) -> None:
+    """ManageError where another library puts other memory behind the weights of `model` while it runs."""
+    for name, module in model.named_modules():
+        where = f"{type(module).__name__} {name!r}" if name else type(module).__name__
+        if getattr(module, "_is_fsdp_managed_module", False):  # FSDP1 and fully_shard alike
+            raise ManageError(
+                f"{where} is sharded by FSDP, which gives its weights other memory in every forward: manage the model "
+                "instead of sharding it, or leave it to FSDP"
+            )
+        if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
+            raise ManageError(
+                f"{where} copies the model to {len(module.device_ids)} devices in every forward: manage the model "
+                "inside (its `module`) and call that, or use one process per device with DistributedDataParallel"
+            )
+        if any(map(_offloads, _accelerate_hooks(module))):
+            raise ManageError(
+                f"{where} is offloaded by accelerate (a device_map with 'cpu' or 'disk', cpu_offload, disk_offload), "
+                "which brings its weights in for each forward: load the model without offloading, or call "
+                "accelerate.hooks.remove_hook_from_submodules(model) first"
+            )
+
+
+def _accelerate_hooks(module: nn.Module) -> Iterator[Any]:
+    hook = getattr(module, "_hf_hook", None)
+    yield from getattr(hook, "hooks", () if hook is None else (hook,))  # a SequentialHook has several
+
+
+def _offloads(hook: Any) -> bool:
+    """AlignDevicesHook says so itself; CpuOffload moves the whole model and has nothing else to tell it by."""
+    return bool(getattr(hook, "offload", False)) or type(hook).__name__ == "CpuOffload"

@@ -1,0 +1,84 @@
+"""Whether a model fits under the budget: asked before anything is moved, so that the answer names the budget that
+would do.
+
+Note [Working room]
+    Beside its weights a model needs its KV cache and its activations. What is asked for here is what a short
+    `generate()` takes, of `SHORT` tokens of one sequence. The cache: a token of a layer is at most two hidden states
+    wide, layers share pages that would be mostly empty (geometry.choose), so pages are at least half full, but for
+    the last. The activations: two float32 copies of the widest, as a rule the logits, which are as wide as the
+    largest dimension of any weight, and a few pages for the allocator's small blocks. A longer prompt or a larger
+    batch needs more, and is told so by torch.OutOfMemoryError when there is no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ...allocator._native import Device
+from ...allocator.errors import BudgetError, ManageError
+from ...allocator.units import format_size
+from ...offload.decide.layout import Layout
+from ...offload.decide.plan import Plan, Rule
+from .layers import text_config
+from .storages import Span
+
+SHORT = 64  # tokens
+_LOGITS = 2 * 4  # bytes per element: two copies in float32
+_SMALL_BLOCKS = 4  # pages
+
+
+def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int) -> int:
+    """Pages that a short use of `model` takes beside its weights; see Note [Working room]."""
+    widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
+    itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
+    configs = map(text_config, model.modules())
+    hidden = next((config.hidden_size for config in configs if hasattr(config, "hidden_size")), 1)
+    token = 2 * itemsize * hidden  # bytes of one layer's keys and values
+    cache = -(-2 * len(layers) * SHORT * token // page_size) + 1
+    return cache + -(-SHORT * widest * _LOGITS // page_size) + _SMALL_BLOCKS
+
+
+def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
+    """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
+    device's budget. BudgetError where that cannot be.
+
+    Sources that are blocks of the pool themselves are not counted as used by others: each is given up once it is
+    copied.
+    """
+    device.trim()
+    device.reap(wait=True)
+    snapshot = device.snapshot()
+    page = device.page_size
+    sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases())))
+    used = sum(count for owner, count in snapshot["pages"].items() if owner != "free")
+    others = max(0, used - sources // page)
+    pages = layout.layer_pages(layers)
+    fixed = others + layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
+    plan = rule.choose(pages, device.budget // page - fixed)
+    if plan is None or fixed + plan.device_pages > device.budget // page:
+        smallest = (fixed + rule.smallest(pages)) * page
+        raise BudgetError((others + layout.pages) * page, device.budget, smallest)
+    return plan
+
+
+def check_host(device: Device, pages: int) -> None:
+    """ManageError where so many pages of twins cannot be had."""
+    left = host_pages_left(device)
+    if pages > left:
+        page = device.page_size
+        raise ManageError(
+            f"the layers that stream need {format_size(pages * page)} of host pages, and "
+            f"{format_size(left * page)} are left: give a larger host budget (ballonet.install(host_budget=...), or "
+            "BALLONET_HOST_BUDGET), or a larger budget for the device; a model that ballonet.from_pretrained() loads "
+            "from safetensors needs none"
+        )
+
+
+def host_pages_left(device: Device) -> int:
+    """Host pages that can still be had; none where the driver cannot map them at a device address."""
+    snapshot = device.snapshot()
+    used = snapshot["host_pages"] - snapshot["host_free"]
+    left: int = snapshot["host_budget"] // device.page_size - used
+    return left if device.host_pages else 0

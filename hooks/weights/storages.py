@@ -1,0 +1,249 @@
+"""The memory behind a model: which bytes its parameters and buffers use, and which of them must move together.
+
+Note [What moves together]
+  A tied weight is one storage under two names; an LSTM's weights are views of one flat buffer that cuDNN wants in one
+  piece. So what moves is the span of bytes that the tensors of one storage use, once and as a whole, and every tensor
+  keeps its place, shape and strides within it. Spans that overlap although their storages are different objects
+  (slices of one mapped file) are one span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...allocator.errors import ManageError, WrongDevice
+
+_WIDEST = 16  # bytes of the widest element (complex128): a span starts at a multiple of it in its storage
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [start, start + nbytes) and the tensors that use them. `layer`: index of the only decoder layer that
+    does."""
+
+    start: int
+    nbytes: int
+    tensors: tuple[torch.Tensor, ...]
+    layer: int | None
+
+    def bases(self) -> dict[int, torch.UntypedStorage]:
+        """The storages that hold the bytes, by address."""
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.tensors}
+
+    def sources(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes themselves: (offset in the span, uint8 view of what one storage holds of it)."""
+        for base, storage in self.bases().items():
+            first = max(base, self.start)
+            last = min(base + storage.nbytes(), self.start + self.nbytes)
+            view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            view.set_(storage, first - base, (last - first,), (1,))
+            yield first - self.start, view
+
+    def over(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """For each tensor its like over `flat`, a uint8[nbytes] that has its storage to itself."""
+        return [_like(tensor, flat, tensor.data_ptr() - self.start) for tensor in self.tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A tensor of a model. `layers`: the indices of the decoder layers that use it, None where something else does."""
+
+    name: str
+    tensor: torch.Tensor
+    layers: set[int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What tensors are for a device. `left`: name of one that cannot be moved -> why. `refused`: the error to raise
+    where all of them have to be on that device, with their values."""
+
+    spans: tuple[Span, ...]
+    left: Mapping[str, str]
+    refused: ManageError | None
+
+
+def members(model: nn.Module, layers: Sequence[nn.Module]) -> list[Member]:
+    """Every parameter and buffer of `model`, each once, under its first name; of a wrapper (torchao's quantized
+    weights) every tensor inside it.
+
+    State that a module keeps outside of its parameters and buffers (bitsandbytes' quant_state) is not among them.
+    """
+    layer_of = _layers_by_module(model, layers)
+    found: dict[int, Member] = {}
+    for module, name, tensor in _tensors(model):
+        found.setdefault(id(tensor), Member(name, tensor, set())).layers.update(layer_of[module])
+    return list(found.values())
+
+
+def survey(found: Iterable[Member], device: torch.device, *, from_host: bool = False) -> Survey:
+    """Which of them can be moved into the pages of `device`. ManageError for overlaps that no storage can hold.
+
+    Left where they are: tensors with no plain memory of their own (sparse, of torch's quantized dtypes), those shared
+    with other processes, those without a value yet and those on another device, unless they come `from_host` and are
+    on the CPU.
+    """
+    movable: list[torch.Tensor] = []
+    homes: dict[int, set[int | None]] = {}
+    left: dict[str, str] = {}
+    refused: ManageError | None = None
+    for member in found:
+        error = None if from_host and _on_host(member.tensor) else _elsewhere(member, device)
+        reason = _reason_to_leave(member.tensor) if error is None else str(error)
+        refused = refused or error
+        if reason is not None:
+            left[member.name] = reason
+        elif member.tensor.numel():
+            movable.append(member.tensor)
+            homes[id(member.tensor)] = member.layers
+    return Survey(tuple(spans(movable, homes)), left, refused)
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Has the tensor memory of its own that can be looked at?"""
+    if is_lazy(tensor) or tensor.device.type == "meta":
+        return False
+    return tensor.numel() > 0 and _reason_to_leave(tensor) is None
+
+
+def spans(tensors: Iterable[torch.Tensor], homes: Mapping[int, set[int | None]]) -> Iterator[Span]:
+    """Groups `tensors` by the bytes they use, in the order in which they come. `homes`: id of a tensor -> its
+    layers."""
+    storages: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    order = {base: position for position, base in enumerate(storages)}
+    merged: list[tuple[int, int, int, list[torch.Tensor]]] = []
+    for start, end, base in sorted((*_extent(base, group), base) for base, group in storages.items()):
+        if merged and start < merged[-1][1]:
+            position, last_end, first, group = merged[-1]
+            merged[-1] = (min(position, order[base]), max(end, last_end), first, group + storages[base])
+        else:
+            merged.append((order[base], end, start, storages[base]))
+    for _, end, start, group in sorted(merged, key=lambda each: each[0]):
+        layers = set[int | None]().union(*(homes.get(id(tensor), {None}) for tensor in group))
+        yield _checked(Span(start, end - start, tuple(group), layers.pop() if len(layers) == 1 else None))
+
+
+def _extent(base: int, tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """First and last address (exclusive) that the tensors of the storage at `base` use."""
+    start = min(tensor.data_ptr() for tensor in tensors)
+    end = max(
+        tensor.data_ptr()
+        + (1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)))
+        * tensor.itemsize
+        for tensor in tensors
+    )
+    return start - (start - base) % _WIDEST, end
+
+
+def _checked(span: Span) -> Span:
+    if any((tensor.data_ptr() - span.start) % tensor.itemsize for tensor in span.tensors):
+        raise ManageError(
+            f"tensors of shapes {[tuple(tensor.shape) for tensor in span.tensors]} overlap in memory at addresses that "
+            "no single storage can hold: clone one of them before manage()"
+        )
+    return span
+
+
+def _like(tensor: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
+    # A tensor made under torch.inference_mode can only be replaced by another such, and a plain one by a plain one.
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        like = torch.empty(0, dtype=tensor.dtype, device=flat.device)
+        like.set_(flat.untyped_storage(), offset // tensor.itemsize, tensor.size(), tensor.stride())
+        if tensor.is_conj():
+            like = like.conj()
+        return torch._neg_view(like) if tensor.is_neg() else like
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """(id of the module, name, tensor) of every parameter and buffer; of a wrapper, of every tensor inside it."""
+    for prefix, module in model.named_modules():
+        members = (
+            *module.named_parameters(prefix, recurse=False, remove_duplicate=False),
+            *module.named_buffers(prefix, recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in members:
+            for inner_name, inner in _unwrapped(name, tensor):
+                yield id(module), inner_name, inner
+
+
+def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    wrapper: Any = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
+        yield name, tensor
+        return
+    for attribute in wrapper.__tensor_flatten__()[0]:
+        inner = getattr(wrapper, attribute)
+        if isinstance(inner, torch.Tensor):  # DTensor names its mesh, too
+            yield from _unwrapped(f"{name}.{attribute}", inner)
+
+
+def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int | None]]:
+    """id of each module -> the indices of the layers that contain it, with None where it can be reached around them."""
+    found: dict[int, set[int | None]] = {}
+
+    def visit(module: nn.Module, layer: int | None) -> None:
+        if layer not in found.setdefault(id(module), set()):
+            found[id(module)].add(layer)
+            for child in module.children():
+                if layer is not None or id(child) not in tops:
+                    visit(child, layer)
+
+    tops = {id(layer) for layer in layers}
+    visit(model, None)
+    for index, layer in enumerate(layers):
+        visit(layer, index)
+    return found
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and not is_lazy(tensor)
+
+
+def _elsewhere(member: Member, device: torch.device) -> ManageError | None:
+    """What to say of a tensor that has no values, or not on `device`."""
+    if is_lazy(member.tensor):
+        return ManageError(
+            f"{member.name} has no shape yet: run the model once, so that its lazy modules know their sizes"
+        )
+    if member.tensor.device.type == "meta":
+        return ManageError(
+            f"{member.name} is on the meta device, which holds no values: load the weights first, without offloading "
+            f"them (device_map={str(device)!r})"
+        )
+    if member.tensor.device != device:
+        return WrongDevice(
+            f"{member.name} is on {member.tensor.device}, but ballonet was installed for {device}: call "
+            f"model.to({str(device)!r}) first, or load the model with ballonet.from_pretrained(), also where it is "
+            "larger than the device, or install(device=...) for the device that the model is on"
+        )
+    return None
+
+
+def _reason_to_leave(tensor: torch.Tensor) -> str | None:
+    if tensor.layout is not torch.strided:
+        return f"its layout is {tensor.layout}"
+    if tensor.is_quantized:
+        return f"its dtype is {tensor.dtype}, whose scales lie outside its memory"
+    if tensor.numel() and not _has_memory(tensor):
+        return f"it is a {type(tensor).__name__}, which has no memory of its own"
+    if tensor.device.type == "cpu" and tensor.is_shared():
+        return "it is shared with other processes"
+    if hasattr(tensor, "CB") and hasattr(tensor, "SCB"):  # an Int8Params of bitsandbytes
+        return f"it is a {type(tensor).__name__}, whose layer puts its memory back after each forward"
+    return None
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except (NotImplementedError, RuntimeError):
+        return False

@@ -1,0 +1,1 @@
+"""Decisions: numbers in, frozen answers out. No device call, no clock, no torch."""

@@ -1,0 +1,306 @@
+"""The coordinator (Select-N §4.5): at which intervals models stream over one link, so that each meets its SLO and most
+host memory is used. Numbers in, a choice or a refusal out.
+
+Words
+    rate   bytes per second that a model takes of a link that it has to itself: bytes of an iteration over its time
+    need   bytes per second without which its iterations miss their SLO
+
+Note [Fair shares]
+    A link that is asked for more than it has serves all alike: who asks for no more than an equal share gets that, and
+    the others get equal shares of the rest. So with s the largest need, all get what they need exactly where
+    Σ min(rate, s) is no more than what the link has: who asks for more than s gets s or more. That is so whenever
+    Σ rate is below the bandwidth, the paper's condition (Figure 8, is_valid). And it is so for a model alone at any
+    interval that meets its SLO, the paper's special case: while the others are idle it gets its smallest.
+    Rates are averages, as in the paper. Copies of several models that meet halve each other's speed, and slots hold no
+    more than the next layers: an SLO without any slack can still be missed, by a few percent, where a model needs more
+    than an equal part of the link. With need no larger than that none can.
+
+Note [Figure 8]
+    Read here: ⌊L/i⌋ layers stream, not L/i; an iteration takes what it takes at that interval, not the same at all of
+    them; no interval at all (the paper's ∞) is L + 1; where no combination is valid there is none to take the best of.
+    With fewer bytes per second than were measured a copy may end late though bytes over time still fit, as a slot is
+    busy while its layer computes: hence need beside rate. With layers of several sizes the intervals that fit are not
+    all those below one of them: each is tried.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Final, Literal
+
+from ...allocator.units import format_time
+from .interval import Costs
+from .plan import Plan
+
+FIXED: Final = 0  # in the place of an interval
+_PARTS: Final = 1024  # of the link: how finely needs are told apart
+
+Reason = Literal["memory", "slo", "link"]
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A model that streams over the link. `costs` with the link to itself; `slo`: seconds that an iteration may take,
+    infinite where nobody said; `available`: device pages for its layers and slots, of which it keeps `least`; `only`:
+    the interval that somebody asked for; `fixed`: what it streams whatever anyone wants, which is no interval
+    (FIXED)."""
+
+    name: str
+    costs: Costs
+    page_bytes: int
+    slo: float
+    available: int
+    idle: bool = False
+    only: int | None = None
+    fixed: Plan | None = None
+    least: int = 0
+
+    def plan(self, interval: int) -> Plan:
+        """ValueError for an interval below 1, where it is not FIXED."""
+        return self.costs.plan(interval) if self.fixed is None else self.fixed
+
+    def bandwidth(self, part: int) -> int:
+        """Bytes per second: so many parts of the link that `costs` was measured on."""
+        return math.ceil(self.page_bytes / self.costs.page_seconds * part / _PARTS)
+
+    def time(self, interval: int, bandwidth: int) -> float:
+        """Seconds of an iteration with so many bytes per second, and no more than were measured."""
+        if bandwidth < 1:
+            return math.inf if self.plan(interval).streamed else self.costs.seconds
+        page_seconds = max(self.costs.page_seconds, self.page_bytes / bandwidth)
+        return replace(self.costs, page_seconds=page_seconds).of(self.plan(interval))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An interval; the bytes that it keeps on the host and copies in each iteration; bytes per second."""
+
+    interval: int
+    host: int
+    rate: int
+    need: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What each model that is not idle streams, by name. `level`: the bytes per second that each gets if it asks."""
+
+    options: dict[str, Option]
+    level: int
+
+    @property
+    def host(self) -> int:
+        """Bytes kept on the host."""
+        return sum(option.host for option in self.options.values())
+
+    @property
+    def rate(self) -> int:
+        """Bytes per second of the link that are counted with."""
+        return sum(min(option.rate, self.level) for option in self.options.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No interval of `model` is possible beside the models before it. Each of the others is what alone would make one
+    possible, None where nothing of its kind does: `slo` in seconds, `pages` of the device for its layers, `bandwidth`
+    of the link in bytes per second."""
+
+    model: str
+    reason: Reason
+    slo: float | None
+    pages: int | None
+    bandwidth: int | None
+
+    @property
+    def why(self) -> str:
+        """The reason in words."""
+        return {
+            "memory": "its layers do not fit, even if all of them stream",
+            "slo": "no interval that fits the memory meets its SLO",
+            "link": "the link has too little left for any interval that fits the memory and meets its SLO",
+        }[self.reason]
+
+    def __str__(self) -> str:
+        ways = []
+        if self.slo is not None:
+            ways.append(f"an SLO of {format_time(self.slo)}")
+        if self.pages is not None:
+            ways.append(f"{self.pages} device pages for its layers")
+        if self.bandwidth is not None:
+            ways.append(f"{self.bandwidth / 1e9:.1f} GB/s of the link")
+        return f"{self.model}: {self.why}." + (f" What would do: {', or '.join(ways)}." if ways else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """`missed`: whose SLO was given up, and why."""
+
+    shares: Shares
+    missed: dict[str, Refusal]
+
+
+_Sum = tuple[int, int, tuple[int, ...], tuple[Option, ...]]  # -bytes on the host, bytes per second, intervals, of what
+
+
+def options(client: Client) -> tuple[Option, ...]:
+    """The intervals that fit the memory and meet the SLO on a link of the client's own; without an SLO the one that
+    streams least, as there is nothing to trade memory for."""
+    found = _valid(client)
+    return found if client.slo < math.inf else tuple(sorted(found, key=lambda each: (each.host, each.interval))[:1])
+
+
+def share(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> Shares | Refusal:
+    """The intervals with which every SLO is met and most host memory is used; of several the one with the smallest
+    largest need, then with the fewest bytes per second, then with the smallest intervals in the order of `clients`. The
+    latter come in the order in which they were admitted: refused is the first that does not go with those before it.
+    `bandwidth` of the link and other `traffic` on it in bytes per second."""
+    left = max(0, math.floor(bandwidth - traffic))
+    active = [client for client in clients if not client.idle]
+    tables = [options(client) for client in active]
+    best = _best(tables, left)
+    if best is not None:
+        chosen, level = best
+        return Shares({client.name: option for client, option in zip(active, chosen, strict=True)}, level)
+    count = next(n for n in range(1, len(active) + 1) if not _possible(tables[:n], left))
+    return _refusal(active[count - 1], tables[: count - 1], left)
+
+
+def settle(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> Settled:
+    """`share` between iterations, when no model can be sent away any more: where the link got slower the newest that
+    does not go with those before it keeps streaming what its memory demands, and its SLO is given up. ValueError for
+    layers that do not fit."""
+    missed: dict[str, Refusal] = {}
+    while isinstance(found := share(clients, bandwidth, traffic), Refusal):
+        if found.reason == "memory":
+            raise ValueError(str(found))
+        names = [client.name for client in clients]
+        before = clients[: names.index(found.model) + 1]
+        newest = next(each.name for each in reversed(before) if not each.idle and each.slo < math.inf)
+        missed[newest] = found
+        clients = [replace(each, slo=math.inf) if each.name == newest else each for each in clients]
+    return Settled(found, missed)
+
+
+def _fitting(client: Client) -> Iterator[int]:
+    every = range(1, client.costs.none + 1) if client.only is None else (client.only,)
+    every = every if client.fixed is None else (FIXED,)
+    return (i for i in every if client.least <= client.plan(i).device_pages <= client.available)
+
+
+def _valid(client: Client) -> tuple[Option, ...]:
+    anywhere = _valid_anywhere(replace(client, name="", available=2 * sum(client.costs.pages), idle=False))
+    return tuple(each for each in anywhere if client.plan(each.interval).device_pages <= client.available)
+
+
+@lru_cache(maxsize=256)
+def _valid_anywhere(client: Client) -> tuple[Option, ...]:
+    found = ((interval, _need(client, interval)) for interval in _fitting(client))
+    return tuple(_option(client, interval, need) for interval, need in found if need is not None)
+
+
+def _option(client: Client, interval: int, need: int) -> Option:
+    plan = client.plan(interval)
+    host = plan.host_pages * client.page_bytes
+    return Option(interval, host, max(need, math.ceil(host / client.costs.of(plan))), need)
+
+
+def _need(client: Client, interval: int) -> int | None:
+    """None where the whole link is not enough."""
+
+    def enough(part: int) -> bool:
+        return client.time(interval, client.bandwidth(part)) <= client.slo
+
+    if not enough(_PARTS):
+        return None
+    if enough(0):
+        return 0
+    part, step = _least_part(client, interval), 1  # not enough, or just so: from there on in growing steps
+    while part + step < _PARTS and not enough(part + step):
+        part, step = part + step, 2 * step
+    parts = range(max(0, part - 1), min(part + step, _PARTS) + 1)
+    return client.bandwidth(parts[bisect_left(parts, True, key=enough)])
+
+
+def _least_part(client: Client, interval: int) -> int:
+    """The largest part of the link over which the bytes of an iteration take at least as long as the SLO."""
+    pages = client.plan(interval).host_pages
+    return min(_PARTS - 1, math.floor(pages * client.costs.page_seconds / client.slo * _PARTS)) if pages else 0
+
+
+def _levels(tables: Sequence[Sequence[Option]]) -> list[int]:
+    """What the largest need may be."""
+    return sorted({0, *(option.need for table in tables for option in table)})
+
+
+def _best(tables: Sequence[Sequence[Option]], left: int) -> tuple[tuple[Option, ...], int] | None:
+    """One option of each table, and the largest need. A knapsack for each largest need that is possible: of the sums so
+    far those are kept that no other beats in both bytes on the host and bytes per second."""
+    best: tuple[tuple[Option, ...], int] | None = None
+    most = -1
+    for level in _levels(tables):
+        sums: list[_Sum] = [(0, 0, (), ())]
+        for table in tables:
+            sums = _undominated(
+                (host - each.host, rate + min(each.rate, level), (*intervals, each.interval), (*chosen, each))
+                for host, rate, intervals, chosen in sums
+                for each in table
+                if each.need <= level and rate + min(each.rate, level) <= left
+            )
+        if sums and -sums[0][0] > most:
+            most, best = -sums[0][0], (sums[0][3], level)
+    return best
+
+
+def _undominated(sums: Iterable[_Sum]) -> list[_Sum]:
+    """Those with the most bytes on the host first; each next one with fewer bytes per second than all before it."""
+    kept: list[_Sum] = []
+    for each in sorted(sums, key=lambda each: each[:3]):
+        if not kept or each[1] < kept[-1][1]:
+            kept.append(each)
+    return kept
+
+
+def _possible(tables: Sequence[Sequence[Option]], left: int) -> bool:
+    needed = _needed(tables)
+    return needed is not None and needed <= left
+
+
+def _needed(tables: Sequence[Sequence[Option]]) -> int | None:
+    """The least bytes per second with which one option of each table goes together."""
+    sums = []
+    for level in _levels(tables):
+        least = [min((min(o.rate, level) for o in table if o.need <= level), default=None) for table in tables]
+        if None not in least:
+            sums.append(sum(each for each in least if each is not None))
+    return min(sums, default=None)
+
+
+def _refusal(client: Client, before: Sequence[Sequence[Option]], left: int) -> Refusal:
+    reason: Reason = "link" if options(client) else "slo" if next(_fitting(client), None) is not None else "memory"
+    anywhere = _valid(replace(client, available=sum(client.costs.pages)))
+    enough = [each.interval for each in anywhere if _possible([*before, (each,)], left)]
+    pages = min((client.plan(interval).device_pages for interval in enough), default=None)
+    needed = _needed([*before, options(client)])
+    return Refusal(client.name, reason, _nearest(client, before, left), pages, needed)
+
+
+def _nearest(client: Client, before: Sequence[Sequence[Option]], left: int) -> float | None:
+    """The smallest SLO that can be met beside the others: by the most of the link that each interval can count on."""
+
+    times = []
+    for interval in _fitting(client):
+        demands = [client.bandwidth(part) for part in range(_PARTS + 1)]
+        count = bisect_left(
+            demands, True, key=partial(_beyond, client=client, interval=interval, before=before, left=left)
+        )
+        if count:
+            times.append(client.time(interval, demands[count - 1]))
+    return min((time for time in times if time < math.inf), default=None)
+
+
+def _beyond(need: int, client: Client, interval: int, before: Sequence[Sequence[Option]], left: int) -> bool:
+    return not _possible([*before, (_option(client, interval, need),)], left)

@@ -1,0 +1,218 @@
+"""What streaming costs: the time of one pass over a model of which some layers are copied in while it runs.
+
+Words
+    streamed    a layer whose weights are on the host and are copied into a slot before it computes (m of n layers)
+    slot        device memory that streamed layers take turns in (β of them)
+    gap         layers from a streamed one up to and including the next, around the circle: pass follows pass
+    ratio       r = transfer time of a layer / its compute time
+
+Note [The schedule]
+    The link copies streamed layers in the order in which they compute, one at a time. A copy starts when the one before
+    it is done and the layer that had its slot has computed; a streamed layer computes when the layer before it has, and
+    its copy is done. That is all there is, and `simulate` works it out. For layers all alike, evenly spaced, closed
+    forms say the same (`one_slot`, `two_slots`; Oneiros §5.2 and Select-N §4.3 in one model). Times are in any unit,
+    sizes of layers need not be equal.
+
+Note [Whose slot]
+    In the papers a layer takes whichever slot is free. Here its addresses lead to one slot for good, or every token
+    would cost page table updates. Where the slots do not divide the streamed layers, the last of a pass and the first
+    of the next share one, and the link waits for about one layer per pass: `simulate` knows both.
+
+Note [As submitted]
+    What really runs (move/ring.py) submits a copy when the layer that had the slot has computed, and the link takes
+    copies as they come: where slots do not divide the layers that of the second layer of the next pass comes before
+    that of the first, and the link waits for less. And what is alone in its slot is copied once and stays.
+    `as_submitted` knows that; where slots divide the layers, and no slot has but one, it is the same as `simulate`.
+
+Note [Two slots]
+    With gaps that differ max(n, m·r) is too little for some r between them: n = 4, m = 3, r = 4/3, gaps 1, 1, 2 takes
+    13/3. With β slots a copy starts when the β-th streamed layer before it has computed. So compute never waits if any
+    c copies fit, β slots ahead, between the end of a streamed layer and the start of the one that is c + β - 1 gaps
+    later; and the link never waits if any c copies take as long as the c - β + 1 gaps computed meanwhile, and a layer.
+    Where neither is so no formula is given. Gaps that are all alike, and whole r with even gaps, always have one.
+
+Note [The cycle]
+    When everything is done with a pass follows from when it was done with the one before by sums and maxima alone: one
+    pass is a matrix over (max, +). What passes take in the long run is the largest mean of a cycle in it. To follow the
+    passes until they repeat would not do: where the link is a millionth faster than compute that takes a million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+from math import lcm
+from operator import add
+
+Time = Fraction
+
+
+def evenly(layers: int, streamed: int) -> tuple[int, ...]:
+    """Indices of `streamed` layers spread around the circle of `layers`: ⌊j·n/m⌋ (Oneiros §5.2). ValueError."""
+    if not 0 <= streamed <= layers:
+        raise ValueError(f"{streamed} of {layers} layers cannot be streamed")
+    return tuple(j * layers // streamed for j in range(streamed))
+
+
+def every(layers: int, interval: int) -> tuple[int, ...]:
+    """Indices of the last layer of every `interval` (Select-N §4.3): ⌊n/i⌋ of them. ValueError."""
+    if not 1 <= interval <= layers:
+        raise ValueError(f"an interval of {interval} is not between 1 and the {layers} layers")
+    return tuple(range(interval - 1, layers, interval))
+
+
+def gaps(layers: int, at: Sequence[int]) -> tuple[int, ...]:
+    """From each streamed layer to the next one around the circle; they add up to `layers`. `at` is ascending."""
+    if list(at) != sorted(set(at)) or (at and not 0 <= at[0] <= at[-1] < layers):
+        raise ValueError(f"streamed layers are distinct, ascending and below {layers}, not {list(at)}")
+    return tuple((after - before - 1) % layers + 1 for before, after in zip(at, [*at[1:], *at[:1]], strict=True))
+
+
+def is_even(layers: int, at: Sequence[int]) -> bool:
+    """Are the gaps as equal as they can be?"""
+    found = gaps(layers, at)
+    return not found or max(found) - min(found) <= 1
+
+
+def one_slot(layers: int, at: Sequence[int], ratio: Time) -> Time:
+    """Time of a pass, in layers, with one slot: Σ max(k, r + 1) over the gaps. The slot is busy until its layer has
+    computed, so a copy has what is left of the gap."""
+    return sum((max(Time(gap), ratio + 1) for gap in gaps(layers, at)), Time(0)) if at else Time(layers)
+
+
+def two_slots(layers: int, streamed: int, ratio: Time) -> Time:
+    """Time of a pass, in layers, with two slots or more and even gaps: max(n, m·r). The link never waits. See Note [Two
+    slots]."""
+    return max(Time(layers), streamed * ratio)
+
+
+def closed_form(layers: int, at: Sequence[int], slots: int, ratio: Time) -> Time | None:
+    """The time of a pass in layers where a formula gives it: equal layers, even gaps; else None."""
+    if not is_even(layers, at):
+        return None
+    if slots == 1:
+        return one_slot(layers, at, ratio)
+    return two_slots(layers, len(at), ratio) if _keeps_up(layers, at, slots, ratio) else None
+
+
+def _keeps_up(layers: int, at: Sequence[int], slots: int, ratio: Time) -> bool:
+    """See Note [Two slots]."""
+    count, time, unit, others = len(at), ratio.numerator, ratio.denominator, slots - 1
+    around = gaps(layers, at) * (slots // max(1, count) + 3)
+    ends = list(accumulate(around, initial=0))  # layers computed so far, at each streamed one
+    turns = range(count)
+    if count * ratio <= layers:
+        return all(
+            copies * time <= (ends[start + copies + others] - ends[start] - 1) * unit
+            for start in turns
+            for copies in turns
+        )
+    return all(
+        (ends[start + passed] - ends[start] + 1) * unit <= (passed + others) * time
+        for start in turns
+        for passed in turns
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """The steady state of pass after pass, per pass, in the unit of the times that were given."""
+
+    time: Time
+    compute: Time
+    link: Time  # the link is busy
+
+    @property
+    def stall(self) -> Time:
+        """Compute waits for copies."""
+        return self.time - self.compute
+
+
+def simulate(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: int | Sequence[int]) -> Pass:
+    """Pass after pass. `compute`: of each layer; `transfer`: of each streamed one, in the order of `at`; `slots`: how
+    many there are, the next copy goes to the one that is free first, or the slot of each streamed layer. See Note [The
+    schedule], Note [Whose slot], Note [The cycle]. ValueError."""
+    if len(transfer) != len(at):
+        raise ValueError(f"{len(at)} layers are streamed, and {len(transfer)} transfer times given")
+    if not isinstance(slots, int) and len(slots) != len(at):
+        raise ValueError(f"{len(at)} layers are streamed, and {len(slots)} slots given")
+    count = slots if isinstance(slots, int) else max(slots, default=-1) + 1
+    if count < 1 and at:
+        raise ValueError(f"{len(at)} streamed layers need a slot")
+    gaps(len(compute), at)  # checks `at`
+    total, link = sum(compute, Time(0)), sum(transfer, Time(0))
+    if not at:
+        return Pass(total, total, link)
+    scale = lcm(*(each.denominator for each in (*compute, *transfer)))
+    computing, copying = ([int(each * scale) for each in times] for times in (compute, transfer))
+    copies = dict(zip(at, copying, strict=True))
+    longest = sum(computing) + sum(copying)
+    return Pass(_steady(lambda state: _one_pass(state, computing, copies, slots), count, longest) / scale, total, link)
+
+
+def as_submitted(compute: Sequence[Time], transfer: Sequence[Time], at: Sequence[int], slots: Sequence[int]) -> Pass:
+    """As `simulate` with the slot of each streamed layer. See Note [As submitted]. `link` counts what is copied."""
+    turns = {slot: [layer for layer, its in zip(at, slots, strict=True) if its == slot] for slot in {*slots}}
+    shared = [layers for layers in turns.values() if len(layers) > 1]
+    following = {layer: after for each in shared for layer, after in zip(each, [*each[1:], each[0]], strict=True)}
+    slot_of = {layer: slot for slot, layers in enumerate(shared) for layer in layers}
+    times = {layer: time for layer, time in zip(at, transfer, strict=True) if layer in following}
+    total, link = sum(compute, Time(0)), sum(times.values(), Time(0))
+    if not times:
+        return Pass(total, total, link)
+    scale = lcm(*(each.denominator for each in (*compute, *times.values())))
+    computing = [int(each * scale) for each in compute]
+    copying = {layer: int(time * scale) for layer, time in times.items()}
+
+    def one_pass(state: list[int]) -> list[int]:
+        """`state`: when compute and the link are done, and when what each slot is to hold is there."""
+        now, copied, *there = state
+        for layer, time in enumerate(computing):
+            if layer not in following:
+                now += time
+                continue
+            slot = slot_of[layer]
+            now = max(now, there[slot]) + time
+            copied = there[slot] = max(copied, now) + copying[following[layer]]
+        return [now, copied, *there]
+
+    return Pass(_steady(one_pass, len(shared), sum(computing) + sum(copying.values())) / scale, total, link)
+
+
+def _steady(one_pass: Callable[[list[int]], list[int]], slots: int, longest: int) -> Time:
+    """What passes take in the long run. `longest`: no pass takes more."""
+    size = slots + 2
+    never = -size * (longest + 1)  # a path through it is longer than none
+    return _cycle_time([one_pass([0 if i == j else never for j in range(size)]) for i in range(size)])
+
+
+def _one_pass(
+    state: list[int], compute: Sequence[int], copies: Mapping[int, int], slots: int | Sequence[int]
+) -> list[int]:
+    """`state`: when compute and the link are done with the last pass, and when each slot is free. Slots that are not
+    given for good are a queue, as they are freed in the order in which they were taken."""
+    now, copied, *free = state
+    turns = iter((0,) * len(copies) if isinstance(slots, int) else slots)
+    for layer, time in enumerate(compute):
+        if layer in copies:
+            slot = next(turns)
+            copied = max(copied, free[slot]) + copies[layer]
+            now = max(now, copied)
+        now += time
+        if layer in copies:
+            free[slot] = now
+            if isinstance(slots, int):
+                free.append(free.pop(0))
+    return [now, copied, *free]
+
+
+def _cycle_time(steps: Sequence[Sequence[int]]) -> Fraction:
+    """The largest mean of a cycle, `steps[i][j]` being the length of the step from i to j (Karp 1978)."""
+    size = len(steps)
+    walks = [[0] * size]  # walks[k][j]: the longest of k steps that ends at j
+    for _ in range(size):
+        walks.append([max(map(add, walks[-1], column)) for column in zip(*steps, strict=True)])
+    last = walks.pop()
+    return max(min(Fraction(end - walk[j], size - k) for k, walk in enumerate(walks)) for j, end in enumerate(last))

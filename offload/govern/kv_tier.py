@@ -1,0 +1,243 @@
+"""A KV cache as the governor of its device knows it: what of it may be taken, what is copied behind, and what comes
+home.
+
+Note [Who calls]
+    The thread that uses the cache calls `iteration`, `grown`, `look` and `bring_back`; the governor everything else, on
+    any thread, `offers` even under its lock, or in a finalizer, in the middle of anything. So nobody waits here for the
+    lock that may have been called so, and nobody who holds it calls the governor.
+
+Note [Before it is copied]
+    A draft of the reclaim list (published.py) may have a page as dirty while its twin gets a page here. Published then,
+    it would mean a twin that holds the bytes. So the governor is told between the two: what is drafted is void.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from threading import Lock
+from typing import Any, Protocol
+
+from ...allocator._native import Device, Group, Transfer
+from ...allocator.errors import BallonetError, PoolExhausted
+from ...allocator.events import Events
+from ..decide.ahead import ahead, window
+from ..decide.ladder import Rung
+from ..move.kv_twin import KVTwin, Run, arrange
+from .seat import LAYERS, Offer
+
+
+class Host(Protocol):
+    """What of the governor a cache uses."""
+
+    @property
+    def events(self) -> Events: ...
+    @property
+    def page_seconds(self) -> float | None: ...
+    @property
+    def scarce(self) -> bool: ...
+    def add_cache(self, cache: Any) -> int: ...
+    def remove_cache(self, number: int) -> None: ...
+    def cache_changed(self, number: int) -> None: ...
+    def copies_changed(self) -> None: ...
+    def taken_of(self, number: int) -> frozenset[int]: ...
+    def homecoming(self, number: int) -> int: ...
+    def publish_now(self) -> None: ...
+    def wait_for_pages(self, timeout: float) -> bool: ...
+
+
+class KVTier:
+    """The ranges of one cache; refers to them weakly, and the governor to it."""
+
+    def __init__(self, device: Device, group: Group, governor: Host) -> None:
+        """`group`: of all its ranges."""
+        self.name = "KV cache"
+        self.lock = Lock()
+        self.used = time.monotonic()  # when tokens were appended last
+        self.layers = 0  # that append in an iteration
+        self.patient = True  # did others give what they lease when they were waited for last?
+        self._device = device
+        self._group = group
+        self.governor = governor
+        self._twins: list[weakref.ref[KVTwin]] = []
+        self._tokens: list[float] = []  # on a page of each
+        self._transfers: dict[str, Transfer] = {}
+        self._stream = 0  # that tokens were appended on last
+        self._reclaimed = 0
+        self._leader: tuple[int, int] | None = None
+        self._since = 0  # appends since its last
+        self._news = False
+        self._behind: dict[str, object] = {}  # who is about to copy what is marked
+        self._next = count()
+        self._runs: dict[int, Run] = {}  # by index of the offer
+        self.number = governor.add_cache(self)
+        weakref.finalize(self, governor.remove_cache, self.number).atexit = False
+
+    @property
+    def running(self) -> bool:
+        """Does any thread lease it?"""
+        return self._group.leases > 0
+
+    @property
+    def displaced(self) -> int:
+        """Pages that lie on the host and would be on the device if there were room, as far as known."""
+        return sum(twin.away for twin in self._there())
+
+    # -- for the thread that uses it
+
+    def add(self, twin: KVTwin, tokens: float) -> int:
+        """One more range, with so many tokens on a page. Returns its number."""
+        self._tokens.append(tokens)
+        self._twins.append(weakref.ref(twin))
+        return len(self._twins) - 1
+
+    def begins(self, who: tuple[int, int]) -> bool:
+        """A layer, (range, place in it), is about to append: is it the first one of an iteration?"""
+        self._since += 1
+        if who != self._leader and self._leader is not None and self._since <= self.layers:
+            return False
+        self._leader, self._since = who, 0
+        return True
+
+    def iteration(self, stream: int) -> None:
+        """Before the first layer appends, on `stream`. DriverError."""
+        if self.governor.taken_of(self.number):
+            self._see()
+        with self.lock:
+            settled = not self._behind and self._settle()
+        if settled or self._news:
+            self._news = False
+            self.governor.cache_changed(self.number)
+        pages = self.governor.homecoming(self.number) if self.displaced else 0
+        self.used, self._stream = time.monotonic(), stream
+        if pages:
+            self.bring_back(pages, stream)
+
+    def grown(self, soon: bool) -> None:
+        """More pages are full. `soon`: the governor is told before the next iteration, where pages are scarce."""
+        if soon and self.governor.scarce:
+            self.governor.cache_changed(self.number)
+        else:
+            self._news = True
+
+    def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
+        """A token came to the range of this number; see `ahead`."""
+        width = window(self._device.page_size)
+        for each in ahead(number, len(self._twins), width, took=took, next_takes=next_takes):
+            if (twin := self._twins[each]()) is not None:
+                twin.map_ahead()
+
+    def look(self) -> None:
+        """Finds out what was taken."""
+        reclaimed = self._device.snapshot()["reclaimed"]
+        if reclaimed != self._reclaimed:
+            self._see()
+            self._reclaimed = reclaimed
+
+    def _see(self) -> None:
+        for twin in self._there():
+            twin.look()
+
+    def bring_back(self, pages: int, stream: int) -> int:
+        """So many pages that are away come home, if there is room; returns how many did. DriverError."""
+        self.look()
+        back, began = 0, time.monotonic()
+        for twin in self._there():
+            if twin.away and back < pages:
+                back += twin.bring_back(pages - back, self.transfer, stream)
+        if back:
+            self.decided(Rung.RUNNING_KV.label, "revert", back, self._copying(back), time.monotonic() - began)
+            self.governor.cache_changed(self.number)
+        return back
+
+    def decided(
+        self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
+    ) -> None:
+        """Something about its pages, by this thread. Times are in seconds."""
+        self.governor.events.decided(lever, verb, pages, what=self.name, predicted=predicted, measured=measured)
+
+    @property
+    def transfer(self) -> Transfer:
+        """The stream of its copies."""
+        made = self._transfers.get("copies")
+        return made or self._transfers.setdefault("copies", Transfer(self._device))
+
+    # -- for the governor
+
+    def offers(self) -> Sequence[Offer]:
+        """What may be taken, in this order."""
+        self.look()
+        known = {run[:3]: index for index, run in self._runs.items()}
+        offered: dict[int, Run] = {}
+        for run in self._arranged():
+            index = known.get(run[:3])
+            while index is None or index in offered:
+                index = next(self._next) % LAYERS
+                index = None if index in self._runs else index
+            offered[index] = run
+        self._runs = offered
+        return [Offer(index, run.pieces, run.clean) for index, run in offered.items()]
+
+    def entry(self, index: int) -> tuple[Group, list[Any]] | None:
+        """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""
+        run = self._runs.get(index)
+        twin = None if run is None else self._twins[run.range]()
+        part = None if run is None or twin is None else twin.part(run.first, run.pieces)
+        return None if part is None else (self._group, [part])
+
+    def write_behind(self, pages: int) -> None:
+        """Starts to copy up to so many full pages to the host, those first that would be taken first, and notices what
+        was copied before. See Note [Before it is copied]. Does nothing where the driver will not."""
+        me = object()
+        try:
+            if self.lock.locked() or self._behind.setdefault("now", me) is not me:  # perhaps by this very thread
+                return
+            with self.lock:
+                settled = self._settle()
+                chosen = self._dirty(pages)
+                for twin, pieces in chosen.items():
+                    twin.mark(pieces)
+            if settled or chosen:
+                self.governor.copies_changed()
+            with self.lock, suppress(BallonetError, PoolExhausted):
+                self._copy_behind(chosen)
+        finally:
+            if self._behind.get("now") is me:
+                del self._behind["now"]
+
+    def _copy_behind(self, chosen: dict[KVTwin, list[int]]) -> None:
+        ready = {twin: twin.copy_behind(pieces) for twin, pieces in chosen.items()}
+        copies = [copy for _, found in ready.values() for copy in found]
+        if copies:
+            done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
+            self.decided("write-behind", "pull", len(copies), self._copying(len(copies)))
+            for twin, (mapped, _) in ready.items():
+                twin.copied(mapped, done)
+
+    def _copying(self, pages: int) -> float | None:
+        """Seconds for so many pages, None where the link was not measured."""
+        seconds = self.governor.page_seconds
+        return None if seconds is None else pages * seconds
+
+    def _dirty(self, pages: int) -> dict[KVTwin, list[int]]:
+        chosen: dict[KVTwin, list[int]] = {}
+        for run in self._arranged():
+            twin = self._twins[run.range]()
+            if pages > 0 and twin is not None and not run.clean and not twin.restless:
+                pieces = range(run.first, run.first + min(run.pieces, pages))
+                chosen.setdefault(twin, []).extend(pieces)
+                pages -= len(pieces)
+        return chosen
+
+    def _arranged(self) -> list[Run]:
+        found = [ref() for ref in self._twins]
+        return arrange([[] if twin is None else list(twin.spans()) for twin in found], self._tokens)
+
+    def _settle(self) -> bool:
+        return sum(twin.settle() for twin in self._there()) > 0
+
+    def _there(self) -> Iterator[KVTwin]:
+        return (twin for ref in tuple(self._twins) if (twin := ref()) is not None)

@@ -1,0 +1,92 @@
+"""All that may be taken of a device's models and caches, as lots of the ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..decide.ladder import Lot, Rung, above_floors, ordered
+from ..decide.reclaim import givable, listing
+from ..decide.remap import Model
+from .caches import CacheSeat
+from .seat import Offer
+from .situation import Situation
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A cache at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it was
+    used last; its pages that are away."""
+
+    seat: CacheSeat
+    offers: Sequence[Offer]
+    active: bool
+    used: float
+    displaced: int
+
+
+def listed(now: Situation, of_models: Iterable[Lot], caches: Sequence[Held]) -> list[Lot]:
+    """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed."""
+    return above_floors(ordered([*of_models, *_of_caches(now, caches)]), _spare(now, caches))
+
+
+def of_models(now: Situation) -> Iterator[Lot]:
+    """Layers, in the order of reclaim.py."""
+    seats = {seat.name: seat for seat in now.seats if seat.auto and not seat.held}
+    models = {name: now.model(seat) for name, seat in seats.items()}
+    gone = {name: {*seat.model.plan.streamed, *seat.taken} for name, seat in seats.items()}
+    hidden = {name: _hidden(model) for name, model in models.items()}
+    for name, layer in listing(models.values(), gone):
+        seat, model = seats[name], models[name]
+        pages = model.plan.pages[layer]
+        hidden[name] -= pages
+        if not model.active:
+            rung, lost = Rung.IDLE_WEIGHTS, 0.0
+        elif hidden[name] >= 0:
+            rung, lost = Rung.HIDDEN_WEIGHTS, 0.0
+        else:
+            rung, lost = Rung.STALLING_WEIGHTS, model.costs.page_seconds
+        # Of one recency: equals are in their order already.
+        yield Lot(rung, seat.number, layer, pages, model.priority, 0.0, lost, 0.0, seat.number)
+
+
+def _hidden(model: Model) -> int:
+    """Pages that it can give while the copies hide."""
+    return givable(replace(model, base=0))
+
+
+def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
+    priorities = {seat.number: seat.model.priority for seat in now.seats}
+    seconds = now.page_seconds or 0.0
+    for held in caches:
+        number, owner = held.seat.number, held.seat.model
+        rung = Rung.RUNNING_KV if held.active else Rung.IDLE_KV
+        recency = float(number) if held.active else held.used
+        for offer in held.offers:
+            once = 0.0 if offer.clean else offer.pages * seconds
+            lost = seconds if held.active else 0.0
+            yield Lot(rung, number, offer.index, offer.pages, priorities.get(owner, 0), recency, lost, once, owner)
+
+
+def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
+    """Device pages that models with a floor have beyond it, as far as they are known: their layers, and full pages of
+    their caches."""
+    spare = {seat.number: now.standing(seat).device_pages - seat.model.floor for seat in now.seats if seat.model.floor}
+    for held in caches:
+        if held.seat.model in spare:
+            spare[held.seat.model] += sum(offer.pages for offer in held.offers)
+    return spare
+
+
+def to_clean(lots: Sequence[Lot], caches: Sequence[Held], most: int, step: int) -> dict[int, int]:
+    """Pages that caches should copy to the host now, by number: `step` each at a time, those that are taken first
+    first, until so many as `most` of all caches are clean."""
+    clean = {(held.seat.number, offer.index): offer.clean for held in caches for offer in held.offers}
+    found: dict[int, int] = {}
+    for lot in lots:
+        if (lot.client, lot.index) not in clean or most <= 0:
+            continue
+        if not clean[lot.client, lot.index]:
+            found[lot.client] = found.get(lot.client, 0) + lot.pages
+        most -= lot.pages
+    return {number: min(pages, step) for number, pages in found.items()}

@@ -1,0 +1,116 @@
+"""The reclaim list as the native core has it, and the next one while it is being made.
+
+Note [Drafts]
+    What may be taken is decided under the governor's lock, but entries are made by the models, without it. So a list is
+    drafted, filled, and published if it is the latest draft by then, and nobody has forbidden it meanwhile (`void`).
+    Until one is published what the core has counts as out of date.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from ...allocator.events import Named, unnamed
+from ..decide.ladder import Lot
+
+
+class Client(Protocol):
+    """Whose entries are in the list: the seat of a model or of a cache."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    def key(self, index: int) -> int: ...
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None: ...
+
+
+class Pool(Protocol):
+    """The part of `Device` that the governor uses."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def demand(self) -> int: ...
+    def obey(self) -> int: ...
+    def trim(self) -> int: ...
+    def take(self, keys: list[int]) -> int: ...
+    def snapshot(self) -> dict[str, Any]: ...
+    def publish(self, entries: list[Any]) -> None: ...
+    def taken(self) -> list[tuple[int, int, int]]: ...
+    def withdraw(self, keys: list[int]) -> None: ...
+
+
+@dataclass
+class Draft:
+    """A list to be: lots and whose they are, in the order of taking."""
+
+    number: int
+    order: Sequence[tuple[Client, Lot]]
+    entries: list[Any] = field(default_factory=list)
+    pages: dict[int, int] = field(default_factory=dict)  # by number of the client
+
+    @property
+    def keys(self) -> tuple[int, ...]:
+        return tuple(client.key(lot.index) for client, lot in self.order)
+
+    def fill(self) -> None:
+        """Asks the clients for what they have."""
+        for client, lot in self.order:
+            entry = client.entry(lot.index)
+            if entry is not None:
+                self.entries.append((client.key(lot.index), *entry))
+                self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
+
+    @cached_property
+    def names(self) -> dict[int, Named]:
+        """Of its entries, by key."""
+        return {client.key(lot.index): Named(lot.rung.label, client.name, lot.once) for client, lot in self.order}
+
+
+class Published:
+    """Not thread-safe, but for `named`: whoever calls holds the governor's lock."""
+
+    def __init__(self, device: Pool) -> None:
+        self._device = device
+        self._number = 0
+        self._keys: tuple[int, ...] = ()
+        self._current = True  # has the core what was offered last?
+        self._drafts: deque[Draft] = deque(maxlen=2)  # this list and the one before it
+        self.pages: dict[int, int] = {}  # that are in it, by number of the client
+        self.stale = False  # may the order be another one now?
+
+    def void(self) -> None:
+        """Nothing that is being made may be published, and what is there has to be made anew."""
+        self._number += 1
+        self._current = False
+        self.stale = True
+
+    def draft(self, order: Sequence[tuple[Client, Lot]]) -> Draft | None:
+        """None where the core has that already."""
+        self.stale = False
+        self._number += 1
+        draft = Draft(self._number, order)
+        if self._current and draft.keys == self._keys:
+            return None
+        self._current = False
+        return draft
+
+    def publish(self, draft: Draft) -> None:
+        """Unless there has been another one since."""
+        if draft.number == self._number:
+            self._drafts.appendleft(draft)
+            self._device.publish(draft.entries)
+            draft.entries = []  # they refer to what may have to go
+            self._keys, self.pages, self._current = draft.keys, draft.pages, True
+
+    def named(self, key: int) -> Named:
+        """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
+        drafts = tuple(self._drafts)
+        return next((draft.names[key] for draft in drafts if key in draft.names), unnamed(key))

@@ -1,0 +1,138 @@
+"""The host link of a device: how fast it is, measured; what it is, and what really goes over it, asked of NVML.
+
+Note [Measuring the link]
+    What is copied is what streaming copies: host pages to device pages, by the device's own engine, in few large
+    copies. They are pages of its own, taken of what is free at the time: no one has to give any up. Little is copied
+    often where little is free; each time is long enough for its beginning and end not to count, and on a slow link not
+    longer. The best of several counts: what disturbs a measurement makes it slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final, TypeVar
+
+from ...allocator._native import Device, Transfer
+from ...allocator.errors import PoolExhausted
+
+MOST: Final = 8 * 2**20  # bytes that are taken of either side: a copy is long enough from there on
+_FIRST: Final = 2**20  # bytes: from these it is known how much to copy at a time
+_LONG: Final = 0.02  # seconds that one measurement is to take
+_COPIES: Final = 256  # of one measurement at most
+_ROUNDS: Final = 4
+_Answer = TypeVar("_Answer")
+
+
+def measure(device: Device, clock: Callable[[], float] = time.perf_counter, leave: int = 0) -> float | None:
+    """Bytes per second from host pages to the device; see Note [Measuring the link]. The caller waits, as a rule 0.1 s.
+    `leave`: device pages that stay free.
+
+    None where there are no host pages, or none is free on either side. The bytes are nobody's, and not counted in
+    `Stats.copied`. DriverError.
+    """
+    page = device.page_size
+    pages = min(max(1, MOST // page), _free(device) - leave) if device.host_pages else 0
+    if pages < 1:
+        return None
+    with ExitStack() as undo:
+        group = device.group()
+        undo.callback(device.reap, wait=True)
+        there, here = (device.reserve(pages * page, "weights", group) for _ in range(2))
+        undo.callback(there.close)
+        undo.callback(here.close)
+        pages = _mapped(here.map_host, pages)
+        pages = _mapped(there.map, pages)
+        if not pages:
+            return None
+        transfer = Transfer(device)
+
+        def seconds(nbytes: int, copies: int) -> float:
+            begun = clock()
+            parts = [(there.address, here.address, nbytes)] * copies
+            transfer.copy(parts, after=0, owner="activations", to="device").wait()
+            return clock() - begun
+
+        first = min(_FIRST, pages * page)
+        seconds(first, 1)  # the way there
+        rate = first / seconds(first, 1)
+        nbytes = max(first, min(pages * page, int(rate * _LONG)))
+        copies = max(1, min(_COPIES, int(rate * _LONG) // nbytes))
+        seconds(nbytes, 1)  # every page has been written to
+        return nbytes * copies / min(seconds(nbytes, copies) for _ in range(_ROUNDS))
+
+
+def _free(device: Device) -> int:
+    """Device pages that nothing holds."""
+    snapshot = device.snapshot()
+    held = sum(count for owner, count in snapshot["pages"].items() if owner != "free")
+    free: int = snapshot["budget"] // device.page_size - held
+    return max(0, free)
+
+
+def _mapped(mapping: Callable[[int, int], None], pages: int) -> int:
+    """As many from the first on as there are, up to a factor of two; how many that is."""
+    while pages:
+        try:
+            mapping(0, pages)
+            break
+        except PoolExhausted:
+            pages //= 2
+    return pages
+
+
+def described(uuid: str) -> str:
+    """What the link of a GPU is, "PCIe 5 x16" (as it is fitted, not as it idles); empty where nobody knows."""
+
+    def ask(nvml: ModuleType) -> str:
+        gpu = _gpu(nvml, uuid)
+        return f"PCIe {nvml.nvmlDeviceGetMaxPcieLinkGeneration(gpu)} x{nvml.nvmlDeviceGetMaxPcieLinkWidth(gpu)}"
+
+    return _asked(ask) or ""
+
+
+def driver(uuid: str) -> str:
+    """The version of the NVIDIA driver under a GPU, empty where nobody knows."""
+
+    def ask(nvml: ModuleType) -> str:
+        _gpu(nvml, uuid)
+        found = nvml.nvmlSystemGetDriverVersion()
+        return found.decode() if isinstance(found, bytes) else str(found)
+
+    return _asked(ask) or ""
+
+
+def received(uuid: str) -> int | None:
+    """Bytes per second that a GPU received from the host, whoever sent them; the ledger's `traffic` is that less what
+    is known to be ballonet's. None where nobody knows: no NVIDIA driver, a virtual GPU, part of one. `uuid` as NVML
+    writes it, "GPU-…". The counter is watched for 20 ms, and the caller waits: not for the thread that runs a model.
+    """
+
+    def ask(nvml: ModuleType) -> int:
+        kilobytes: int = nvml.nvmlDeviceGetPcieThroughput(_gpu(nvml, uuid), nvml.NVML_PCIE_UTIL_RX_BYTES)
+        return kilobytes * 1024  # NVML does not say which kilo; the larger one leaves less to us
+
+    return _asked(ask)
+
+
+def _asked(ask: Callable[[ModuleType], _Answer]) -> _Answer | None:
+    """None where there is no NVML, or it cannot say."""
+    try:
+        nvml = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        return ask(nvml)
+    except nvml.NVMLError:
+        return None
+
+
+@cache
+def _gpu(nvml: ModuleType, uuid: str) -> Any:
+    """NVML stays open once it is: to open it takes longer than to ask."""
+    nvml.nvmlInit()
+    return nvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -1,0 +1,1 @@
+"""A run as a picture: recorded, thinned, written down."""

@@ -1,0 +1,213 @@
+"""A run, recorded: owners of pages, budget, decisions. `timeline(path)` writes it down at the end.
+
+Note [Several recorders]
+    A device hands over each row once. So whoever collects gives the rows to all recorders of the device; each of them
+    begins with the owners as they were then, and skips what is older.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from ...allocator import runtime
+from ...allocator.events import Counts, Event, Events, more
+from .file import check as check
+from .file import write
+from .series import Level, Recording, Row, fewer, thinned
+
+INTERVAL: Final = 0.05  # seconds between two collections; the device's own log lasts for seconds
+ROWS: Final = 20_000  # that are kept, see `thinned`
+EVENTS: Final = 10_000  # that are kept, see `fewer`
+
+
+class Source(Protocol):
+    """What is recorded: a `Device`."""
+
+    def timeline(self) -> list[Row]:
+        """Hands over the rows since the last call, one per change."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """The numbers of this moment: page_size, budget, pages, host_pages."""
+
+
+class Recorder:
+    """Collects in a thread what a device does, until `stop()`. A context manager. Memory is bounded: rows and events
+    are thinned when they become too many."""
+
+    def __init__(
+        self,
+        source: Source,
+        events: Events | None = None,
+        interval: float = INTERVAL,
+        rows: int = ROWS,
+        kept: int = EVENTS,
+    ) -> None:
+        """`interval`: seconds between two collections; `rows` and `kept`: how many rows and events are kept."""
+        self._source = source
+        self._log = Events() if events is None else events
+        self._interval = interval
+        self._limits = rows, kept
+        self._rows: list[Row] = []
+        self._levels: list[Level] = []
+        self._events: list[Event] = []
+        self._missing = 0
+        self._counts: Counts = {}
+        self._done = threading.Event()
+        self._error: Exception | None = None
+        self._stop: int | None = None
+        with _collecting:
+            _collect(source)
+            self._start, self._began = time.monotonic_ns(), time.time()
+            snapshot = source.snapshot()
+            self._page_size: int = snapshot["page_size"]
+            self._log.hear()
+            self._cursor = self._log.since().cursor
+            self._before = self._log.counts()
+            pages = snapshot["pages"]
+            first = (self._start, pages["free"], pages["weights"], pages["activations"], pages["kv"], pages["retiring"])
+            self._take([first], snapshot)
+            _recorders.append(self)
+        self._thread = threading.Thread(target=self._run, name="ballonet-timeline", daemon=True)
+        self._thread.start()
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What has been collected so far, in order of time."""
+        return tuple(self._rows)
+
+    def stop(self) -> Recording:
+        """Collects what is left and ends. Raises what the device raised meanwhile. Again: the same recording."""
+        self._done.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self.recording()
+
+    def recording(self) -> Recording:
+        """All up to now, or up to the end."""
+        with _collecting:
+            if self._stop is None:
+                _collect(self._source)
+            return Recording(
+                self._start,
+                time.monotonic_ns() if self._stop is None else self._stop,
+                self._began,
+                self._page_size,
+                tuple(self._rows),
+                tuple(self._levels),
+                tuple(sorted(self._events, key=lambda event: event.when)),
+                self._counts if self._stop is not None else more(self._log.counts(), self._before),
+                self._missing,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _run(self) -> None:
+        try:
+            while not self._done.wait(self._interval):
+                with _collecting:
+                    _collect(self._source)
+            with _collecting:
+                _collect(self._source)
+                self._counts = more(self._log.counts(), self._before)
+                self._stop = time.monotonic_ns()
+        except Exception as error:
+            self._error = error
+        finally:
+            with _collecting:
+                _recorders.remove(self)
+
+    def _take(self, rows: list[Row], snapshot: Mapping[str, Any]) -> None:
+        """The caller holds the lock."""
+        most_rows, most_events = self._limits
+        self._rows = thinned([*self._rows, *((max(row[0], self._start), *row[1:]) for row in rows)], most_rows)
+        self._log.hear()
+        heard = self._log.since(self._cursor)
+        self._cursor = heard.cursor
+        level = snapshot["budget"], snapshot["host_pages"]
+        if not self._levels:
+            self._levels.append((self._start, *level))
+        elif self._levels[-1][1:] != level:
+            _, budget, _ = self._levels[-1]
+            told = [event.when for event in heard.events if event.lever == "budget" and event.verb == "set"]
+            when = told[-1] if told and budget != level[0] else time.monotonic_ns()
+            self._levels = thinned([*self._levels, (max(when, self._levels[-1][0]), *level)], most_rows)
+        came = [*self._events, *heard.events]
+        self._events = fewer(came, most_events)
+        self._missing += heard.lost + len(came) - len(self._events)
+
+
+_recorders: list[Recorder] = []
+_collecting = threading.Lock()
+
+
+def _forget() -> None:
+    """In a child after a fork: it has no thread that collects, and whoever held the lock is not there."""
+    global _collecting
+    _collecting = threading.Lock()
+    _recorders.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def _collect(source: Source) -> None:
+    """Gives all recorders of the device what it has. The caller holds the lock. See Note [Several recorders]."""
+    rows, snapshot = source.timeline(), source.snapshot()
+    for recorder in _recorders:
+        if recorder._source is source:
+            recorder._take(rows, snapshot)
+
+
+@contextmanager
+def timeline(path: str | os.PathLike[str]) -> Iterator[Recorder]:
+    """Records who owns which page and every decision while it is open, and writes that to `path` however it ends.
+
+    The suffix says how: `.html`, a page to look at that needs nothing else; `.json`, the numbers; `.trace.json` or
+    `.perfetto`, a trace for chrome://tracing and ui.perfetto.dev. Raises ConfigError where the path cannot be used,
+    NotInstalled; OSError at the end.
+    """
+    finish = _begin(path)
+    try:
+        yield finish.recorder
+    finally:
+        finish()
+
+
+def until_exit(path: str | os.PathLike[str]) -> None:
+    """As `timeline`, until this process exits, by its end, an exception, Ctrl-C or sys.exit. What goes wrong then is
+    told on stderr."""
+    atexit.register(_begin(path))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finish:
+    """Ends a recording and writes it. In a child after a fork it does nothing."""
+
+    recorder: Recorder
+    path: str
+    pid: int
+
+    def __call__(self) -> None:
+        if os.getpid() == self.pid:
+            write(self.recorder.stop(), self.path)
+
+
+def _begin(path: str | os.PathLike[str]) -> _Finish:
+    target = os.path.abspath(path)
+    check(target)
+    return _Finish(Recorder(runtime.require(), runtime.events()), target, os.getpid())
