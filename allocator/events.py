@@ -7,6 +7,11 @@ Note [Added from anywhere]
     A finalizer or a signal handler may add an event in the middle of `add` on the same thread. So the lock is one that
     a thread may take again, an event first goes into an inbox, in one step, and whoever is emptying that already takes
     it along.
+
+Note [As long as before]
+    What copies bytes is predicted from the link, by whoever decides it. What only changes owners or addresses (inflate,
+    deflate, spill, a budget) takes driver calls, or waits for others: there the prediction is what a page took on
+    average in all events of this lever and verb before.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 LIMIT: Final = 1 << 14  # events that are kept
@@ -52,7 +57,7 @@ class Event:
     pages: int  # that it moved, or was to
     what: str = ""  # whose pages
     by: str = ""  # who asked: a thread, a model
-    predicted: float | None = None  # seconds
+    predicted: float | None = None  # seconds; see Note [As long as before]
     measured: float | None = None  # seconds
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,6 +110,7 @@ class Events:
         self._sorting = False
         self._kept: deque[Event] = deque(maxlen=limit)
         self._counts: dict[tuple[str, str], Count] = {}
+        self._timed: dict[tuple[str, str], tuple[int, float]] = {}  # pages and seconds of those that were measured
         self._came = 0
         self._lock = threading.RLock()
 
@@ -168,6 +174,11 @@ class Events:
 
     def _sort(self, event: Event) -> None:
         name = event.lever, event.verb
+        if event.measured is not None:
+            pages, seconds = self._timed.get(name, (0, 0.0))
+            if event.predicted is None and pages:
+                event = replace(event, predicted=event.pages * seconds / pages)
+            self._timed[name] = pages + event.pages, seconds + event.measured
         count = self._counts.get(name, Count(0, 0, 0.0))
         self._counts[name] = Count(count.events + 1, count.pages + event.pages, count.seconds + (event.measured or 0.0))
         self._kept.append(event)

@@ -414,7 +414,7 @@ def _options(
     floor: int | str,
 ) -> tuple[Options, Rule]:
     """ManageError, ConfigError where there are no such."""
-    kept = 0 if type(floor) is int and not floor else parse_size(floor, "floor")
+    kept = 0 if floor in (0, "0") and type(floor) is not bool else parse_size(floor, "floor")
     tpot, ttft = _slo(tpot_slo, "tpot_slo"), _slo(ttft_slo, "ttft_slo")
     if type(priority) is not int:
         raise ManageError(f"priority is {priority!r}: give a whole number; models with the lowest give pages first")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ EVENTS = st.lists(
         lever=st.sampled_from("abc"),
         verb=st.sampled_from("xy"),
         pages=st.integers(0, 9),
+        predicted=st.sampled_from([1.0, 2.0]),
         measured=st.none() | st.sampled_from([0.25, 0.5]),
     ),
     max_size=30,
@@ -39,6 +41,25 @@ class Core:
     def events(self) -> list[Row]:
         rows, self.rows = self.rows, []
         return rows
+
+
+@given(EVENTS)
+def test_what_nobody_predicted_is_expected_to_take_as_long_as_before(events: list[Event]) -> None:
+    log = Events()
+    for event in events:
+        log.add(replace(event, predicted=None))
+    for index, event in enumerate(log.since(0).events):
+        before = [
+            each
+            for each in events[:index]
+            if (each.lever, each.verb) == (event.lever, event.verb) and each.measured is not None
+        ]
+        pages = sum(each.pages for each in before)
+        if event.measured is None or not pages:
+            assert event.predicted is None
+        else:
+            seconds = sum(each.measured or 0.0 for each in before)
+            assert event.predicted == pytest.approx(event.pages * seconds / pages)
 
 
 @given(EVENTS, st.lists(st.integers(0, 30)), st.integers(0, 10))
