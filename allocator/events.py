@@ -174,11 +174,12 @@ class Events:
 
     def _sort(self, event: Event) -> None:
         name = event.lever, event.verb
-        if event.measured is not None:
+        took = event.measured
+        if took is not None:
             pages, seconds = self._timed.get(name, (0, 0.0))
             if event.predicted is None and pages:
                 event = replace(event, predicted=event.pages * seconds / pages)
-            self._timed[name] = pages + event.pages, seconds + event.measured
+            self._timed[name] = pages + event.pages, seconds + took
         count = self._counts.get(name, Count(0, 0, 0.0))
         self._counts[name] = Count(count.events + 1, count.pages + event.pages, count.seconds + (event.measured or 0.0))
         self._kept.append(event)
