@@ -176,18 +176,23 @@ def pending(function: str) -> bool:
 def disarm() -> None:
     """Makes calls, on devices of its own, until every fault that was armed has struck."""
     used: list[Core] = []
+    met: list[str] = []
     while any(pending(function) for function, _ in _armed):
-        assert len(used) < 200, f"faults that nothing meets: {_armed}"
-        with contextlib.suppress(BallonetError, PoolExhausted):
+        assert len(used) < 200, f"faults that nothing meets: {_armed}, but {met[-3:]}"
+        try:
             used.append(core := Core(make(PAGE, 4, 4), PAGE))
-            one = core.range(2)
-            one.map(0, 1)
-            one.move(0, "host")
-            core.occupy(core.stream(), 0.02)
-            one.close()
-            core.device.reap(wait=True)
-            core.finish()
-            core.device.close()
+            try:
+                one = core.range(2)
+                one.map(0, 1)
+                one.move(0, "host")
+                core.occupy(core.stream(), 0.02)
+                one.close()
+                core.device.reap(wait=True)
+            finally:
+                core.finish()
+                core.device.close()
+        except (BallonetError, PoolExhausted) as error:
+            met.append(str(error))
     _armed.clear()
     for core in used:
         core.finish()
