@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -10,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,8 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-import ballonet
 from ballonet.allocator import runtime
+
+from .pool import given_back
 
 ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
@@ -79,10 +78,7 @@ class Inside:
 
     def close(self) -> None:
         self._functions = {}
-        deadline = time.monotonic() + 60
-        while runtime.current() is not None and time.monotonic() < deadline:
-            gc.collect()  # a thread in the background may hold the model for a moment
-            ballonet.restore()
+        given_back()
 
 
 @pytest.mark.parametrize("program", INSIDE)
@@ -128,10 +124,8 @@ def test_a_soak_holds_and_notices_what_does_not(run: ModuleType, monkeypatch: py
     assert any("other tokens than unmanaged" in failure for failure in working.counts.failures)
     working.release()
     del working
-    gc.collect()
-    ballonet.restore()
     torch.set_num_threads(threads)
-    assert runtime.current() is None, "memory of the pool is still in use"
+    assert given_back(), "memory of the pool is still in use"
     assert soak.growth([2**30] * 12) == ""
     assert "grew" in soak.growth([2**30 + round * 2**26 for round in range(12)])
 
