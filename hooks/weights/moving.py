@@ -20,6 +20,7 @@ from torch.utils.dlpack import from_dlpack
 from ...allocator import install
 from ...allocator._native import Device, Range
 from ...allocator.errors import DriverError, ManageError, PoolExhausted, WeightsFileChanged
+from ...allocator.interrupts import Guarded, guarded
 from ...offload.decide.layout import ALIGNMENT
 from ...offload.move.file_twin import FileLoader
 from ...offload.move.weights_file import FileSpan
@@ -181,38 +182,37 @@ def note_of(device: Device) -> Callable[[int, int, bool], None]:
     return lambda address, nbytes, write: device.note_stream(stream())
 
 
-@contextmanager
-def swapping() -> Iterator[Pairs]:
-    """At the end points each tensor that was listed at the bytes of the other, all or none.
+def swapping() -> Guarded[Pairs]:
+    """At the end points each tensor that was listed at the bytes of the other, all or none, whatever interrupts it.
 
     The lists are emptied in any case: a traceback that someone keeps must not keep the memory of what failed.
     """
     pairs: Pairs = []
     before: Pairs = []
-    try:
-        yield pairs
-        for tensor, new in pairs:
-            before.append((tensor, _exchange(tensor, new)))
-    except BaseException:
-        for tensor, old in reversed(before):
-            tensor.data = old
-        raise
-    finally:
-        pairs.clear()
-        before.clear()
+
+    def end(failed: bool) -> None:
+        if failed or before:  # something came between when this was called before: it is called again
+            for tensor, old in before:
+                tensor.data = old
+        else:
+            for tensor, new in pairs:
+                _exchange(tensor, new, before)
+        pairs[:] = ()  # no interrupt comes between assignments: all is done, or done again
+        before[:] = ()
+
+    return guarded(lambda: pairs, end)
 
 
-def _exchange(tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Gives the tensor the memory of the other and returns what it had. ManageError where its class does not allow."""
+def _exchange(tensor: torch.Tensor, new: torch.Tensor, before: Pairs) -> None:
+    """Gives the tensor the memory of the other; notes what it had. ManageError where its class does not allow."""
     try:
-        old = tensor.data
+        before.append((tensor, tensor.data))
         tensor.data = new
     except Exception as error:
         raise ManageError(
             f"a {type(tensor).__module__}.{type(tensor).__qualname__} of shape {tuple(tensor.shape)} does not let its "
             f"memory be exchanged ({error}): a model with such weights cannot be managed"
         ) from error
-    return old
 
 
 @contextmanager

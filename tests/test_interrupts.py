@@ -1,0 +1,426 @@
+"""What is done to its end although an exception comes between any two instructions of Python; locks and the GIL."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import interrupts, runtime
+from ballonet.allocator._native import Lease
+from ballonet.allocator.interrupts import Farewell, guarded, if_free
+from ballonet.hooks import forwards, governors, lease, managed
+from ballonet.hooks.kv import generation
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.streaming import elastic, streamed, turns
+from ballonet.hooks.weights import moving
+from ballonet.offload.govern import caches, clients, governor, kv_tier, overview
+
+from .core import PAGE, shim
+from .models import build, prompts
+from .pool import tiny_layers
+
+INPUTS = prompts(batch=2, longest=9)
+FAREWELLS = (interrupts, managed, generation, lease, forwards, governor, overview, clients, caches, kv_tier, elastic)
+
+
+class Ignored:
+    """What Python ignores in finalizers, and would print."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kinds: list[type[BaseException]] = []
+        monkeypatch.setattr(sys, "unraisablehook", lambda it: self.kinds.append(it.exc_type))
+
+
+@pytest.fixture
+def ignored(monkeypatch: pytest.MonkeyPatch) -> Ignored:
+    return Ignored(monkeypatch)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tiny_layers(monkeypatch, 2**22, PAGE):
+        yield
+
+
+def interrupted(act: Callable[[], object], at: int, *modules: ModuleType) -> bool:
+    """Runs `act`, with Ctrl-C before the line with this number of those that run in the modules, finalizers included.
+    Was there such a line? Where Python enters and leaves a block it looks for signals neither way."""
+    files, seen = {module.__file__ for module in modules}, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line" and not _enters_block(frame):
+            seen += 1
+            if seen == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return seen >= at
+
+
+def _enters_block(frame: FrameType) -> bool:
+    """Or leaves one."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
+
+
+class Thing:
+    """Something that can be collected."""
+
+
+def test_a_farewell_is_said_once_and_to_its_end(ignored: Ignored) -> None:
+    said: list[str] = []
+
+    def stumbles(error: type[BaseException], times: int) -> Callable[[], None]:
+        left = [times]
+
+        def step() -> None:
+            said.append(error.__name__)
+            left[0] -= 1
+            if left[0] >= 0:
+                raise error
+
+        return step
+
+    thing = Thing()
+    farewell = Farewell(thing, stumbles(KeyboardInterrupt, 40), stumbles(ValueError, 99), lambda: said.append("end"))
+    assert farewell.alive
+    del thing
+    assert said == ["KeyboardInterrupt"] * 41 + ["ValueError"] * 3 + ["end"]
+    assert not farewell.alive
+    assert ignored.kinds == [KeyboardInterrupt]  # the first
+    farewell()
+    assert said.count("end") == 1
+    assert not interrupts._watched
+
+
+def test_a_farewell_that_is_called_or_detached_is_not_said_again(ignored: Ignored) -> None:
+    said: list[str] = []
+    one, other = Thing(), Thing()
+    first, second = Farewell(one, lambda: said.append("one")), Farewell(other, lambda: said.append("other"))
+    first()
+    second.detach()
+    assert (said, first.alive, second.alive) == (["one"], False, False)
+    del one, other
+    assert said == ["one"]
+    assert not interrupts._watched
+    with pytest.raises(ZeroDivisionError):
+        Farewell(Thing, lambda: 1 / 0)()
+
+
+def test_a_lock_that_is_free_is_free_afterwards() -> None:
+    lock = threading.Lock()
+    assert if_free(lock, lambda: lock.locked() or 1 / 0)
+    assert not lock.locked()
+    with pytest.raises(ZeroDivisionError):
+        if_free(lock, lambda: 1 / 0)
+    assert not lock.locked()
+    with lock:
+        assert not if_free(lock, lambda: 1 / 0)
+        assert lock.locked()
+
+
+@pytest.mark.parametrize("where", ["begin", "block", "end", "nowhere"])
+def test_a_guarded_section_ends_however_it_is_left(where: str) -> None:
+    log: list[str] = []
+
+    def begin() -> str:
+        log.append("begin")
+        if where == "begin":
+            raise KeyboardInterrupt
+        return "it"
+
+    def end(failed: bool) -> None:
+        log.append(f"end {failed}")
+        if where == "end" and log.count("end False") < 3:
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        with guarded(begin, end) as found:
+            assert found == "it"
+            log.append("block")
+            if where == "block":
+                raise KeyboardInterrupt
+
+    if where == "nowhere":
+        run()
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    assert (
+        log
+        == {
+            "begin": ["begin", "end True"],
+            "block": ["begin", "block", "end True"],
+            "end": ["begin", "block", "end False", "end False", "end False"],
+            "nowhere": ["begin", "block", "end False"],
+        }[where]
+    )
+    section = guarded(lambda: log.append("again"), end)
+    section.__enter__()  # and nobody leaves it
+    del section
+    assert log[-1] == "end True"
+
+
+def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None) -> None:
+    group, other = runtime.require().group(), runtime.require().group()
+    held = [Lease()]
+    for _ in range(2):
+        held[0].enter(group)
+        held[0].enter(other)
+    assert (group.leases, other.leases) == (1, 1)
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    assert (group.leases, other.leases) == (0, 0)
+    closed = Lease()
+    closed.enter(group)
+    closed.close()
+    closed.close()
+    assert group.leases == 0
+
+
+# In a finalizer
+
+
+def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ignored: Ignored) -> None:
+    model = build("llama", num_hidden_layers=2)
+    device = runtime.require()
+    known = governors.of(device)._clients
+    at, seen = 0, True
+    while seen:
+        at += 1
+        held = [KVCache(model.config)]
+        with torch.no_grad():
+            model(**INPUTS, past_key_values=held[0])
+        assert len(known.caches) == 1
+        seen = interrupted(held.clear, at, *FAREWELLS)
+        gc.collect()
+        known.bury()
+        assert len(known.caches) == 0, at
+        device.reap(wait=True)
+        assert device.snapshot()["pages"]["kv"] == 0, at
+    assert at > 5
+    assert set(ignored.kinds) <= {KeyboardInterrupt}
+
+
+def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ignored: Ignored) -> None:
+    """Its pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
+    device = runtime.require()
+    known = governors.of(device)._clients
+    at, seen = 0, True
+    while seen:
+        at += 1
+        held = [build("llama", num_hidden_layers=1)]
+        ballonet.manage(held[0], interval=1)
+        with torch.no_grad():
+            held[0](**INPUTS)
+        layer = held[0].model.layers[0].mlp
+        seen = interrupted(held.clear, at, *FAREWELLS, streamed, turns)
+        gc.collect()
+        assert not generation._attached, at
+        assert not layer._forward_pre_hooks, at
+        assert lease.current() is None, at
+        del layer
+        gc.collect()
+        assert known.bury() is not None
+        assert not known.seats, at
+        device.trim()
+        device.reap(wait=True)
+        found = device.snapshot()
+        assert (found["pages"]["weights"], found["pages"]["kv"]) == (0, 0), at
+        assert found["host_pages"] == found["host_free"], at
+        device.check()
+    assert at > 50
+    assert set(ignored.kinds) <= {KeyboardInterrupt}
+
+
+def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock_and_nothing_unseen(installed: None) -> None:
+    """As they come when a traceback is kept: it keeps frames, and what is in them."""
+    model = build("llama", num_hidden_layers=3)
+    it = ballonet.manage(model, interval=1)
+    seat = governors.of(runtime.require())._clients[it._elastic]
+    kept: list[BaseException] = []
+
+    def change() -> None:
+        try:
+            with it.editable():
+                pass
+            it._elastic.change(lambda: None)
+            with it._elastic._rearranged():
+                pass
+        except KeyboardInterrupt as error:
+            kept.append(error)
+
+    at = 0
+    while interrupted(change, at := at + 1, interrupts, turns, elastic, streamed, governor):
+        assert not seat.held, at
+        assert not it._turns.sections, at
+        assert not it._turns._queue, at
+        assert not it._elastic._streaming._blind.now, at
+        assert not it._elastic._rearranging, at
+        free: list[bool] = []
+        thread = threading.Thread(target=lambda: free.append(if_free(it._elastic._lock, lambda: None)))  # noqa: B023
+        thread.start()
+        thread.join()
+        assert free == [True], at
+    assert at > 40
+    assert len(kept) > 40
+    it.release()
+
+
+# The GIL, and forks
+
+GATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+static volatile int closed;
+void set_closed(int now) { closed = now; }
+int cuMemUnmap(unsigned long long address, unsigned long size) {
+  while (closed) usleep(1000);
+  return ((int (*)(unsigned long long, unsigned long))dlsym(RTLD_NEXT, "cuMemUnmap"))(address, size);
+}
+"""
+
+WAITING = """
+    import ctypes, faulthandler, os, sys, threading
+    from ballonet.allocator import _native
+    faulthandler.dump_traceback_later(60, exit=True)  # also where nobody gets the GIL any more
+    sys.setswitchinterval(1000)  # a thread runs until it lets go of the GIL
+    device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
+    set_closed = ctypes.CDLL(sys.argv[1]).set_closed
+    group = device.group()
+    one = device.reserve(8 * 4096, "weights", group)
+    one.map(0, 4)
+    gone = [device.reserve(4096, "kv", group) for _ in range(2)]
+    transfer, lease = _native.Transfer(device), _native.Lease()
+    gone[1].map(0, 1)
+    copied = [transfer.copy([(one.address, gone[1].address, 8)], after=0, owner="kv", to="device")]
+    copied[0].wait()
+    shown = [one.tensor(0, (4,), (1,), 1, 8)]
+    transfers = [_native.Transfer(device)]
+    calls = {
+        "backing": lambda: one.backing(0), "page": lambda: one.page(0), "backed": lambda: one.backed,
+        "reserve": lambda: device.reserve(4096, "kv", group), "tensor": lambda: one.tensor(0, (4,), (1,), 1, 8),
+        "drop a tensor": shown.clear, "drop a range": gone.clear, "drop copies": copied.clear,
+        "drop a stream": transfers.clear, "a new stream": lambda: _native.Transfer(device),
+        "leases": lambda: group.leases, "enter": lambda: lease.enter(group),
+        "note_stream": lambda: device.note_stream(0),
+        "note_use": lambda: one.note_use(0, False), "budget": lambda: device.budget, "peaks": device.reset_peaks,
+        "snapshot": device.snapshot, "map": lambda: one.map(4, 1), "check": device.check,
+    }
+    set_closed(1)
+    threads = [threading.Thread(target=lambda: one.move(0, "device"), daemon=True)]
+    threads[0].start()  # has the locks of its group and of the mapper, and waits in the driver
+    for call in calls.values():
+        threads.append(threading.Thread(target=call, daemon=True))
+        threads[-1].start()
+    assert all(thread.is_alive() for thread in threads), [n for n, t in zip(calls, threads[1:]) if not t.is_alive()]
+    set_closed(0)
+    for thread in threads:
+        thread.join()
+    lease.close()
+    os._exit(0)
+"""
+
+
+def test_whoever_waits_for_the_core_lets_others_run(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(WAITING), shim(tmp_path, GATE)],
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+FORKING = """
+    import faulthandler, os, signal, sys, threading
+    from ballonet.allocator import _native
+    faulthandler.dump_traceback_later(100, exit=True)
+    device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
+    groups = [device.group() for _ in range(3)]
+    ranges = [device.reserve(4 * 4096, "weights", group) for group in groups]
+    for each in ranges:
+        each.map(0, 4)
+    over = threading.Event()
+
+    def move(number):
+        while not over.is_set():
+            ranges[number].move(0, "device")
+            ranges[number].note_use(0, False)
+            device.timeline()
+            device.group()
+
+    threads = [threading.Thread(target=move, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        if (child := os.fork()) == 0:
+            signal.alarm(30)  # kills a child that waits for a thread that it does not have
+            for group in groups:
+                group.enter()
+            made = device.group(), device.timeline(), device.events(), device.snapshot()
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            os._exit(3)
+    over.set()
+    for thread in threads:
+        thread.join()
+    device.check()
+    os._exit(0)
+"""
+
+
+def test_a_fork_finds_no_lock_taken_while_pages_move(tmp_path: Path) -> None:
+    """Whoever moves a page has its group's lock, and may wait for the mapper's."""
+    slow = GATE.replace("while (closed) usleep(1000);", "usleep(2000);")
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKING), shim(tmp_path, slow)],
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_tensors_are_swapped_all_or_none() -> None:
+    at, came = 1, True
+    while came:
+        tensors = [torch.zeros(4) for _ in range(3)]
+        others = [torch.ones(4) for _ in tensors]
+
+        def swap(tensors: list[torch.Tensor] = tensors, others: list[torch.Tensor] = others) -> None:
+            with moving.swapping() as pairs:
+                pairs.extend(zip(tensors, others, strict=True))
+
+        came = interrupted(swap, at, moving)
+        first = tensors[0][0].item()
+        assert [tensor[0].item() for tensor in tensors] == [first] * 3, f"line {at}"
+        assert came or first == 1.0
+        at += 1
+    assert at > 10

@@ -1,0 +1,219 @@
+"""How KV on the host serves attention: Eq. 1-5 against brute force, and which way is chosen."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ballonet.offload.decide.layer_stream import (
+    Choice,
+    Layer,
+    Split,
+    Way,
+    block_bytes,
+    choose,
+    fewest_streamed,
+    needed,
+    split,
+)
+
+# -- Eq. 1-5
+
+
+def test_the_worked_example() -> None:
+    """17 + 8 = 25 blocks where a cache without streaming has 10 (SwiftCache §3.2)."""
+    block = block_bytes(tokens=16, heads=8, dim=128, itemsize=2)
+    assert block == 2 * 16 * 8 * 128 * 2
+    found = split(10, block, 100 * block, [9 * 10 * block, 8 * 10 * block])
+    assert (found, found.blocks) == (Split(17, 8), 25)
+    assert split(10, block, 100 * block, []) == Split(0, 10)
+
+
+def test_a_double_buffer_halves_what_the_device_holds_of_a_layer() -> None:
+    assert split(10, 4, 100 * 4, [10**6], buffers=1) == Split(100, 0)
+    assert split(10, 4, 100 * 4, [10**6], buffers=2) == Split(50, 0)
+    assert split(10, 4, 100 * 4, [9 * 40, 8 * 40], buffers=2) == Split(17, 6)
+
+
+def test_the_regular_cache_is_never_less_than_nothing() -> None:
+    assert split(10, 4, 99 * 4, [100 * 40]) == Split(99, 0)
+    assert split(10, 4, 3, [100 * 40]) == Split(0, 0)
+
+
+def test_what_is_left_of_a_place_is_no_block_of_another() -> None:
+    """Eq. 2 rounds down at each worker: two halves are no block."""
+    assert split(2, 10, 1000, [19, 19]) == Split(0, 50)
+    assert split(2, 10, 1000, [39, 20]) == Split(2, 49)
+
+
+SMALL = st.integers(1, 3)
+
+
+@given(st.integers(1, 6), SMALL, st.integers(0, 60), st.lists(st.integers(0, 80), max_size=3), SMALL)
+def test_no_other_split_stores_more(layers: int, block: int, master: int, workers: list[int], buffers: int) -> None:
+    found = split(layers, block, master, workers, buffers)
+    used = min(buffers, layers)  # more would serve nothing
+    lent = sum(worker // (block * layers) for worker in workers)
+    most = max(
+        streamed + regular
+        for streamed, regular in product(range(lent + 1), range(master // block + 1))
+        if (used * streamed + layers * regular) * block <= master
+    )
+    assert found.blocks == most
+    assert found.streamed <= lent
+    assert (used * found.streamed + layers * found.regular) * block <= master
+
+
+@pytest.mark.parametrize("values", [(0, 1, 1, [1]), (1, 0, 1, [1]), (1, 1, -1, [1]), (1, 1, 1, [2, -1])])
+def test_no_such_caches(values: tuple[int, int, int, list[int]]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        split(*values)
+
+
+# -- how many pages stream
+
+AWAY = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@given(AWAY, st.integers(0, 40), st.integers(0, 3))
+def test_no_fewer_pages_could_stream(away: list[int], free: int, buffers: int) -> None:
+    fits = [w for w in range(max(away) + 1) if buffers * w + sum(max(0, pages - w) for pages in away) <= free]
+    assert fewest_streamed(away, free, buffers) == min(fits, default=None)
+
+
+# -- which way
+
+LINK = 50e9
+PAGE = 2**21
+SECONDS = PAGE / LINK  # to copy a page
+
+
+def chosen(layers: list[Layer], free: int, rows: int = 1, copy: float = 0.0, in_place: float = 0.9) -> Choice:
+    return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, copy=copy, in_place=in_place)
+
+
+def test_what_fits_comes_home_and_arrives_while_layers_compute() -> None:
+    layers = [Layer(4, rest=8 * SECONDS)] * 10
+    found = chosen(layers, free=40)
+    assert (found.way, found.streamed, found.buffers, found.pages) == (Way.HOME, 0, 0, 40)
+    assert found.seconds == pytest.approx(80 * SECONDS)
+    assert found.exposed == pytest.approx(0)
+    assert found.first == pytest.approx(84 * SECONDS), "only the first layer's copy is waited for"
+    slow = chosen([Layer(4, rest=SECONDS)] * 10, free=40)
+    assert slow.first == pytest.approx(41 * SECONDS), "the link is never idle, and the last layer computes after it"
+
+
+def test_nothing_away_costs_nothing() -> None:
+    found = chosen([Layer(0, 1.0, 1.0)] * 3, free=0)
+    assert found == Choice(Way.HOME, 0, 0, 0, 6.0, 0.0, 6.0)
+    assert chosen([], free=0).way is Way.HOME
+
+
+def test_two_buffers_hide_all_but_the_first_copy() -> None:
+    found = chosen([Layer(4, rest=3 * SECONDS, attention=2 * SECONDS)] * 10, free=8)
+    assert (found.way, found.streamed, found.buffers, found.pages) == (Way.BUFFERS, 4, 2, 8)
+    assert found.exposed == pytest.approx(4 * SECONDS)
+
+
+def test_where_copying_does_not_hide_what_is_exposed_is_what_it_takes_longer_than_compute() -> None:
+    layers = [Layer(4, rest=SECONDS, attention=2 * SECONDS)] * 10
+    two = chosen(layers, free=8)
+    assert two.buffers == 2
+    first = 4 * SECONDS
+    assert two.exposed == pytest.approx(first + 9 * max(0, 4 * SECONDS - 3 * SECONDS))
+    one = chosen(layers, free=4)
+    assert (one.way, one.buffers, one.pages) == (Way.BUFFERS, 1, 4)
+    assert one.exposed == pytest.approx(first + 9 * max(0, 4 * SECONDS - 1 * SECONDS))
+
+
+def test_what_is_free_beside_the_buffers_keeps_pages_at_home() -> None:
+    found = chosen([Layer(100, rest=SECONDS)] * 10, free=600)
+    assert (found.way, found.buffers) == (Way.BUFFERS, 1)
+    assert found.streamed == -(-400 // 9)
+    assert found.pages <= 600
+    assert found.first > found.seconds
+
+
+def test_with_no_room_at_all_it_is_read_in_place() -> None:
+    found = chosen([Layer(4, rest=SECONDS)] * 10, free=0)
+    assert (found.way, found.streamed, found.buffers, found.pages) == (Way.IN_PLACE, 4, 0, 0)
+    assert found.exposed == pytest.approx(40 * SECONDS / 0.9)
+    assert found.first == pytest.approx(found.seconds)
+    assert chosen([Layer(4, rest=SECONDS)] * 10, free=0, rows=257).exposed == pytest.approx(2 * found.exposed)
+
+
+def test_small_pieces_are_read_in_place_rather_than_copied_one_by_one() -> None:
+    layers = [Layer(1, rest=SECONDS)] * 10
+    assert chosen(layers, free=2, copy=2 * SECONDS).way is Way.IN_PLACE
+    assert chosen(layers, free=2, copy=2 * SECONDS, rows=64).way is Way.IN_PLACE
+    assert chosen(layers, free=2, copy=2 * SECONDS, rows=65).way is Way.BUFFERS
+
+
+def test_a_last_page_that_does_not_fit_is_not_a_reason_to_copy_the_rest() -> None:
+    """Nine of ten layers' worth of pages are free: few pages stay away, and buffers for them cost more of them."""
+    layers = [Layer(10, rest=SECONDS)] * 10
+    found = chosen(layers, free=99)
+    assert found.streamed == 1
+    assert found.pages <= 99
+
+
+def simulated(layers: list[Layer], streamed: int, buffers: int) -> float:
+    """The same in small steps of time, as an engine would find out: who may go on does."""
+    copies = [j for j, layer in enumerate(layers) if min(layer.pages, streamed)]
+    step = {"link": 0, "layer": 0}
+    copied: dict[int, int] = {}
+    attended: dict[int, int] = {}
+    busy = compute = now = 0
+    while step["layer"] < len(layers):
+        if busy <= now and step["link"] < len(copies):
+            j = copies[step["link"]]
+            if j < buffers or attended.get(j - buffers, now + 1) <= now:
+                busy = copied[j] = now + min(layers[j].pages, streamed)
+                step["link"] += 1
+        j = step["layer"]
+        if compute <= now and (j not in copies or copied.get(j, now + 1) <= now):
+            attended[j] = now + int(layers[j].attention)
+            compute = attended[j] + int(layers[j].rest)
+            step["layer"] += 1
+            continue
+        now += 1
+    return compute
+
+
+@given(
+    st.lists(st.builds(Layer, st.integers(0, 4), st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=6),
+    st.integers(0, 24),
+    st.integers(1, 400),
+)
+@settings(max_examples=200, deadline=None)
+def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(layers: list[Layer], free: int, rows: int) -> None:
+    found = choose(layers, page=1, link=1.0, free=free, rows=rows, copy=0.0)
+    away = [layer.pages for layer in layers]
+    compute = sum(layer.rest + layer.attention for layer in layers)
+    assert found.pages == needed(away, found.streamed, found.buffers) <= free
+    assert found.exposed == pytest.approx(found.seconds - compute)
+    assert found.first >= found.seconds - 1e-9
+    ways = [
+        (simulated(layers, streamed, buffers), Way.BUFFERS)
+        for buffers in (1, 2)
+        for streamed in range(1, max(away) + 1)
+        if needed(away, streamed, buffers) <= free
+    ]
+    if sum(away) <= free:
+        assert (found.way, found.seconds) == (Way.HOME, compute)
+        return
+    if rows <= 64 or not ways:
+        passes = -(-rows // 256)
+        least = min(streamed for streamed in range(max(away) + 1) if needed(away, streamed, 0) <= free)
+        ways.append((compute + passes * sum(min(least, pages) for pages in away) / 0.9, Way.IN_PLACE))
+    assert found.seconds == pytest.approx(min(seconds for seconds, _ in ways))
+    assert any(found.way is way and found.seconds == pytest.approx(seconds) for seconds, way in ways)
+
+
+@pytest.mark.parametrize("wrong", [{"page": 0}, {"link": 0.0}, {"free": -1}, {"rows": 0}, {"in_place": 0.0}], ids=str)
+def test_no_such_machine(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="more than nothing"):
+        choose([Layer(1, 1.0)], **({"page": 1, "link": 1.0, "free": 1, "rows": 1} | wrong))  # type: ignore[arg-type]

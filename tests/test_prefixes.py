@@ -1,0 +1,378 @@
+"""The index of a prefix cache, against a model that looks at everything each time; and what blocks are worth."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Hashable, Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ballonet.offload.decide import worth
+from ballonet.offload.decide.prefixes import Hits, Index, chain
+from ballonet.offload.decide.worth import Odds, Recency
+
+Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
+
+
+def keys_of(path: Sequence[int]) -> list[Hashable]:
+    return [tuple(path[: n + 1]) for n in range(len(path))]
+
+
+PATHS = st.lists(st.integers(0, 2), max_size=6).map(keys_of)
+OWNERS = st.integers(0, 3)
+
+
+class Indexed(RuleBasedStateMachine):
+    """The model: which keys are there, whose they are, how often pinned, when last used. All else is searched for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index(6, Recency())
+        self.owners: dict[Hashable, int] = {}
+        self.used: dict[Hashable, int] = {}
+        self.pins: dict[Hashable, int] = {}
+        self.hits = Hits()
+        self.clock = 0
+
+    def use(self, key: Hashable) -> None:
+        self.clock += 1
+        self.used[key] = self.clock
+
+    def children(self, key: Hashable) -> list[Hashable]:
+        return [other for other in self.owners if other[:-1] == key]  # type: ignore[index]
+
+    def below(self, key: Hashable) -> set[Hashable]:
+        return {other for other in self.owners if other[: len(key)] == key}  # type: ignore[index, arg-type]
+
+    def leading(self, keys: Sequence[Hashable]) -> int:
+        return max(n for n in range(len(keys) + 1) if all(key in self.owners for key in keys[:n]))
+
+    @rule(keys=PATHS)
+    def match(self, keys: list[Hashable]) -> None:
+        found = self.leading(keys)
+        assert self.index.peek(keys) == found
+        assert self.index.match(keys) == found
+        for key in keys[:found]:
+            self.use(key)
+        self.hits.requests += 1
+        self.hits.blocks += len(keys)
+        self.hits.hit_blocks += found
+
+    @rule(keys=PATHS, owner=OWNERS)
+    def insert(self, keys: list[Hashable], owner: int) -> None:
+        new = [key for key in keys if key not in self.owners]
+        assert self.index.insert(keys, owner) == new
+        for key in new:
+            self.owners[key] = owner
+            self.use(key)
+
+    @rule(keys=PATHS)
+    def pin(self, keys: list[Hashable]) -> None:
+        self.index.pin(keys)
+        for key in keys:
+            self.pins[key] = self.pins.get(key, 0) + 1
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(key for key, count in self.pins.items() if count)))  # type: ignore[type-var]
+        self.index.unpin([key])
+        self.pins[key] -= 1
+
+    @rule(count=st.integers(0, 4), only=st.none() | st.sets(OWNERS))
+    def evict(self, count: int, only: set[int] | None) -> None:
+        expected = []
+        for _ in range(count):
+            leaves = [
+                key
+                for key, owner in self.owners.items()
+                if not self.children(key) and not self.pins.get(key) and (only is None or owner in only)
+            ]
+            if not leaves:
+                break
+            key = min(leaves, key=lambda key: self.used[key])
+            expected.append((self.owners.pop(key), key))
+        found = self.index.evict(count, None if only is None else lambda owner: owner in only)
+        assert found == expected
+
+    @rule()
+    def evict_what_is_too_much(self) -> None:
+        assert self.index.excess() == max(0, len(self.owners) - 6)
+        for _, key in self.index.evict(self.index.excess()):
+            del self.owners[key]
+        if not any(self.pins.values()):
+            assert len(self.index) <= 6
+            assert self.index.excess() == 0
+
+    @rule(keys=PATHS)
+    def forget(self, keys: list[Hashable]) -> None:
+        gone = {below for key in keys for below in self.below(key)}
+        found = self.index.forget(keys)
+        assert len(found) == len(gone)
+        assert set(found) == {(self.owners[key], key) for key in gone}
+        lengths: list[Hashable] = []
+        for _, key in found:
+            assert not any(other[:-1] == key for _, other in found[len(lengths) + 1 :])  # type: ignore[index]
+            lengths.append(key)
+            del self.owners[key]
+
+    @rule()
+    def clear(self) -> None:
+        self.index.clear()
+        self.owners.clear()
+
+    @invariant()
+    def is_the_model(self) -> None:
+        assert set(self.index) == set(self.owners)
+        assert len(self.index) == len(self.owners)
+        assert {key: self.index.owner(key) for key in self.index} == self.owners
+        assert self.index.hits == self.hits
+        for key in [None, *self.owners]:
+            hanging = self.children(() if key is None else key)
+            assert sorted(self.index.after(key)) == sorted((self.owners[key], key) for key in hanging)
+        for key in self.owners:
+            assert key[:-1] in self.owners or len(key) == 1, "what is stored can be reached"  # type: ignore[index, arg-type]
+
+
+Indexed.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestIndexed = Indexed.TestCase
+
+
+@given(st.lists(st.tuples(PATHS, st.booleans()), max_size=30), st.integers(1, 8))
+@settings(max_examples=60, deadline=None)
+def test_what_goes_by_odds_are_leaves_that_nobody_pinned(
+    requests: list[tuple[list[Hashable], bool]], room: int
+) -> None:
+    index = Index(room)
+    pinned: set[Hashable] = set()
+    for owner, (keys, pin) in enumerate(requests):
+        index.match(keys)
+        index.insert(keys, owner)
+        if pin and len(pinned) < room - len(keys):
+            index.pin(keys)
+            pinned.update(keys)
+        before = set(index)
+        for _, key in index.evict(index.excess()):
+            before.remove(key)
+            assert key not in pinned
+            assert not any(other[:-1] == key for other in before)  # type: ignore[index]
+        assert before == set(index)
+        assert len(index) <= room
+
+
+def test_nothing_is_evicted_unasked_and_no_more_than_there_is() -> None:
+    index = Index(1)
+    assert index.insert("abc", "me") == ["a", "b", "c"]
+    assert (len(index), index.excess()) == (3, 2)
+    index.pin("a")
+    assert index.evict(9) == [("me", "c"), ("me", "b")]
+    assert index.evict(1) == []
+    index.unpin("a")
+    assert index.evict(1) == [("me", "a")]
+    assert Index().excess() == 0
+
+
+def test_a_pin_is_of_a_key_and_outlives_the_block() -> None:
+    index = Index()
+    index.insert("ab", 1)
+    index.pin("ab")
+    index.pin("b")
+    assert index.forget("a") == [(1, "b"), (1, "a")], "what is no longer true goes, pinned or not"
+    index.insert("ab", 2)
+    index.unpin("ab")
+    assert index.evict(2) == []
+    index.unpin("b")
+    assert index.evict(2) == [(2, "b"), (2, "a")]
+    with pytest.raises(ValueError, match="'b' is not pinned"):
+        index.unpin("b")
+
+
+def test_what_does_not_make_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="not below 0"):
+        Index(-1)
+    with pytest.raises(KeyError):
+        Index().owner("a")
+    with pytest.raises(ValueError, match="at least one token"):
+        chain([1], 0, b"")
+
+
+def test_an_index_that_is_used_without_end_does_not_grow() -> None:
+    index = Index()
+    index.insert("abc", 1)
+    for _ in range(1000):
+        index.match("abc")
+        index.pin("c")
+        index.unpin("c")
+    assert len(index._heap) <= 2 * 3 + 64
+    assert [key for _, key in index.evict(3)] == ["c", "b", "a"]
+
+
+def test_keys_in_another_order_than_before_harm_nothing() -> None:
+    """As in a trace whose ids are no hashes of prefixes."""
+    index = Index()
+    index.insert("abc", 1)
+    assert index.insert("cbax", 2) == ["x"]
+    assert index.match("xa") == 2
+    assert index.insert("yy", 3) == ["y"]
+    assert index.match(["b", "q", "a"]) == 1
+    assert sorted(key for _, key in index.evict(9)) == ["a", "b", "c", "x", "y"]
+
+
+# -- chain
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), max_size=12), st.integers(1, 4))
+@example([1, 2, 3], [1, 2, 3, 1], 3)
+def test_keys_are_the_same_exactly_as_far_as_all_tokens_are(one: list[int], other: list[int], block: int) -> None:
+    same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    first, second = chain(one, block, b"model"), chain(other, block, b"model")
+    assert (len(first), len(second)) == (len(one) // block, len(other) // block)
+    alike = [a == b for a, b in zip(first, second, strict=False)]
+    assert alike == [n < same // block for n in range(len(alike))]
+    assert not {*first} & {*chain(one, block, b"adapter")}
+    assert len({*first}) == len(first)
+    assert all(len(key) == 16 for key in first)
+
+
+def test_keys_stay_what_they_are() -> None:
+    """Files are found by them, written on another day by another version."""
+    assert [key.hex() for key in chain(range(5), 2, b"salt")] == [
+        "df2bc2f9378ad006b47c4e430d32fb7c",
+        "e1b1e591180e25e7be28fbac14363448",
+    ]
+
+
+# -- what blocks are worth
+
+
+def replay(requests: Sequence[Sequence[Hashable]], room: int, policy: worth.Policy) -> float:
+    index = Index(room, policy)
+    for owner, keys in enumerate(requests):
+        index.match(keys)
+        index.insert(keys, owner)
+        index.evict(index.excess())
+    return index.hits.hit_rate
+
+
+def chats(seed: int, people: int = 250, template: int = 3) -> list[list[Hashable]]:
+    """Each begins with the same system prompt and asks on, or does not; the last block is never full."""
+    chance = random.Random(seed)
+    due: list[tuple[float, int, int]] = []
+    for person in range(people):
+        now, length = person * 5.0, 0
+        while True:
+            length += chance.randint(2, 8)
+            due.append((now, person, length))
+            if chance.random() < (0.6 if length < 9 else 0.25):
+                break
+            now += chance.expovariate(1 / 60)
+    system = [("system", n) for n in range(template)]
+    return [[*system, *((who, n) for n in range(length)), (who, length, "part")] for _, who, length in sorted(due)]
+
+
+def documents(seed: int, count: int = 1500) -> list[list[Hashable]]:
+    """Some are asked about again and again, and between them come long ones that nobody asks about twice."""
+    chance = random.Random(seed)
+    requests: list[list[Hashable]] = []
+    for n in range(count):
+        if chance.random() < 0.5:
+            hot = min(int(chance.expovariate(1 / 12)), 49)
+            requests.append([("hot", hot, block) for block in range(8)])
+        else:
+            requests.append([("scan", n, block) for block in range(24)])
+    return requests
+
+
+@pytest.mark.parametrize("room", [60, 150, 400, 1000])
+def test_chats_hit_more_often_than_with_least_recently_used(room: int) -> None:
+    traces = [chats(seed) for seed in range(4)]
+    assert sum(replay(trace, room, Odds()) for trace in traces) > sum(
+        replay(trace, room, Recency()) for trace in traces
+    )
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_read_once_does_not_drive_out_what_is_read_often(seed: int) -> None:
+    trace = documents(seed)
+    assert replay(trace, 220, Odds()) > 2 * replay(trace, 220, Recency()) > 0
+
+
+def test_what_goes_round_is_not_all_lost() -> None:
+    """Least recently used finds nothing at all."""
+    trace = [[(n % 30, block) for block in range(4)] for n in range(900)]
+    assert replay(trace, 100, Recency()) == 0.0
+    assert replay(trace, 100, Odds()) > 0.1
+
+
+def test_other_days_are_learned() -> None:
+    """What returned yesterday does not today, and the other way round."""
+    first = documents(0)
+    second = [[("new", *key) for key in keys] for keys in documents(1)]  # type: ignore[misc]
+    alone = replay(second, 220, Odds())
+    index = Index(220)
+    for keys in [*first, *chats(1), *second]:
+        if keys[0] == second[0][0]:
+            index.hits = Hits()
+        index.match(keys)
+        index.insert(keys, None)
+        index.evict(index.excess())
+    assert index.hits.hit_rate > alone - 0.05
+
+
+def test_what_was_counted_long_ago_weighs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worth, "_LEARNED", 10)
+    policy = Odds()
+    index = Index(None, policy)
+    index.insert("a", 1)
+    for _ in range(200):
+        index.match("a")
+    for kind in policy._kinds.values():
+        assert 4 <= kind.returned <= kind.uses <= 8 + 4 * 10
+    assert index.match("a") == 1
+
+
+def test_before_anything_is_known_odds_are_least_recently_used() -> None:
+    one, other = Index(6), Index(6, Recency())
+    for index in (one, other):
+        for keys in ("ab", "cd", "ef", "gh"):
+            index.match(keys)
+            index.insert(keys, keys)
+    assert one.evict(2) == other.evict(2) == [("ab", "b"), ("ab", "a")]
+
+
+def test_of_what_is_gone_no_more_is_remembered_than_some_for_each_that_is_stored() -> None:
+    policy = Odds()
+    index = Index(10, policy)
+    for n in range(500):
+        index.insert([n], n)
+        index.evict(index.excess())
+    assert len(policy._gone) <= worth.REMEMBERED * 10
+    index.forget([499])
+    index.insert([499], 0)
+    assert policy._stored[499].uses == 1, "what was forgotten says nothing about returns"
+
+
+def test_a_block_that_was_gone_counts_as_returned() -> None:
+    policy = Odds()
+    index = Index(1, policy)
+    for keys in ("a", "b", "a"):
+        index.match(keys)
+        index.insert(keys, keys)
+        index.evict(index.excess())
+    assert policy._stored["a"].uses == 2
+
+
+def test_the_same_requests_have_the_same_blocks_evicted() -> None:
+    def evicted() -> list[tuple[Hashable, Hashable]]:
+        index = Index(150)
+        gone = []
+        for keys in chats(5, people=60):
+            index.match(keys)
+            index.insert(keys, keys[-1])
+            gone += index.evict(index.excess())
+        return gone
+
+    assert evicted() == evicted()
