@@ -1,12 +1,19 @@
 """How much of a prefill and of decoding the calling thread spends in calls of the driver that change page tables.
 
 A managed model generates several times: the first prefill finds no pages at all, later ones those of caches that are
-gone. Decoding is long enough for every layer's cache to grow by a page. The pages of the next step are mapped ahead on
-another thread: "ahead" is the most that was mapped and not yet used, looked at after every token.
+gone. Decoding is long enough for every layer's cache to grow by a page. Pages are mapped ahead on another thread, those
+of the next layer in a prefill and of the next step in decoding: "ahead" is the most that was mapped and not yet used,
+looked at after every token.
+
+On the stand-in the kernel makes the pages, 4 KiB at a time, while the driver is called: the last rows say how long it
+takes for the bytes of the first prefill alone, without ballonet, and what the same calls take at the measured cost of
+a GPU's.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +31,19 @@ CASES = {"cuda": (8, 2048, 300), "cpu": (4, 256, 72), "tiny": (4, 16, 20)}
 ROUNDS = {"cuda": 2, "cpu": 3, "tiny": 1}
 PREFILL, DECODE = 0.01, 0.02  # of the time
 AHEAD = 50e6  # bytes, or a page
-COLUMNS = ["", "ms", "ms in the driver", "share of the time", "driver calls by others, ms", "ahead, MiB"]
+# s per page of any size: one H200, driver 580
+COSTS = {"cuMemCreate": 7e-6, "cuMemMap": 0.6e-6, "access": 20e-6, "cuMemUnmap": 14e-6}
+CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap")
+COLUMNS = [
+    "",
+    "ms",
+    "ms in the driver",
+    "share of the time",
+    "pages made, mapped; calls that open; unmapped",
+    "on other threads, ms",
+    "the same there",
+    "ahead, MiB",
+]
 
 
 def main() -> None:
@@ -37,15 +56,50 @@ def main() -> None:
         first, *later = [found[OURS].ask("say") for _ in range(1 + ROUNDS[kind])]
     batch, length, tokens = CASES[kind]
     rows = [
-        row(f"prefill of {batch} x {length} tokens, the first", [first["prefill"]], None),
+        row(f"prefill of {batch} x {length} tokens, the first", [first["prefill"]], PREFILL),
         row("the same, later", [each["prefill"] for each in later], PREFILL),
         row(f"decoding {tokens} tokens", [each["decode"] for each in later], DECODE),
     ]
     most = max(each["ahead"] for each in (first, *later))
     limit = max(AHEAD, first["page"]) / MIB
-    rows.append(["mapped ahead and not yet used, at most", "", "", "", "", Figure.of([most / MIB]).at_most(limit)])
+    rows.append(["mapped ahead and not yet used, at most", *[""] * 6, Figure.of([most / MIB]).at_most(limit)])
+    if not chosen.cuda:
+        rows += beside(first["prefill"], first["page"])
     title = f"time in driver calls that change page tables, {describe_few(chosen, LAYERS[kind])}"
     report(chosen, "driver-time", title, COLUMNS, rows)
+
+
+def beside(prefill: dict[str, Any], page: int) -> list[list[Any]]:
+    """What the calls of the first prefill on its own thread come to without ballonet, and at a GPU's cost."""
+    made, mapped, _, unmapped = prefill["calls"]
+    counts = {"cuMemCreate": made, "cuMemMap": mapped, "access": mapped, "cuMemUnmap": unmapped}
+    taken = {
+        "as many bytes from the kernel alone": [kernel(made, page) for _ in range(3)],
+        "these calls at a GPU's cost": [sum(COSTS[name] * count for name, count in counts.items())],
+    }
+    rows = []
+    for what, seconds in taken.items():
+        share = Figure.of([each / prefill["seconds"] for each in seconds])
+        rows.append([what, "", Figure.of([each * 1e3 for each in seconds]), share, calls(prefill["calls"]), "", "", ""])
+    return rows
+
+
+def kernel(pages: int, page: int) -> float:
+    """Seconds to make so many pages of a memfd and to map them."""
+    memory = os.memfd_create("pages")
+    try:
+        begin = time.perf_counter()
+        for index in range(pages):
+            os.posix_fallocate(memory, index * page, page)
+        if pages:
+            mmap.mmap(memory, pages * page, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
+        return time.perf_counter() - begin
+    finally:
+        os.close(memory)
+
+
+def calls(counts: list[int]) -> str:
+    return ", ".join(map(str, counts)) if any(counts) else "0"
 
 
 def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
@@ -56,15 +110,17 @@ def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
     return {"say": lambda: say(held, *CASES[kind_of(chosen)])}
 
 
-def row(what: str, answers: list[dict[str, float]], limit: float | None) -> list[Any]:
-    """Of several rounds: seconds, of these in the driver, and of other threads there."""
-    share = Figure.of([each["driver"] / each["seconds"] for each in answers])
+def row(what: str, answers: list[dict[str, Any]], limit: float) -> list[Any]:
+    """Of several rounds: seconds, of these in the driver, and of other threads there; calls of the last one."""
+    last = answers[-1]
     return [
         what,
         Figure.of([each["seconds"] * 1e3 for each in answers]),
         Figure.of([each["driver"] * 1e3 for each in answers]),
-        share if limit is None else share.at_most(limit),
+        Figure.of([each["driver"] / each["seconds"] for each in answers]).at_most(limit),
+        calls(last["calls"]),
         Figure.of([each["others"] * 1e3 for each in answers]),
+        calls(last["calls_of_others"]),
         "",
     ]
 
@@ -77,14 +133,14 @@ def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
     from ballonet.allocator import runtime
 
     device = runtime.require()
-    others: list[int] = []
+    seen: list[dict[str, Any]] = []
     ahead = 0
 
     def look() -> int:
         nonlocal ahead
         found = device.snapshot()
         ahead = max(ahead, found["ahead"] * found["page_size"])
-        others.append(found["driver_ns"]["background"])
+        seen.append(found)
         return device.driver_ns()
 
     prompt = torch.ones(batch, length, dtype=torch.long, device=held.device)
@@ -100,11 +156,17 @@ def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
         stopping_criteria=[clock],
     )
 
-    def between(first: int, last: int) -> dict[str, float]:
+    def between(first: int, last: int) -> dict[str, Any]:
+        def more(which: str) -> list[int]:
+            return [seen[last][which][name] - seen[first][which][name] for name in CALLS]
+
+        others = more("background_calls")
         return {
             "seconds": clock.times[last] - clock.times[first],
             "driver": (clock.counts[last] - clock.counts[first]) / 1e9,
-            "others": (others[last] - others[first]) / 1e9,
+            "others": (seen[last]["driver_ns"]["background"] - seen[first]["driver_ns"]["background"]) / 1e9,
+            "calls": [every - theirs for every, theirs in zip(more("driver_calls"), others, strict=True)],
+            "calls_of_others": others,
         }
 
     return {"prefill": between(0, 1), "decode": between(1, tokens), "ahead": ahead, "page": device.page_size}

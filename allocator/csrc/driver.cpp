@@ -14,7 +14,8 @@ constexpr const char* kNames[] = {
 #undef BALLONET_X
 };
 
-std::array<std::atomic<unsigned long long>, kFnCount> g_calls{};
+using Counts = std::array<std::atomic<unsigned long long>, kFnCount>;
+Counts g_calls{}, g_background_calls{};
 
 // Faults that are still to come: (function, nth call of it).
 std::mutex g_faults_mutex;
@@ -24,6 +25,12 @@ std::atomic<unsigned long long> g_fired{0};
 
 thread_local unsigned long long t_page_table_ns = 0;
 thread_local bool t_background = false;
+
+std::array<unsigned long long, kFnCount> loaded(const Counts& counts) {
+  std::array<unsigned long long, kFnCount> calls{};
+  for (unsigned i = 0; i < kFnCount; ++i) calls[i] = counts[i].load(std::memory_order_relaxed);
+  return calls;
+}
 
 Fn function_named(const std::string& name) {
   for (unsigned i = 0; i < kFnCount; ++i) {
@@ -60,14 +67,14 @@ void Driver::took(std::int64_t ns) const {
 
 unsigned long long faults_fired() { return g_fired; }
 
-std::array<unsigned long long, kFnCount> driver_calls() {
-  std::array<unsigned long long, kFnCount> calls{};
-  for (unsigned i = 0; i < kFnCount; ++i) calls[i] = g_calls[i].load(std::memory_order_relaxed);
-  return calls;
-}
+std::array<unsigned long long, kFnCount> driver_calls() { return loaded(g_calls); }
+
+std::array<unsigned long long, kFnCount> background_calls() { return loaded(g_background_calls); }
 
 bool Driver::counted_fault(Fn function) {
-  const auto call = g_calls[static_cast<unsigned>(function)].fetch_add(1, std::memory_order_relaxed) + 1;
+  const unsigned index = static_cast<unsigned>(function);
+  const auto call = g_calls[index].fetch_add(1, std::memory_order_relaxed) + 1;
+  if (t_background) g_background_calls[index].fetch_add(1, std::memory_order_relaxed);
   if (!g_any_armed.load(std::memory_order_relaxed)) return false;
   std::lock_guard<std::mutex> lock(g_faults_mutex);
   const bool fires = g_faults.erase({function, call}) == 1;

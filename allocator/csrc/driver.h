@@ -34,6 +34,9 @@ unsigned long long faults_fired();
 // Calls per function since the process started, all drivers together.
 std::array<unsigned long long, kFnCount> driver_calls();
 
+// Of these, what the background made.
+std::array<unsigned long long, kFnCount> background_calls();
+
 // What a call that changes page tables took: ns of the calling thread, all drivers together.
 unsigned long long page_table_ns();
 // The calling thread's are counted apart from here on.

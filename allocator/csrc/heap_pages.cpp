@@ -20,7 +20,7 @@ void Heap::back(Arena& arena, const Blocks::Placement& placement) {
   }
   const auto numbers = mapper_->numbers();
   const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
-  const std::size_t idle = pages(Owner::kFree);
+  const std::size_t idle = pages(Owner::kFree) - numbers.ahead;
   const std::size_t growth = count > idle ? count - idle : 0;
   const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
   if (growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {

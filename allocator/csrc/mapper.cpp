@@ -41,7 +41,7 @@ Range::Piece& Range::at(std::size_t piece) {
 }
 
 std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group, bool auto_retire,
-                                       std::optional<std::size_t> expected) {
+                                       std::optional<std::size_t> expected, std::size_t more) {
   if (pieces == 0) throw UsageError("a range needs at least one page");
   std::shared_ptr<Range> range;  // destroyed, where something fails below, once the lock is released
   Ranges done;
@@ -55,6 +55,8 @@ std::shared_ptr<Range> Mapper::reserve(std::size_t pieces, Owner owner, std::sha
   if (held.pieces == 0) held = reserved(pieces);
   range = std::make_shared<Range>(shared_from_this(), std::move(held), pieces, owner, std::move(group), auto_retire);
   ranges_.insert(range.get());
+  if (owner == Owner::kKv) range->more_ = more;
+  if (expected && owner == Owner::kKv) one_came(*range);
   return range;
 }
 
@@ -75,6 +77,7 @@ void Mapper::forget(Range& range) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   ranges_.erase(&range);
+  if (coming_ && (coming_->like == &range || coming_->last == &range)) expect_no_more();
   free_addresses(range.held_);
 }
 
@@ -162,13 +165,13 @@ PageId Mapper::page_after(Range& range, std::size_t piece, Backing backing) {
 std::vector<PageId> Mapper::take_pages(Pool& pool, std::size_t n, Owner owner, PageId hint, Ranges& done) {
   if (pool.idle() < n) reap_locked(false, done);
   if (&pool != &device_ || pool.kept() == 0) return pool.take(n, owner, hint);
-  empty_slots(n, false);
-  if (pool.idle() + pool.creatable() < n) empty_slots(n - pool.creatable(), true);
+  empty_slots(n, Take::kNotAhead);
+  if (pool.idle() + pool.creatable() < n) empty_slots(n - pool.creatable(), Take::kAll);
   try {
     return pool.take(n, owner, hint);
   } catch (const PoolExhausted&) {
     if (pool.kept() == 0) throw;
-    empty_slots(n, true);  // the driver has less than the budget allows
+    empty_slots(n, Take::kAll);  // the driver has less than the budget allows
   }
   return pool.take(n, owner, hint);
 }
@@ -231,6 +234,7 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     throw;
   }
   for (std::size_t i = first; i < first + count; ++i) range.at(i).doomed = false;
+  if (place == Place::kDevice && count > 0 && range.owner == Owner::kKv) tell_followers(range, first, count);
 }
 
 void Mapper::close(Range& range) {
@@ -240,6 +244,7 @@ void Mapper::close(Range& range) {
   DriverScope scope(driver_, context_.handle);
   retire_locked(range, {{0, range.pieces}});
   range.closed_ = true;
+  if (coming_ && (coming_->like == &range || coming_->last == &range)) expect_no_more();
   settle(range);
   reap_later(done);
 }
@@ -382,6 +387,8 @@ void Mapper::stream_waits(CUstream stream, const Fence& fence) {
   std::unique_lock<std::mutex> lock(mutex);
   const std::vector<CUevent> events = fence.events;
   lock.unlock();
+  // Nothing that is captured may wait for what is not: then the host does.
+  if (!events.empty() && streams_.capturing({stream})) return streams_.wait(events);
   for (CUevent event : events) {
     driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering work after a copy");
   }
@@ -399,7 +406,8 @@ void Mapper::set_budget(std::size_t pages) {
   DriverScope scope(driver_, context_.handle);
   if (pages < device_.created() && !streams_.capturing()) {
     reap_locked(true, done);
-    empty_slots(device_.created() - pages, true);
+    expect_no_more();
+    empty_slots(device_.created() - pages, Take::kAll);
   }
   device_.set_budget(pages);
 }
@@ -410,7 +418,7 @@ bool Mapper::within_budget() {
   DriverScope scope(driver_, context_.handle);
   if (device_.created() > device_.budget() && !streams_.capturing()) {
     reap_locked(false, done);
-    empty_slots(device_.created() - device_.budget(), true);
+    empty_slots(device_.created() - device_.budget(), Take::kAll);
   }
   device_.shrink();
   return !device_.above_budget();
@@ -419,7 +427,8 @@ bool Mapper::within_budget() {
 void Mapper::release_free() {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  empty_slots(device_.created(), true);
+  expect_no_more();
+  empty_slots(device_.created(), Take::kAll);
   device_.release_free();
   host_.release_free();
 }
@@ -484,7 +493,7 @@ void Mapper::shutdown() {
       std::count_if(ranges_.begin(), ranges_.end(), [](Range* range) { return !range->closed_; }));
   if (open > 0) throw UsageError(format("%zu ranges are still open: release the models and caches first", open));
   const bool cleared = clear_scratch() || clear_scratch();
-  empty_slots(device_.created(), true);
+  empty_slots(device_.created(), Take::kAll);
   const std::size_t left = device_.release_free() + host_.release_free();
   if (!cleared || !retiring_.empty() || left > 0 || device_.kept() > 0) {
     throw UsageError("the driver did not take back all pages; close the device again");

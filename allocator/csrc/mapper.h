@@ -71,6 +71,7 @@ struct Stretch {
   std::vector<Piece> table;  // grows on demand: a heap's range is far longer than what it ever uses
   std::size_t kept = 0;      // pieces that are
   std::size_t ahead = 0;     // of these, mapped ahead
+  bool promised = false;     // a slot for a range that is about to come
 };
 
 class Range : public std::enable_shared_from_this<Range> {
@@ -95,6 +96,8 @@ class Range : public std::enable_shared_from_this<Range> {
   Piece& at(std::size_t piece);
   Stretch held_;
   bool closed_ = false;
+  std::size_t more_ = 0;       // ranges like this one that will follow; 0 once it is said
+  std::weak_ptr<Range> next_;  // the one that does
 };
 
 // A copy of bytes between two addresses that the driver knows, or host memory.
@@ -155,9 +158,11 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Mapper& operator=(const Mapper&) = delete;
 
   // Addresses for `pieces` pages. With `expected` those of a slot, where one fits: so many pieces will be mapped soon.
-  // Throws DriverError, UsageError for 0.
+  // Of KV: `more` ranges of this size and group will follow, mapped as far as this one is at first; the background
+  // makes slots for them. Throws DriverError, UsageError for 0.
   std::shared_ptr<Range> reserve(std::size_t pieces, Owner owner, std::shared_ptr<Group> group,
-                                 bool auto_retire = false, std::optional<std::size_t> expected = {});
+                                 bool auto_retire = false, std::optional<std::size_t> expected = {},
+                                 std::size_t more = 0);
   // Backs pieces that are unbacked, kept or retiring; those already backed so are skipped. All or none.
   // Throws PoolExhausted, DriverError, UsageError.
   void map(Range& range, std::size_t first, std::size_t count, Place place);
@@ -194,7 +199,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Completes retirements, oldest first: those whose fences have passed, or all of them (blocks). Returns the pages
   // freed.
   std::size_t reap(bool wait);
-  // Does what `map_ahead` asked for and the background has not done yet.
+  // Does what `map_ahead` and `reserve` asked for and the background has not done yet.
   void catch_up();
   // Until then retirements are completed by whoever calls, nothing is mapped ahead and no slot is kept.
   void start_background() { background_.start(); }
@@ -278,9 +283,16 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::uint32_t ticket;
   };
 
-  struct Ahead {  // pieces that are wanted, from `next` on
+  static constexpr std::size_t kRequests = 4096;  // that wait; more are not heard
+  struct Ahead {                                  // pieces that are wanted, from `next` on
     std::weak_ptr<Range> range;
     std::size_t next, end;
+  };
+  struct Coming {  // ranges that will follow this one
+    Range* like;
+    Range* last;         // that came
+    std::size_t left;    // how many
+    std::size_t mapped;  // pieces of each that will be mapped at first
   };
 
   Pool& pool_of(Place place) { return place == Place::kDevice ? device_ : host_; }
@@ -344,17 +356,25 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool may_keep(const Range& range, const Range::Piece& piece);
   void keep(Range& range, std::size_t piece, bool ahead);
   void claim(Range& range, std::size_t piece);
-  void forget_ahead(Range& range, std::size_t piece);
+  void forget_ahead(Stretch& stretch, std::size_t piece);
   bool let_go(Stretch& stretch, std::size_t piece);
   void unkeep(Range& range, std::size_t piece);
   void empty(Stretch& stretch, std::size_t idle, bool ahead);
-  void empty_slots(std::size_t idle, bool ahead);
+  // Which kept pages may be taken away; each includes those before.
+  enum class Take { kUnpromised, kNotAhead, kAll };
+  void empty_slots(std::size_t idle, Take take);
   void shelve_passed(Ranges& done);
   Stretch slot_for(std::size_t pieces, std::size_t expected);
+  void tell_followers(Range& range, std::size_t first, std::size_t count);
+  void one_came(Range& range);
+  void expect_no_more();
+  std::size_t promise_slots();
+  std::deque<Stretch>::iterator lacking_slot();
   Stretch reserved(std::size_t pieces);
   Background::Next work();
   bool work_ahead(Ranges& done);
-  bool map_one_ahead(Range& range, std::size_t piece);
+  bool work_coming(Ranges& done);
+  bool map_one_ahead(Range& range, std::size_t piece, Take take);
   // Waits for the copy stream and frees the scratch addresses; false where the driver refuses one of the two now.
   bool clear_scratch();
   void check_span(const Range& range, std::size_t first, std::size_t count) const;
@@ -378,6 +398,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool shut_ = false;
   bool keeping_ = true;        // pages of ranges that are closed
   std::deque<Stretch> slots_;  // the oldest first
+  std::optional<Coming> coming_;
   std::size_t ahead_ = 0;      // pages mapped ahead and not claimed
   std::mutex requests_mutex_;  // held for moments, so that asking never waits for the driver
   std::deque<Ahead> requests_;

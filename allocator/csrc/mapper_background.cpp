@@ -5,7 +5,6 @@ namespace ballonet {
 namespace {
 
 constexpr std::size_t kPiecesAtOnce = 8;  // that are unmapped under one lock
-constexpr std::size_t kRequests = 4096;   // that wait; more are not heard
 
 }  // namespace
 
@@ -14,7 +13,8 @@ void Mapper::stop_background() {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   keeping_ = false;
-  empty_slots(device_.created(), true);
+  expect_no_more();
+  empty_slots(device_.created(), Take::kAll);
   std::lock_guard<std::mutex> requests(requests_mutex_);
   requests_.clear();
 }
@@ -37,7 +37,7 @@ void Mapper::catch_up() {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  while (work_ahead(done)) {
+  while (work_ahead(done) || work_coming(done)) {
   }
 }
 
@@ -49,13 +49,15 @@ Background::Next Mapper::work() {
     std::lock_guard<std::mutex> requests(requests_mutex_);
     requested = !requests_.empty();
   }
-  if (!requested && retiring_.empty()) return Background::Next::kNothing;
+  if (!requested && !coming_ && retiring_.empty()) return Background::Next::kNothing;
   DriverScope scope(driver_, context_.handle);
   if (streams_.capturing()) return Background::Next::kLater;
   if (requested) {
     work_ahead(done);
     return Background::Next::kMore;
   }
+  if (work_coming(done)) return Background::Next::kMore;
+  if (retiring_.empty()) return Background::Next::kNothing;
   Retirement& oldest = retiring_.front();
   if (!oldest.fence.recorded) return Background::Next::kNothing;  // see record_late
   if (!streams_.passed(oldest.fence)) return Background::Next::kLater;
@@ -85,7 +87,7 @@ bool Mapper::work_ahead(Ranges& done) {
     const auto backed = [&] { return range->at(oldest->next).backing != Backing::kNone; };
     while (!range->closed_ && oldest->next < oldest->end && backed()) ++oldest->next;
     const bool wanted = !range->closed_ && oldest->next < oldest->end;
-    if (wanted && map_one_ahead(*range, oldest->next)) return true;
+    if (wanted && map_one_ahead(*range, oldest->next, Take::kNotAhead)) return true;
   }
   std::lock_guard<std::mutex> lock(requests_mutex_);
   requests_.pop_front();
@@ -93,9 +95,9 @@ bool Mapper::work_ahead(Ranges& done) {
 }
 
 // Pre: the piece is unbacked. False where no more can be mapped ahead.
-bool Mapper::map_one_ahead(Range& range, std::size_t piece) {
+bool Mapper::map_one_ahead(Range& range, std::size_t piece, Take take) {
   if (ahead_ >= ahead_limit() || streams_.capturing()) return false;
-  empty_slots(1, false);
+  empty_slots(1, take);
   try {
     const PageId hint = page_after(range, piece, Backing::kDevice);
     back(range, {piece}, device_, device_.take(1, range.owner, hint), Backing::kDevice);

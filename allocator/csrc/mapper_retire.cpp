@@ -20,7 +20,7 @@ void Mapper::retire_locked(Range& range, const Spans& spans) {
   for (const Span& span : spans) {
     for (std::size_t i = span.first; i < std::min(span.first + span.count, range.held_.table.size()); ++i) {
       Range::Piece& piece = range.at(i);
-      if (piece.backing == Backing::kKept) forget_ahead(range, i);
+      if (piece.backing == Backing::kKept) forget_ahead(range.held_, i);
       if (!leads_somewhere(piece.backing)) continue;
       piece.changed = ++changes_;
       if (piece.pins > 0) {

@@ -5,7 +5,8 @@
 // is reserved gets the addresses, and finds its first pages mapped. So a program that serves one request after the
 // other comes to call the driver no more. A slot costs nobody anything: its pages count as free, and are taken out, the
 // oldest slot's first and the last piece first, before a new page is created. Pages mapped ahead of time are kept in
-// the same way, by a range that is in use; they will be claimed within a step of the model, so they go last of all.
+// the same way, by a range that is in use; they will be claimed within a step of the model, so they go last of all; so
+// do those mapped in slots of ranges that are about to come (mapper_coming.cpp).
 #include <algorithm>
 
 #include "mapper.h"
@@ -31,7 +32,7 @@ void Mapper::keep(Range& range, std::size_t index, bool ahead) {
 }
 
 void Mapper::claim(Range& range, std::size_t index) {
-  forget_ahead(range, index);
+  forget_ahead(range.held_, index);
   Range::Piece& piece = range.at(index);
   piece.backing = Backing::kDevice;
   piece.changed = ++changes_;
@@ -39,11 +40,11 @@ void Mapper::claim(Range& range, std::size_t index) {
   device_.claim(piece.page, range.owner);
 }
 
-void Mapper::forget_ahead(Range& range, std::size_t index) {
-  Range::Piece& piece = range.at(index);
+void Mapper::forget_ahead(Stretch& stretch, std::size_t index) {
+  Stretch::Piece& piece = stretch.table[index];
   if (!piece.ahead) return;
   piece.ahead = false;
-  --range.held_.ahead;
+  --stretch.ahead;
   --ahead_;
 }
 
@@ -77,18 +78,18 @@ void Mapper::empty(Stretch& stretch, std::size_t idle, bool ahead) {
   }
 }
 
-// Takes pages out of slots, the oldest first, then those that ranges have not claimed of theirs and, if `ahead`, what
-// was mapped ahead, until so many are idle, or as far as the driver lets them go.
-void Mapper::empty_slots(std::size_t idle, bool ahead) {
-  for (auto slot = slots_.begin(); slot != slots_.end() && device_.idle() < idle;) {
-    empty(*slot, idle, false);
-    if (slot->kept == 0) free_addresses(*slot);
-    slot = slot->pieces == 0 ? slots_.erase(slot) : std::next(slot);
-  }
-  for (const bool each : {false, true}) {
-    if (each && !ahead) break;
+// Takes pages out of slots, the oldest first, then those that ranges have not claimed of theirs, and last what was
+// mapped ahead, until so many are idle, or as far as `take` and the driver let them go.
+void Mapper::empty_slots(std::size_t idle, Take take) {
+  for (const bool ahead : {false, true}) {
+    if (ahead && take != Take::kAll) break;
+    for (auto slot = slots_.begin(); slot != slots_.end() && device_.idle() < idle;) {
+      if (take != Take::kUnpromised || !slot->promised) empty(*slot, idle, ahead);
+      if (slot->kept == 0) free_addresses(*slot);
+      slot = slot->pieces == 0 ? slots_.erase(slot) : std::next(slot);
+    }
     for (auto range = ranges_.begin(); range != ranges_.end() && device_.kept() > 0 && device_.idle() < idle; ++range) {
-      empty((*range)->held_, idle, each);
+      empty((*range)->held_, idle, ahead);
     }
   }
 }
@@ -112,6 +113,7 @@ Stretch Mapper::slot_for(std::size_t pieces, std::size_t expected) {
   const std::size_t best = best_fit(sizes, pieces, expected);
   if (best == kNoSlot) return {};
   Stretch taken = std::move(slots_[best]);
+  taken.promised = false;
   slots_.erase(slots_.begin() + static_cast<std::ptrdiff_t>(best));
   return taken;
 }

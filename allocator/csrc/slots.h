@@ -1,10 +1,11 @@
-// Which slot a new range takes (eLLM §4.2.2, best fit). Pure.
+// Which slot a new range takes (eLLM §4.2.2, best fit), and which are for ranges that are about to come. Pure.
 //
 // Words
 //   slot   the addresses of a closed range of KV, together with pages that are still mapped there. The pages are free:
 //          whoever needs pages takes them out, and a range that takes the slot maps them again without the driver
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -33,6 +34,19 @@ inline std::size_t best_fit(const std::vector<SlotSize>& slots, std::size_t piec
     if (best == kNoSlot || better(slots[i], slots[best])) best = i;
   }
   return best;
+}
+
+// The slots that so many ranges of `pieces` pieces will take: those whose addresses suffice, at most `count`, the
+// fullest first, of equal ones the last.
+inline std::vector<std::size_t> slots_for(const std::vector<SlotSize>& slots, std::size_t pieces, std::size_t count) {
+  std::vector<std::size_t> fitting;
+  for (std::size_t i = slots.size(); i-- > 0;) {
+    if (slots[i].pieces >= pieces) fitting.push_back(i);
+  }
+  std::stable_sort(fitting.begin(), fitting.end(),
+                   [&](std::size_t one, std::size_t other) { return slots[one].mapped > slots[other].mapped; });
+  fitting.resize(std::min(fitting.size(), count));
+  return fitting;
 }
 
 }  // namespace ballonet

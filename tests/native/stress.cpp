@@ -61,7 +61,7 @@ class Exchange {
 
 Exchange exchange;
 std::atomic<std::uint64_t> numbers{1};
-std::atomic<std::uint64_t> refused{0}, verified{0}, moved{0}, brought_back{0}, budgets_met{0}, spilled{0};
+std::atomic<std::uint64_t> refused{0}, verified{0}, moved{0}, followed{0}, brought_back{0}, budgets_met{0}, spilled{0};
 std::vector<void*> streams{nullptr};  // of the driver's, and the legacy one
 
 // Streams of the device's own context, as torch makes them.
@@ -122,6 +122,23 @@ void allocate_and_free(const BallonetCore& core, unsigned seed, int operations) 
   for (const Block& block : mine) release(core, block);
 }
 
+// A range that was announced by another of its group comes, and goes.
+void follow(Device& device, const std::shared_ptr<Group>& group, std::size_t pieces, std::size_t mapped) {
+  const auto range = device.mapper->reserve(pieces, Owner::kKv, group, false, mapped);
+  const auto words = reinterpret_cast<std::uint64_t*>(range->base);
+  const std::size_t count = mapped * kPage / 8;
+  try {
+    device.map(*range, 0, mapped, Place::kDevice);
+    const std::uint64_t number = numbers++;
+    fill(words, count, number, kStep);
+    if (!holds(words, count, number, kStep)) die("a range that follows does not hold what was written into it");
+    ++followed;
+  } catch (const PoolExhausted&) {
+    ++refused;
+  }
+  device.mapper->close(*range);
+}
+
 // Ranges that grow, shrink and move under a lease, one after the other at the addresses that the one before has left,
 // as KV caches do.
 void grow_and_move(Device& device, unsigned seed, int operations) {
@@ -134,9 +151,10 @@ void grow_and_move(Device& device, unsigned seed, int operations) {
   for (int i = 0; i < operations / 4; ++i) {
     if (random() % 32 == 0) {
       device.mapper->close(*range);
-      range = device.mapper->reserve(kPieces, Owner::kKv, group, false, random() % kPieces);
+      range = device.mapper->reserve(kPieces, Owner::kKv, group, false, random() % kPieces, random() % 6);
       tail.clear();
     }
+    if (random() % 8 == 0) follow(device, group, kPieces, 1 + random() % 2);
     if (random() % 4 == 0)
       device.mapper->map_ahead(range, tail.size(), std::min<std::size_t>(2, kPieces - tail.size()));
     group->enter();
@@ -323,8 +341,8 @@ int main(int count, char** arguments) {
   device->close();
   const auto numbers_left = device->mapper->numbers();
   if (numbers_left.created != 0 || numbers_left.host_created != 0) die("pages were left behind");
-  if (verified == 0 || moved == 0 || brought_back == 0 || budgets_met == 0)
-    die("nothing was verified, moved or brought back, or no budget met: the run was too short");
+  if (verified == 0 || moved == 0 || followed == 0 || brought_back == 0 || budgets_met == 0)
+    die("nothing was verified, moved or brought back, nothing followed, or no budget met: the run was too short");
   std::printf(
       "verified %llu, moved %llu, taken %zu, brought back %llu, spilled %llu, refused %llu: every page came back\n",
       static_cast<unsigned long long>(verified), static_cast<unsigned long long>(moved), device->reclaim.pages(),

@@ -1,0 +1,476 @@
+"""Slots for ranges that are about to come: the background maps their pages while the first is in use (eLLM §5.1)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, PoolExhausted
+
+from .core import (
+    PAGE,
+    Core,
+    arm,
+    behind,
+    calls,
+    capturing,
+    disarm,
+    eventually,
+    holds,
+    maps,
+    opened,
+    page_calls,
+    physical,
+    shim,
+    write,
+)
+
+PIECES = 6  # of each range
+
+
+class Layers:
+    """Ranges of one group, as those of a cache with a range per layer."""
+
+    def __init__(self, core: Core, count: int, mapped: int = 3, pieces: int = PIECES) -> None:
+        """Reserves the first and maps it so far. `count`: in all."""
+        self.core = core
+        self.group = core.device.group()
+        self.mapped = mapped
+        self.pieces = pieces
+        self.ranges: list[_native.Range] = []
+        self.add(count - 1)
+        self.map(0)
+
+    def add(self, more: int = 0) -> _native.Range:
+        size, soon = self.pieces * self.core.page, self.mapped * self.core.page
+        made = self.core.device.reserve(size, "kv", self.group, expected=soon, more=more)
+        self.ranges.append(made)
+        return made
+
+    def map(self, index: int) -> None:
+        self.ranges[index].map(0, self.mapped)
+
+    def close(self) -> None:
+        for each in self.ranges:
+            each.close()
+
+
+def ahead(core: Core) -> int:
+    pages: int = core.device.snapshot()["ahead"]
+    return pages
+
+
+def kept(core: Core) -> int:
+    pages: int = core.device.snapshot()["kept"]
+    return pages
+
+
+def without_driver(core: Core, work: Callable[[], object]) -> None:
+    """Its thread calls no driver for that; the background may, meanwhile, for what follows."""
+    before = core.device.driver_ns()
+    work()
+    assert core.device.driver_ns() == before
+
+
+def settled(core: Core) -> None:
+    """What the background was asked for is done, as far as it can be."""
+    core.device.reap(wait=True)
+    core.device.check()
+
+
+def backings(some: _native.Range) -> list[str]:
+    return [some.backing(piece) for piece in range(some.pieces)]
+
+
+def closed(core: Core, *sizes: tuple[int, int]) -> None:
+    """Slots of so many pieces and pages, the oldest first."""
+    ranges = [core.device.reserve(pieces * PAGE, "kv", core.device.group(), reuse=False) for pieces, _ in sizes]
+    for some, (_, mapped) in zip(ranges, sizes, strict=True):
+        some.map(0, mapped)
+    for some in ranges:
+        some.close()
+    core.device.reap(wait=True)
+
+
+def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> None:
+    with opened() as core:
+        layers = Layers(core, 4)
+        settled(core)
+        assert (ahead(core), core.created()) == (9, 12)
+        for index in (1, 2, 3):
+            without_driver(core, layers.add)
+            some = layers.ranges[index]
+            assert backings(some) == ["kept"] * 3 + ["none"] * 3
+            without_driver(core, lambda index=index: layers.map(index))
+            write(some.address, index, 3 * PAGE)
+            assert len(maps(some.address, 3 * PAGE)) == 1  # neighbours in address are neighbours in the pool
+            settled(core)
+        assert [holds(layers.ranges[index].address, index, 3 * PAGE) for index in (1, 2, 3)] == [True] * 3
+        assert (ahead(core), kept(core), physical()) == (0, 0, 12 * PAGE)
+        layers.close()
+
+
+def test_the_thread_hears_of_it_and_its_calls_are_counted_apart() -> None:
+    with opened() as core:
+        created = calls()["cuMemCreate"]
+        behind_before = core.device.snapshot()["background_calls"]["cuMemCreate"]
+        layers = Layers(core, 4)
+        before = core.device.driver_ns()
+        eventually(lambda: ahead(core) == 9)  # nobody waits for it
+        assert core.device.driver_ns() == before
+        assert calls()["cuMemCreate"] == created + 12
+        assert core.device.snapshot()["background_calls"]["cuMemCreate"] == behind_before + 9
+        layers.close()
+
+
+def test_many_pages_side_by_side_are_opened_by_one_call() -> None:
+    with opened(budget=64) as core:
+        some = core.range(16)
+        assert page_calls(lambda: some.map(0, 16)) == {"cuMemCreate": 16, "cuMemMap": 16, "cuMemSetAccess": 1}
+        blocks: list[int] = []
+        assert page_calls(lambda: blocks.append(core.device.allocate(16 * PAGE))) == {
+            "cuMemCreate": 16,
+            "cuMemMap": 16,
+            "cuMemSetAccess": 1,
+        }
+        core.device.deallocate(blocks[0])
+
+
+@pytest.mark.parametrize(("page", "most"), [(2**24, 2), (2**26, 1)])
+def test_no_more_is_mapped_ahead_than_fifty_megabytes_or_a_page(page: int, most: int) -> None:
+    with opened(page=page, budget=4) as core:
+        layers = Layers(core, 4, mapped=1, pieces=2)
+        for index in (1, 2, 3):
+            settled(core)
+            assert ahead(core) == min(most, 4 - index)
+            assert layers.add().backing(0) == "kept"
+            layers.map(index)
+        assert ahead(core) == 0
+        layers.close()
+
+
+def test_what_a_range_takes_makes_room_for_the_next_by_itself() -> None:
+    with opened(page=2**25, budget=3) as core:
+        layers = Layers(core, 3, mapped=1, pieces=1)
+        eventually(lambda: ahead(core) == 1)
+        layers.add()
+        assert ahead(core) == 1
+        layers.map(1)
+        eventually(lambda: ahead(core) == 1)
+        layers.close()
+
+
+def test_no_more_is_made_than_the_budget_allows_and_whoever_needs_pages_gets_them() -> None:
+    with opened(budget=5) as core:
+        layers = Layers(core, 3)
+        settled(core)
+        assert (ahead(core), physical()) == (2, 5 * PAGE)
+        other = core.range(2, "weights")
+        assert page_calls(lambda: other.map(0, 2)) == {"cuMemUnmap": 2, "cuMemMap": 2, "cuMemSetAccess": 1}
+        settled(core)
+        assert (ahead(core), physical()) == (0, 5 * PAGE)
+        other.close()
+        settled(core)
+        assert (ahead(core), physical()) == (2, 5 * PAGE)  # it has not given up
+        layers.add()
+        with pytest.raises(PoolExhausted):
+            layers.map(1)
+        layers.close()
+
+
+def test_the_heap_moves_its_own_idle_pages_before_it_counts_on_them() -> None:
+    with opened() as core:
+        stream = core.stream()
+        layers = Layers(core, 4)
+        settled(core)
+        core.device.deallocate(core.device.allocate(8 * PAGE))
+        before = core.created()
+        block = core.device.allocate(8 * PAGE, stream)  # not beside the first one
+        assert (core.created(), ahead(core)) == (before, 9)
+        core.device.deallocate(block)
+        layers.close()
+
+
+def test_they_go_after_all_others() -> None:
+    with opened(budget=11) as core:
+        closed(core, (2, 2))
+        layers = Layers(core, 2)  # whose addresses are longer: it takes the pages
+        settled(core)
+        assert (ahead(core), kept(core), core.created()) == (3, 0, 6)
+        closed(core, (2, 2))
+        other = core.range(8, "weights")
+        other.map(0, 5)  # those of the slot, and new ones
+        assert (ahead(core), core.created()) == (3, 11)
+        other.map(5, 1)
+        assert ahead(core) == 2
+        layers.close()
+
+
+def test_pages_of_slots_that_are_too_short_serve_before_new_ones_are_made() -> None:
+    with opened() as core:
+        closed(core, (2, 2), (2, 2), (2, 2))
+        layers = Layers(core, 2)
+        settled(core)
+        assert (ahead(core), kept(core), physical()) == (3, 0, 6 * PAGE)
+        layers.close()
+
+
+def test_where_there_are_slots_nothing_is_done() -> None:
+    with opened() as core:
+        closed(core, *[(PIECES, 4)] * 4)
+        layers = Layers(core, 4)
+        assert page_calls(lambda: settled(core)) == {}
+        for index in (1, 2, 3):
+            layers.add()
+            without_driver(core, lambda index=index: layers.map(index))
+        settled(core)
+        assert (ahead(core), physical()) == (0, 16 * PAGE)
+        layers.close()
+
+
+def test_slots_of_those_that_were_there_before_belong_to_everybody() -> None:
+    """Nobody has to make new pages for them."""
+    with opened() as core:
+        closed(core, *[(PIECES, 3)] * 4)
+        layers = Layers(core, 4)
+        settled(core)
+        other = core.range(6, "weights")
+        other.map(0, 6)
+        settled(core)  # what is missing now is made anew
+        assert (ahead(core), core.created()) == (6, 18)
+        layers.close()
+
+
+def test_a_slot_that_has_too_few_pages_gets_more() -> None:
+    with opened() as core:
+        closed(core, (PIECES, 1), (PIECES, 3))
+        layers = Layers(core, 2)
+        settled(core)
+        assert (ahead(core), kept(core), core.created()) == (2, 1, 6)
+        layers.add()
+        without_driver(core, lambda: layers.map(1))
+        layers.close()
+
+
+@pytest.mark.parametrize("shrink", ["budget", "trim"])
+def test_a_lower_budget_and_a_trim_take_all_of_it_and_no_more_is_made(shrink: str) -> None:
+    with opened(budget=16) as core:
+        layers = Layers(core, 4)
+        settled(core)
+        assert physical() == 12 * PAGE
+        core.device.set_budget(3 * PAGE) if shrink == "budget" else core.device.trim()
+        assert (physical(), ahead(core)) == (3 * PAGE, 0)
+        core.device.set_budget(16 * PAGE)
+        settled(core)
+        assert physical() == 3 * PAGE
+        layers.close()
+
+
+def test_once_the_first_range_is_gone_what_was_promised_is_like_any_slot() -> None:
+    with opened() as core:
+        layers = Layers(core, 3)
+        settled(core)
+        layers.close()
+        settled(core)
+        assert (ahead(core), kept(core), core.pages()["free"]) == (0, 9, 9)
+        again = Layers(core, 3)
+        settled(core)
+        assert (ahead(core), core.created()) == (0, 9)
+        again.close()
+
+
+def test_the_newest_is_served() -> None:
+    with opened() as core:
+        one, other = Layers(core, 5), Layers(core, 2, mapped=2)
+        settled(core)
+        # What was made for the first cache may serve the other one.
+        assert kept(core) + ahead(core) >= 2
+        other.add()
+        without_driver(core, lambda: other.map(1))
+        for _ in range(4):
+            one.add()
+        for index in (1, 2, 3, 4):
+            one.map(index)
+        one.close()
+        other.close()
+
+
+def test_what_grows_in_step_is_mapped_ahead_too() -> None:
+    """A prompt in chunks: each layer grows by several pages, one after the other."""
+    with opened() as core:
+        layers = Layers(core, 3)
+        for index in (1, 2):
+            layers.add()
+            layers.map(index)
+        settled(core)
+        assert (ahead(core), core.created()) == (0, 9)
+        layers.ranges[0].map(3, 2)
+        for some in layers.ranges[1:]:
+            settled(core)
+            assert backings(some) == ["device"] * 3 + ["kept"] * 2 + ["none"]
+            without_driver(core, lambda some=some: some.map(3, 2))
+        settled(core)
+        assert (ahead(core), core.created()) == (0, 15)
+        layers.ranges[1].close()  # then nobody follows the first
+        layers.ranges[0].map(5, 1)
+        settled(core)
+        assert (ahead(core), backings(layers.ranges[2])[5]) == (0, "none")
+        layers.close()
+
+
+def test_only_ranges_of_the_same_size_and_group_that_want_a_slot_are_those() -> None:
+    with opened() as core:
+        layers = Layers(core, 2)
+        settled(core)
+        taken = [
+            core.device.reserve((PIECES + 1) * PAGE, "kv", layers.group, expected=3 * PAGE),
+            core.device.reserve(PIECES * PAGE, "kv", layers.group, reuse=False),
+            core.device.reserve(PIECES * PAGE, "weights", layers.group),
+        ]
+        assert ahead(core) == 3
+        taken.append(core.device.reserve(PIECES * PAGE, "kv", core.device.group(), expected=3 * PAGE))
+        assert taken[-1].backing(0) == "kept"  # another cache may have it; then one more is made
+        settled(core)
+        assert ahead(core) == 6
+        assert layers.add().backing(2) == "kept"
+        for some in taken:
+            some.close()
+        layers.close()
+
+
+# Calls that the background makes; those before are the first range's, and there is no fourth address to reserve.
+BEHIND = {
+    ("cuMemAddressReserve", 1),
+    ("cuMemAddressReserve", 2),
+    ("cuMemCreate", 4),
+    ("cuMemMap", 4),
+    ("cuMemSetAccess", 2),
+    ("cuMemSetAccess", 4),
+}
+
+
+@pytest.mark.parametrize("function", ["cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"])
+@pytest.mark.parametrize("nth", [1, 2, 4])
+def test_a_fault_ends_it_and_nobody_hears_of_it(function: str, nth: int) -> None:
+    with opened() as core:
+        layers = Layers(core, 1)
+        followers = layers.add(3)
+        arm(function, nth)
+        attempts(lambda: followers.map(0, 3))
+        settled(core)
+        assert ahead(core) == (0 if (function, nth) in BEHIND else 9)
+        for index in (2, 3, 4):
+            attempts(lambda index=index: index < len(layers.ranges) or layers.add())
+            attempts(lambda index=index: layers.map(index))
+            core.device.check()
+            address = layers.ranges[index].address
+            write(address, index, 3 * PAGE)
+            assert {behind(address + piece * PAGE)[:2] for piece in range(3)} == {("device", "rw-s")}
+        disarm()
+        layers.close()
+        settled(core)
+        assert ahead(core) == 0
+
+
+def attempts(work: Callable[[], object]) -> None:
+    """Once more where a fault struck."""
+    try:
+        work()
+    except (BallonetError, PoolExhausted):
+        work()
+
+
+def test_nothing_is_made_while_a_stream_is_captured(tmp_path: Path) -> None:
+    path, set_capturing = capturing(tmp_path)
+    with opened(path=path) as core:
+        core.stream()
+        set_capturing(1)
+        layers = Layers(core, 3)
+        before = calls()
+        eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
+        settled(core)
+        assert [calls()[name] for name in ("cuMemCreate", "cuMemMap", "cuMemAddressReserve")] == [
+            before[name] for name in ("cuMemCreate", "cuMemMap", "cuMemAddressReserve")
+        ]
+        assert ahead(core) == 0
+        set_capturing(0)
+        eventually(lambda: ahead(core) == 6)
+        layers.close()
+
+
+SLOW = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+static int slow;
+void set_slow(int now) { slow = now; }
+int cuMemCreate(void* handle, unsigned long size, void* place, unsigned long long flags) {
+  if (slow) usleep(100000);
+  return ((int (*)(void*, unsigned long, void*, unsigned long long))dlsym(RTLD_NEXT, "cuMemCreate"))(
+      handle, size, place, flags);
+}
+"""
+
+
+def test_a_child_has_what_was_there_and_makes_no_more(tmp_path: Path) -> None:
+    path = shim(tmp_path, SLOW)
+    with opened(path=path) as core:
+        layers = Layers(core, 4)
+        settled(core)
+        ctypes.CDLL(path).set_slow(1)
+        again = Layers(core, 4, mapped=5)
+        before = calls()["cuMemCreate"]
+        eventually(lambda: calls()["cuMemCreate"] > before)  # the thread is in the driver, and holds the lock
+        if (child := os.fork()) == 0:
+            signal.alarm(30)  # kills a child that waits for a thread that it does not have
+            layers.add()
+            layers.close()
+            core.device.snapshot()
+            core.device.reap()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        ctypes.CDLL(path).set_slow(0)
+        layers.close()
+        again.close()
+
+
+def test_several_threads_whose_layers_come_at_once() -> None:
+    with opened(budget=96) as core:
+        failures: list[BaseException] = []
+
+        def work(seed: int) -> None:
+            random_of = random.Random(seed)
+            try:
+                for turn in range(12):
+                    count, mapped = random_of.randint(2, 5), random_of.randint(1, 4)
+                    layers = Layers(core, count, mapped)
+                    for index in range(1, count - random_of.randint(0, 1)):  # the last one may never come
+                        layers.add()
+                        layers.map(index)
+                    for index, some in enumerate(layers.ranges):
+                        write(some.address, turn + index, mapped * PAGE)
+                    for index, some in enumerate(layers.ranges):
+                        assert holds(some.address, turn + index, mapped * PAGE)
+                    layers.close()
+            except BaseException as failure:
+                failures.append(failure)
+
+        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive():
+                core.device.check()
+                assert physical() <= 96 * PAGE
+                worker.join(0.01)
+        assert failures == []
+        settled(core)
+        assert (ahead(core), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)
