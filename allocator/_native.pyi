@@ -5,10 +5,12 @@ here (the Python layers turn it into `torch.OutOfMemoryError`).
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from typing_extensions import Buffer
 
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Owner = Literal["weights", "activations", "kv"]
 Backing = Literal["none", "device", "host", "alias", "retiring", "kept"]
 
@@ -78,10 +80,11 @@ class Device:
 
         Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_free (of
         these), spilled (those that blocks of the heap lie on), host_budget, copied {weights_h2d, weights_d2h, kv_h2d,
-        kv_d2h}, driver_calls {function: count}, faults, reclaimed (device pages that entries gave so far), kept and
-        ahead (of the free device pages: still mapped, in slots and ahead of their use), driver_ns {callers, background}
-        (spent in calls that change page tables), physical_peak (bytes), heap {live, live_peak, requested,
-        requested_peak, allocated_total, freed_total, reserved, cached, blocks, allocations, frees, hits}.
+        kv_d2h}, driver_calls {function: count}, background_calls (of these, the mapper's thread's), faults, reclaimed
+        (device pages that entries gave so far), kept and ahead (of the free device pages: still mapped, in slots and
+        ahead of their use), driver_ns {callers, background} (spent in calls that change page tables), physical_peak
+        (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved, cached,
+        blocks, allocations, frees, hits}.
         """
     def reset_peaks(self) -> None: ...
     def trim(self) -> int:
@@ -107,6 +110,7 @@ class Device:
         *,
         expected: int = 0,
         reuse: bool = True,
+        more: int = 0,
     ) -> Range:
         """A range of ceil(nbytes / page) pieces, none of them backed. `auto_retire`: a piece is retired when the last
         tensor over it is gone.
@@ -115,7 +119,11 @@ class Device:
         (eLLM §4.2.2). With `reuse` a range of "kv" gets the addresses of the slot that fits best, the smallest with
         `expected` bytes mapped, and `map` finds these pieces "kept": it claims them without a driver call. Whoever else
         needs pages takes them out of slots, the oldest first, before new ones are created. `reuse=False` is for a range
-        that will have host pages."""
+        that will have host pages.
+
+        `more` ranges of "kv" of this size and group will follow, each mapped as far as this one is by its first `map`:
+        the background makes slots for them, within the limit of `map_ahead`. Once they have come, pieces by which one
+        grows are mapped ahead in the next."""
     def note_stream(self, stream: int) -> None:
         """This stream may touch pages: a retirement waits for it."""
     def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:
@@ -177,13 +185,21 @@ class Group:
 
     def enter(self) -> None:
         """This thread's forward uses the group's pages from here on (counts)."""
-    def leave(self, thread: int = ...) -> None:
-        """`thread`: `threading.get_ident()` of who entered, where it is another."""
+    def leave(self) -> None: ...
     @property
     def leases(self) -> int: ...
     @property
     def unpinned(self) -> int:
         """How many tensors over ranges of the group are gone so far."""
+
+class Lease:
+    """What a thread has entered; it is left when this is closed, or collected, on any thread."""
+
+    def __init__(self) -> None: ...
+    def enter(self, group: Group) -> None:
+        """Once, however often it is called, on the calling thread."""
+    def close(self) -> None:
+        """Leaves all. It may be entered again."""
 
 class Range:
     """Reserved addresses in page-sized pieces. Collecting it closes it, after every tensor made from it is gone."""
@@ -282,6 +298,31 @@ class HostMemory:
         """Unregisters, once the copies are done that were submitted. DriverError; it may be tried again."""
     @property
     def closed(self) -> bool: ...
+
+class Section(Protocol[T_co]):
+    """`end` may be called again where it was interrupted, and after a `begin` that was not done."""
+
+    def begin(self) -> T_co: ...
+    def end(self, failed: bool, /) -> object: ...
+
+class Guarded(Generic[T]):
+    """A context manager whose `end` is done to its end, though Ctrl-C comes between any two lines of it, or of
+    `begin`: what interrupted it is raised then."""
+
+    def __init__(self, section: Section[T]) -> None: ...
+    def __enter__(self) -> T: ...
+    def __exit__(self, kind: object, error: object, trace: object, /) -> None: ...
+
+def finish(steps: list[Callable[[], object]], *ignored: object) -> None:
+    """Takes the steps out of the list and calls them in this order, again where one raised. What was raised first is
+    raised once all are done. Nothing while Python itself ends."""
+
+class AnyLock(Protocol):
+    def acquire(self, blocking: bool = ..., /) -> bool: ...
+    def release(self) -> None: ...
+
+def if_free(lock: AnyLock, act: Callable[[], object]) -> bool:
+    """Calls `act` with the lock, if nobody else has that; did it?"""
 
 def core_table() -> int:
     """Address of the `BallonetCore` table (entry.h) for the companion."""

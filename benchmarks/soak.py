@@ -3,19 +3,23 @@
     make soak MINUTES=60        or until Ctrl-C
 
 Threads generate with several managed models (prompts of many lengths, beams, prompt lookup, conversations that lie idle
-and go on, requests that break off in the middle of a layer), others allocate tensors, another one changes the budget.
-Some models have chaos on. Work comes in rounds: after each nothing is left but weights, it is looked whether that is
-so, and one model is released and managed anew. What has to hold: the tokens of the same models unmanaged,
-`Device.check()` at any time, no page lost or unowned, no cache page left after a round, and a process that does not
-grow. `torch.OutOfMemoryError`, and a budget that is refused, are answers and no failures. The exit status says whether
-all of it held.
+and go on, requests that break off in the middle of a layer), others allocate tensors, another one changes the budget,
+at times from another process, and one forks children that allocate, too. Some models have chaos on. Work comes in
+rounds: after each nothing is left but weights, it is looked whether that is so, and one model is released and managed
+anew. What has to hold: the tokens of the same models unmanaged, `Device.check()` at any time, no page lost or unowned,
+no cache page left after a round, and a process that does not grow. `torch.OutOfMemoryError`, and a budget that is
+refused, are answers and no failures. The exit status says whether all of it held.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
+import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -45,6 +49,7 @@ from ballonet.allocator.errors import BudgetInUse
 
 LAYERS = (4, 6, 8)  # of each model; the last one speaks on two threads
 ROUND = 20.0  # s
+OUTSIDE = 0.2  # of the budgets
 LOWEST = 0.7  # of what weights take, and a round's budget is at least that
 GROWTH = 0.05, 48 * MIB  # that a process may grow: of what it had, and bytes
 WARM = 3  # rounds until everything was loaded once
@@ -95,7 +100,7 @@ class Soak:
         """Everybody works for so long, then it is looked what is left."""
         self._over.clear()
         work = [partial(self._speak, speaker) for speaker in [*self._speakers, self._speakers[-1]]]
-        work += [self._allocate, self._budgets]
+        work += [self._allocate, self._budgets, self._children]
         threads = [threading.Thread(target=self._safely, args=(each, self._drawn()), daemon=True) for each in work]
         for thread in threads:
             thread.start()
@@ -171,11 +176,38 @@ class Soak:
     def _budgets(self, drawn: random.Random) -> None:
         while not self._over.wait(drawn.uniform(0.05, 1.0)):
             budget = round(LOWEST * self._weights + drawn.random() * (self._room + 0.3 * self._weights))
+            if drawn.random() < OUTSIDE:
+                self._from_outside(budget * self._device.page_size)
+                continue
             try:
                 ballonet.set_budget(budget * self._device.page_size, timeout=5)
                 self.counts.count("budgets set")
             except BudgetInUse:
                 self.counts.count("budgets refused")
+
+    def _from_outside(self, nbytes: int) -> None:
+        ask = [sys.executable, "-m", "ballonet", "budget", str(os.getpid()), str(nbytes), "--timeout", "5s"]
+        ended = subprocess.run(ask, capture_output=True, text=True, timeout=120, check=False)
+        if ended.returncode == 0 and json.loads(ended.stdout)["pid"] == os.getpid():
+            self.counts.count("budgets set from outside")
+        elif "budget" in ended.stderr:
+            self.counts.count("budgets refused")
+        else:
+            self.counts.fail(f"another process could not set the budget: {ended.stderr}")
+
+    def _children(self, drawn: random.Random) -> None:
+        """A child has one thread, and what it allocates is its own."""
+        tensor = torch.arange(2**12)
+        while not self._over.wait(drawn.uniform(0.2, 2.0)):
+            if (child := os.fork()) == 0:
+                signal.alarm(60)  # of a child that waits for a thread that it does not have
+                made = [torch.full((drawn.randrange(1, 2**20),), 7.0) for _ in range(4)]
+                held = tensor.sum().item() == 2**11 * (2**12 - 1) and all(each.eq(7).all().item() for each in made)
+                del made
+                os._exit(0 if held else 1)
+            if status := os.waitpid(child, 0)[1]:
+                self.counts.fail(f"a child ended with {os.waitstatus_to_exitcode(status)}")
+            self.counts.count("children")
 
     def _look(self) -> None:
         self._device.check()

@@ -5,95 +5,94 @@ neither moved nor taken. The module hooks of a managed model open one around eve
 their cache at their first update in it. A cache that is used outside of any lease holds its group for each call, and
 its thread keeps one on what it appends to (`Kept`).
 
-Note [Held, and known to be]
-    Ctrl-C comes between any two calls, also between the one that enters a group and the one that notes it. So both are
-    one call of C code, and so are leaving a group and striking it off the list.
+Note [Left in any case]
+    Ctrl-C comes between any two lines, those of a finalizer too. So what was entered is known to an object of the core
+    (`Lease`), which leaves it when it is gone; and what a thread has open is referred to weakly, so that a lease is
+    gone as soon as the forward is that has it, however that ended.
 """
 
 from __future__ import annotations
 
 import threading
-from itertools import filterfalse
+import weakref
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ..allocator._native import Group
+from ..allocator._native import Group, Lease
 
 if TYPE_CHECKING:
     from .kv.pages import KVPages
 
 
-class _Current(threading.local):
-    lease: ForwardLease | None = None
+class _Opened(threading.local):
+    """By this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.leases: list[weakref.ref[ForwardLease]] = []
 
 
-_current = _Current()
+_opened = _Opened()
 
 
 class ForwardLease:
     """The groups that a forward has entered, and the KV ranges that it has written. Leases nest.
 
     To be opened once somebody holds it who closes it. `close()` may be called on any thread. One that was not closed,
-    because something ended the forward that runs no hooks, is closed when its thread ends.
+    because something ended the forward that runs no hooks, ends with whoever holds it.
     """
 
     _closed = True
 
     def __init__(self) -> None:
-        self._groups: list[Group] = []
-        self._ranges: dict[int, KVPages] = {}
-        self._outer: ForwardLease | None = None
-        self._thread = threading.get_ident()
+        self._entered = Lease()
+        self._ranges: dict[int, weakref.ref[KVPages]] = {}
 
     def open(self) -> Self:
         """It is the innermost one of this thread from now on."""
-        self._outer = current()
         self._closed = False
-        _current.lease = self
+        _opened.leases.append(weakref.ref(self))
         return self
 
     def enter_group(self, group: Group) -> None:
         """Leases the group until `close()`; once, however often it is asked for."""
-        if not any(each is group for each in self._groups):
-            _enter(group, self._groups)
+        self._entered.enter(group)
 
     def touched(self, kv: KVPages) -> None:
         """Notes that this forward has appended to the range."""
-        self._ranges[id(kv)] = kv
+        self._ranges[id(kv)] = weakref.ref(kv)
 
     @property
     def ranges(self) -> tuple[KVPages, ...]:
-        """The KV ranges that this forward has appended to so far."""
-        return tuple(self._ranges.values())
+        """The KV ranges that this forward has appended to so far, and that are there yet."""
+        return tuple(kv for each in self._ranges.values() if (kv := each()) is not None)
 
     def close(self) -> None:
         """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
         self._closed = True
-        _current.lease = current()
+        current()  # forgets those that are closed by now
         self._ranges.clear()
-        while self._groups:
-            _leave_last(self._groups, self._thread)
-
-    def __del__(self) -> None:
-        if not self._closed:
-            self.close()
+        self._entered.close()
 
 
 def current() -> ForwardLease | None:
     """The innermost lease of this thread that is open."""
-    lease = _current.lease
-    while lease is not None and lease._closed:  # by another thread
-        lease = lease._outer
-    return lease
+    leases = _opened.leases
+    while leases:
+        lease = leases[-1]()
+        if lease is not None and not lease._closed:  # by another thread
+            return lease
+        del lease
+        leases.pop()
+    return None
 
 
-def _enter(group: Group, entered: list[Group]) -> None:
-    """See Note [Held, and known to be]."""
-    entered.extend(filterfalse(Group.enter, (group,)))  # keeps it, because entering returns None
-
-
-def _leave_last(entered: list[Group], thread: int) -> None:
-    next(map(Group.leave, map(list.pop, (entered,)), (thread,)))
+def opened() -> Iterator[ForwardLease]:
+    """The leases of this thread that are open, the innermost first."""
+    for reference in reversed(_opened.leases):
+        lease = reference()
+        if lease is not None and not lease._closed:
+            yield lease
 
 
 class Kept:
@@ -102,42 +101,33 @@ class Kept:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._entered: list[Group] = []
-        self._thread = 0
+        self._held: tuple[int, Lease] | None = None  # by which thread
 
     def renew(self) -> bool:
         """The calling thread uses the group from now on. False, and none is kept, within a forward, which has its own
         lease."""
-        thread = 0 if current() is not None else threading.get_ident()
-        if thread != self._thread or bool(thread) != bool(self._entered):
-            self._end()
-            self._thread = thread
-            if thread:
-                _enter(self._group, self._entered)
-        return thread != 0
-
-    def __del__(self) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        if self._entered:
-            _leave_last(self._entered, self._thread)
+        if current() is not None:
+            self._held = None
+            return False
+        if self._held is None or self._held[0] != threading.get_ident():
+            lease = Lease()
+            self._held = None
+            lease.enter(self._group)
+            self._held = threading.get_ident(), lease
+        return True
 
 
 class Holding:
     """`with Holding(group):` leases it until this thread's lease ends, or without one until the block does."""
 
-    _alone: list[Group] | None = None
-
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._thread = threading.get_ident()
+        self._alone = Lease()
 
     def __enter__(self) -> Self:
         lease = current()
         if lease is None:
-            self._alone = []
-            _enter(self._group, self._alone)
+            self._alone.enter(self._group)
         else:
             lease.enter_group(self._group)
         return self
@@ -145,11 +135,4 @@ class Holding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
-
-    def __del__(self) -> None:
-        self._end()  # where Ctrl-C came between the block and its end
-
-    def _end(self) -> None:
-        if self._alone:
-            _leave_last(self._alone, self._thread)
+        self._alone.close()

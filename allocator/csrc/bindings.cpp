@@ -113,6 +113,7 @@ PYBIND11_MODULE(_native, module) {
   using namespace ballonet;
   py::register_exception_translator(&translate);
   py::class_<Device, std::shared_ptr<Device>> device(module, "Device");
+  bind_interrupts(module);
   bind_range(module);
   bind_transfer(module);
   bind_device(device);

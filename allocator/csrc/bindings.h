@@ -1,5 +1,9 @@
-// What Python sees of the core; `_native.pyi` documents it. Whatever can wait for a lock or a device releases the GIL
-// first.
+// What Python sees of the core; `_native.pyi` documents it.
+//
+// Note [The GIL]
+// Whatever waits for a lock of the core releases the GIL first, be it the end of an object: whoever holds the lock may
+// wait for a device, and that for a host function that needs the GIL. Only locks that are held for moments, with
+// nothing else taken under them, are waited for with it (events, timelines, requests to map ahead).
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,13 +22,34 @@ Owner owner_named(const std::string& name);
 Place place_named(const std::string& name);
 const char* name_of(Owner owner);
 
+// Does what may wait without the GIL, if this thread has it.
+template <class Act>
+void without_gil(Act act) {
+  if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) return act();
+  py::gil_scoped_release release;
+  act();
+}
+
+// Whoever lets go of the last of these waits without the GIL.
+template <class T>
+std::shared_ptr<T> ends_without_gil(std::shared_ptr<T> owned) {
+  T* const it = owned.get();
+  return {it, [owned = std::move(owned)](T*) mutable { without_gil([&] { owned.reset(); }); }};
+}
+
 inline CUstream stream_at(std::uint64_t stream) { return reinterpret_cast<CUstream>(stream); }
 
 // A range as Python holds it: collecting it closes it.
 struct RangeHandle {
   RangeHandle(std::shared_ptr<Device> device_, std::shared_ptr<Range> range_)
       : device(std::move(device_)), range(std::move(range_)) {}
-  ~RangeHandle() { range->mapper->close(*range); }
+  ~RangeHandle() {
+    without_gil([this] {
+      range->mapper->close(*range);
+      range.reset();
+      device.reset();
+    });
+  }
   RangeHandle(const RangeHandle&) = delete;
   RangeHandle& operator=(const RangeHandle&) = delete;
 
@@ -37,6 +62,7 @@ struct RangeHandle {
 
 void bind_device(py::class_<Device, std::shared_ptr<Device>>& device);
 void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device);
+void bind_interrupts(py::module_& module);
 void bind_range(py::module_& module);
 void bind_transfer(py::module_& module);
 

@@ -18,7 +18,8 @@ std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std
   options.budget = budget / page_size;
   options.host_budget = host_budget / page_size;
   options.standin = {0, link_bandwidth, link_latency_ns};
-  return std::make_shared<Device>(options, spill);
+  py::gil_scoped_release release;
+  return ends_without_gil(std::make_shared<Device>(options, spill));
 }
 
 // Waits without the GIL; Ctrl-C, and what other signals' handlers raise, ends it.
@@ -58,14 +59,18 @@ py::dict snapshot(Device& device) {
     std::tie(numbers, heap) = device.numbers();
   }
   const std::size_t page = device.mapper->page_size;
-  py::dict pages, copied, calls, blocks, time, result;
+  py::dict pages, copied, calls, background, blocks, time, result;
   for (unsigned i = 0; i < kOwners; ++i) pages[name_of(static_cast<Owner>(i))] = numbers.pages[i];
   copied["weights_h2d"] = numbers.copied.weights_h2d;
   copied["weights_d2h"] = numbers.copied.weights_d2h;
   copied["kv_h2d"] = numbers.copied.kv_h2d;
   copied["kv_d2h"] = numbers.copied.kv_d2h;
-  const auto counts = driver_calls();
-  for (unsigned i = 0; i < kFnCount; ++i) calls[ballonet::name_of(static_cast<Fn>(i))] = counts[i];
+  const auto counts = driver_calls(), behind = background_calls();
+  for (unsigned i = 0; i < kFnCount; ++i) {
+    const char* const name = ballonet::name_of(static_cast<Fn>(i));
+    calls[name] = counts[i];
+    background[name] = behind[i];
+  }
   blocks["live"] = heap.live;
   blocks["live_peak"] = heap.live_peak;
   blocks["requested"] = heap.requested;
@@ -88,6 +93,7 @@ py::dict snapshot(Device& device) {
   result["host_budget"] = numbers.host_budget * page;
   result["copied"] = copied;
   result["driver_calls"] = calls;
+  result["background_calls"] = background;
   result["faults"] = faults_fired();
   result["reclaimed"] = device.reclaim.pages();
   result["kept"] = numbers.kept;
@@ -128,17 +134,21 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def_property_readonly("kind", [](Device& d) { return d.mapper->is_standin() ? "standin" : "cuda"; })
       .def_property_readonly("ordinal", [](Device& d) { return d.mapper->ordinal; })
       .def_property_readonly("page_size", [](Device& d) { return d.mapper->page_size; })
-      .def_property_readonly("budget", [](Device& d) { return d.mapper->numbers().budget * d.mapper->page_size; })
+      .def_property_readonly(
+          "budget",
+          py::cpp_function([](Device& d) { return d.mapper->numbers().budget * d.mapper->page_size; }, ReleaseGil()))
       .def_property_readonly("host_pages", [](Device& d) { return d.mapper->has_host_pages(); })
       .def(
           "free_memory", [](Device& d) { return d.mapper->free_memory(); }, ReleaseGil())
       .def("set_budget", &set_budget, py::arg("nbytes"), py::arg("wait_ns") = 0)
       .def("snapshot", &snapshot)
-      .def("reset_peaks",
-           [](Device& d) {
-             d.heap.reset_peaks();
-             d.mapper->reset_peak();
-           })
+      .def(
+          "reset_peaks",
+          [](Device& d) {
+            d.heap.reset_peaks();
+            d.mapper->reset_peak();
+          },
+          ReleaseGil())
       .def("trim", &Device::trim, ReleaseGil())
       .def(
           "reap",
@@ -168,37 +178,40 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def(
           "block_size",
           [](Device& d, std::uint64_t address) { return d.heap.block_size(reinterpret_cast<void*>(address)); },
-          py::arg("address"))
+          py::arg("address"), ReleaseGil())
       .def("group", [](Device&) { return std::make_shared<Group>(); })
       .def(
           "reserve",
           [](const std::shared_ptr<Device>& d, std::size_t size, const std::string& owner, std::shared_ptr<Group> group,
-             bool auto_retire, std::size_t expected, bool reuse) {
+             bool auto_retire, std::size_t expected, bool reuse, std::size_t more) {
             const std::size_t page = d->mapper->page_size;
             const auto pieces = [page](std::size_t bytes) { return bytes / page + (bytes % page != 0 ? 1 : 0); };
             const auto soon = reuse ? std::optional<std::size_t>(pieces(expected)) : std::nullopt;
-            auto range = d->mapper->reserve(pieces(size), owner_named(owner), std::move(group), auto_retire, soon);
+            auto range =
+                d->mapper->reserve(pieces(size), owner_named(owner), std::move(group), auto_retire, soon, more);
             return std::make_unique<RangeHandle>(d, std::move(range));
           },
           py::arg("nbytes"), py::arg("owner"), py::arg("group"), py::arg("auto_retire") = false, py::kw_only(),
-          py::arg("expected") = 0, py::arg("reuse") = true)
+          py::arg("expected") = 0, py::arg("reuse") = true, py::arg("more") = 0, ReleaseGil())
       .def(
           "note_stream", [](Device& d, std::uint64_t stream) { d.mapper->note_stream(stream_at(stream)); },
-          py::arg("stream"))
+          py::arg("stream"), ReleaseGil())
       .def(
           "note_use",
           [](Device& d, std::uint64_t address, std::size_t size, std::uint64_t stream, bool write) {
             d.mapper->note_use(address, size, stream_at(stream), write);
           },
-          py::arg("address"), py::arg("nbytes"), py::arg("stream"), py::arg("write"))
+          py::arg("address"), py::arg("nbytes"), py::arg("stream"), py::arg("write"), ReleaseGil())
       .def(
           "synchronize", [](Device& d) { d.mapper->synchronize(); }, ReleaseGil())
       .def("timeline", &timeline)
       .def("events", &events)
       .def_static("on_spill", &on_spill, py::arg("tell"))
       .def("check", &Device::check, ReleaseGil())
-      .def("bind", [](const std::shared_ptr<Device>& d) { bind(d); })
-      .def("unbind", [](const std::shared_ptr<Device>& d) { unbind(d); })
+      .def(
+          "bind", [](const std::shared_ptr<Device>& d) { bind(d); }, ReleaseGil())
+      .def(
+          "unbind", [](const std::shared_ptr<Device>& d) { unbind(d); }, ReleaseGil())
       .def("close", &Device::close, ReleaseGil());
 }
 

@@ -1,4 +1,6 @@
 // Ranges, and the groups that they are leased in.
+#include <utility>
+
 #include "bindings.h"
 #include "tensor.h"
 
@@ -10,24 +12,60 @@ const char* name_of(Backing backing) {
   return kNames[static_cast<unsigned>(backing)];
 }
 
+// The groups that its user has entered, each with the thread that did. Destroying it leaves them, so that nothing that
+// interrupts Python can keep them. Used with the GIL.
+class Lease {
+ public:
+  Lease() = default;
+  ~Lease() { close(); }
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  void enter(const std::shared_ptr<Group>& group) {
+    for (const auto& [entered, thread] : entered_) {
+      if (entered == group) return;
+    }
+    entered_.reserve(entered_.size() + 1);  // before: what is entered is noted
+    {
+      py::gil_scoped_release release;
+      group->enter();
+    }
+    entered_.emplace_back(group, pthread_self());
+  }
+
+  void close() {
+    auto entered = std::exchange(entered_, {});
+    without_gil([&] {
+      for (const auto& [group, thread] : entered) group->leave(thread);
+      entered.clear();
+    });
+  }
+
+ private:
+  std::vector<std::pair<std::shared_ptr<Group>, pthread_t>> entered_;
+};
+
 }  // namespace
 
 void bind_range(py::module_& module) {
   py::class_<Group, std::shared_ptr<Group>>(module, "Group")
       .def("enter", &Group::enter, ReleaseGil())
       .def(
-          "leave", [](Group& g, std::uint64_t thread) { g.leave(static_cast<pthread_t>(thread)); }, py::arg("thread"),
-          ReleaseGil())
-      .def(
           "leave", [](Group& g) { g.leave(); }, ReleaseGil())
-      .def_property_readonly("leases", &Group::leases)
+      .def_property_readonly("leases", py::cpp_function(&Group::leases, ReleaseGil()))
       .def_property_readonly("unpinned", [](Group& g) { return g.unpinned.load(); });
+
+  py::class_<Lease>(module, "Lease")
+      .def(py::init())
+      .def("enter", &Lease::enter, py::arg("group"))
+      .def("close", &Lease::close);
 
   py::class_<RangeHandle>(module, "Range")
       .def_property_readonly("address", [](RangeHandle& r) { return r.range->base; })
       .def_property_readonly("nbytes", [](RangeHandle& r) { return r.range->pieces * r.mapper().page_size; })
       .def_property_readonly("pieces", [](RangeHandle& r) { return r.range->pieces; })
-      .def_property_readonly("backed", [](RangeHandle& r) { return r.mapper().backed(*r.range); })
+      .def_property_readonly("backed",
+                             py::cpp_function([](RangeHandle& r) { return r.mapper().backed(*r.range); }, ReleaseGil()))
       .def_property_readonly("owner", [](RangeHandle& r) { return name_of(r.range->owner); })
       .def_property_readonly("closed", [](RangeHandle& r) { return r.closed; })
       .def(
@@ -68,14 +106,14 @@ void bind_range(py::module_& module) {
           py::arg("piece"), py::arg("to"), ReleaseGil())
       .def(
           "backing", [](RangeHandle& r, std::size_t piece) { return name_of(r.mapper().backing(*r.range, piece)); },
-          py::arg("piece"))
+          py::arg("piece"), ReleaseGil())
       .def(
           "page",
           [](RangeHandle& r, std::size_t piece) {
             const PageId page = r.mapper().page(*r.range, piece);
             return page == kNoPage ? std::int64_t{-1} : std::int64_t{page};
           },
-          py::arg("piece"))
+          py::arg("piece"), ReleaseGil())
       .def(
           "tensor",
           [](RangeHandle& r, std::size_t offset, const std::vector<std::int64_t>& shape,
@@ -87,7 +125,7 @@ void bind_range(py::module_& module) {
           [](RangeHandle& r, std::uint64_t stream, bool write) {
             r.mapper().note_use(*r.range, stream_at(stream), write);
           },
-          py::arg("stream"), py::arg("write"))
+          py::arg("stream"), py::arg("write"), ReleaseGil())
       .def(
           "close",
           [](RangeHandle& r) {

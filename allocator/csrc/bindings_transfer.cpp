@@ -37,6 +37,19 @@ struct BufferHandle {
   std::unique_ptr<HostMemory> memory;
 };
 
+struct TransferHandle {
+  explicit TransferHandle(const std::shared_ptr<Device>& device) {
+    without_gil([&] { transfer = std::make_shared<Transfer>(device->mapper); });
+  }
+  ~TransferHandle() {
+    without_gil([this] { transfer.reset(); });
+  }
+  TransferHandle(const TransferHandle&) = delete;
+  TransferHandle& operator=(const TransferHandle&) = delete;
+
+  std::shared_ptr<Transfer> transfer;
+};
+
 }  // namespace
 
 void bind_transfer(py::module_& module) {
@@ -47,17 +60,16 @@ void bind_transfer(py::module_& module) {
       .def("passed", &Transfer::Done::passed, ReleaseGil())
       .def("wait", &Transfer::Done::wait, ReleaseGil());
 
-  py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
-      .def(py::init([](const std::shared_ptr<Device>& d) { return std::make_shared<Transfer>(d->mapper); }),
-           py::arg("device"))
+  py::class_<TransferHandle>(module, "Transfer")
+      .def(py::init<const std::shared_ptr<Device>&>(), py::arg("device"))
       .def(
           "copy",
-          [](Transfer& t, const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::size_t>>& parts,
+          [](TransferHandle& t, const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::size_t>>& parts,
              std::uint64_t after, const std::string& owner, const std::string& to) {
             std::vector<Copy> copies;
             copies.reserve(parts.size());
             for (const auto& [target, source, size] : parts) copies.push_back({target, source, size});
-            return t.copy(copies, stream_at(after), owner_named(owner), place_named(to));
+            return ends_without_gil(t.transfer->copy(copies, stream_at(after), owner_named(owner), place_named(to)));
           },
           py::arg("parts"), py::kw_only(), py::arg("after"), py::arg("owner"), py::arg("to"), ReleaseGil());
 

@@ -57,8 +57,8 @@ class Events {
   }
 
  private:
-  std::mutex mutex_;  // nothing else is locked under it
-  const HeldOverFork held_{ForkRank::kEvents, mutex_};
+  std::mutex mutex_;
+  const HeldOverFork held_{ForkRank::kLast, mutex_};
   std::deque<Event> events_;
 };
 

@@ -13,7 +13,8 @@
 namespace ballonet {
 
 // In the order in which they are taken.
-enum class ForkRank { kRegistry, kBudget, kHeap, kReclaim, kThreads, kMapper, kRequests, kEvents };
+enum class ForkRank { kRegistry, kBudget, kHeap, kReclaim, kGroup, kThreads, kMapper, kRequests, kLast };
+// kLast: nothing else is taken under these.
 
 // While it lives, a fork takes the lock.
 class HeldOverFork {

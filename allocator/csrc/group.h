@@ -18,6 +18,18 @@
 
 namespace ballonet {
 
+// A lock that a fork takes, for as long as this lives. A group may end under any lock, and then no longer wait for a
+// fork that has begun; so locks are lent, and outlive whoever had them.
+class LentMutex {
+ public:
+  LentMutex();
+  ~LentMutex();
+  LentMutex(const LentMutex&) = delete;
+  LentMutex& operator=(const LentMutex&) = delete;
+
+  std::mutex& get;
+};
+
 class Group {
  public:
   void enter() {
@@ -51,7 +63,11 @@ class Group {
   // Tensors over ranges of the group that are gone: when it has not moved, none has lost its memory.
   std::atomic<std::uint64_t> unpinned{0};
 
-  std::mutex mutex;
+ private:
+  const LentMutex lent_;
+
+ public:
+  std::mutex& mutex = lent_.get;
 
  private:
   std::map<pthread_t, std::size_t> leases_;

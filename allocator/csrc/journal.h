@@ -8,6 +8,8 @@
 #include <mutex>
 #include <utility>
 
+#include "fork.h"
+
 namespace ballonet {
 
 class Journal {
@@ -42,6 +44,7 @@ class Journal {
 
  private:
   std::mutex mutex_;
+  const HeldOverFork held_{ForkRank::kLast, mutex_};
   std::deque<Sample> samples_;
 };
 

@@ -104,9 +104,13 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
 Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  if (streams_.capturing({after})) throw UsageError("nothing can be copied for a stream that is being captured");
   streams_.note(after);
   Fence before = streams_.fence({after});
+  // Asked once there is an event: one that belongs to a capture would draw the copies into its graph.
+  if (streams_.capturing({after})) {
+    streams_.recycle(before);
+    throw UsageError("nothing can be copied for a stream that is being captured");
+  }
   try {
     if (!before.recorded) streams_.wait(before);
     for (CUevent event : before.events) {

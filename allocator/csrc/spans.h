@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "errors.h"
+#include "fork.h"
 
 namespace ballonet {
 
@@ -64,6 +65,7 @@ class HeapAddresses {
     std::atomic<Heap*> heap{nullptr};
   };
   std::mutex mutex_;
+  const HeldOverFork held_{ForkRank::kLast, mutex_};
   std::atomic<std::size_t> used_{0};
   std::array<Slot, kMost> slots_;
 };

@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include "bindings.h"
+
 namespace ballonet {
 namespace {
 
@@ -39,7 +41,9 @@ struct Held {
   ~Held() { range->mapper->unpin(*range, offset, size); }
 };
 
-void drop(DLManagedTensor* managed) { delete static_cast<Held*>(managed->context); }
+void drop(DLManagedTensor* managed) {
+  without_gil([managed] { delete static_cast<Held*>(managed->context); });
+}
 
 // A capsule that nobody consumed still owns what it holds.
 void drop_unused(PyObject* capsule) {
@@ -66,7 +70,7 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
   std::size_t size = 0;
   if (__builtin_mul_overflow(elements, static_cast<std::size_t>(bits / 8), &size))
     throw UsageError("the tensor spans more than any memory has");
-  range->mapper->pin(*range, offset, size);
+  without_gil([&] { range->mapper->pin(*range, offset, size); });
   auto* held = new Held{{}, range, offset, size, shape, strides};
   Mapper& mapper = *range->mapper;
   DLTensor& tensor = held->managed.tensor;

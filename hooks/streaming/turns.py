@@ -23,13 +23,14 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from time import monotonic
 from types import FrameType
 from typing import Final, Protocol
 
 from ...allocator.errors import BallonetError, ManageError
+from ...allocator.interrupts import Guarded, guarded
 from .stacks import Call, awaited, called_from, identity, on_stack
 
 LOOK_AGAIN: Final = 0.05  # seconds between looks at whoever has the turn
@@ -135,34 +136,22 @@ class Turns:
         turn = self._turn
         return turn is not None and turn.runs(call)
 
-    @contextmanager
-    def at_rest(self, *, or_flying: bool = False) -> Iterator[None]:
+    def at_rest(self, *, or_flying: bool = False) -> Guarded[None]:
         """Within it nobody else has the turn, and all layers are at rest to begin with, or `or_flying` as
         they were. ManageError, DriverError."""
-        if self.running():
-            self._rest(or_flying)
-            yield
-            return
-        # Whose `with` this is: the frame of a generator is on no stack while it waits.
-        turn = Turn(sys._getframe(2), lends=False)
-        try:
-            self._take(turn)
-            if not turn.borrowed:
-                self._rest(or_flying)
-            yield
-        finally:
-            self.end(turn)
+        return Guarded(_AtRest(self, or_flying))
 
-    @contextmanager
-    def resident(self) -> Iterator[None]:
-        """Within it no layer flies: weights can be read, and written. ManageError, DriverError."""
+    def resident(self, then: Callable[[], None] = lambda: None) -> Guarded[None]:
+        """Within it no layer flies: weights can be read, and written. `then` is called first in it. ManageError,
+        DriverError."""
         section = object()
-        try:
+
+        def begin() -> None:
             with self.at_rest():
                 self.sections.add(section)
-            yield
-        finally:
-            self.sections.discard(section)
+            then()
+
+        return guarded(begin, lambda failed: self.sections.discard(section))
 
     @property
     def _turn(self) -> Turn | None:
@@ -228,6 +217,27 @@ class Turns:
         if not busy.abandoned() and all(borrower is not turn for _, borrower in busy.asked):
             busy.asked.append((self, turn))
             busy.ring()
+
+
+class _AtRest:
+    """See Turns.at_rest."""
+
+    def __init__(self, turns: Turns, or_flying: bool) -> None:
+        self._turns = turns
+        self._or_flying = or_flying
+        self._turn: Turn | None = None
+
+    def begin(self) -> None:
+        if not self._turns.running():
+            self._turn = turn = Turn(sys._getframe(1), lends=False)  # of the call whose `with` this is
+            self._turns._take(turn)
+            if turn.borrowed:
+                return
+        self._turns._rest(self._or_flying)
+
+    def end(self, failed: bool) -> None:
+        if self._turn is not None:
+            self._turns.end(self._turn)
 
 
 def _lend(turns: Turns, borrower: Turn) -> None:
