@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import torch
 
+from . import captures
 from .patches import Patches
 
 # With which torch begins to allocate from a pool; in torch._C, and by name in torch.cuda.memory.
@@ -34,7 +35,7 @@ _BEGIN: Final = ("_cuda_beginAllocateToPool", "_cuda_beginAllocateCurrentThreadT
 _END: Final = "_cuda_endAllocateToPool"
 
 
-class MemPoolRoute:
+class MemPoolRoute(captures.Listener):
     """What one thread allocates on one device comes from the pool, from `open()` until `close()`."""
 
     def __init__(self, allocate: int, free: int, ordinal: int) -> None:
@@ -61,7 +62,7 @@ class MemPoolRoute:
             self._begin()
             self._patch()
         except BaseException:
-            self._patches.restore()
+            self._unpatch()
             self._end()
             raise
         atexit.register(self.close)
@@ -71,7 +72,7 @@ class MemPoolRoute:
         if not self.is_open:
             return
         atexit.unregister(self.close)
-        self._patches.restore()
+        self._unpatch()
         self._end()
         self._others.clear()
         torch.cuda.empty_cache()
@@ -90,12 +91,20 @@ class MemPoolRoute:
                 if hasattr(module, name):
                     around = self._around_end if name == _END else self._around_begin
                     self._patches.replace(module, name, around(getattr(module, name)))
-        graph = torch.cuda.CUDAGraph
-        self._patches.replace(graph, "capture_begin", self._around_capture_begin(graph.capture_begin))
-        self._patches.replace(graph, "capture_end", self._around_capture_end(graph.capture_end))
+        captures.listen(self)
         emptied = self._around_empty_cache(torch.cuda.memory.empty_cache)
         for module in (torch.cuda, torch.cuda.memory):
             self._patches.replace(module, "empty_cache", emptied)
+
+    def _unpatch(self) -> None:
+        captures.leave(self)
+        self._patches.restore()
+
+    def begins(self, graph: Any, pool: object) -> None:
+        self._give_way(graph)
+
+    def ended(self, graph: Any, *, captured: bool) -> None:
+        self._take_over(graph)
 
     def _begin(self) -> None:
         if self._pool is None:
@@ -146,28 +155,6 @@ class MemPoolRoute:
             self._take_over(pool)
 
         return end
-
-    def _around_capture_begin(self, stock: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(stock)
-        def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
-            self._give_way(graph)
-            try:
-                stock(graph, *args, **kwargs)
-            except BaseException:
-                self._take_over(graph)
-                raise
-
-        return capture_begin
-
-    def _around_capture_end(self, stock: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(stock)
-        def capture_end(graph: Any) -> None:
-            try:
-                stock(graph)
-            finally:
-                self._take_over(graph)
-
-        return capture_end
 
     def _around_empty_cache(self, stock: Callable[[], None]) -> Callable[[], None]:
         @functools.wraps(stock)

@@ -6,6 +6,12 @@ Note [Leases and interrupts]
     call of the module it belongs to; a call that is no longer on the stack was interrupted, and its lease is closed
     when the thread comes by again, or ends.
 
+Note [Chaos and backward]
+    A forward has ended, and so has its lease, when backward reads weights that its graph holds. Nothing is taken that
+    anyone holds (streaming/watched.py), but chaos asks nobody. So once threads have run the model with gradients the
+    others move its weights only while no graph holds any. Who looks whether that is so, and moves them, has a lock, for
+    which forwards wait that have their lease already: nobody gets from there to a backward in the meantime.
+
 Note [Compiled forwards]
     Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
     change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
@@ -22,8 +28,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -55,10 +63,12 @@ class Forwards:
         turns: Turns,
         layers: Layers,
         levers: Sequence[Lever],
+        in_graphs: Callable[[], bool],
     ) -> None:
         """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
         each outermost one, under it, and `after()` at its end, `obey()` between two layers when others demand pages;
-        `layers`: told of each decoder layer that runs; `levers`: that chaos may pull."""
+        `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
+        autograd hold weights?"""
         self.chaos = chaos
         self.layers = 0  # decoder layers that are hooked
         self._weights = weights
@@ -67,6 +77,9 @@ class Forwards:
         self._after = after
         self._obey = obey
         self._levers = levers
+        self._in_graphs = in_graphs
+        self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
+        self._learning: set[int] = set()  # threads that have run it with gradients
         self._turns = turns
         self._layers = layers
         self._thread = _Thread()
@@ -127,9 +140,12 @@ class Forwards:
         turn = self._turns.begin(frame)  # before the lease: whoever has the turn may need pages that no one leases
         outermost = _Outermost(turn)
         self._thread.calls.append((id(frame), outermost))  # before it holds anything
-        turn.abandon = outermost.abandon
+        turn.abandon = partial(_abandon, weakref.ref(outermost))
         outermost.lease = self._lease()
         outermost.lease.open().enter_group(self._weights.group)
+        if self.chaos is not None:
+            with self._moving:
+                self._note_gradients()
         self._before(args, kwargs)
         self._turns.fly(turn)
         self._weights.use(None)
@@ -142,13 +158,21 @@ class Forwards:
         """Before a decoder layer: what may change under a running forward changes here."""
         lease = current()
         if self.chaos is not None and lease is not None:
-            self.chaos.act(self._weights.all_ranges(), lease.ranges)
+            self._note_gradients()
+            with self._moving:
+                others = self._learning - {threading.get_ident()}
+                weights = () if others and self._in_graphs() else self._weights.all_ranges()
+                self.chaos.act(weights, lease.ranges)
             self.chaos.pull(self._levers)
         # Did another thread find no pages? This one may have some that it can do without.
         if self._weights.device.demand:
             self._obey()
         self._layers.enter(layer)
         self._weights.use(layer)
+
+    def _note_gradients(self) -> None:
+        if torch.is_grad_enabled():
+            self._learning.add(threading.get_ident())
 
     def _forget_interrupted(self, frame: FrameType | None) -> None:
         """Closes the leases of this thread's calls that are not among `frame` and its callers."""
@@ -187,6 +211,11 @@ class _Outermost:
             self.lease.close()
 
 
+def _abandon(reference: weakref.ref[_Outermost]) -> None:
+    if (outermost := reference()) is not None:
+        outermost.abandon()
+
+
 class Layers(Protocol):
     """What is told of decoder layers."""
 
@@ -194,18 +223,12 @@ class Layers(Protocol):
     def leave(self, layer: int) -> None: ...
 
 
-class _Calls(list[tuple[int, _Outermost | None]]):
-    """The calls of one model on a thread, outermost first: (id of the call's frame, what the outermost holds)."""
-
-    def __del__(self) -> None:
-        for _, outermost in self:  # of a thread that ended in the middle of them
-            if outermost is not None:
-                outermost.abandon()
-
-
 class _Thread(threading.local):
+    """The calls of one model on a thread, outermost first: (id of the call's frame, what the outermost holds). They are
+    gone with the thread, or the model, and so are the leases that they hold."""
+
     def __init__(self) -> None:
-        self.calls = _Calls()
+        self.calls: list[tuple[int, _Outermost | None]] = []
 
 
 class Hook:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch import nn
 from ...allocator._native import Device, Range
 from ...allocator.display import progress
 from ...allocator.errors import BallonetError, ManageError, PoolExhausted, SLOError, WeightsFileChanged
+from ...allocator.interrupts import Guarded, guarded, if_free
 from ...offload.decide.ledger import Refusal
 from ...offload.decide.plan import Plan, streaming
 from ...offload.govern.decision import Decision
@@ -35,7 +35,7 @@ from ...offload.govern.governor import Governor
 from ...offload.govern.pages import SPARE
 from ...offload.measured.record import Phase, Point, Record
 from ...offload.move.ring import Streamed, spans
-from ..governors import measure_link
+from .. import governors, graphs
 from ..measure.marks import relaxed
 from ..measure.pace import Measured, Pace
 from ..measure.report import Report
@@ -43,6 +43,7 @@ from ..weights import moving
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Finder, Weights, is_away, nowhere
 from ..weights.storages import Member, members
+from .captured import Captured
 from .streamed import Streaming
 from .turns import Turns
 
@@ -67,7 +68,7 @@ class Options(NamedTuple):
         return self.tpot_slo is not None or self.ttft_slo is not None
 
 
-class Elastic:
+class Elastic(Captured):
     """Of one model, as `governor` sees it (`seat.Governed`), from `follow` until `close`."""
 
     def __init__(
@@ -80,21 +81,14 @@ class Elastic:
         find: Finder,
         options: Options,
     ) -> None:
-        self.name = type(model).__name__
-        self.plan = Plan(())
+        super().__init__(model, weights, pace, governor)
         self.options = options
         self.record: Record | None = None
         self.decision: Decision | None = None
         self.last: dict[Phase, Measured] = {}  # by phase
         self.break_graphs: Callable[[int, bool], None] = lambda layer, here: None
-        self._model = weakref.ref(model)
-        self._weights = weights
         self._turns = turns
-        self._pace = pace
-        self._governor = governor
         self._find = find
-        self._lock = threading.RLock()
-        self._order: list[int] = []  # ids of the decoder layers
         self._storages = 0
         self._ready: set[int] = set()  # layers at home that may be taken
         self._seen: Counter[int] = Counter()  # how often somebody looked at a layer that was ready, or was to be
@@ -108,7 +102,14 @@ class Elastic:
         self.trouble = ""  # why twins are missing
         self._governed = self._was_governed = False
         self._streaming = Streaming(
-            weights.device, weights.ring, turns, self._strangers, weights.stream, self._seen_at_home, weights.away
+            weights.ring,
+            turns,
+            self._strangers,
+            weights.stream,
+            self._seen_at_home,
+            weights.away,
+            self._captured,
+            pace.capturing,
         )
 
     # What the governor asks
@@ -131,7 +132,8 @@ class Elastic:
 
     @property
     def floor(self) -> int:
-        return -(-self.options.floor // self._weights.device.page_size)
+        """See Governed.floor: of it, what is beyond layers that stay at home, which its plan does not count."""
+        return max(0, -(-self.options.floor // self._weights.device.page_size) - self.kept_pages)
 
     @property
     def running(self) -> bool:
@@ -144,7 +146,7 @@ class Elastic:
         return None if self.record is None else self.record.typical(*point)
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer not in self._ready or self._turns.sections:
+        if layer not in self._ready or layer in self._kept or self._turns.sections:
             return None
         parts = self._weights.covered().get(layer, ())
         return self._weights.group, [
@@ -190,12 +192,20 @@ class Elastic:
         for layer in range(len(layers)):
             if layer not in away:
                 self._weights.uncover(layer)  # which may have been written meanwhile
-        pages = self._weights.layer_pages(len(layers))
+        self._pages = self._weights.layer_pages(len(layers))
         self._watch(model, away)
-        self._arrange(streaming(pages, away, self._weights.ring.slots or max(slots, 1)))
+        self._arrange(streaming(self._pages, away, self._weights.ring.slots or max(slots, 1)))
+        self._attend()
 
     def before(self, point: Point | None) -> None:
-        """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError."""
+        """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
+        captured, and cannot be."""
+        self._thread.open = True
+        graphs.settle()
+        if self._pace.capturing():
+            graphs.noticed(self)
+            self._pace.begin(None)
+            return
         for measured in self._pace.drain():
             self._learn(measured)
         if self._governed and point is not None:
@@ -206,6 +216,7 @@ class Elastic:
 
     def after(self) -> None:
         """It has ended."""
+        self._thread.open = False
         self._pace.end()
         if self._governed:
             self._governor.after(self)
@@ -218,7 +229,7 @@ class Elastic:
             self.record = measured()
             governor.bandwidth = self.record.bandwidth
         elif governor.bandwidth is None and self.plan.streamed:
-            measure_link(device, governor)
+            governors.measure_link(device, governor)
             device.trim()  # what was measured with
         if self.options.slo:
             pages = device.snapshot()["pages"]
@@ -229,15 +240,14 @@ class Elastic:
         governor.add(self)
         self._governed = True
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Within it nothing of the model is taken, nor prepared, and this thread may look at it unseen."""
+    def change(self, act: Callable[[], None]) -> None:
+        """Nothing of the model is taken meanwhile, nor prepared, and this thread may look at it unseen."""
         with self._lock, self._streaming.unseen():
             if self._governed:
                 with self._governor.changing(self):
-                    yield
+                    act()
             else:
-                yield
+                act()
 
     def forget_twins(self) -> None:
         """Whatever lies in layers at home may be written from now on."""
@@ -247,6 +257,7 @@ class Elastic:
 
     def report(self) -> Report:
         """What streams, why, and what it costs."""
+        graphs.settle()
         weights = self._weights
         why = "" if self.decision is None else self.decision.why
         return Report.of(
@@ -260,6 +271,8 @@ class Elastic:
             link_bytes=weights.ring.copied,
             file_bytes=weights.file_bytes,
             host_bytes=weights.host_pages * weights.device.page_size,
+            kept=self.kept_layers,
+            kv=self._governor.caches_of(self),
             why="; ".join(filter(None, (why, self.trouble))),
         )
 
@@ -281,6 +294,8 @@ class Elastic:
 
     def close(self) -> None:
         """Watches nothing any more. Its layers stay where they are."""
+        self.followed = False
+        graphs.forget(self)
         self._wanted = ()
         self._turns.passes = None
         self._streaming.close()
@@ -290,13 +305,7 @@ class Elastic:
         decision = self.decision = self._governor.before(self, point)
         if decision.notice is not None:
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
-        if self._missing() and self._weights.group.leases == 1 and self._lock.acquire(blocking=False):
-            try:
-                if (model := self._model()) is not None:
-                    self._clear(model)
-                del model
-            finally:
-                self._lock.release()
+        if self._missing() and self._weights.group.leases == 1 and if_free(self._lock, self._clear_missing):
             self.cover(self._wanted)  # a thread that was to do it may have ended
         if self._patience:
             self._patience -= 1
@@ -312,13 +321,13 @@ class Elastic:
     def _measure_link(self) -> None:
         """See governors.py, Note [The link of a model that runs]. Where it cannot be it is tried again later."""
         self._unmeasured += 1
-        if self._unmeasured % PATIENCE == 1 and not self._pace.capturing():
+        if self._unmeasured % PATIENCE == 1:
             device = self._weights.device
-            measure_link(device, self._governor, leave=device.budget // device.page_size // SPARE)
+            governors.measure_link(device, self._governor, leave=device.budget // device.page_size // SPARE)
 
     def _change(self, plan: Plan) -> None:
         model = self._model()
-        if model is None:
+        if model is None or not self._kept.isdisjoint(plan.streamed):  # decided before they were captured
             return
         with self._streaming.unseen(), self._governor.changing(self) as taken, self._rearranged():
             covered = self._weights.covered()
@@ -333,14 +342,13 @@ class Elastic:
                 self._weights.cover(layer, self._tenants(model, layer), self._find)
             self._arrange(plan)
 
-    @contextmanager
-    def _rearranged(self) -> Iterator[None]:
+    def _rearranged(self) -> Guarded[None]:
         """Within it whoever looks waits: for the lock, or where the layer streams for the turn."""
-        self._rearranging = self._streaming.leaving = True
-        try:
-            yield
-        finally:
-            self._rearranging = self._streaming.leaving = False
+
+        def say(now: bool) -> None:
+            self._rearranging = self._streaming.leaving = now
+
+        return guarded(lambda: say(True), lambda failed: say(False))
 
     def _check_held(self, layers: Iterable[int]) -> None:
         """ManageError where someone may be about to read one of these, which are to lead elsewhere."""
@@ -367,8 +375,14 @@ class Elastic:
             now = set(ring.streamed)
             self._ready -= now
             self._welcome(before - now)
-            self.plan = Plan(plan.pages, ring.streamed, tuple(map(ring.slot_of, ring.streamed)))
+            self._plan_of(ring.streamed, tuple(map(ring.slot_of, ring.streamed)))
             self._settle_turns()
+
+    def _replanned(self) -> None:
+        if self._governed:
+            with suppress(_Later), self._governor.changing(self):
+                raise _Later  # nothing is arranged now
+            self._governor.changed(self)
 
     def _welcome(self, layers: Iterable[int]) -> None:
         """These came home. They have their twins and may go again, but where somebody refers to them."""
@@ -400,6 +414,7 @@ class Elastic:
     def _missing(self) -> list[int]:
         """Layers that are to have twins and have none."""
         done = self._ready.union(self._weights.ring.streamed)
+        done |= self._kept
         return [layer for layer in self._wanted if layer not in done and self._seen[layer] < OFTEN]
 
     def _cover_wanted(self) -> None:
@@ -440,6 +455,10 @@ class Elastic:
     def _nbytes(self, layer: int) -> int:
         return self.plan.pages[layer] * self._weights.device.page_size
 
+    def _clear_missing(self) -> None:
+        if (model := self._model()) is not None:
+            self._clear(model)
+
     def _clear(self, model: nn.Module) -> None:
         """While no forward uses them: which layers that are to have twins does nobody else refer to?"""
         with self._streaming.unseen():
@@ -454,16 +473,15 @@ class Elastic:
     def _prepare(self, layer: int) -> bool:
         """While no forward runs. False where someone else has the lock: who has the turn does not wait for that, as who
         has it may wait for the turn, in a finalizer."""
+
+        def prepare() -> None:
+            if self._governed and (model := self._model()) is not None:
+                with self._streaming.unseen():
+                    self._clear(model)
+                    self._copy_home(layer, self._tenants(model, layer), self._find)
+
         with self._turns.at_rest(or_flying=True):
-            free = self._lock.acquire(blocking=False)
-            try:
-                if free and self._governed and (model := self._model()) is not None:
-                    with self._streaming.unseen():
-                        self._clear(model)
-                        self._copy_home(layer, self._tenants(model, layer), self._find)
-            finally:
-                if free:
-                    self._lock.release()
+            free = if_free(self._lock, prepare)
         if not free:
             threading.Event().wait(BETWEEN)
         return free

@@ -26,18 +26,18 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Set
 from typing import Final
 
 import torch
 from torch import nn
 
-from ...allocator._native import Device
 from ...allocator.errors import ManageError
+from ...allocator.interrupts import Guarded
 from ...offload.move.ring import Ring
 from ..forwards import call_frame
 from ..weights.held import STRANGERS, held
+from .captured import CAPTURED
 from .stacks import Call, identity
 from .turns import Turns
 from .watched import Census, holders, watch
@@ -48,24 +48,27 @@ class Streaming:
 
     def __init__(
         self,
-        device: Device,
         ring: Ring,
         turns: Turns,
         strangers: Callable[[], bool],
         stream: Callable[[], int],
         seen_at_home: Callable[[int], None],
         away: Callable[[], Collection[int]],
+        captured: Callable[[int], None],
+        capturing: Callable[[], bool],
     ) -> None:
         """`strangers`: is there memory over the model's ranges that it does not use? `stream`: returns this thread's
         current one. `seen_at_home`: told of a watched layer that someone looks at while it does not stream.
-        `away`: the layers that have no pages of their own."""
-        self._cuda = device.kind == "cuda"
+        `away`: the layers that have no pages of their own. `captured`: told before a layer is read while what this
+        thread does is captured (`capturing`); ManageError where it cannot be."""
         self._ring = ring
         self._turns = turns
         self._stream = stream
         self._strangers = strangers
         self._seen_at_home = seen_at_home
         self._away = away
+        self._captured = captured
+        self._capturing = capturing
         self._inside: tuple[int, Call] | None = None  # the layer that runs, and its call
         self._touched = True
         self.leaving = False  # may layers be about to fly, or to come home?
@@ -88,14 +91,9 @@ class Streaming:
         self._watches[layer] = watch(held, functools.partial(self._look, layer))
         self._touched = True
 
-    @contextmanager
-    def unseen(self) -> Iterator[None]:
+    def unseen(self) -> Guarded[None]:
         """Within it this thread may look and nobody is told. It keeps nothing of what it sees."""
-        before, self._blind.now = self._blind.now, True
-        try:
-            yield
-        finally:
-            self._blind.now = before
+        return Guarded(_Unseen(self._blind))
 
     def unwatch(self, layer: int) -> None:
         """No more. It is at home, or at rest for good."""
@@ -105,9 +103,10 @@ class Streaming:
     def fly(self) -> None:
         """A pass begins: layers fly, unless someone else could look. ManageError while a graph is being captured, whose
         replays would read slots at any time; DriverError, WeightsFileChanged."""
+        if self._capturing() and self._away():
+            raise ManageError(CAPTURED)
         if not self._ring.streamed:
             return
-        self._refuse_captures()
         self._inside = None
         self.leaving = True  # from here on whoever looks waits, and what anyone held before is found
         try:
@@ -152,7 +151,9 @@ class Streaming:
         return self._strangers() or any(each.others() for each in chosen)
 
     def enter(self, layer: int) -> None:
-        """A layer is about to run. WeightsFileChanged, DriverError."""
+        """A layer is about to run. WeightsFileChanged, DriverError; ManageError where it is captured, and cannot be."""
+        if self._capturing():
+            self._captured(layer)
         if layer in self._watches and self._turns.running():
             self._ring.enter(layer, self._stream())
             self._inside = layer, identity(call_frame())
@@ -182,6 +183,8 @@ class Streaming:
         inside = self._inside
         if self._blind.now:
             return
+        if self._capturing():
+            self._captured(layer)
         if inside and inside[0] == layer and self._turns.inside(inside[1]):
             if not self._turns.mine():  # a thread of the layer's own
                 self._ring.join(layer, self._stream())
@@ -189,7 +192,6 @@ class Streaming:
         self._touched = True
         while True:
             if self._ring.show(layer):
-                self._refuse_captures()
                 if self.leaving or self._ring.flying:
                     with self._turns.at_rest():
                         pass
@@ -209,14 +211,6 @@ class Streaming:
             self._touched |= self.others(self._ring.streamed)
         return not self._touched
 
-    def _refuse_captures(self) -> None:
-        """ManageError while a graph is being captured."""
-        if self._cuda and torch.cuda.is_current_stream_capturing():
-            raise ManageError(
-                "layers that stream cannot be captured in a CUDA graph: capture layers that are resident, or give a "
-                "budget in which nothing streams"
-            )
-
 
 _WRITTEN: Final = (
     "decoder layer {0} has written to its own weights while it ran without gradients, but it streams, so that what it "
@@ -230,6 +224,18 @@ _TAKEN: Final = (
 
 class _Blind(threading.local):
     now = False
+
+
+class _Unseen:
+    def __init__(self, blind: _Blind) -> None:
+        self._blind = blind
+        self._before = blind.now
+
+    def begin(self) -> None:
+        self._blind.now = True
+
+    def end(self, failed: bool) -> None:
+        self._blind.now = self._before
 
 
 def _nothing() -> None:

@@ -117,6 +117,11 @@ def holders(module: nn.Module, tensors: Set[int]) -> list[nn.Module]:
     return [each for each in module.modules() if any(id(tensor) in tensors for _, tensor in _places(each))]
 
 
+def in_graphs(module: nn.Module) -> bool:
+    """Does torch hold any tensor of it, as an autograd graph does?"""
+    return any(_of_torch(tensor) != 1 for each in module.modules() for _, tensor in _places(each))
+
+
 class Census:
     """How often tensors are referred to, compared with a model that nobody looks at from outside.
 
@@ -221,7 +226,12 @@ def _counts(tensor: torch.Tensor) -> tuple[int, int, int, int]:
     """References from Python, from torch (a graph of autograd), and to the memory; which memory."""
     storage = _storage(tensor)
     uses: int = storage and torch._C._storage_Use_Count(storage)
-    return sys.getrefcount(tensor), tensor._use_count(), uses, storage  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), _of_torch(tensor), uses, storage
+
+
+def _of_torch(tensor: torch.Tensor) -> int:
+    """References from torch, of which Python as a whole has one."""
+    return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
 
 
 def _calibrate() -> tuple[int, int]:

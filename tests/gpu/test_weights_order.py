@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
+import threading
+import time
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import ballonet
+from ballonet.allocator.errors import PoolExhausted
+from ballonet.hooks import governors
 
 from .. import models
-from .scene import ROOT, Place, everywhere, play
+from .scene import ROOT, Captured, Lane, Place, everywhere, play
 from .stock import TOKENS, differences, questions
 from .test_weights_streaming import LAYERS, small_layers, streams_here, tiny, to_host
 
@@ -70,12 +77,156 @@ def graphs_of_resident_layers(place: Place, steps: int) -> None:
                     assert torch.equal(found, right), f"interval {interval}"
                 assert managed.flying, "a graph has looked at a layer that streams"
                 assert to_host() == before
+        with ballonet.manage(model) as managed:
+            for found, right in zip(decode(()), expected, strict=True):
+                assert torch.equal(found, right), "with the default interval"
+            gc.collect()
+            assert managed.report().kept == (), "the graphs are gone"
 
 
 @everywhere
 def test_graphs_of_resident_layers(kind: str) -> None:
     streams_here(kind)
     play(graphs_of_resident_layers, kind, pages=256, host_pages=128, steps=12)
+
+
+def exhaust(place: Place) -> bool:
+    """Every page that can be had is, for a moment; False where somebody had none left to give."""
+    filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+    before = place.device.snapshot()["reclaimed"]
+    try:
+        for piece in range(filler.pieces):
+            filler.map(piece, 1)
+    except PoolExhausted:
+        pass
+    finally:
+        filler.close()
+        place.device.reap(wait=True)
+    return bool(place.device.snapshot()["reclaimed"] > before)
+
+
+def graphs_while_pages_run_out(place: Place, steps: int) -> None:
+    """A whole model in a graph, with the default interval: its layers stay, for whatever other threads need pages."""
+    model = tiny("llama", place, layers=2 * LAYERS)
+    ids = questions("llama", place.kind)["input_ids"]
+
+    def work() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return (model(ids, use_cache=False).logits,)
+
+    right = work()[0].clone()
+    with small_layers(), ballonet.manage(model) as managed:
+        governor = governors.of(place.device)
+        governor.pages.scarce = True
+        governor.bandwidth = governor.bandwidth or 1e12  # what is measured later is believed
+
+        def prepare() -> None:
+            """Layers that may be taken have twins, and are offered."""
+            work()
+            governor.publish_now()
+            deadline = time.monotonic() + 60
+            while managed.twins[0] < managed.twins[1] and time.monotonic() < deadline:
+                time.sleep(0.01)
+            governor.publish_now()
+
+        prepare()
+        assert place.device.published, "nothing may be taken, so that nothing is shown"
+        captured = Captured(place, work)
+        assert torch.equal(captured.replay()[0], right)
+        assert managed.report().kept == (tuple(range(2 * LAYERS)) if place.cuda else ())
+        if place.cuda:
+            assert not place.device.published
+        stop, memory = threading.Event(), threading.Lock()  # held by whoever needs pages
+
+        def elsewhere() -> None:
+            while not stop.is_set():
+                with memory:
+                    exhaust(place)
+                stop.wait(0.001)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        lanes = [place.lane() for _ in range(2)]
+
+        def launch(lane: Lane, graph: Captured) -> None:
+            lane.follow()
+            with lane(), contextlib.nullcontext() if place.cuda else memory:
+                graph.launch()
+            lane.lead()
+
+        try:
+            for step in range(steps):
+                captured.outputs[0].zero_()
+                if step % 4:
+                    launch(lanes[step % 2], captured)
+                else:  # on a thread that has never run the model; its current stream is this one's
+                    other = threading.Thread(target=launch, args=(lanes[0], captured))
+                    other.start()
+                    other.join()
+                with memory:
+                    assert torch.equal(captured.outputs[0], right), "while another thread takes what it can"
+        finally:
+            stop.set()
+            thread.join()
+        for _ in range(2):
+            assert torch.equal(work()[0], right)
+            assert torch.equal(captured.replay()[0], right)
+        if place.cuda:
+            assert managed.streamed == ()
+        del captured
+        gc.collect()
+        prepare()
+        assert managed.report().kept == ()
+        if not managed.streamed:
+            assert exhaust(place), "nothing keeps them any more"
+        assert torch.equal(work()[0], right)
+        assert managed.streamed
+
+
+@everywhere
+def test_graphs_while_pages_run_out(kind: str) -> None:
+    streams_here(kind)
+    play(graphs_while_pages_run_out, kind, pages=256, host_pages=128, steps=200 if kind == "cuda" else 5)
+
+
+def caches_in_graphs(place: Place) -> None:
+    """What a capture makes of a cache is the graph's; what it reads of one that was there stays for as long as it."""
+    model = tiny("llama", place)
+    ids = questions("llama", place.kind)["input_ids"]
+
+    def begin() -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            return (model(ids, use_cache=True).logits,)
+
+    def step(cache: DynamicCache) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(ids[:, :1], past_key_values=cache).logits
+        return logits
+
+    def filled() -> DynamicCache:
+        with torch.no_grad():
+            cache: DynamicCache = model(ids, use_cache=True).past_key_values
+        return cache
+
+    right, right_step = begin()[0].clone(), step(filled()).clone()
+    with small_layers(), ballonet.manage(model):
+        whole = Captured(place, begin)
+        held = [filled() for _ in range(4 if place.cuda else 1)]  # one for each time that the work is done
+        later = Captured(place, lambda: (step(held.pop()),))
+        for _ in range(3):
+            step(filled())  # caches come and go where the others were
+            gc.collect()
+            assert torch.equal(whole.replay()[0], right)
+            if place.cuda:
+                assert torch.equal(later.replay()[0], right_step)
+            else:
+                assert torch.equal(later.outputs[0], right_step)
+        del whole, later
+
+
+@everywhere
+def test_caches_in_graphs(kind: str) -> None:
+    play(caches_in_graphs, kind, pages=256)
 
 
 def much_to_compute(place: Place, length: int, rounds: int) -> None:

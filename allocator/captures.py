@@ -1,0 +1,130 @@
+"""CUDA graphs, as torch begins, ends, replays and resets them: its methods, wrapped once for all who listen.
+
+Note [Who listens]
+    Two parts of ballonet have to know of captures, and neither knows of the other: what a thread allocates from
+    (mempool.py), and what graphs read of managed models. They come and go in any order. So the methods are wrapped with
+    the first listener and put back with the last; each of two wrappers of one method would put back the other's.
+
+Note [Not seen]
+    What does not go through `torch.cuda.CUDAGraph` is not seen here: `torch.accelerator.Graph`, captures that a program
+    begins with the driver, and launches of what `raw_cuda_graph_exec()` returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+
+from .patches import Patches
+
+
+class Listener:
+    """Is told of each graph, a `torch.cuda.CUDAGraph`, on the thread that uses it. Does nothing."""
+
+    def begins(self, graph: Any, pool: object) -> None:
+        """A capture is about to begin on this thread's current stream. `pool`: whose memory the graph is to share, None
+        for one of its own. What is raised keeps it from beginning."""
+
+    def ended(self, graph: Any, *, captured: bool) -> None:
+        """It has ended. Where not `captured` it could not begin, or came to nothing. May be told of a graph of which
+        `begins` was not."""
+
+    def replaying(self, graph: Any) -> AbstractContextManager[object]:
+        """Is entered around each replay. What is raised keeps it from being launched."""
+        return nullcontext()
+
+    def reset(self, graph: Any) -> None:
+        """It holds no capture any more."""
+
+
+_listeners: list[Listener] = []
+_patches = Patches()
+_lock = threading.RLock()  # a listener may leave in a finalizer
+
+
+def listen(listener: Listener) -> None:
+    """It is told from now on; it listens already: does nothing. AttributeError where torch has no CUDA graphs."""
+    with _lock:
+        if listener in _listeners:
+            return
+        _listeners.append(listener)  # first: another one that leaves meanwhile, in a finalizer, is not the last
+        try:
+            if not _patches:
+                _wrap()
+        except BaseException:
+            leave(listener)
+            raise
+
+
+def leave(listener: Listener) -> None:
+    """It is told no more. Again: does nothing."""
+    with _lock:
+        if listener in _listeners:
+            _listeners.remove(listener)
+        if not _listeners:
+            _patches.restore()
+
+
+def _wrap() -> None:
+    graph = torch.cuda.CUDAGraph
+    wrappers = {"capture_begin": _begin, "capture_end": _end, "replay": _replay, "reset": _reset}
+    for name, around in wrappers.items():
+        if hasattr(graph, name):
+            _patches.replace(graph, name, around(getattr(graph, name)))
+
+
+def _begin(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        told: list[Listener] = []
+        try:
+            for each in tuple(_listeners):
+                told.append(each)
+                each.begins(graph, args[0] if args else kwargs.get("pool"))
+            stock(graph, *args, **kwargs)
+        except BaseException:
+            for each in reversed(told):
+                each.ended(graph, captured=False)
+            raise
+
+    return capture_begin
+
+
+def _end(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def capture_end(graph: Any) -> None:
+        captured = False
+        try:
+            stock(graph)
+            captured = True
+        finally:
+            for each in reversed(tuple(_listeners)):
+                each.ended(graph, captured=captured)
+
+    return capture_end
+
+
+def _replay(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def replay(graph: Any) -> None:
+        with ExitStack() as around:
+            for each in tuple(_listeners):
+                around.enter_context(each.replaying(graph))
+            stock(graph)
+
+    return replay
+
+
+def _reset(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def reset(graph: Any) -> None:
+        stock(graph)
+        for each in tuple(_listeners):
+            each.reset(graph)
+
+    return reset

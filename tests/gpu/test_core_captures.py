@@ -1,0 +1,62 @@
+"""What the core does while a stream is being captured."""
+
+from __future__ import annotations
+
+import torch
+
+from ballonet.allocator._native import Transfer
+
+from .scene import Place, everywhere, over, play
+
+
+def a_capture_and_a_copy(place: Place, pieces: int) -> None:
+    """What is captured reads what a copy brings that was submitted meanwhile and is waited for by the host: the capture
+    goes on, and its graph waits for nothing."""
+    source, target = place.range(pieces), place.range(pieces)
+    words = pieces * place.page // 4
+    given, read = over(source, torch.int32, words), over(target, torch.int32, words)
+    found = torch.zeros_like(read)
+    busy, transfer = place.lane(), Transfer(place.device)
+    found.copy_(read)  # kernels are loaded
+    place.sleep()
+    busy.follow()
+
+    def bring(given: torch.Tensor) -> None:
+        stream = torch.cuda.current_stream().cuda_stream if place.cuda else 0
+        with busy():
+            place.sleep()
+            after = torch.cuda.current_stream().cuda_stream if place.cuda else 0
+            given.fill_(7)
+            copied = transfer.copy([(target.address, source.address, words * 4)], after=after, owner="kv", to="device")
+        copied.before(stream)
+        assert copied.passed() or not place.cuda, "what is captured would wait for it"
+
+    given.fill_(3)
+    read.fill_(5)
+    place.synchronize()
+    if not place.cuda:
+        bring(given)
+        found.copy_(read)
+    else:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            bring(given)
+            found.copy_(read)
+        assert read.eq(7).all().item()
+        for value in (9, 11):
+            read.fill_(value)
+            graph.replay()
+            assert found.eq(value).all().item()
+        read.fill_(7)
+        graph.replay()
+        del graph
+    assert found.eq(7).all().item()
+    del given, read
+    source.close()
+    target.close()
+    place.device.reap(wait=True)
+
+
+@everywhere
+def test_a_capture_and_a_copy(kind: str) -> None:
+    play(a_capture_and_a_copy, kind, pieces=4)

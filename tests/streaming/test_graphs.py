@@ -1,0 +1,557 @@
+"""CUDA graphs of layers at home, with the default interval: their replays compute what stock does, whatever comes and
+goes meanwhile. See tests/graphs.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator._native import Lease
+from ballonet.allocator.errors import ManageError, PoolExhausted
+from ballonet.hooks import governors
+from ballonet.hooks.graphs import why_short
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.offload.decide.plan import spread, streaming
+
+from .. import graphs
+from .conftest import BUDGET, INPUTS, LAYERS, PAGE
+from .test_remapping import until
+
+IDS = INPUTS["input_ids"]
+EVERY = tuple(range(3 * LAYERS))  # as many that some may be taken where one is not
+
+
+@pytest.fixture(scope="module")
+def original() -> Any:
+    from ..models import build
+
+    with install.stock():
+        return build("llama", num_hidden_layers=len(EVERY))
+
+
+@pytest.fixture(scope="module")
+def expected(original: Any) -> torch.Tensor:
+    with install.stock():
+        return logits(original)
+
+
+@pytest.fixture(autouse=True)
+def governor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Whose pages are always scarce, and whose link hides every copy. Graphs are those of tests/graphs.py."""
+    graphs.pretend(monkeypatch)
+    found = governors.of(runtime.require())
+    monkeypatch.setattr(found.pages, "scarce", True)
+    monkeypatch.setattr(found, "_clock", lambda: 0.0)
+    found.bandwidth = 1e12
+    return found
+
+
+def logits(model: Any, **options: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model(IDS, **({"use_cache": False} | options)).logits
+    return found
+
+
+class Captured:
+    """A graph of some work, and what it says."""
+
+    def __init__(self, work: Callable[[], torch.Tensor], pool: object = None) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        with graphs.capture(self.graph, pool), torch.no_grad():
+            self.output = work()
+
+    def replay(self) -> torch.Tensor:
+        self.output.zero_()
+        self.graph.replay()
+        with install.stock():
+            return self.output.clone()
+
+
+def prepare(model: Any) -> None:
+    """Every layer that may be taken has its twin, and is offered."""
+    governor = governors.of(runtime.require())
+    logits(model)
+    governor._list.void()
+    governor._publish()
+    until(lambda: True)
+    governor.publish_now()
+
+
+@contextmanager
+def full() -> Iterator[Callable[[], bool]]:
+    """Within it no page is free. Hands over what tries to have one more."""
+    device = runtime.require()
+    gc.collect()
+    device.trim()
+    device.reap(wait=True)
+    used = sum(count for owner, count in device.snapshot()["pages"].items() if owner != "free")
+    filler = device.reserve(BUDGET, "kv", device.group())
+    left = iter(range(BUDGET // PAGE - used, filler.pieces))
+
+    def more() -> bool:
+        try:
+            filler.map(next(left), 1)
+        except PoolExhausted:
+            return False
+        return True
+
+    try:
+        filler.map(0, BUDGET // PAGE - used)
+        yield more
+    finally:
+        filler.close()
+        device.reap(wait=True)
+
+
+def reclaimed() -> int:
+    pages: int = runtime.require().snapshot()["reclaimed"]
+    return pages
+
+
+def take() -> int:
+    """Pages run out: whatever may be taken is. How many pages that was."""
+    before = reclaimed()
+    with full() as more:
+        while more():
+            pass
+    return reclaimed() - before
+
+
+def test_a_captured_model_gives_nothing(model: Any, expected: torch.Tensor) -> None:
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        captured = Captured(lambda: logits(model))
+        assert managed.report().kept == EVERY
+        assert f"{len(EVERY)} of them in CUDA graphs" in repr(managed)
+        assert "that CUDA graphs have captured (0, 1" in str(managed.report())
+        for _ in range(2):
+            assert not take()
+            assert torch.equal(logits(model), expected)
+            assert torch.equal(captured.replay(), expected)
+        assert managed.streamed == ()
+        assert not runtime.require().published
+        captured.graph.reset()
+        prepare(model)
+        assert managed.report().kept == ()
+        assert take()
+        assert torch.equal(logits(model), expected)
+        assert managed.streamed
+
+
+def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = runtime.settings()
+    monkeypatch.setattr(runtime, "settings", lambda: dataclasses.replace(settings, spill=False))
+    with install.stock():
+        keys, values = torch.zeros(2, 1, 2, 64, 16)
+
+    def message() -> str:
+        with full(), install.stock(), pytest.raises(torch.OutOfMemoryError) as raised:
+            ElasticLayer().update(keys, values)
+        return str(raised.value)
+
+    with ballonet.manage(model):
+        captured = Captured(lambda: logits(model))
+        assert "CUDA graphs keep layers" in message()
+        assert " of LlamaForCausalLM)" in message()
+        del captured
+        logits(model)
+        assert why_short() == ""
+
+
+def test_what_was_published_is_withdrawn_before_anything_is_captured(model: Any) -> None:
+    seen: list[int] = []
+    with ballonet.manage(model):
+        prepare(model)
+        assert runtime.require().published
+        norm = model.model.layers[0].input_layernorm.register_forward_pre_hook(
+            lambda *_: seen.append(len(runtime.require().published))
+        )
+        Captured(lambda: logits(model))
+        norm.remove()
+        assert seen == [0]
+
+
+def test_a_graph_that_is_collected_lets_its_layers_go(model: Any, expected: torch.Tensor) -> None:
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        captured = Captured(lambda: logits(model))
+        again = Captured(lambda: logits(model))
+        del captured
+        gc.collect()
+        prepare(model)
+        assert not take()
+        assert torch.equal(again.replay(), expected)
+        del again
+        gc.collect()
+        prepare(model)
+        assert take()
+        assert torch.equal(logits(model), expected)
+        assert managed.streamed
+
+
+def test_a_graph_that_holds_a_capture_cannot_begin_another_one(model: Any, expected: torch.Tensor) -> None:
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        captured = Captured(lambda: logits(model))
+        with pytest.raises(AssertionError, match="owns a captured graph already"):
+            captured.graph.capture_begin()
+        prepare(model)
+        assert not take()
+        assert torch.equal(captured.replay(), expected)
+        captured.graph.reset()
+        with graphs.capture(captured.graph):
+            pass
+        assert managed.report().kept == (), "it can be used again"
+
+
+def hidden(model: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, model.config.hidden_size, generator=generator)
+
+
+@pytest.mark.parametrize("part", ["mlp", "self_attn.o_proj"])
+def test_a_part_of_a_layer_that_is_called_by_itself(model: Any, original: Any, part: str) -> None:
+    states = hidden(model)
+    with install.stock(), torch.no_grad():
+        right = original.model.layers[3].get_submodule(part)(states)
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        captured = Captured(lambda: model.model.layers[3].get_submodule(part)(states))
+        assert managed.report().kept == (3,)
+        prepare(model)
+        assert take()
+        logits(model)
+        assert managed.streamed
+        assert 3 not in managed.streamed
+        assert torch.equal(captured.replay(), right)
+        assert not any(module._forward_pre_hooks for module in model.model.layers[3].mlp.modules())
+
+
+def test_runs_of_layers_within_a_forward(model: Any, expected: torch.Tensor) -> None:
+    """As benchmarks/graphed.py: the forwards of layers are called within that of the first, past their hooks."""
+    made: list[Captured] = []
+    placed: list[torch.Tensor] = []
+    forwards = [layer.forward for layer in model.model.layers[:2]]
+
+    def both(states: torch.Tensor, **others: Any) -> torch.Tensor:
+        cosine, sine = others["position_embeddings"]
+        if not made:
+            placed.extend(each.clone() for each in (states, cosine, sine))
+            others["position_embeddings"] = tuple(placed[1:])
+            made.append(Captured(lambda: forwards[1](forwards[0](placed[0], **others), **others)))
+        for place, new in zip(placed, (states, cosine, sine), strict=True):
+            place.copy_(new)
+        return made[0].replay()
+
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        model.model.layers[0].forward, model.model.layers[1].forward = both, lambda states, **_: states
+        assert torch.equal(logits(model), expected)
+        assert {0, 1} <= set(managed.report().kept)
+        prepare(model)
+        take()
+        for _ in range(2):
+            assert torch.equal(logits(model), expected)
+        del model.model.layers[0].forward, model.model.layers[1].forward
+
+
+def test_what_nobody_notices_within_a_forward(model: Any, original: Any, expected: torch.Tensor) -> None:
+    """As a compiled layer reads its weights."""
+    states, made = hidden(model), []
+    with install.stock(), torch.no_grad():
+        right = original.model.layers[5].mlp.up_proj(states)
+
+    def capture(*_: object) -> None:
+        made.append(Captured(lambda: functional.linear(states, model.model.layers[5].mlp.up_proj.weight)))
+
+    with ballonet.manage(model) as managed:
+        handle = model.model.norm.register_forward_pre_hook(capture)
+        logits(model)
+        handle.remove()
+        assert managed.report().kept == EVERY
+        prepare(model)
+        take()
+        assert torch.equal(logits(model), expected)
+        assert torch.equal(made[0].replay(), right)
+
+
+def test_a_replay_is_leased(model: Any, original: Any, governor: Any) -> None:
+    """Another thread runs out of pages while it is launched: it gets none, and says what it misses."""
+    states = hidden(model)
+    with install.stock(), torch.no_grad():
+        right = original.model.layers[0].mlp(states)
+    device, lease = runtime.require(), Lease()
+    tried: list[tuple[bool, int, int]] = []  # was there a page, what is demanded, what was taken
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        captured = Captured(lambda: model.model.layers[0].mlp(states))
+        prepare(model)
+
+        def elsewhere(more: Callable[[], bool]) -> None:
+            before = reclaimed()
+            thread = threading.Thread(target=lambda: tried.append((more(), device.demand, reclaimed() - before)))
+            thread.start()
+            thread.join()
+
+        with full() as more:
+            captured.graph.during = partial(elsewhere, more)
+            assert torch.equal(captured.replay(), right)
+        assert managed._weights.group.leases == 0
+        captured.graph.during = None
+        with full() as more:
+            lease.enter(managed._weights.group)
+            elsewhere(more)
+            lease.close()
+            assert tried == [(False, 1, 0)] * 2
+            before = reclaimed()
+            assert torch.equal(captured.replay(), right)
+            assert reclaimed() > before, "it gave what was demanded before it was launched"
+
+
+def test_nothing_of_the_model_moves_between_the_forwards_of_a_capture(model: Any, expected: torch.Tensor) -> None:
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        graph = torch.cuda.CUDAGraph()
+        with graphs.capture(graph), torch.no_grad():
+            first = logits(model)
+            assert managed._weights.group.leases == 1
+            with pytest.raises(ManageError, match="is running"):
+                managed.release()
+            second = logits(model)
+        assert managed._weights.group.leases == 0
+        for output in (first, second):
+            output.zero_()
+        graph.replay()
+        assert torch.equal(first, expected)
+        assert torch.equal(second, expected)
+
+
+@pytest.mark.parametrize("interval", ["auto", 2])
+def test_what_is_not_at_home_cannot_be_captured(model: Any, expected: torch.Tensor, interval: Any) -> None:
+    with ballonet.manage(model, interval=interval) as managed:
+        prepare(model)
+        if interval == "auto":
+            assert take()
+        away = managed.streamed
+        assert away
+        entered: list[Any] = []
+        handle = model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: entered.append(0))
+        with pytest.raises(ManageError, match="cannot be captured"):
+            Captured(lambda: logits(model))
+        assert not entered
+        handle.remove()
+        for work in (
+            lambda: logits(model),
+            lambda: model.model.layers[away[0]].mlp(hidden(model)),
+            lambda: model.model.layers[away[0]].mlp.up_proj.weight.sum(),
+        ):
+            for _ in range(2):
+                with pytest.raises(ManageError, match="cannot be captured"):
+                    Captured(work)
+        gc.collect()
+        assert torch.equal(logits(model), expected)
+        assert managed.report().kept == ()
+
+
+def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expected: torch.Tensor) -> None:
+    states = hidden(model)
+    with install.stock(), torch.no_grad():
+        right = original.model.layers[0].mlp(states)
+    with ballonet.manage(model, interval=2) as managed:
+        before = managed.streamed
+        captured = Captured(lambda: model.model.layers[0].mlp(states))
+        assert managed.report().kept == (0,)
+        for _ in range(2):
+            assert torch.equal(logits(model), expected)
+            assert torch.equal(captured.replay(), right)
+        assert managed.streamed == before
+
+
+def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) -> None:
+    """Every number of layers and slots that can be asked for, and what was decided before the capture."""
+    states = hidden(model)
+    with install.stock(), torch.no_grad():
+        right = original.model.layers[3].mlp(states)
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        elastic = managed._elastic
+        before = elastic.plan.pages
+        captured = Captured(lambda: model.model.layers[3].mlp(states))
+        pages = elastic.plan.pages
+        assert [layer for layer in EVERY if pages[layer] != before[layer]] == [3]
+        for plan in [streaming(pages, spread(pages, count), slots) for count in (1, 4, 11) for slots in (1, 2)]:
+            elastic._change(plan)
+            assert managed.streamed == plan.streamed
+            assert 3 not in managed.streamed
+            assert torch.equal(logits(model), expected)
+            assert torch.equal(captured.replay(), right)
+            assert (
+                managed.report().freed_pages
+                == sum(before)
+                - sum(
+                    each.backed
+                    for layer, ranges in managed._weights.ranges.items()
+                    if layer is not None
+                    for each in ranges
+                    if layer not in managed.streamed
+                )
+                - managed._weights.ring.pages
+            )
+        elastic._change(streaming(before, (3, 5), 1))
+        assert managed.streamed == plan.streamed
+        assert all(lot.index != 3 for lot in governors.of(runtime.require()).lots())
+
+
+def test_a_floor_counts_what_is_kept(model: Any) -> None:
+    with ballonet.manage(model, floor=20 * PAGE) as managed:
+        assert managed._elastic.floor == 20
+        captured = Captured(lambda: model.model.layers[3].mlp(hidden(model)))
+        assert managed._elastic.floor == 20 - managed._weights.ranges[3][0].backed
+        del captured
+
+
+def test_a_capture_that_fails_keeps_nothing(model: Any) -> None:
+    def fail() -> torch.Tensor:
+        logits(model)
+        assert managed.report().kept
+        raise ValueError("as it should")
+
+    with ballonet.manage(model) as managed:
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(ValueError, match="as it should"), graphs.capture(graph):
+            fail()
+        del graph
+        gc.collect()
+        logits(model)
+        assert managed.report().kept == ()
+        graph = torch.cuda.CUDAGraph()
+        graph.captured = True  # so that torch raises
+
+        def begin(*_: object) -> None:
+            with pytest.raises(AssertionError):
+                graph.capture_begin()
+
+        handle = model.model.norm.register_forward_pre_hook(begin)
+        logits(model)
+        handle.remove()
+        logits(model)
+        assert managed.report().kept == ()
+        assert not any(module._forward_pre_hooks for module in model.model.layers[0].mlp.modules())
+
+
+def test_a_capture_that_torch_knows_nothing_of(model: Any, expected: torch.Tensor) -> None:
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        with graphs.captured_by_others():
+            logits(model)
+        assert managed.report().kept == EVERY
+        prepare(model)
+        assert not take()
+        assert torch.equal(logits(model), expected)
+    with ballonet.manage(model) as managed:
+        assert managed.report().kept == ()
+
+
+def test_a_graph_of_a_model_that_is_released(model: Any) -> None:
+    with ballonet.manage(model):
+        captured = Captured(lambda: logits(model))
+    with pytest.raises(ManageError, match="released"):
+        captured.replay()
+    del captured
+    gc.collect()
+    assert not any(hasattr(method, "__wrapped__") for method in vars(graphs.FakeGraph).values()), "as torch made them"
+
+
+def test_graphs_that_share_memory_and_graphs_in_graphs(model: Any) -> None:
+    states = hidden(model)
+    with ballonet.manage(model) as managed:
+
+        def left() -> tuple[int, ...]:
+            gc.collect()
+            logits(model)
+            return managed.report().kept
+
+        first = Captured(lambda: model.model.layers[0].mlp(states))
+        shares = Captured(lambda: states + 1, first.graph.pool())  # as a backward, which calls no module
+        alone = Captured(lambda: states + 2)
+        del first
+        assert left() == (0,)
+        del shares
+        assert left() == ()
+        first = Captured(lambda: model.model.layers[0].mlp(states))
+        contains = torch.cuda.CUDAGraph()
+        with graphs.capture(contains):
+            first.graph.replay()
+        del first
+        assert left() == (0,)
+        del contains
+        assert left() == ()
+        del alone
+
+
+def test_layers_that_get_another_number_stay(model: Any) -> None:
+    states = hidden(model)
+    with ballonet.manage(model) as managed:
+        captured = Captured(lambda: model.model.layers[3].mlp(states))
+        right = captured.replay()
+        del model.model.layers[1]
+        for _ in range(2):
+            logits(model)
+        assert managed.report().kept == (2,)
+        prepare(model)
+        take()
+        logits(model)
+        assert torch.equal(captured.replay(), right)
+
+
+def test_caches_that_are_made_within_a_capture_are_stock(model: Any, expected: torch.Tensor) -> None:
+    caches: list[Any] = []
+
+    def work() -> torch.Tensor:
+        found = model(IDS, use_cache=True)
+        caches.append(found.past_key_values)
+        return found.logits
+
+    with ballonet.manage(model):
+        captured = Captured(work)
+        cache = caches.pop()
+        assert all(isinstance(layer, ElasticLayer) and not layer.elastic for layer in cache.layers)
+        logits(model, past_key_values=cache, use_cache=True)
+        assert all(layer.elastic for layer in cache.layers), "outside of it they are elastic"
+        del cache
+        gc.collect()
+        logits(model, use_cache=True)  # another cache, where the pages of that one were
+        assert torch.equal(captured.replay(), expected)
+
+
+def test_a_step_that_is_captured_reads_the_cache_that_was_there(model: Any, original: Any) -> None:
+    with install.stock(), torch.no_grad():
+        cache = original(IDS, use_cache=True).past_key_values
+        right = original(IDS[:, :1], past_key_values=cache).logits
+    with ballonet.manage(model), torch.no_grad():
+        cache = model(IDS, use_cache=True).past_key_values
+        assert all(layer.elastic for layer in cache.layers)
+        captured = Captured(partial(lambda past: model(IDS[:, :1], past_key_values=past).logits, cache))
+        assert torch.equal(captured.replay(), right)
+        model(IDS[:, 1:2], past_key_values=cache)
+        del cache
+        gc.collect()
+        for _ in range(3):
+            logits(model, use_cache=True)
+        assert torch.equal(captured.replay(), right)
+        device = runtime.require()
+        del captured
+        gc.collect()
+        device.reap(wait=True)
+        assert device.snapshot()["pages"]["kv"] == 0
