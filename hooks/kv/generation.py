@@ -16,17 +16,18 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ...allocator.errors import AlreadyManaged
+from ...allocator.interrupts import Farewell, guarded
 from ..compat import PREPARE_CACHE, layer_types
-from ..lease import ForwardLease
+from ..lease import ForwardLease, opened
 from .grouping import CacheRanges
 from .kinds import ELASTIC, elastic_layers, reason_to_leave
 from .layer import ElasticLayer
@@ -55,8 +56,17 @@ class Building:
         return ELASTIC[stock](self._ranges, **kwargs)
 
 
+class Listener(Protocol):
+    """Someone who has a call of `generate()` begun on this thread."""
+
+    model: Any
+
+    def prepared(self, given: dict[str, Any]) -> None:
+        """The cache of `model` was made; `given`: the arguments of PREPARE_CACHE by name."""
+
+
 class _Thread(threading.local):
-    building: Building | None = None
+    listener: Listener | None = None  # until the first cache of its model was made
 
 
 _thread = _Thread()
@@ -91,10 +101,13 @@ def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
                 if PREPARE_CACHE in vars(owner) and owner not in _preparing:
                     _preparing.add(owner)
                     _undo.append(_patch_preparation(owner))
-    detach = [weakref.finalize(part, _detach, id(part)) for part in dict.fromkeys((model, *parts))]
-    for each in detach:
-        each.atexit = False
-    return lambda: [each() for each in detach]
+    farewells = [Farewell(part, partial(_detach, id(part))) for part in dict.fromkeys((model, *parts))]
+
+    def detach() -> None:
+        for each in farewells:
+            each()
+
+    return detach
 
 
 def forward_entered(model: nn.Module) -> ForwardLease:
@@ -104,44 +117,39 @@ def forward_entered(model: nn.Module) -> ForwardLease:
 
 
 class _Forward(ForwardLease):
-    """The lease of a forward that may build caches."""
-
-    _open = False  # while Ctrl-C may keep it from being made
+    """The lease of a forward that may build caches, or of what prepares one for it."""
 
     def __init__(self, building: Building | None) -> None:
         super().__init__()
-        self._building = building
-        self._before: Building | None = None
-
-    def open(self) -> Self:
-        self._before = _thread.building
-        self._open = True
-        _thread.building = self._building
-        return super().open()
-
-    def close(self) -> None:
-        if self._open and self._thread == threading.get_ident():
-            self._open = False
-            _thread.building = self._before
-        super().close()
+        self.building = building
 
 
-@contextmanager
-def _building(building: Building | None) -> Iterator[None]:
-    before, _thread.building = _thread.building, building
-    try:
-        yield
-    finally:
-        _thread.building = before
+def _building() -> Building | None:
+    """That of the innermost of these on this thread."""
+    return next((each.building for each in opened() if isinstance(each, _Forward)), None)
+
+
+def listening(listener: Listener) -> AbstractContextManager[None]:
+    """Within it the listener is told of the first cache that `generate()` of its model prepares on this thread."""
+    before = _thread.listener
+
+    def begin() -> None:
+        _thread.listener = listener
+
+    def end(failed: bool) -> None:
+        _thread.listener = before
+
+    return guarded(begin, end)
 
 
 def _detach(key: int) -> None:
     with _lock:
-        del _attached[key]
+        _attached.pop(key, None)
         if not _attached:
             _preparing.clear()
             while _undo:
-                _undo.pop()()
+                _undo[-1]()
+                _undo.pop()
 
 
 def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
@@ -150,9 +158,9 @@ def _patch_layer_type(table: dict[str, Any], kind: str) -> Callable[[], None]:
 
     def layer(**kwargs: Any) -> Any:
         # Asked first, so that a compiler that traces this sees nothing else.
-        if torch.compiler.is_compiling() or _thread.building is None:
+        if torch.compiler.is_compiling() or (building := _building()) is None:
             return stock(**kwargs)
-        return _thread.building.layer(stock_class, **kwargs)
+        return building.layer(stock_class, **kwargs)
 
     def undo() -> None:
         if table[kind] is layer:
@@ -175,8 +183,19 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
             known = None
         # The longest that the cache gets to be: the last token generated is never put into it.
         expected = int(given.get("max_cache_length") or 0)
-        with _building(None if known is None else Building(*known, expected)):
-            return stock(model, *args, **kwargs)
+        listener = _thread.listener
+        if listener is None or listener.model is not model:
+            listener = None
+        else:  # not for what the stock method may call
+            _thread.listener = None
+        preparing = _Forward(None if known is None else Building(*known, expected)).open()
+        try:
+            result = stock(model, *args, **kwargs)
+        finally:
+            preparing.close()
+        if listener is not None:
+            listener.prepared(given)
+        return result
 
     def undo() -> None:
         if vars(owner).get(PREPARE_CACHE) is prepare:

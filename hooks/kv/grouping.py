@@ -64,6 +64,11 @@ class CacheRanges:
             self._device, self._group, self._tier = device, device.group(), None
         return self._group
 
+    @property
+    def tier(self) -> KVTier | None:
+        """What the governor knows of this cache; None before it has a range, and where there are no host pages."""
+        return self._tier
+
     def join(self, device: Device, shape: Shape, tokens: int) -> tuple[KVRange, int] | None:
         """A place for a layer of this shape and at least `tokens` tokens: in a range that has one, else in a new one.
 
@@ -90,7 +95,8 @@ class CacheRanges:
         group = self.group(device)
         if self._tier is None and device.host_pages:
             self._tier, self._kept = KVTier(device, group, governors.of(device)), Kept(group)
-        home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens))
+        more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
+        home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
         self._ranges.append(weakref.ref(home))
         place = home.join()
         assert place is not None

@@ -30,6 +30,8 @@ import torch
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ...allocator import runtime
+from ...allocator.errors import ManageError
+from .. import graphs
 from ..compat import DynamicLayer, carries_derivatives, cropped
 from ..lease import Holding
 from ..weights.moving import torch_device
@@ -61,6 +63,7 @@ class ElasticLayer(DynamicLayer):
     @property
     def keys(self) -> torch.Tensor | None:
         """[batch, heads, tokens, k_dim]; None before the first update."""
+        self._give_to_graph()
         if self._keys is not None or self._home is None or self._latest is None:
             return self._keys
         keys = self._latest.keys
@@ -73,6 +76,7 @@ class ElasticLayer(DynamicLayer):
     @property
     def values(self) -> torch.Tensor | None:
         """[batch, heads, tokens, v_dim]; None before the first update."""
+        self._give_to_graph()
         if self._values is not None or self._home is None or self._latest is None:
             return self._values
         values = self._latest.values
@@ -182,6 +186,30 @@ class ElasticLayer(DynamicLayer):
                 state[name] = tensor.clone() if elastic and tensor is not None else tensor
         return self.stock, (), state
 
+    # -- for those who keep caches for later (hooks/prefix)
+
+    @property
+    def ranges(self) -> CacheRanges:
+        """That it shares with the other layers of its cache."""
+        return self._ranges
+
+    @property
+    def home(self) -> KVRange | None:
+        """The range that the tokens lie in, None where they do not."""
+        return self._home if self.elastic else None
+
+    def part(self, start: int, end: int) -> Pair:
+        """Keys and values of the tokens [start, end), by tensors of their own, on any thread. BallonetError where they
+        are not in a range."""
+        home = self.home
+        if home is None:
+            raise ManageError("these tokens lie in no range")
+        return home.part(self._place, start, end)
+
+    def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Tokens that the range is missing. See range.py, Note [Hollow]. The caller holds a lease."""
+        cast(KVRange, self._home).write(self._place, start, keys, values)
+
     def _twin(self, state: dict[str, Any]) -> Self:
         twin = type(self).__new__(type(self))
         twin.__dict__.update(state, **dict.fromkeys(_THERE))
@@ -257,6 +285,18 @@ class ElasticLayer(DynamicLayer):
             self._leave()
             self._keys, self._values = keys.clone(), values.clone()
 
+    def _give_to_graph(self) -> None:
+        """Where a CUDA graph is about to capture the tokens they stay where they are, for as long as the graph or the
+        layer needs them, and the layer is a stock one."""
+        home = None if torch.compiler.is_compiling() else self._home
+        if home is None or not graphs.capturing(home.shape.device.type == "cuda"):
+            return
+        if self.elastic:
+            tokens = home.keys(self._place), home.values(self._place)
+            graphs.shows(runtime.require(), home.group, tokens)
+            self._keys, self._values = tokens
+        self._leave()
+
     def _leave(self) -> None:
         home, self._home, self._latest = self._home, None, None
         if home is not None:
@@ -265,6 +305,6 @@ class ElasticLayer(DynamicLayer):
 
 def _plain(keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Can these be copied in place? See Note [Elastic or stock]."""
-    if torch.compiler.is_compiling() or is_tracing():
+    if torch.compiler.is_compiling() or is_tracing() or graphs.capturing(keys.is_cuda):
         return False
     return type(keys) is type(values) is torch.Tensor and not carries_derivatives(keys, values)

@@ -9,7 +9,7 @@ Note [Full pages]
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,6 +20,7 @@ from ...offload.decide.geometry import Geometry
 from ...offload.govern.kv_tier import KVTier
 from ...offload.move.kv_twin import KVTwin
 from ..lease import Holding, Kept
+from ..measure.marks import relaxed
 from .prefill import ROWS, worth_copying
 from .room import find_room, map_device
 
@@ -41,9 +42,10 @@ class KVPages:
         place: torch.device,
         tier: KVTier | None,
         kept: Kept | None,
+        alone: Callable[[], bool],
     ) -> None:
         """`place`: the device, to torch. `tier` and `kept`: of the cache, where the host can show pages on the
-        device."""
+        device. `alone`: does nobody hold a tensor over the range?"""
         self.home = home
         self._device = device
         self._group = group
@@ -54,7 +56,7 @@ class KVPages:
         self._twin: KVTwin | None = None
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
-            self._twin = KVTwin(device, group, home, tier.lock)
+            self._twin = KVTwin(device, group, home, tier.lock, alone)
             self._number = tier.add(self._twin, geometry.page / geometry.token_bytes)
             self._count(self._twin)
 
@@ -66,21 +68,43 @@ class KVPages:
         stream: int = torch.cuda.current_stream(self._place).cuda_stream
         return stream
 
-    def begin(self, layer: int) -> None:
-        """The layer at this place of the range is about to append, under a lease. DriverError."""
+    def begin(self, layer: int, tokens: int) -> None:
+        """The layer at this place of the range is about to append so many tokens, under a lease. BallonetError,
+        DriverError."""
         if self._tier is None or self._twin is None:
             return
         if self._kept is not None and self._kept.renew() and self._device.demand:  # as a forward between its layers
             self._device.obey()
-        if self._twin.interrupted:
-            self._twin.finish(self._tier.transfer, self.stream)
+        stream = self.stream
         if self._tier.begins((self._number, layer)):
-            self._tier.iteration(self.stream)
+            self._tier.iteration(stream, tokens)
+        self._tier.enter(self._twin, stream)
+        if tokens > ROWS:
+            self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
+
+    @property
+    def unsettled(self) -> bool:
+        """Do its addresses not show, for the moment, what the tokens are? See `settle`."""
+        return self._twin is not None and self._twin.unsettled
+
+    def settle(self) -> None:
+        """Before anyone but the layer that is about to run reads tokens, or writes what was there before: its addresses
+        show them, for as long as no layer of the cache appends. On any thread. BallonetError where the layer flies
+        while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
+        if self._tier is None or self._twin is None or not self._twin.unsettled:
+            return
+        with Holding(self._group):
+            if self._device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
+                with relaxed(self._device):
+                    self._tier.settle(self._twin, None)
+            else:
+                self._tier.settle(self._twin, self.stream)
 
     def joined(self) -> None:
         """One more layer is in the range."""
-        if self._tier is not None:
+        if self._tier is not None and self._twin is not None:
             self._tier.layers += 1
+            self._twin.layers += 1
 
     def map(self, first: int, end: int, tokens: int) -> None:
         """Backs the pieces [first, end), so that there is room for so many tokens. torch.OutOfMemoryError,
@@ -106,6 +130,35 @@ class KVPages:
         if self._twin is not None:
             self._twin.drop(first, end)
 
+    def hollow(self, before: int, first: int) -> None:
+        """Gives the pages of the pieces [before, first) back, which are full, while those behind them stay."""
+        self.settle()
+        if self._twin is not None:
+            with Holding(self._group):
+                self._twin.hollow(first, self.stream)
+        for start, count in self._geometry.runs(before, first):
+            self.home.retire(start, count)
+        if self._twin is not None:
+            self._twin.drop(before, first)
+
+    def fill(self, first: int, tokens: int) -> None:
+        """Backs the pieces [0, first), which hold so many tokens, again. torch.OutOfMemoryError, DriverError."""
+        runs = self._geometry.runs(0, first)
+        for start, count in runs:  # what a call that was interrupted has backed
+            self.home.retire(start, count)
+        try:
+            map_device(self.home, runs)
+        except PoolExhausted as error:
+            find_room(self._device, self._tier, self.home, runs, error, tokens)
+        if self._twin is not None:
+            self._twin.filling(first)
+
+    def is_filled(self) -> None:
+        """They have their bytes."""
+        if self._tier is not None and self._twin is not None:
+            self._tier.wrote(self.stream)
+            self._twin.first = 0
+
     def appended(self, *, took: bool, next_takes: bool) -> None:
         """A token came; see offload/decide/ahead.py."""
         if self._tier is not None and (took or next_takes):
@@ -117,6 +170,7 @@ class KVPages:
             return
         full = self._full(lengths)
         if full > self._twin.full:
+            self._tier.wrote(self.stream)
             self._twin.raise_to(full)
             self._count(self._twin)
             self._tier.grown(soon)
@@ -124,6 +178,8 @@ class KVPages:
     def lower(self, lengths: Iterable[int]) -> None:
         """The layers are about to have no more tokens than that, or to write behind them."""
         if self._twin is not None and (full := self._full(lengths)) < self._twin.full:
+            if self._twin.touches(full):
+                self.settle()
             with Holding(self._group):
                 self._twin.lower(full, self.stream)
             self._count(self._twin)
@@ -133,13 +189,23 @@ class KVPages:
         if rows <= ROWS or self._tier is None or self._twin is None:
             return False
         self._tier.look()
-        return worth_copying(rows, self._twin.away)
+        return worth_copying(rows, 0 if self._twin.flying else self._twin.away)
 
     def _count(self, twin: KVTwin) -> None:
         self.fills = -(-(twin.full + 1) * self._geometry.page // self._geometry.token_bytes)
 
     def _full(self, lengths: Iterable[int]) -> int:
         return min(lengths, default=0) * self._geometry.token_bytes // self._geometry.page
+
+    @property
+    def full(self) -> int:
+        """Pieces that may be taken, or were."""
+        return 0 if self._twin is None else self._twin.full - self._twin.first
+
+    @property
+    def dirty(self) -> int:
+        """Of these, those of which only the device has the bytes."""
+        return 0 if self._twin is None else self._twin.dirty
 
     # -- for chaos, under a lease
 
@@ -158,9 +224,9 @@ class KVPages:
     def displace(self, piece: int) -> bool:
         """To its twin, whose bytes it shows from then on. DriverError."""
         tier, twin = self._tier, self._twin
-        return tier is not None and twin is not None and twin.displace(piece, tier.transfer, self.stream)
+        return tier is not None and twin is not None and twin.displace((piece,), tier.transfer, self.stream) > 0
 
     def bring_back(self, piece: int) -> bool:
         """From its twin to a page of its own. DriverError."""
         tier, twin = self._tier, self._twin
-        return tier is not None and twin is not None and twin.bring_back(1, tier.transfer, self.stream, (piece,)) > 0
+        return tier is not None and twin is not None and tier.bring_one_back(twin, piece, self.stream)

@@ -25,10 +25,18 @@ Note [Interrupts]
     Ctrl-C may end any call between any two lines. So lengths change last when tokens come and first when they go: the
     pieces under them are mapped at any time. What else may be mapped is remembered before it is (`_most`); mapping and
     retiring it again does no harm. The tensor over it is replaced in one assignment, or made again where it is missing.
+
+Note [Hollow]
+    A cache that is kept for later, and begins with tokens that another one holds as well, gives the pages of those back
+    (`hollow`): whole pages only, as a token may lie on two. It has nothing to show then but `part`s behind them. Before
+    it is used again these tokens are written anew (`filling`).
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -44,6 +52,7 @@ from .pages import KVPages
 from .prefill import copied_in
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
+_MANY: Final = 64  # storages that are remembered before those that are gone are sorted out
 _SCRATCH: Final = 32 * 2**20  # bytes: sequences are reordered in chunks of this size
 
 
@@ -114,16 +123,24 @@ class KVRange:
         tier: KVTier | None = None,
         kept: Kept | None = None,
         expected: int = 0,
+        more: int = 0,
     ) -> None:
         """Reserves addresses for `geometry`, whose kind is `inner`; maps nothing. `tier`, `kept`: see KVPages;
-        `expected`: tokens that are likely to come. DriverError."""
+        `expected`: tokens that are likely to come; `more`: ranges like this one that are. DriverError."""
         self.geometry: Final = geometry
         self.shape: Final = shape
         self.group: Final = group
         self.range: Final = device.reserve(
-            geometry.reservation, "kv", group, expected=min(expected, geometry.tokens) * geometry.token_bytes
+            geometry.reservation,
+            "kv",
+            group,
+            expected=min(expected, geometry.tokens) * geometry.token_bytes,
+            more=more,
         )
-        self.pages: Final = KVPages(device, group, self.range, geometry, shape.device, tier, kept)
+        alone = weakref.WeakMethod(self.exclusive)  # or it would refer to itself
+        self.pages: Final = KVPages(
+            device, group, self.range, geometry, shape.device, tier, kept, lambda: (ask := alone()) is None or ask()
+        )
         self._device = device
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
@@ -131,6 +148,7 @@ class KVRange:
         self._left: set[int] = set()
         self._storages: list[StorageWeakRef] = []
         self._most = 0  # pieces that may be mapped, from the start of the range
+        self._first = 0  # pieces that have no page, from the start of the range: see Note [Hollow]
         self._mapped: _Mapped | None = None
         self._open()
 
@@ -177,7 +195,7 @@ class KVRange:
         start = latest.length
         end = start + tokens
         with Holding(self.group):
-            self.pages.begin(place)
+            self.pages.begin(place, tokens)
             mapped = self._mapped or self._open()
             took = end > mapped.capacity
             if took:
@@ -197,11 +215,15 @@ class KVRange:
         return shown
 
     def keys(self, place: int) -> torch.Tensor:
-        """[batch, heads, length, k_dim]"""
+        """[batch, heads, length, k_dim]. Raises as `KVPages.settle`."""
+        if self.pages.unsettled:
+            _settle(self.pages)
         return self._keys_in((self._mapped or self._open()).flat, place, self._latest[place].length)
 
     def values(self, place: int) -> torch.Tensor:
-        """[batch, heads, length, v_dim]"""
+        """[batch, heads, length, v_dim]. Raises as `KVPages.settle`."""
+        if self.pages.unsettled:
+            _settle(self.pages)
         return self._values_in((self._mapped or self._open()).flat, place, self._latest[place].length)
 
     def cut(self, place: int, length: int) -> None:
@@ -214,11 +236,84 @@ class KVRange:
             self._drop()
             self._open()
             self.pages.retire(pieces, self._most)
-            self._most = pieces
+            self._most, self._first = pieces, min(self._first, pieces)
             for each in range(self._joined):
                 self._show(each)
         else:
             self._show(place)
+
+    def part(self, place: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.
+        BallonetError where some of them have no page (any more), or fly while another thread uses the cache."""
+        self.pages.settle()
+        self._device.note_stream(self.pages.stream)
+        geometry = self.geometry
+        first, last = start * geometry.token_bytes // geometry.page, geometry.pieces(end)
+        with torch.inference_mode(False):
+            flat = from_dlpack(
+                self.range.tensor(first * geometry.page, ((last - first) * geometry.page,), (1,), *_UINT8)
+            )
+            if len(self._storages) > _MANY:
+                self._storages = [storage for storage in self._storages if not storage.expired()]
+            self._storages.append(StorageWeakRef(flat.untyped_storage()))
+            flat = flat.view(self.shape.dtype)
+        token = start * geometry.token_stride - first * geometry.page // geometry.itemsize
+        size = self.shape.batch, self.shape.heads, end - start
+        return (
+            flat.as_strided((*size, self.shape.k_dim), geometry.k_strides, token + geometry.k_offset(place)),
+            flat.as_strided((*size, self.shape.v_dim), geometry.v_strides, token + geometry.v_offset(place)),
+        )
+
+    @property
+    def held(self) -> int:
+        """Pieces that have a page."""
+        return self._most - self._first
+
+    @property
+    def missing(self) -> int:
+        """Tokens, from the first one on, that the range has lost: see Note [Hollow]."""
+        return -(-self._first * self.geometry.page // self.geometry.token_bytes)
+
+    def hollow(self, tokens: int) -> None:
+        """Gives the pages back on which there is nothing but the first so many tokens. See Note [Hollow]."""
+        first = tokens * self.geometry.token_bytes // self.geometry.page
+        if first > self._first:
+            self._drop()
+            before, self._first = self._first, first
+            self._open()
+            self.pages.hollow(before, first)
+
+    @property
+    def refillable(self) -> bool:
+        """Does nobody look at what it gave up any more?"""
+        return self.pages.reachable(0, self._first)
+
+    @contextmanager
+    def filling(self) -> Iterator[int]:
+        """Has pages again where it was hollow; within it whoever calls writes the tokens, as many as it says, to them
+        (`write`), and at the end the range is whole. torch.OutOfMemoryError, DriverError; it is then as hollow as
+        before."""
+        first = self._first
+        with Holding(self.group):
+            try:
+                self.pages.fill(first, self.missing)
+                yield self.missing
+            except BaseException:
+                self.pages.hollow(0, first)
+                raise
+        self._first = 0
+        self.pages.is_filled()
+        self._open()
+        for each in range(self._joined):
+            self._show(each)
+
+    def write(self, place: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copies tokens to where they were missing, or are not yet shown to anyone. Under a lease."""
+        end = start + keys.shape[2]
+        to_keys, to_values = self.part(place, start, end)
+        self._note(start, end - start)
+        to_keys.copy_(keys)
+        to_values.copy_(values)
 
     def reorder(self, place: int, rows: torch.Tensor) -> None:
         """Sequence i becomes what sequence rows[i] is (int64[batch]). The caller has made sure of `exclusive()`."""
@@ -259,8 +354,9 @@ class KVRange:
             latest.keys = latest.values = None
 
     def _show(self, place: int) -> None:
-        latest = self._latest[place]
-        latest.keys, latest.values = self.keys(place), self.values(place)
+        if not self._first and not self.pages.unsettled:
+            latest = self._latest[place]
+            latest.keys, latest.values = self.keys(place), self.values(place)
 
     def _needed(self) -> int:
         """Pieces under the longest layer's tokens, which are mapped."""
@@ -281,7 +377,7 @@ class KVRange:
         pieces = self._needed() if pieces is None else pieces
         # An inference tensor could not be written to outside of inference mode.
         with torch.inference_mode(False):
-            if pieces:
+            if pieces and not self._first:
                 flat = from_dlpack(self.range.tensor(0, (pieces * self.geometry.page,), (1,), *_UINT8))
                 self._storages = [storage for storage in self._storages if not storage.expired()]
                 self._storages.append(StorageWeakRef(flat.untyped_storage()))
@@ -317,8 +413,15 @@ class KVRange:
         if self._device.kind == "standin":
             step = self.geometry.token_bytes
             self._device.note_use(self.range.address + start * step, tokens * step, 0, True)
+            if self.pages.unsettled:
+                self.range.note_use(0, False)  # all of it is read
         else:
             self._device.note_stream(self.pages.stream)
         lease = current()
         if lease is not None:
             lease.touched(self.pages)
+
+
+@torch.compiler.disable(reason="pages of this KV cache are on their way from the host, which a graph cannot wait for")  # type: ignore[untyped-decorator]
+def _settle(pages: KVPages) -> None:
+    pages.settle()

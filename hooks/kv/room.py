@@ -1,10 +1,13 @@
 """Where pages for new tokens come from when there are none: what is tried, in this order.
 
 1  what torch caches goes back to the pool
-2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that
-3  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
-4  pages of the host
-5  torch.OutOfMemoryError
+2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that; so is what is
+   being copied to the host, once it has been
+3  prefixes that are only kept in case that a prompt begins with them are forgotten
+4  buffers that layers of the cache are streamed through go back
+5  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
+6  pages of the host
+7  torch.OutOfMemoryError
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
 from ...offload.decide.ladder import Rung
 from ...offload.govern.kv_tier import KVTier
+from .. import graphs
+from ..prefix.pressure import give_up
 
 PATIENCE: Final = 5.0  # seconds that other threads get to give what they lease
 _STEP: Final = 0.1  # seconds between two tries, and all that they get when the last wait was in vain
@@ -44,7 +49,12 @@ def find_room(
         return
     if tier is not None:
         tier.governor.publish_now()
-        if tried() or _waited(device, tier, tried):
+        if tried() or (tier.copied_behind() and tried()):
+            return
+    if give_up(device, sum(count for _, count in runs)) and tried():
+        return
+    if tier is not None:
+        if (tier.way.give() and tried()) or _waited(device, tier, tried):
             return
         if runtime.settings().spill:
             with suppress(PoolExhausted):
@@ -53,7 +63,7 @@ def find_room(
                 tier.decided(Rung.SPILL.label, "pull", sum(count for _, count in runs))
                 spilled()
                 return
-    raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}") from reason
+    raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}{graphs.why_short()}") from reason
 
 
 def map_device(home: Range, runs: Iterable[tuple[int, int]]) -> None:

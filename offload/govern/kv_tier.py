@@ -17,17 +17,22 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.events import Events
+from ...allocator.interrupts import Farewell, if_free
 from ..decide.ahead import ahead, window
 from ..decide.ladder import Rung
-from ..move.kv_twin import KVTwin, Run, arrange
+from ..move.kv_twin import KVTwin, Run, arrange, available
+from .kv_way import KVWay, Streamed
 from .seat import LAYERS, Offer
+
+AHEAD: Final = 2  # layers of a prefill for which pages are made ready
 
 
 class Host(Protocol):
@@ -65,16 +70,22 @@ class KVTier:
         self._twins: list[weakref.ref[KVTwin]] = []
         self._tokens: list[float] = []  # on a page of each
         self._transfers: dict[str, Transfer] = {}
+        self._homing = Lock()  # held while pages come home
+        self._kept = False
+        self.way = KVWay(device, group, self.transfer)
+        self.prefills = False  # does the iteration have many rows?
+        self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
+        self._turns: list[int] = []  # in this one
         self._stream = 0  # that tokens were appended on last
         self._reclaimed = 0
         self._leader: tuple[int, int] | None = None
         self._since = 0  # appends since its last
         self._news = False
-        self._behind: dict[str, object] = {}  # who is about to copy what is marked
+        self._behind = Lock()  # of whoever is about to copy what is marked
         self._next = count()
         self._runs: dict[int, Run] = {}  # by index of the offer
         self.number = governor.add_cache(self)
-        weakref.finalize(self, governor.remove_cache, self.number).atexit = False
+        Farewell(self, partial(governor.remove_cache, self.number))
 
     @property
     def running(self) -> bool:
@@ -85,6 +96,24 @@ class KVTier:
     def displaced(self) -> int:
         """Pages that lie on the host and would be on the device if there were room, as far as known."""
         return sum(twin.away for twin in self._there())
+
+    @property
+    def kept(self) -> bool:
+        """Is it only there in case that a prompt begins with its tokens? Then it has no buffers. Set while no other
+        thread uses it."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, now: bool) -> None:
+        self._kept = now
+        if now:
+            with suppress(BallonetError):  # where they cannot go back now `write_behind` gives them back later
+                self.way.give()
+
+    @property
+    def streamed(self) -> Streamed:
+        """How what is away is read."""
+        return self.way.said(self.displaced)
 
     # -- for the thread that uses it
 
@@ -98,23 +127,68 @@ class KVTier:
         """A layer, (range, place in it), is about to append: is it the first one of an iteration?"""
         self._since += 1
         if who != self._leader and self._leader is not None and self._since <= self.layers:
+            self._turns.append(who[0])
             return False
         self._leader, self._since = who, 0
+        self._order, self._turns = self._turns, [who[0]]
         return True
 
-    def iteration(self, stream: int) -> None:
-        """Before the first layer appends, on `stream`. DriverError."""
+    def enter(self, twin: KVTwin, stream: int) -> None:
+        """A layer of this range is about to append and to be read, on `stream`. BallonetError, DriverError."""
+        self._stream = stream
+        self._arrive(twin, stream)
+        self.way.enter(twin, stream)
+
+    def wrote(self, stream: int) -> None:
+        """What is full from now on was written by what `stream` was given so far. What is copied behind waits for
+        that."""
+        self._stream = stream
+
+    def prefilling(self, pages: int) -> None:
+        """A layer is about to get so many pages at once, and so will those after it. Where there are not enough for
+        `AHEAD` of them, as many pages of the layers that have run are copied to the host meanwhile, so that they can be
+        given up at once (eLLM §4.3.2). DriverError."""
+        if available(self._device) < AHEAD * pages:
+            self.write_behind(AHEAD * pages)
+            self.governor.publish_now()
+
+    def copied_behind(self) -> bool:
+        """What is being copied to the host has been, so that it may be taken. False where nothing was. DriverError."""
+        with self.lock:
+            waited = sum(twin.copied_behind() for twin in self._there())
+        if waited:
+            self.governor.publish_now()
+        return waited > 0
+
+    def settle(self, twin: KVTwin, stream: int | None) -> None:
+        """What `stream` is given from now on, on None the host, finds the tokens of this range at its addresses, until
+        a layer enters. On any thread. BallonetError, DriverError."""
+        self._arrive(twin, stream)
+        if twin.flying:
+            self.way.ground(twin)
+
+    def _arrive(self, twin: KVTwin, stream: int | None) -> None:
+        if twin.coming:
+            with self._homing:
+                twin.fetch(self.transfer, stream or 0)
+        twin.arrive(stream)
+
+    def iteration(self, stream: int, rows: int = 1) -> None:
+        """Before the first layer appends `rows` tokens, on `stream`. DriverError."""
         if self.governor.taken_of(self.number):
             self._see()
         with self.lock:
-            settled = not self._behind and self._settle()
+            settled = not self._behind.locked() and self._settle()
         if settled or self._news:
             self._news = False
             self.governor.cache_changed(self.number)
         pages = self.governor.homecoming(self.number) if self.displaced else 0
-        self.used, self._stream = time.monotonic(), stream
+        if self._device.demand:
+            self.way.give()
+        self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
         if pages:
             self.bring_back(pages, stream)
+        self._arrange(stream, rows)
 
     def grown(self, soon: bool) -> None:
         """More pages are full. `soon`: the governor is told before the next iteration, where pages are scarce."""
@@ -142,22 +216,46 @@ class KVTier:
             twin.look()
 
     def bring_back(self, pages: int, stream: int) -> int:
-        """So many pages that are away come home, if there is room; returns how many did. DriverError."""
+        """So many pages that are away come home, if there is room, and their bytes range after range; returns how many.
+        DriverError."""
         self.look()
-        back, began = 0, time.monotonic()
-        for twin in self._there():
-            if twin.away and back < pages:
-                back += twin.bring_back(pages - back, self.transfer, stream)
+        began = time.monotonic()
+        twins = [twin for twin in self._there() if twin.away]
+        shown = [twin for twin in twins if not twin.alone()]  # and those have no tensors of their own by now
+        with self._homing:
+            back = _bring(twins, pages, shown, self.transfer, stream)
         if back:
             self.decided(Rung.RUNNING_KV.label, "revert", back, self._copying(back), time.monotonic() - began)
             self.governor.cache_changed(self.number)
         return back
+
+    def bring_one_back(self, twin: KVTwin, piece: int, stream: int) -> bool:
+        """This piece of the range comes home, if it is away and there is room. DriverError."""
+        with self._homing:
+            return _bring([twin], 1, [twin], self.transfer, stream, (piece,)) > 0
 
     def decided(
         self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
     ) -> None:
         """Something about its pages, by this thread. Times are in seconds."""
         self.governor.events.decided(lever, verb, pages, what=self.name, predicted=predicted, measured=measured)
+
+    def _arrange(self, stream: int, rows: int) -> None:
+        """How is what stays away read? An event where buffers come or go."""
+        seconds = self.governor.page_seconds
+        link = None if seconds is None else self._device.page_size / seconds
+        began = time.monotonic()
+        chosen = self.way.arrange(self._in_order(), rows, link, stream)
+        if chosen is not None:
+            now = self.streamed
+            verb, pages = "pull" if now.buffers else "revert", now.buffers * now.buffer_pages
+            self.decided("layer stream", verb, pages, chosen.exposed, time.monotonic() - began)
+            self.governor.cache_changed(self.number)
+
+    def _in_order(self) -> list[KVTwin]:
+        """The ranges as their layers appended in the last iteration, then those that did not."""
+        numbers = dict.fromkeys((*self._order, *range(len(self._twins))))
+        return [twin for number in numbers if (twin := self._twins[number]()) is not None]
 
     @property
     def transfer(self) -> Transfer:
@@ -190,23 +288,22 @@ class KVTier:
 
     def write_behind(self, pages: int) -> None:
         """Starts to copy up to so many full pages to the host, those first that would be taken first, and notices what
-        was copied before. See Note [Before it is copied]. Does nothing where the driver will not."""
-        me = object()
-        try:
-            if self.lock.locked() or self._behind.setdefault("now", me) is not me:  # perhaps by this very thread
-                return
-            with self.lock:
-                settled = self._settle()
-                chosen = self._dirty(pages)
-                for twin, pieces in chosen.items():
-                    twin.mark(pieces)
-            if settled or chosen:
-                self.governor.copies_changed()
-            with self.lock, suppress(BallonetError, PoolExhausted):
-                self._copy_behind(chosen)
-        finally:
-            if self._behind.get("now") is me:
-                del self._behind["now"]
+        was copied before. See Note [Before it is copied]. Does nothing where the driver will not. Buffers of a cache
+        that nobody uses go back."""
+        self.way.idle()
+        if not self.lock.locked():  # perhaps by this very thread
+            if_free(self._behind, partial(self._write_behind, pages))
+
+    def _write_behind(self, pages: int) -> None:
+        with self.lock:
+            settled = self._settle()
+            chosen = self._dirty(pages)
+            for twin, pieces in chosen.items():
+                twin.mark(pieces)
+        if settled or chosen:
+            self.governor.copies_changed()
+        with self.lock, suppress(BallonetError, PoolExhausted):
+            self._copy_behind(chosen)
 
     def _copy_behind(self, chosen: dict[KVTwin, list[int]]) -> None:
         ready = {twin: twin.copy_behind(pieces) for twin, pieces in chosen.items()}
@@ -234,10 +331,39 @@ class KVTier:
 
     def _arranged(self) -> list[Run]:
         found = [ref() for ref in self._twins]
-        return arrange([[] if twin is None else list(twin.spans()) for twin in found], self._tokens)
+        ran = frozenset(self._turns[:-1]) if self.prefills else frozenset()
+        return arrange([[] if twin is None else list(twin.spans()) for twin in found], self._tokens, ran)
 
     def _settle(self) -> bool:
         return sum(twin.settle() for twin in self._there()) > 0
 
     def _there(self) -> Iterator[KVTwin]:
         return (twin for ref in tuple(self._twins) if (twin := ref()) is not None)
+
+
+def _bring(
+    twins: Sequence[KVTwin],
+    pages: int,
+    shown: Sequence[KVTwin],
+    transfer: Transfer,
+    stream: int,
+    chosen: Sequence[int] | None = None,
+) -> int:
+    """So many pages of these come home, if there is room: of each those of `chosen`, if that is not None. `shown`: to
+    whose tensors somebody refers, who may read them on any stream: the host waits for those. See kv_twin.py,
+    Note [Coming home]."""
+    back = 0
+    try:
+        for twin in twins:
+            if back < pages:
+                back += twin.own(pages - back, chosen)
+        for twin in twins:
+            twin.fetch(transfer, stream)
+        for twin in shown:
+            twin.arrive(None)
+    except BaseException:
+        for twin in twins:
+            twin.recall()
+            twin.arrive(None)
+        raise
+    return back

@@ -5,6 +5,7 @@ Words
     dirty      only the device has its bytes; they are copied when it is taken
     clean      its twin, a page of the host, has them too
     away       its addresses lead to the host: it is slower to use, and as valid as ever
+    flying     its addresses lead to a buffer that it shares with other layers (kv_stream.py)
 
 Note [What is known where]
     What a piece leads to the native core knows best: it takes pages at any moment, on any thread. Kept here is what it
@@ -17,18 +18,24 @@ Note [Dirty again]
     up their pages, which voids what was published of them, and nothing is copied behind before they are said to be full
     again.
 
+Note [Coming home]
+    All pieces get pages first (`own`), as that waits for everything that was submitted, and then their bytes
+    (`fetch`), range after range in the order in which layers compute. Whoever reads one waits for the copies of its own
+    range alone (`arrive`): a stream waits, the host does not, and the layers before it compute meanwhile (SwiftCache
+    §3.3). Until then its addresses do not show what the tokens are: `unsettled`.
+
 Note [Interrupts]
     Ctrl-C comes between any two lines. So a piece is in `_copying` before its twin gets a page, and in `_coming` before
     it gets one of the device again; what is found there later with nobody at work was interrupted, and is undone, or
-    done again (`settle`).
+    done again (`settle`, `fetch`).
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
@@ -56,10 +63,17 @@ class KVTwin:
     """Of the range `home`. Its thread, the one that uses the cache, calls everything; others `look`, `spans`, `part`,
     `copy_behind` and `settle`."""
 
-    def __init__(self, device: Device, group: Group, home: Range, lock: threading.Lock) -> None:
-        """`lock`: held while pages are copied behind or get dirty again; of the cache."""
+    def __init__(
+        self, device: Device, group: Group, home: Range, lock: threading.Lock, alone: Callable[[], bool]
+    ) -> None:
+        """`lock`: held while pages are copied behind or get dirty again; of the cache. `alone`: does nobody hold a
+        tensor over the range?"""
         self.home = home
+        self.alone = alone
+        self.layers = 0  # that have a place in the range
+        self.flying = False  # may any of its pieces fly?
         self.full = 0  # pieces, from the start of the range
+        self.first = 0  # pieces without a page, or without their bytes, from the start of the range
         self.extent = 0  # pieces that are in use: what lies behind them is not touched
         self.restless = False  # clean pages were written to lately: copying them behind is of no use
         self._device = device
@@ -71,6 +85,7 @@ class KVTwin:
         self._clean: set[int] = set()
         self._copying: dict[int, Done | None] = {}
         self._coming: set[int] = set()
+        self._arriving: Done | None = None
         self._most = 0  # pieces that were full at any time
         self._asked = -1  # the piece that was to be mapped ahead last
 
@@ -84,18 +99,74 @@ class KVTwin:
         )
 
     @property
+    def dirty(self) -> int:
+        """Full pieces of which only the device has the bytes, as far as known."""
+        return max(0, self.full - self.first - len(self._clean) - len(self._away))
+
+    @property
     def away(self) -> int:
         """Pieces that lead to the host, as far as known."""
         return len(self._away)
 
     @property
-    def interrupted(self) -> bool:
-        """Was the way back interrupted? Then `finish` before anything is read."""
+    def unsettled(self) -> bool:
+        """Is there anything that its addresses do not show, or not always?"""
+        return self.flying or self._arriving is not None or bool(self._coming)
+
+    @property
+    def coming(self) -> bool:
+        """Are there pieces with pages of their own again, and without their bytes? See `fetch`."""
         return bool(self._coming)
+
+    def resting(self) -> list[int]:
+        """The full pieces that are away and have a twin that can be copied from."""
+        return [
+            piece
+            for piece in sorted(self._away)
+            if piece < min(self.full, self.extent)
+            and self.home.backing(piece) == "alias"
+            and self.pages.backing(piece) == "host"
+        ]
+
+    def lead(self, pieces: Sequence[int], to: Range, at: int) -> int:
+        """These, ascending and at rest, lead to the pages of `to`, from `at` on. How many do: not all where addresses
+        cannot be exchanged now. DriverError."""
+        led = 0
+        for first, count, _ in _runs(pieces, _alike):
+            if not self.home.alias(first, to, at + led, count):
+                break
+            led += count
+        return led
+
+    def back(self, pieces: Iterable[int]) -> bool:
+        """Those of them that lead elsewhere lead to their twins again. False where that cannot be now. DriverError."""
+        runs = _runs(sorted(piece for piece in pieces if piece < self.extent), self.home.backing)
+        return all(self.home.alias(first, self.pages, first, count) for first, count, kind in runs if kind == "alias")
+
+    def runs(self, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(place in the sequence, first, count) of neighbours among those that are away."""
+        at = 0
+        for first, count, away in _runs(pieces, lambda piece: "away" if piece in self._away else ""):
+            if away:
+                yield at, first, count
+            at += count
+
+    def touches(self, full: int) -> bool:
+        """Is any piece from `full` on away, or on its way?"""
+        return any(piece >= full for piece in (*self._away, *self._coming)) or self._arriving is not None
+
+    def source(self, first: int, count: int) -> tuple[int, int]:
+        """(address, bytes) of the twins of these pieces."""
+        return self.pages.address + first * self._page, count * self._page
+
+    @property
+    def held(self) -> int:
+        """Full pieces that have a page, wherever it is."""
+        return self.full - self.first
 
     def look(self) -> None:
         """Finds out what was taken."""
-        for piece in range(min(self.full, self.extent)):
+        for piece in range(self.first, min(self.full, self.extent)):
             if piece not in self._away and self.home.backing(piece) == "alias":
                 self._away.add(piece)
 
@@ -105,7 +176,7 @@ class KVTwin:
         def state(piece: int) -> bool | None:
             return None if piece in self._away or piece in self._coming else self._is_clean(piece)
 
-        for clean, found in groupby(range(self.full), state):
+        for clean, found in groupby(range(self.first, self.full), state):
             if clean is not None:
                 pieces = list(found)
                 yield pieces[0], len(pieces), clean
@@ -151,6 +222,23 @@ class KVTwin:
                 self._copying.pop(piece, None)
                 self.restless = True
 
+    def hollow(self, first: int, stream: int) -> None:
+        """The pieces before that one are about to lose their pages, and the others not. The caller holds a lease."""
+        with self._lock:
+            self.first = first
+            for piece in sorted(piece for piece in {*self._clean, *self._copying} if piece < first):
+                done = self._copying.get(piece)
+                if done is not None:
+                    done.before(stream)
+                self._clean.discard(piece)
+                self._copying.pop(piece, None)
+            self._coming.difference_update(range(first))
+
+    def filling(self, first: int) -> None:
+        """The pieces before that one have pages again, of the device, or where it had none of the host. They are not
+        offered before their bytes are there."""
+        self._away.update(piece for piece in range(first) if self.home.backing(piece) == "host")
+
     def drop(self, first: int, end: int) -> None:
         """The pieces [first, end) lead nowhere now, or to new pages: what their twins have is of no use, but for those
         that a tensor still shows."""
@@ -191,11 +279,18 @@ class KVTwin:
             except PoolExhausted:
                 break
             ready.append(piece)
-        return ready, [self._copy(piece, home=False) for piece in ready]
+        return ready, [self._behind(piece) for piece in ready]
 
     def copied(self, pieces: Iterable[int], done: Done) -> None:
         """The copies of these have been submitted. The caller holds the lock."""
         self._copying.update(dict.fromkeys(pieces, done))
+
+    def copied_behind(self) -> bool:
+        """Those that are being copied have been, on return. The caller holds the lock. Were there any? DriverError."""
+        going = [done for done in self._copying.values() if done is not None]
+        for done in going:
+            done.wait()
+        return bool(going) and self.settle()
 
     def settle(self) -> bool:
         """Pages whose copies have passed are clean, and what was interrupted is undone. The caller holds the lock. Did
@@ -211,81 +306,114 @@ class KVTwin:
                 del self._copying[piece]
         return len(self._copying) != before
 
-    def displace(self, piece: int, transfer: Transfer, stream: int) -> bool:
-        """The piece leads to its twin from now on, which gets its bytes, if it does not have them. False where that
-        cannot be now. The caller holds a lease. DriverError."""
-        if piece >= self.extent or self.home.backing(piece) != "device" or piece in self._coming:
-            return False
+    def displace(self, pieces: Iterable[int], transfer: Transfer, stream: int) -> int:
+        """These lead to their twins from now on, which get their bytes, if they do not have them. How many do: not
+        those for which that cannot be now. The caller holds a lease. DriverError."""
         with self._lock:
-            if piece in self._copying:
-                return False
-            clean = piece in self._clean and self.pages.backing(piece) == "host"
-            if not clean:
-                self._copying[piece] = None
-                try:
-                    self.pages.retire(piece, 1)
-                    self.pages.map_host(piece, 1)
-                    transfer.copy([self._copy(piece, home=False)], after=stream, owner="kv", to="host").wait()
-                except PoolExhausted:
+            chosen, dirty = [], []
+            for piece in sorted(pieces):
+                here = piece < self.extent and self.home.backing(piece) == "device"
+                if not here or piece in self._coming:
+                    continue
+                if piece in self._copying:
+                    if (done := self._copying[piece]) is None:
+                        continue
+                    done.wait()
+                    self._clean.add(piece)
                     del self._copying[piece]
-                    return False
-            led = self.home.alias(piece, self.pages, piece, 1)
-            if led:
-                self._away.add(piece)
-            elif not clean:
-                self.pages.retire(piece, 1)
-            self._copying.pop(piece, None)
+                if piece not in self._clean or self.pages.backing(piece) != "host":
+                    self._copying[piece] = None
+                    try:
+                        self.pages.retire(piece, 1)
+                        self.pages.map_host(piece, 1)
+                    except PoolExhausted:
+                        del self._copying[piece]
+                        break
+                    dirty.append(piece)
+                chosen.append(piece)
+            if dirty:
+                copies = [self._behind(piece) for piece in dirty]
+                transfer.copy(copies, after=stream, owner="kv", to="host").wait()
+            led = 0
+            for first, count, _ in _runs(chosen, _alike):
+                if not self.home.alias(first, self.pages, first, count):
+                    break
+                self._away.update(range(first, first + count))
+                led += count
+            for piece in dirty:
+                if piece not in self._away:
+                    self.pages.retire(piece, 1)
+                del self._copying[piece]
         return led
+
+    def oldest(self, count: int) -> list[int]:
+        """So many full pieces that have pages of the device, or as many as there are, those of the oldest tokens."""
+        return [piece for piece in range(self.first, self.full) if piece not in self._away][: max(0, count)]
 
     # -- and back
 
-    def bring_back(self, limit: int, transfer: Transfer, stream: int, chosen: Iterable[int] | None = None) -> int:
-        """Up to so many pieces that are away get pages of the device again, those of the newest tokens first; what
-        `stream` is given from now on finds them there. Takes nothing from anyone. Returns how many. The caller holds a
-        lease. DriverError."""
-        self.finish(transfer, stream)
+    def own(self, limit: int, chosen: Iterable[int] | None = None) -> int:
+        """Up to so many pieces that are away get pages of the device again, those of the newest tokens first; their
+        bytes follow (`fetch`). Takes nothing from anyone. Returns how many. The caller holds a lease. DriverError."""
         limit = min(limit, available(self._device))
         found = sorted(self._away if chosen is None else self._away.intersection(chosen), reverse=True)
         wanted = [piece for piece in found if piece < self.extent][: max(0, limit)]
         back = 0
         for first, count, backing in _runs(sorted(wanted), self.home.backing):
-            if backing == "alias" and self._own(first, count, transfer, stream):
-                back += count
-            elif backing == "host":
-                back += sum(self.home.move(piece, "device") for piece in range(first, first + count))
-            for piece in range(first, first + count):
+            pieces = range(first, first + count)
+            if backing == "host":
+                back += sum(self.home.move(piece, "device") for piece in pieces)
+            elif backing == "alias":
+                self._coming.update(pieces)  # see Note [Interrupts]
+                back += count * self._owned(first, count)
+            for piece in pieces:
                 if self.home.backing(piece) not in ("alias", "host"):
                     self._away.discard(piece)
         return back
 
-    def finish(self, transfer: Transfer, stream: int) -> None:
-        """What has pages of the device again and not its bytes, as an interrupt came between, gets them now."""
-        for piece in sorted(self._coming):
-            if self.home.backing(piece) == "device" and self.pages.backing(piece) == "host":
-                transfer.copy([self._copy(piece, home=True)], after=stream, owner="kv", to="device").before(stream)
-                self._arrived((piece,))
-            self._coming.discard(piece)
-
-    def _own(self, first: int, count: int, transfer: Transfer, stream: int) -> bool:
-        """See Note [Interrupts]."""
-        pieces = range(first, first + count)
-        start = first * self._page
-        self._coming.update(pieces)
+    def _owned(self, first: int, count: int) -> bool:
         try:
-            if not self.home.own(first, count):
-                self._coming.difference_update(pieces)
-                return False
-            copy = self.home.address + start, self.pages.address + start, count * self._page
-            transfer.copy([copy], after=stream, owner="kv", to="device").before(stream)
-        except BaseException as error:
-            if self.home.backing(first) != "device" or self.home.alias(first, self.pages, first, count):
-                self._coming.difference_update(pieces)
-            if isinstance(error, PoolExhausted):
-                return False
-            raise
-        self._arrived(pieces)
-        self._coming.difference_update(pieces)
-        return True
+            owned = self.home.own(first, count)
+        except PoolExhausted:
+            owned = False
+        if not owned:
+            self._coming.difference_update(range(first, first + count))
+        return owned
+
+    def fetch(self, transfer: Transfer, stream: int) -> None:
+        """What has pages of its own again gets its bytes, once what `stream` was given so far has passed. The caller
+        holds a lease. DriverError."""
+        pieces = self._lacking()
+        runs = [(first, count) for first, count, _ in _runs(pieces, _alike)]
+        if runs:
+            copies = [(self.home.address + first * self._page, *self.source(first, count)) for first, count in runs]
+            self._arriving = transfer.copy(copies, after=stream, owner="kv", to="device")
+            self._arrived(pieces)
+        self._coming.clear()
+
+    def recall(self) -> None:
+        """What has pages of its own again and not its bytes leads to its twin, if that can be now. DriverError."""
+        for first, count, _ in _runs(self._lacking(), _alike):
+            if not self.home.alias(first, self.pages, first, count):
+                return
+        self._coming.clear()
+        self.look()
+
+    def _lacking(self) -> list[int]:
+        """Pieces that have pages of their own again, whose bytes are with their twins."""
+        return [
+            piece
+            for piece in sorted(self._coming)
+            if self.home.backing(piece) == "device" and self.pages.backing(piece) == "host"
+        ]
+
+    def arrive(self, stream: int | None) -> None:
+        """What `stream` is given from now on, on None the host, finds the bytes of what came home. On any thread."""
+        done = self._arriving
+        if done is not None:
+            done.wait() if stream is None else done.before(stream)
+            if done.passed() and self._arriving is done:
+                self._arriving = None
 
     def _arrived(self, pieces: Iterable[int]) -> None:
         """They have pages of the device again, and their bytes."""
@@ -297,23 +425,26 @@ class KVTwin:
                 else:  # it may be written to at any time
                     self.pages.retire(piece, 1)
 
-    def _copy(self, piece: int, *, home: bool) -> tuple[int, int, int]:
-        """What brings a piece home, or to its twin."""
-        here, there = self.home.address + piece * self._page, self.pages.address + piece * self._page
-        return (here, there, self._page) if home else (there, here, self._page)
+    def _behind(self, piece: int) -> tuple[int, int, int]:
+        """What brings a piece to its twin."""
+        return self.pages.address + piece * self._page, self.home.address + piece * self._page, self._page
 
 
-def arrange(spans: Sequence[Sequence[tuple[int, int, bool]]], tokens: Sequence[float]) -> list[Run]:
+def arrange(
+    spans: Sequence[Sequence[tuple[int, int, bool]]], tokens: Sequence[float], ran: Container[int] = ()
+) -> list[Run]:
     """What may be taken of a cache, in this order: clean pages before dirty ones, and of each the oldest tokens first.
 
     `spans`: (first, count, clean) of each range's pages, ascending; `tokens`: how many of each lie on a page. The first
-    runs are of one page, and they double in length every `ALIKE` runs, so that there are never many.
+    runs are of one page, and they double in length every `ALIKE` runs, so that there are never many. `ran`: ranges that
+    were read in this iteration and are not read again in it, as others will be; they come before all others.
     """
     runs: list[Run] = []
-    for clean in (True, False):
+    for read, clean in product((True, False), repeat=2):
         heap = [
             (first * tokens[place], place, first, count)
             for place, found in enumerate(spans)
+            if (place in ran) is read
             for first, count, kind in found
             if kind is clean
         ]
@@ -328,6 +459,10 @@ def arrange(spans: Sequence[Sequence[tuple[int, int, bool]]], tokens: Sequence[f
                 first += length
                 heapq.heapreplace(heap, (first * tokens[place], place, first, count - length))
     return runs
+
+
+def _alike(piece: int) -> str:
+    return ""
 
 
 def _runs(pieces: Sequence[int], kind: Callable[[int], str]) -> Iterator[tuple[int, int, str]]:

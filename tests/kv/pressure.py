@@ -6,7 +6,7 @@ import ctypes
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks import governors
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange
+from ballonet.offload.decide.layer_stream import Choice, Way
 from ballonet.offload.govern.kv_tier import KVTier
 from ballonet.offload.move.kv_twin import available
 
@@ -80,6 +81,13 @@ def poison(device: Device, more: int = 0) -> None:
             ctypes.memset(hog.address, POISON, count * device.page_size)
         hog.close()
     device.reap(wait=True)
+
+
+def two_thirds(way: Any, twins: Sequence[Any], rows: int, link: float) -> Choice:
+    """For `KVWay._choose`: so much of each layer flies, whatever room there is, and whatever that costs."""
+    if len(twins) < 2:
+        return Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)
+    return Choice(Way.BUFFERS, max(1, max(twin.held for twin in twins) * 2 // 3), 2, 0, 0.0, 0.0, 0.0)
 
 
 class Taker:

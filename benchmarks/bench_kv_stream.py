@@ -1,0 +1,162 @@
+"""Time per token while three quarters of the KV are on the host: streamed through buffers layer by layer, or read in
+place, and transformers' OffloadedCache, against what is possible: the longer of computing and copying.
+
+The bound is the larger of the time with all KV at home and of the bytes that are away, at the bandwidth that the link
+gives large copies in the same run. Each peer is a process with its own allocator and its own copy of the model. Its
+budget is lowered until the pages are gone; what is done about that is its own choice, but for "in place", which has no
+buffers. The stand-in's link is slowed to 2 GB/s, and what it reads in place comes at the speed of memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from common import Figure, Options, interleaved, options, report
+from peer import answering, peers, serve, synchronize
+from streamed import MIB, environment, page_size
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CASES = {"cuda": ((8, 16384), (1, 65536)), "cpu": ((1, 8192), (1, 16384)), "tiny": ((2, 1000),)}  # sequences, tokens
+AWAY = 0.75
+LIMITS = {"through buffers": 1.1, "in place": 1.2}
+TOKENS, WARM = 10, 4
+COLUMNS = [
+    "sequences",
+    "tokens held",
+    "KV",
+    "ms per token",
+    "MiB away",
+    "MiB copied per token",
+    "bound, ms",
+    "ms / bound",
+]
+
+
+def main() -> None:
+    chosen = options("kv_stream", __doc__)
+    if chosen.peer is not None:
+        serve_as(chosen.peer, chosen)
+        return
+    names = ("at home", *LIMITS, *(("OffloadedCache",) if chosen.cuda else ()), "link")
+    rows = []
+    with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as started:
+        found = answering(started, ("at home", "link"), "about")
+        what = found["at home"].ask("about")["what"]
+        for batch, held in CASES["tiny" if chosen.tiny else chosen.device]:
+            rows += rows_of(found, batch, held, chosen)
+    title = f"decoding with KV on the host: ms per token, {what}"
+    report(
+        chosen, "kv_stream", title if chosen.cuda else f"{title}, link of the stand-in slowed to 2 GB/s", COLUMNS, rows
+    )
+
+
+def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[list[Any]]:
+    answers: dict[str, dict[str, float]] = {}
+
+    def decode(name: str) -> float:
+        answers[name] = found[name].ask("decode", batch=batch, held=held)
+        return answers[name]["ms"]
+
+    turns = {name: lambda name=name: decode(name) for name in found if name != "link"}
+    taken = interleaved({**turns, "link": lambda: float(found["link"].ask("link"))}, chosen.repetitions)
+    link = taken.pop("link").median
+    rows = []
+    for name, ms in taken.items():
+        answer = answers[name]
+        bound = max(taken["at home"].median, answer["away"] / link * 1e3)
+        over = Figure.of([ms.median / bound])
+        if name in LIMITS and chosen.cuda and not chosen.tiny:
+            over = over.at_most(LIMITS[name])
+        sizes = [Figure.of([answer[kind] / MIB]) for kind in ("away", "copied")]
+        rows.append([batch, held, name, ms, *sizes, Figure.of([bound]), over])
+    return rows
+
+
+def serve_as(name: str, chosen: Options) -> None:
+    if name == "link":
+        from bandwidth import measure
+
+        serve({"about": dict, "link": measure(chosen)})
+        return
+    from common import describe
+    from llama import build, streamable
+
+    import ballonet
+
+    if name != "OffloadedCache":
+        ballonet.install("80GiB" if chosen.cuda else "6GiB", page_size=page_size(chosen))
+    model = build(streamable(chosen), chosen.device)
+    if name == "in place":
+        without_buffers()
+    serve(
+        {
+            "about": lambda: {"what": describe(chosen)},
+            "decode": lambda batch, held: decode(name, model, batch, held, chosen.device),
+        }
+    )
+
+
+def without_buffers() -> None:
+    from ballonet.offload.decide.layer_stream import Choice, Way
+    from ballonet.offload.govern.kv_way import KVWay
+
+    KVWay._choose = lambda *_: Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
+
+
+def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str) -> dict[str, float]:
+    """ms per token, bytes of KV on the host, bytes that came over the link for a token."""
+    from contextlib import nullcontext
+    from statistics import median
+
+    from generating import Clock, timed
+    from llama import filled
+    from transformers import DynamicCache
+
+    import ballonet
+
+    ours = peer != "OffloadedCache"
+    with ballonet.manage(model, interval=None) if ours else nullcontext():
+        offloaded = None if ours else DynamicCache(config=model.config, offloading=True)
+        cache = filled("ballonet" if ours else peer, model.config, batch, held, device, offloaded)
+        budget = ballonet.stats().budget if ours else 0
+        if ours and peer != "at home":
+            lower(int(AWAY * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)))
+        clock = Clock(lambda: synchronize(device), lambda: ballonet.stats().copied.kv_h2d if ours else 0)
+        timed(model, cache, (batch, held), device, TOKENS, clock)
+        away = pages_away(cache) * ballonet.stats().page_size if ours else cache_bytes(cache)
+        del cache
+        if ours:
+            ballonet.set_budget(budget)
+    times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    steps = TOKENS - WARM
+    copied = (clock.counts[-1] - clock.counts[WARM - 1]) / steps
+    return {"ms": median(times[WARM - 1 :]) * 1e3, "away": away, "copied": copied}
+
+
+def lower(nbytes: int) -> None:
+    """The budget, until so many bytes that are used have to go."""
+    import ballonet
+    from ballonet.allocator import runtime
+    from ballonet.hooks import governors
+
+    device = runtime.require()
+    device.trim()
+    governors.of(device).publish_now()
+    used = sum(pages for owner, pages in device.snapshot()["pages"].items() if owner != "free")
+    ballonet.set_budget(used * device.page_size - nbytes)
+
+
+def pages_away(cache: Any) -> int:
+    (tier,) = {id(layer._ranges): layer._ranges.tier for layer in cache.layers}.values()
+    pages: int = tier.streamed.away
+    return pages
+
+
+def cache_bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Layers whose KV is streamed through buffers, and comes home one after the other: tokens are stock's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install
+from ballonet.hooks.kv import range as kv_range
+from ballonet.offload.govern import kv_way
+from ballonet.offload.move import kv_stream
+
+from .. import models
+from ..kv.pressure import two_thirds
+from .scene import Place, everywhere, play
+from .stock import differences
+from .test_weights_streaming import streams_here
+
+TOKENS = 30
+LARGE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+
+
+def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
+    """Two thirds of each layer's pages fly; pages leave and come home all the while."""
+    length = 500 if place.cuda else 25  # several pages of each layer
+    dtype = torch.bfloat16 if place.cuda else torch.float32
+    drawn, loads = random.Random(1), 0
+    append, load = kv_range.KVRange.append, kv_stream.KVStream._load
+
+    def appended(home: Any, at: int, *args: Any) -> Any:
+        twin = home.pages._twin
+        if twin is not None and twin.held and drawn.random() < 0.1:
+            piece = drawn.randrange(twin.held)
+            if drawn.random() < 0.6:
+                home.pages.displace(piece)
+            else:
+                home.pages.bring_back(piece)
+        return append(home, at, *args)
+
+    def loaded(stream: Any, flight: Any, *args: Any) -> None:
+        nonlocal loads
+        loads += flight.buffer.holds is not flight
+        load(stream, flight, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        with install.stock():
+            model = models.build("llama", **LARGE).to(place.kind, dtype)
+            inputs = {name: each.to(place.kind) for name, each in models.prompts(3, length).items()}
+            more = {} if chunk is None else {"prefill_chunk_size": chunk}
+            expected = models.generate(model, mode, inputs, TOKENS, **more)
+        patch.setattr(kv_range.KVRange, "append", appended)
+        patch.setattr(kv_stream.KVStream, "_load", loaded)
+        patch.setattr(kv_way.KVWay, "_choose", two_thirds)
+        patch.setattr(kv_way, "AGAIN", 2)
+        patch.setattr(kv_way, "LOOK", 8)
+        with ballonet.manage(model, interval=None):
+            found = models.generate(model, mode, inputs, TOKENS, **more)
+        assert not differences(found, expected)
+        assert loads > 3
+        place.device.check()
+
+
+@everywhere
+@pytest.mark.parametrize(("mode", "chunk"), [("greedy", None), ("beam", None), ("greedy", 20)])
+def test_tokens_are_stocks(kind: str, mode: str, chunk: int | None) -> None:
+    streams_here(kind)
+    play(tokens_are_stocks, kind, pages=2048, host_pages=1024, mode=mode, chunk=chunk)

@@ -1,0 +1,664 @@
+"""Layers of a cache that take turns in buffers, and layers that come home one after the other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import BallonetError, DriverError
+from ballonet.hooks import governors
+from ballonet.hooks.kv import pages as kv_pages_module
+from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.lease import ForwardLease
+from ballonet.hooks.prefix.sequence import Gone, KeptSequence
+from ballonet.offload.decide import layer_stream
+from ballonet.offload.decide.layer_stream import Way
+from ballonet.offload.govern import kv_tier, kv_way
+from ballonet.offload.move import kv_stream, kv_twin
+from ballonet.offload.move.kv_twin import available
+
+from ..test_cache_faults import Interrupt
+from ..test_kv import tokens
+from .pressure import away, homes, poison, press, started, tiers, two_thirds
+from .test_taken import Fuzz
+
+PAGE = 4096
+LAYERS = 4
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages so small are not worth a copy of their own."""
+    monkeypatch.setattr(kv_way, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    monkeypatch.setattr(kv_way.KVWay, "_learn", lambda *_: None)  # what is decided does not depend on the time
+
+
+@pytest.fixture(params=[{}])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    settings = {"budget": 96 * PAGE, "host_budget": 512 * PAGE, "page_size": PAGE, **request.param}
+    with started(spill=True, **settings) as opened:
+        yield opened
+
+
+class Layers:
+    """The layers of a cache, each beside a stock one. Nobody holds what was shown while the next layer runs."""
+
+    def __init__(self, count: int = 0, layers: int = LAYERS) -> None:
+        self.ranges = CacheRanges(layers=layers, expected=200, alone=True)
+        self.pairs = [(ElasticLayer(self.ranges), DynamicLayer()) for _ in range(layers)]
+        self.seed = 0
+        self.append = self._append
+        self.hog: Any = None
+        if count:
+            self.update(count)
+
+    def update(self, count: int = 1, only: int | None = None) -> None:
+        """An iteration with so many new tokens; up to the layer `only`."""
+        for index, (elastic, stock) in enumerate(self.pairs):
+            if only is not None and index > only:
+                return
+            self.seed += 1
+            new = tokens(count, self.seed)
+            self.append(index, elastic, stock, new)
+
+    def _append(self, index: int, elastic: Any, stock: Any, new: Any) -> None:
+        assert all(map(torch.equal, elastic.update(*new), stock.update(*new))), index
+
+    def both(self, act: Callable[[Any], object]) -> None:
+        for pair in self.pairs:
+            for layer in pair:
+                act(layer)
+
+    def check(self) -> None:
+        """Looks at all of it, layer by layer."""
+        for elastic, stock in self.pairs:
+            assert torch.equal(elastic.keys, stock.keys)
+            assert torch.equal(elastic.values, stock.values)
+
+    @property
+    def homes(self) -> list[Any]:
+        return homes(elastic for elastic, _ in self.pairs)
+
+    @property
+    def tier(self) -> Any:
+        (tier,) = tiers(self.homes)
+        return tier
+
+    @property
+    def flying(self) -> int:
+        """Layers that do."""
+        return sum(home.pages._twin.flying for home in self.homes)
+
+    def way(self) -> Any:
+        return self.tier.streamed
+
+
+def room(device: Device, pages: int) -> Any:
+    """Leaves so many pages, until what it returns is closed."""
+    hog = device.reserve(device.budget, "weights", device.group())
+    hog.map(0, device.budget // PAGE - pages)
+    return hog
+
+
+def fly(layers: Layers) -> None:
+    for _ in range(3 * kv_way.AGAIN):
+        layers.update()
+        if layers.flying == LAYERS:
+            return
+    raise AssertionError(layers.way())
+
+
+@pytest.fixture
+def streamed(device: Device) -> Iterator[Layers]:
+    """They fly: 32 pages, and room for 26."""
+    hog = room(device, 26)
+    layers = Layers(100)
+    fly(layers)
+    layers.hog = hog
+    yield layers
+    layers.both(lambda layer: layer.reset())
+    hog.close()
+
+
+class Trace:
+    """What is submitted to the copies of a cache, what waits for it, and which attention was launched, in their
+    order."""
+
+    def __init__(self, layers: Layers) -> None:
+        self.steps: list[tuple[str, Any]] = []
+        self._layers = layers
+        twins = [home.pages._twin for home in layers.homes]
+        self.owner = {
+            twin.pages.address + piece * PAGE: (index, piece)
+            for index, twin in enumerate(twins)
+            for piece in range(twin.extent)
+        }
+        self.here = {
+            home.range.address + piece * PAGE: (index, piece)
+            for index, home in enumerate(layers.homes)
+            for piece in range(home.pages._twin.extent)
+        }
+        tier, trace, inner = layers.tier, self, layers.tier.transfer
+
+        class Transfers:
+            def copy(self, parts: Any, *, after: int, owner: str, to: str) -> Any:
+                found = trace._found(parts, to)
+                trace.steps.append((f"to the {to}", found))
+                return Waits(inner.copy(parts, after=after, owner=owner, to=to), found)
+
+        class Waits:
+            def __init__(self, done: Any, layers: Any) -> None:
+                self.done, self.layers = done, layers
+
+            def before(self, stream: int) -> None:
+                trace.steps.append(("wait", self.layers))
+                self.done.before(stream)
+
+            def passed(self) -> bool:
+                return bool(self.done.passed())
+
+            def wait(self) -> None:
+                trace.steps.append(("the host waits", self.layers))
+                self.done.wait()
+
+        tier._transfers["copies"] = tier.way._transfer = tier.way._buffers._transfer = Transfers()
+        append = layers.append
+
+        def appended(index: int, *args: Any) -> None:
+            append(index, *args)
+            self.steps.append(("attention", index))
+
+        layers.append = appended
+
+    def _found(self, parts: Any, to: str) -> Any:
+        """The layer whose bytes are copied."""
+        found = {(self.owner if to == "device" else self.here)[at][0] for _, at, _ in parts}
+        return found.pop() if len(found) == 1 else sorted(found)
+
+
+def test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load(streamed: Layers) -> None:
+    """The dependencies of SwiftCache §3.3, with two buffers: the load of layer j begins when the attention of the layer
+    that had its buffer has been launched, which is while the layer before it computes."""
+    trace = Trace(streamed)
+    streamed.update()
+    trace.steps.clear()
+    for _ in range(3):
+        streamed.update()
+    assert streamed.flying == LAYERS
+    once = [("to the device", 1), ("wait", 0), ("attention", 0), ("to the device", 2), ("wait", 1), ("attention", 1)]
+    once += [("to the device", 3), ("wait", 2), ("attention", 2), ("to the device", 0), ("wait", 3), ("attention", 3)]
+    assert trace.steps == once * 3
+
+
+def test_layers_come_home_one_after_the_other(device: Device) -> None:
+    layers = Layers(100)
+    layers.update()
+    assert press(device, 16) == 16
+    layers.check()
+    trace = Trace(layers)
+    assert layers.tier.bring_back(99, 0) == 16
+    assert trace.steps == [("to the device", index) for index in range(LAYERS)]  # and nothing is waited for
+    trace.steps.clear()
+    layers.update()
+    waits = [("wait", 0), ("attention", 0), ("wait", 1), ("attention", 1), ("wait", 2), ("attention", 2)]
+    assert trace.steps == [*waits, ("wait", 3), ("attention", 3)]
+    layers.check()
+    device.check()
+
+
+def test_who_looks_at_what_is_on_its_way_home_waits(device: Device) -> None:
+    layers = Layers(100)
+    layers.update()
+    assert press(device, 16) == 16
+    held = layers.pairs[3][0].keys
+    trace = Trace(layers)
+    assert layers.tier.bring_back(99, 0) == 16
+    assert trace.steps[LAYERS:] == [("the host waits", 3)]  # somebody might read that at any time, on any stream
+    assert torch.equal(held, layers.pairs[3][1].keys)
+    assert torch.equal(layers.pairs[1][0].values, layers.pairs[1][1].values)
+    assert trace.steps[LAYERS + 1 :] == [("wait", 1)]
+    layers.pairs[2][0].reorder_cache(torch.tensor([1, 0]))
+    assert trace.steps[LAYERS + 2] == ("wait", 2)
+    layers.pairs[2][1].reorder_cache(torch.tensor([1, 0]))
+    layers.check()
+
+
+@pytest.mark.parametrize("way", ["reordered", "refilled"])
+def test_what_is_copied_behind_waits_for_whoever_wrote_it(
+    device: Device, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two iterations that is the stream of whoever changed the cache."""
+    layers, stream, waited = Layers(100), [0], list[int]()
+    elastic, stock = layers.pairs[0]
+    tier, inner = layers.tier, layers.tier.transfer
+
+    class Transfers:
+        def copy(self, parts: Any, *, after: int, owner: str, to: str) -> Any:
+            waited.append(after)
+            return inner.copy(parts, after=0, owner=owner, to=to)
+
+    tier._transfers["copies"] = Transfers()
+    monkeypatch.setattr(kv_pages_module.KVPages, "stream", property(lambda _: stream[0]))
+    if way == "reordered":
+        stream[0] = 7
+        for layer in (elastic, stock):
+            layer.reorder_cache(torch.tensor([1, 0]))
+    else:
+        elastic.home.hollow(60)
+        with elastic.home.filling() as missing:
+            elastic.write(0, stock.keys[:, :, :missing], stock.values[:, :, :missing])
+            stream[0] = 7
+    stream[0] = 0
+    tier.write_behind(1)
+    assert waited == [7]
+    layers.check()
+
+
+@pytest.mark.parametrize("device", [{"link_bandwidth": 2**22}], indirect=True)
+def test_a_slow_link_changes_nothing(streamed: Layers, device: Device) -> None:
+    """A copy takes longer than all that a layer computes, and what it fills is poisoned until then."""
+    for _ in range(10):
+        streamed.update()
+        device.check()
+    assert streamed.flying == LAYERS
+    streamed.check()
+
+
+def test_each_iteration_copies_what_is_away_once(streamed: Layers, device: Device) -> None:
+    streamed.update()
+    before, copied = streamed.way(), device.snapshot()["copied"]
+    for _ in range(5):
+        streamed.update()
+    after = device.snapshot()["copied"]
+    assert streamed.way().copied - before.copied == 5 * before.away * PAGE
+    assert after["kv_h2d"] - copied["kv_h2d"] == 5 * before.away * PAGE
+    assert after["kv_d2h"] == copied["kv_d2h"]
+    assert before.way is Way.BUFFERS
+    assert before.buffers == 2
+    assert before.away == away(streamed.homes)
+    assert before.buffers * before.buffer_pages + 32 - before.away <= 26
+
+
+def test_where_nobody_looks_nothing_changes_and_who_looks_sees_what_is_there(streamed: Layers, device: Device) -> None:
+    streamed.update(only=1)
+    elastic, stock = streamed.pairs[1]
+    assert torch.equal(elastic.keys, stock.keys)  # it computes
+    assert streamed.flying == LAYERS
+    for index in (0, 3):
+        elastic, stock = streamed.pairs[index]
+        assert torch.equal(elastic.keys, stock.keys)
+        assert torch.equal(elastic.values, stock.values)
+    assert streamed.flying == LAYERS - 2
+    for elastic, stock in streamed.pairs[2:]:
+        new = tokens(1, 77)
+        assert all(map(torch.equal, elastic.update(*new), stock.update(*new)))
+    streamed.both(lambda layer: layer.crop(0))
+    while streamed.flying < LAYERS:
+        streamed.update()
+    device.check()
+    streamed.check()
+
+
+def test_what_somebody_holds_stays_what_it_was(streamed: Layers, device: Device) -> None:
+    """Attention weights, hooks, a debugger: whoever keeps what a layer was shown."""
+    held = []
+    for elastic, stock in streamed.pairs:
+        new = tokens(1, 78)
+        held.append((elastic.update(*new), stock.update(*new)))
+    poison(device)
+    streamed.update()
+    for ours, theirs in held:
+        assert all(map(torch.equal, ours, theirs))
+    assert streamed.flying == 0  # all but the last came to rest when the next one ran, and that one now
+    for _ in range(3):
+        streamed.update()
+        for ours, theirs in held:
+            assert all(map(torch.equal, ours, theirs))
+    held.clear()
+    del ours, theirs
+    for _ in range(20):
+        streamed.update()
+    assert streamed.flying == LAYERS
+
+
+def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
+    """The thread that computes with it may have to bring it to rest at any time."""
+    sequence = KeptSequence([elastic for elastic, _ in streamed.pairs], range(100), b"")
+    sequence.out = True
+    with pytest.raises(Gone), sequence.leased(0):
+        pass
+    streamed.tier.kept = True  # its buffers go back
+    with sequence.leased(0):
+        pass
+    streamed.check()
+    sequence.layers.clear()
+
+
+def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
+    hog = room(device, 26)
+    layers = Layers(100)
+    held, expected = [layers.pairs[3][0].keys], layers.pairs[3][1].keys
+
+    def append(*args: Any) -> None:
+        layers._append(*args)
+        assert torch.equal(held[0], expected)
+
+    layers.append = append
+    while layers.flying < LAYERS - 1:
+        layers.update()
+    for _ in range(3):
+        layers.update()
+    assert not layers.homes[3].pages._twin.flying
+    held.clear()
+    layers.append = layers._append
+    layers.both(lambda layer: layer.reset())
+    hog.close()
+
+
+def test_what_leaves_later_flies_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the room that its buffer has left, and is loaded with the rest."""
+    monkeypatch.setattr(kv_way, "SLACK", 1)
+    hog = room(device, 34)
+    layers = Layers(100)
+    fly(layers)
+    for home in layers.homes[:2]:  # those that the buffers hold when the next iteration begins
+        flying = home.pages._twin.away
+        assert flying < layers.way().buffer_pages
+        assert home.pages.displace(flying)
+    poison(device)
+    layers.tier.way._look = 0
+    layers.update()
+    assert layers.tier.way._buffers.pieces == layers.tier.displaced
+    layers.update()
+    layers.check()
+    layers.both(lambda layer: layer.reset())
+    hog.close()
+
+
+def test_layers_that_have_run_give_first(device: Device) -> None:
+    layers = Layers(100)
+    layers.update(70, only=2)
+    tier = layers.tier
+    given = [tier.entry(offer.index)[1][0][0] for offer in tier.offers()]
+    ran = [home.range for home in layers.homes[:2]]
+    assert all(home in ran for home in given[:20])
+    assert not any(home in ran for home in given[len(given) - 14 :])
+    layers.update(70)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in test_taken.py, but with little room, so that layers fly whenever nobody looks."""
+    monkeypatch.setattr(kv_way, "AGAIN", 1)
+    monkeypatch.setattr(kv_way, "LOOK", 4)
+    fuzz = Fuzz(device, seed, 1, layers=LAYERS)
+    ways = [fuzz.update] * 30 + [fuzz.prefill, fuzz.crop, fuzz.crop, fuzz.reorder, fuzz.repeat, fuzz.select]
+    ways += [fuzz.replace, fuzz.hold, fuzz.let_go, fuzz.let_go, fuzz.reset, fuzz.check]
+    hog = room(device, 46)
+    flown = steps = 0
+    while steps < 200 or (flown < 20 and steps < 2000):
+        steps += 1
+        fuzz.random.choice(ways)()
+        device.check()
+        flown += sum(tier.way._buffers.pieces > 0 for tier in tiers(homes(elastic for elastic, _ in fuzz.pairs)))
+        if fuzz.pairs[0][1].get_seq_length() > 500:
+            fuzz.held.clear()
+            for pair in fuzz.pairs:
+                for layer in pair:
+                    layer.crop(-400)
+    fuzz.check()
+    assert flown >= 20
+    hog.close()
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: int) -> None:
+    """eLLM §4.3.2: of the layers that have run, the pages of a long prompt go to the host, once each."""
+    governors.of(device).bandwidth = 2.0**20  # so that an event says whether anything was copied for it
+    hog = room(device, 40)
+    layers = Layers(layers=8)
+    left = []
+    append = layers.append
+
+    def appended(index: int, *args: Any) -> None:
+        append(index, *args)
+        device.synchronize()  # the copies have passed by the time that the next layer has computed
+        left.append([away([home]) for home in layers.homes])
+
+    layers.append = appended
+    for _ in range(chunks):
+        layers.update(225 // chunks)  # 16 pages in each of 8 layers
+    assert away(layers.homes) >= 128 - 40
+    if chunks == 1:
+        assert all(each[-1] == 0 for each in left), "a layer that has not been read yet has given pages"
+    assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
+    runtime.events().hear()
+    given = [each for each in runtime.events().since().events if (each.lever, each.verb) == ("running KV", "pull")]
+    assert given
+    assert not any(each.predicted for each in given), "it was not there yet when the page was needed"
+    layers.check()
+    for _ in range(3):
+        layers.update()
+    layers.check()
+    layers.both(lambda layer: layer.reset())
+    hog.close()
+
+
+def _copied(layers: Layers) -> list[int]:
+    """Pages of which the host has the bytes, or had them."""
+    twins = [home.pages._twin for home in layers.homes]
+    return [piece for twin in twins for piece in {*twin._away, *twin._clean, *twin._copying}]
+
+
+def test_two_caches_take_turns(streamed: Layers, device: Device) -> None:
+    other = Layers(60)
+    for _ in range(10):
+        for each in (streamed, other):
+            each.update()
+            each.update(only=2)  # left out in the middle, and taken up by the next iteration
+            for elastic, stock in each.pairs[3:]:
+                new = tokens(1, 5)
+                assert all(map(torch.equal, elastic.update(*new), stock.update(*new)))
+        device.check()
+    streamed.check()
+    other.check()
+
+
+def test_threads_with_a_cache_each(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
+    hog = room(device, 40)
+    wrong: list[BaseException] = []
+    flown = []
+
+    def use() -> None:
+        try:
+            layers = Layers(90)
+            for _ in range(30):
+                lease = ForwardLease().open()
+                try:
+                    layers.update()
+                finally:
+                    lease.close()
+            flown.append(layers.way().copied)
+            layers.check()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not wrong
+    assert any(flown)
+    device.check()
+    hog.close()
+
+
+def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
+    found: list[Any] = []
+
+    def look() -> None:
+        try:
+            found.append(streamed.pairs[0][0].keys)
+        except BallonetError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert "another thread" in str(found[0])
+    streamed.update()
+    streamed.check()
+
+
+def test_buffers_go_back_where_pages_are_needed(streamed: Layers, device: Device) -> None:
+    assert streamed.way().buffers == 2
+    streamed.update(60)  # they are in the way of what does not fit otherwise
+    assert streamed.tier.displaced == away(streamed.homes)
+    while streamed.way().buffers == 0:
+        streamed.update()
+    streamed.tier.kept = True
+    assert streamed.way().buffers == 0
+    assert streamed.flying == 0
+    streamed.tier.kept = False
+    streamed.check()
+    streamed.both(lambda layer: layer.crop(-60))
+    fly(streamed)
+    device.check()
+
+
+def test_buffers_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -> None:
+    assert streamed.way().buffers == 2
+    streamed.tier.governor.remove_cache(streamed.tier.number)  # so that nothing of it is taken
+    streamed.update(40)
+    assert streamed.way().buffers == 0
+    assert "host" not in {home.range.backing(piece) for home in streamed.homes for piece in range(home._most)}
+    streamed.check()
+    device.check()
+
+
+def test_an_idle_cache_gives_its_buffers_to_who_asks(device: Device) -> None:
+    hog = room(device, 26)
+    lease = ForwardLease().open()
+    layers = Layers(100)
+    fly(layers)
+    layers.tier.write_behind(0)  # as the governor does where pages are short
+    assert layers.way().buffers == 2, "it is used"
+    lease.close()
+    layers.tier.write_behind(0)
+    assert layers.way().buffers == 0
+    layers.check()
+    hog.close()
+
+
+def test_all_of_it_comes_home_when_there_is_room(
+    device: Device, streamed: Layers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed.hog.close()
+    device.reap(wait=True)
+    for _ in range(kv_way.LOOK):
+        streamed.update()
+    assert streamed.way().way is Way.BUFFERS, "it flies until pages have been free for long enough"
+    assert streamed.flying == LAYERS
+    monkeypatch.setattr(type(streamed.tier.governor), "homecoming", lambda self, number: streamed.tier.displaced)
+    streamed.update()
+    assert streamed.way() == replace(streamed.way(), way=Way.HOME, away=0, buffers=0, buffer_pages=0)
+    streamed.check()
+    device.check()
+
+
+INTERRUPTED: dict[str, Callable[[Layers], object]] = {
+    "iterate": lambda layers: layers.update(),
+    "prefill": lambda layers: layers.update(30),
+    "look": lambda layers: layers.check(),
+    "give": lambda layers: layers.tier.way.give(),
+}
+
+
+@pytest.mark.parametrize("act", INTERRUPTED)
+def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
+    hog = room(device, 26)
+    for nth in itertools.count(1, {"prefill": 401}.get(act, 67)):
+        layers = Layers(100)
+        layers.update()
+        try:
+            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_way, kv_twin, kv_stream) as interrupt:
+                INTERRUPTED[act](layers)
+        except KeyboardInterrupt:
+            pass
+        for elastic, stock in layers.pairs:  # a stock layer of what was appended, or of what was not
+            length = elastic.get_seq_length()
+            if stock.get_seq_length() < length:
+                (seed,) = (seed for seed in range(layers.seed, 0, -1) if _is(elastic, stock, seed, length))
+                stock.update(*tokens(length - stock.get_seq_length(), seed))
+        layers.check()
+        least = min(elastic.get_seq_length() for elastic, _ in layers.pairs)
+        for pair in layers.pairs:
+            for layer in pair:
+                layer.crop(least - layer.get_seq_length())
+        for _ in range(3):
+            layers.update()
+        press(device, 4)
+        layers.update()
+        layers.check()
+        device.check()
+        layers.both(lambda layer: layer.reset())
+        if not interrupt.done:
+            break
+    assert nth > 67
+    hog.close()
+
+
+def _is(elastic: Any, stock: Any, seed: int, length: int) -> bool:
+    new = tokens(length - stock.get_seq_length(), seed)
+    return torch.equal(elastic.keys[:, :, stock.get_seq_length() :], new[0])
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuEventRecord"])
+def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: str) -> None:
+    hog = room(device, 26)
+    for nth in range(1, 40, 3):
+        layers = Layers(100)
+        layers.update()
+        fired, so_far = device.snapshot()["faults"], device.snapshot()["driver_calls"].get(call, 0)
+        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE)).close()
+        cost = device.snapshot()["driver_calls"].get(call, 0) - so_far
+        fault = (call, so_far + 2 * cost + nth)
+        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE, faults=(fault,))).close()
+        while device.snapshot()["faults"] == fired:
+            layers.seed = seed = layers.seed + 1
+            new = tokens(1, seed)
+            for index, (elastic, stock) in enumerate(layers.pairs):
+                found = again(functools.partial(elastic.update, *new))
+                assert all(map(torch.equal, found, stock.update(*new))), (nth, index)
+                del found
+            again(functools.partial(press, device, 2))
+            again(layers.pairs[seed % LAYERS][0].crop, 0)
+            again(lambda layer=layers.pairs[seed % LAYERS][0]: layer.keys)
+        layers.check()
+        device.check()
+        layers.both(lambda layer: layer.reset())
+    assert available(device) >= 26
+    hog.close()
+
+
+def again(act: Callable[..., Any], *args: Any) -> Any:
+    """Once more, where the driver refused."""
+    try:
+        return act(*args)
+    except (DriverError, torch.OutOfMemoryError):
+        return act(*args)

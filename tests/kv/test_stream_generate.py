@@ -1,0 +1,92 @@
+"""Real models whose layers take turns in buffers for their KV: they say what stock says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.kv import range as kv_range
+from ballonet.offload.govern import kv_way
+from ballonet.offload.move import kv_stream
+
+from .. import models
+from ..caches import installed
+from .pressure import poison, press, two_thirds
+
+PAGE = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page() -> Iterator[int]:
+    with installed(PAGE, budget=2**22) as size:
+        yield size
+
+
+class Flights:
+    """Two thirds of each layer's pages fly, whatever room there is; some more are taken now and then, and pages that
+    nobody has are full of what must not be read."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+        self.loads = 0
+
+    def act(self) -> None:
+        device = runtime.require()
+        if self.random.random() < 0.05:
+            press(device, 3)
+        elif self.random.random() < 0.02:
+            poison(device)
+
+
+@pytest.fixture(autouse=True)
+def flights(monkeypatch: pytest.MonkeyPatch) -> Flights:
+    flights = Flights()
+    append, load = kv_range.KVRange.append, kv_stream.KVStream._load
+
+    def appended(home: Any, *args: Any) -> Any:
+        flights.act()
+        return append(home, *args)
+
+    def loaded(stream: Any, flight: Any, *args: Any) -> None:
+        flights.loads += flight.buffer.holds is not flight
+        load(stream, flight, *args)
+
+    monkeypatch.setattr(kv_range.KVRange, "append", appended)
+    monkeypatch.setattr(kv_stream.KVStream, "_load", loaded)
+    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
+    monkeypatch.setattr(kv_way, "AGAIN", 2)
+    monkeypatch.setattr(kv_way, "LOOK", 8)
+    return flights
+
+
+def answer(model: Any, way: str) -> models.Output:
+    if way == "assisted":
+        return models.generate(model, "greedy", models.questions("llama", 1, 150), 40, prompt_lookup_num_tokens=3)
+    if way == "chunked":
+        return models.generate(model, "greedy", models.prompts(1, 200), 30, prefill_chunk_size=70)
+    if way == "continued":
+        return models.ask(model, "llama", way, 60)
+    return models.generate(model, way, models.prompts(3, 120), 40)
+
+
+WAYS = ("greedy", "beam", "assisted", "chunked", "continued")
+
+
+@pytest.mark.parametrize(("way", "chaos"), [*[(way, None) for way in WAYS], ("greedy", 7), ("chunked", 7)])
+def test_tokens_are_those_of_stock(way: str, chaos: int | None, flights: Flights) -> None:
+    with install.stock():
+        model = models.build("llama", num_hidden_layers=4)
+        expected = answer(model, way)
+    flights.loads = 0
+    with ballonet.manage(model, interval=None, chaos=chaos):
+        found = answer(model, way)
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.agrees(expected)
+    assert flights.loads > 10
+    runtime.require().check()
