@@ -79,11 +79,30 @@ def _parse_seed(text: str, name: str) -> int:
     return int(text)
 
 
+_SWITCH: Final = {
+    "1": True,
+    "on": True,
+    "true": True,
+    "yes": True,
+    "0": False,
+    "off": False,
+    "false": False,
+    "no": False,
+}
+
+
 def _parse_switch(text: str, name: str) -> bool:
-    meaning = {"1": True, "on": True, "true": True, "yes": True, "0": False, "off": False, "false": False, "no": False}
-    if text.strip().lower() not in meaning:
+    if text.strip().lower() not in _SWITCH:
         raise ConfigError(f"{name} is {text!r}: write 1 or 0")
-    return meaning[text.strip().lower()]
+    return _SWITCH[text.strip().lower()]
+
+
+def parse_prefix_cache(value: SupportsIndex | str | bool, name: str = "prefix_cache") -> int | bool:
+    """True and False, also as a text, or the bytes that it may take, as in `parse_size`. ConfigError."""
+    if isinstance(value, bool):
+        return value
+    known = _SWITCH.get(value.strip().lower()) if isinstance(value, str) else None
+    return parse_size(value, name) if known is None else known
 
 
 def _parse_faults(text: str, name: str) -> tuple[tuple[str, int], ...]:
@@ -119,6 +138,9 @@ class Config:
     link_bandwidth: int = 0  # bytes/s between host and device on the stand-in; 0: as fast as memory
     link_latency: float = 0.0  # seconds added to each such copy
     chaos: int | None = None  # seed; None: no chaos
+    prefix_cache: int | bool = False  # are prefixes kept? bytes of pages that they may take; True: any number
+    prefix_dir: Path | None = None  # where they outlive the process; None: nowhere
+    prefix_dir_limit: int = 16 * 2**30  # bytes of files there
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
     control: bool = True  # may `python -m ballonet budget` ask this process?
     cache_dir: Path | None = None  # of what was compiled or measured once; None: the user's cache folder
@@ -168,6 +190,9 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_LINK": ("link_bandwidth", parse_bandwidth),
     "BALLONET_LINK_LATENCY": ("link_latency", parse_time),
     "BALLONET_CHAOS": ("chaos", _parse_seed),
+    "BALLONET_PREFIX_CACHE": ("prefix_cache", parse_prefix_cache),
+    "BALLONET_PREFIX_DIR": ("prefix_dir", lambda text, name: Path(text).expanduser()),
+    "BALLONET_PREFIX_DIR_LIMIT": ("prefix_dir_limit", parse_size),
     "BALLONET_FAULT": ("faults", _parse_faults),
     "BALLONET_CONTROL": ("control", _parse_switch),
     "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),

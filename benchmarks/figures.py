@@ -20,6 +20,8 @@ from rich.table import Table
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
     ROOT / "README.md": (
+        "prefix",
+        "hit-rate",
         "oom",
         "context",
         "streaming",

@@ -89,10 +89,14 @@ def prepare(peer: str, chosen: Options) -> PreTrainedModel:
     return model
 
 
-def filled(peer: str, config: Any, batch: int, tokens: int, device: str) -> DynamicCache:
-    """A cache of random keys and values for so many tokens, the peer's own kind. A prefill would give it in minutes."""
+def filled(
+    peer: str, config: Any, batch: int, tokens: int, device: str, cache: DynamicCache | None = None
+) -> DynamicCache:
+    """A cache of random keys and values for so many tokens, the peer's own kind, or this one. A prefill would give it
+    in minutes."""
     room: dict[str, Any] = {"config": config}
-    cache = ballonet.KVCache(**room, max_length=2 * tokens) if peer == "ballonet" else DynamicCache(**room)
+    if cache is None:
+        cache = ballonet.KVCache(**room, max_length=2 * tokens) if peer == "ballonet" else DynamicCache(**room)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     head = config.hidden_size // config.num_attention_heads
     with torch.no_grad():

@@ -52,6 +52,7 @@ class Part:
     test_seconds: float = PART_SECONDS  # that the tests may take together, so that the benchmarks get the rest
 
 
+TRACES = {"traces": ".csv", "hit_rate": ".jsonl"}  # the suffix of what a benchmark can be given
 BALLOON = ("oom", "context", "driver_time", "shrink", "recover", "fragmentation")
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
@@ -69,6 +70,9 @@ PARTS: Mapping[str, Part] = {
             "traces",
             "peak",
             "page_size",
+            "kv_stream",
+            "prefix",
+            "hit_rate",
             *BALLOON,
         ),
         gpu=False,
@@ -90,7 +94,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "kv": Part(
         tests=(("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),),
-        benchmarks=("decode", "prefill", "kv_growth"),
+        benchmarks=("decode", "prefill", "kv_growth", "kv_stream"),
         test_seconds=250,
     ),
     "weights": Part(
@@ -108,6 +112,11 @@ PARTS: Mapping[str, Part] = {
         benchmarks=BALLOON,
         test_seconds=130,
     ),
+    "prefix": Part(
+        tests=(("tests/gpu/test_prefix*.py",),),
+        benchmarks=("prefix", "hit_rate"),
+        test_seconds=250,
+    ),
 }
 
 
@@ -120,7 +129,9 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all that need a GPU")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files (%(default)s)")
     parser.add_argument("--tiny", action="store_true", help="the benchmarks with tiny sizes: shows only that they run")
-    parser.add_argument("--traces", nargs="*", type=Path, default=[], help="recorded traces for bench_traces.py")
+    parser.add_argument(
+        "--traces", nargs="*", type=Path, default=[], help="recorded traces for those that take some: .csv, .jsonl"
+    )
     given = parser.parse_args()
     parts = given.parts or [name for name, part in PARTS.items() if part.gpu]
     if unknown := [name for name in parts if name not in PARTS]:
@@ -142,7 +153,7 @@ def run(name: str, part: Part, results: Path, tiny: bool = False, traces: list[P
             for patterns in part.tests:
                 run_tests(patterns, record, part.step_seconds, min(deadline, record.begin + part.test_seconds))
             for benchmark in part.benchmarks:
-                files = list(traces or []) if benchmark == "traces" else []
+                files = [each for each in traces or () if each.suffix == TRACES.get(benchmark)]
                 arguments = ["--keep", str(results), *(["--tiny"] if tiny else []), *map(str, files)]
                 run_benchmark(benchmark, arguments, record, part.step_seconds, deadline)
         record.complete()

@@ -30,10 +30,14 @@ _SHAPES: Final = ("num_key_value_heads", "num_attention_heads", "num_kv_heads", 
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
 
 
+def _release(version: str) -> tuple[int, int]:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
+
+
 def require_supported(version: str = transformers.__version__) -> None:
     """UnsupportedVersion unless `version` of transformers is one whose caches are made of the layers known here."""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST:
+    if _release(version) < OLDEST:
         raise UnsupportedVersion(
             f"transformers {version} is not supported: the elastic KV cache is made for the cache layers of "
             f"{_OLDEST} and newer. pip install 'transformers>={_OLDEST}'"
@@ -54,12 +58,15 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig  # noqa: E402
 
 __all__ = [
+    "PLAIN_MODES",
     "PREPARE_CACHE",
+    "RESTARTS_CHUNKS",
     "DynamicCache",
     "DynamicLayer",
     "GenerationMixin",
     "HybridLayer",
     "LinearAttentionLayer",
+    "NoAttention",
     "StorageWeakRef",
     "TorchDispatchMode",
     "builds_dynamic_cache",
@@ -81,6 +88,8 @@ __all__ = [
     "require_supported",
     "run_without_values",
     "settings_of",
+    "slices_prompt",
+    "takes_positions",
     "without_modules",
 ]
 
@@ -94,6 +103,35 @@ _MAPPINGS: Final = (  # from configurations to classes that write text, the usua
 # What `from_pretrained` is told of where files are, and takes for a configuration, too
 _HUB: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 PREPARE_CACHE: Final = "_prepare_cache_for_generation"  # the method in which generate() builds its cache
+
+
+# Ways of choosing tokens in which a prompt is read once, and each token then follows the one before
+PLAIN_MODES: Final = frozenset(
+    {
+        GenerationMode.GREEDY_SEARCH,
+        GenerationMode.SAMPLE,
+        GenerationMode.BEAM_SEARCH,
+        GenerationMode.BEAM_SAMPLE,
+    }
+)
+# Does `prefill_chunk_size` go on from what a cache holds? In older versions it begins with the first token.
+RESTARTS_CHUNKS: Final = _release(transformers.__version__) >= (5, 23)
+NoAttention: Final = getattr(
+    cache_utils, "DummyLayer", None
+)  # of a layer that holds nothing, where there is such a class
+
+
+def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: int) -> bool:
+    """Does `generate()` compute only that part of a prompt of so many tokens which its cache does not hold? `config`
+    and `given`: as the cache is prepared."""
+    mask = given.get("attention_mask")
+    length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
+    return bool(length == tokens)
+
+
+def takes_positions(model: Any) -> bool:
+    """Does the model take positions of tokens that are not those of their columns?"""
+    return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def layer_types() -> dict[str, Any]:

@@ -16,6 +16,7 @@ from functools import partial
 from ..allocator import runtime
 from ..allocator._native import Device
 from ..allocator.errors import DriverError
+from ..allocator.interrupts import if_free
 from ..offload.govern.governor import Governor
 from ..offload.measured import link
 from .measure.marks import relaxed
@@ -45,15 +46,14 @@ def obey(device: Device, governor: Governor) -> None:
 def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
     """The governor knows how fast the link is, if that can be found out now with `leave` device pages free. Does
     nothing while another thread finds out."""
-    if not _measuring.acquire(blocking=False):
-        return
-    try:
+
+    def measure() -> None:
         if governor.bandwidth is None:
             with relaxed(device), suppress(DriverError):  # of a driver that says it has host pages and gives none
                 if (found := link.measure(device, leave=leave)) is not None:
                     governor.bandwidth = found
-    finally:
-        _measuring.release()
+
+    if_free(_measuring, measure)
 
 
 def _received(device: Device) -> Callable[[], int | None] | None:

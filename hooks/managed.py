@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from torch import nn
 
 from ..allocator import install, runtime
 from ..allocator._native import Device
-from ..allocator.config import parse_size, parse_time
+from ..allocator.config import parse_prefix_cache, parse_size, parse_time
 from ..allocator.display import table
 from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, PoolExhausted
+from ..allocator.interrupts import Farewell
 from ..allocator.units import format_size
 from ..offload.decide.plan import Fewest, Interval, Rule
 from ..offload.govern.levers import levers
@@ -32,12 +35,18 @@ from .measure.point import point_of
 from .measure.report import Report
 from .streaming.elastic import Elastic, Options
 from .streaming.turns import Turns
+from .streaming.watched import in_graphs
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Files, Finder, Weights, nowhere
 
+if TYPE_CHECKING:
+    from .prefix.store import PrefixStore
+
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+
+PATIENCE: Final = 60.0  # seconds that a model waits when it is released for what of its prefixes is not written yet
 
 
 def manage(
@@ -48,6 +57,9 @@ def manage(
     ttft_slo: float | str | None = None,
     priority: int = 0,
     floor: int | str = 0,
+    prefix_cache: bool | int | str | None = None,
+    prefix_dir: str | os.PathLike[str] | None = None,
+    prefix_dir_limit: int | str | None = None,
     chaos: int | None = None,
     **unknown: object,
 ) -> Managed:
@@ -65,8 +77,13 @@ def manage(
     streams as many layers as that allows, so that their pages are free (Select-N §4.5). What iterations take is
     measured first, if there is no record of it on this machine. `priority`: models with the lowest give their pages
     first, and those of their KV caches. `floor`: bytes of device memory, or a text such as "2GiB", that its weights and
-    caches keep together, whoever is short. `chaos`: a seed; random pages are moved while the model runs (default:
-    BALLONET_CHAOS).
+    caches keep together, whoever is short. `prefix_cache`: True, or a size such as "8GiB", that what `generate()`
+    computed is kept, and a prompt that begins with something that is kept computes only the rest (default:
+    BALLONET_PREFIX_CACHE, else False); see `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later
+    processes too, written in the background; at most `prefix_dir_limit` bytes in all, those that were used last
+    (default: BALLONET_PREFIX_DIR, else none; BALLONET_PREFIX_DIR_LIMIT, else "16GiB"); `prefix_cache` is True then.
+    What lies there is as private as what was said. `chaos`: a seed; random pages are moved while the model runs
+    (default: BALLONET_CHAOS).
 
     Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model, with the same
     options or none, it returns the same Managed.
@@ -82,8 +99,8 @@ def manage(
     if unknown:
         options = ", ".join(map(repr, unknown))
         raise ManageError(
-            f"manage() has no option {options}: it takes 'interval', 'tpot_slo', 'ttft_slo', 'priority', 'floor' and "
-            "'chaos'"
+            f"manage() has no option {options}: it takes 'interval', 'tpot_slo', 'ttft_slo', 'priority', 'floor', "
+            "'prefix_cache', 'prefix_dir', 'prefix_dir_limit' and 'chaos'"
         )
     return managed(
         model,
@@ -92,6 +109,9 @@ def manage(
         ttft_slo=ttft_slo,
         priority=priority,
         floor=floor,
+        prefix_cache=prefix_cache,
+        prefix_dir=prefix_dir,
+        prefix_dir_limit=prefix_dir_limit,
         chaos=chaos,
         files=None,
     )
@@ -105,6 +125,9 @@ def managed(
     ttft_slo: float | str | None,
     priority: int,
     floor: int | str,
+    prefix_cache: bool | int | str | None,
+    prefix_dir: str | os.PathLike[str] | None,
+    prefix_dir_limit: int | str | None,
     chaos: int | None,
     files: Files | None,
     progress: Callable[[int], object] = int,
@@ -116,19 +139,27 @@ def managed(
     if chaos is not None and (not isinstance(chaos, int) or isinstance(chaos, bool) or chaos < 0):
         raise ManageError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
     options, rule = _options(model, interval, tpot_slo, ttft_slo, priority, floor)
+    kept = None if prefix_cache is None else parse_prefix_cache(prefix_cache)
+    folder = None if prefix_dir is None else Path(prefix_dir).expanduser()
+    limit = None if prefix_dir_limit is None else parse_size(prefix_dir_limit, "prefix_dir_limit")
     with _lock:
         found = managed_as(model)
         if (
             found is not None
             and chaos in (None, found.chaos and found.chaos.seed)
             and options in (found._elastic.options, Options())  # the same, or none
+            and kept in (None, found._prefix_cache)
+            and folder in (None, found._prefix_folder and found._prefix_folder[0])
         ):
             return found
         _check_not_managed(model)
         if runtime.current() is None:
             install.install()
         seed = runtime.settings().chaos if chaos is None else chaos
-        made = Managed(model, runtime.require(), seed, rule, options, files, progress)
+        folder = folder or runtime.settings().prefix_dir
+        kept = (runtime.settings().prefix_cache or folder is not None) if kept is None else kept
+        limited = None if folder is None else (folder, limit or runtime.settings().prefix_dir_limit)
+        made = Managed(model, runtime.require(), seed, rule, options, kept, limited, files, progress)
         _managed[model] = made
     try:
         made._govern()
@@ -156,15 +187,23 @@ class Managed:
         seed: int | None,
         rule: Rule,
         options: Options,
+        prefix_cache: bool | int,
+        prefix_folder: tuple[Path, int] | None,
         files: Files | None,
         progress: Callable[[int], object],
     ) -> None:
         """As `managed()`, which checks the arguments first."""
         self._name = type(model).__name__
+        self._prefix_cache = prefix_cache
+        self._prefix_folder = prefix_folder  # and bytes that it may have
+        self._prefixes: PrefixStore | None = None
+        self._forget_prefixes: Callable[[], object] = _nothing
         self._model = weakref.ref(model)
         generators = _generators(model)
         with ExitStack() as undo:
-            open_lease, self._detach = _attach_caches(model) if generators else (ForwardLease, _nothing)
+            open_lease, self._detach = (
+                _attach_caches(model, kept=bool(prefix_cache)) if generators else (ForwardLease, _nothing)
+            )
             undo.callback(self._detach)
             self._pace = Pace(marks_of(device), driver=device.driver_ns)
             self._weights = Weights(device, self._pace.waiting)
@@ -189,6 +228,7 @@ class Managed:
                 self._turns,
                 streaming,
                 levers(governor, device, spill=runtime.settings().spill is True),
+                partial(_in_graphs, self._model),
             )
             undo.callback(self._forwards.unhook)
             inner = runners(model)
@@ -197,9 +237,24 @@ class Managed:
             self._elastic.break_graphs = self._forwards.break_graphs
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
+            self._prefixes, self._forget_prefixes = (
+                _attach_prefixes(generators[0], device, prefix_cache, prefix_folder)
+                if generators and prefix_cache
+                else (None, _nothing)
+            )
             undo.pop_all()
-        self._finalizer = weakref.finalize(model, self._collected)
-        self._finalizer.atexit = False
+        self._finalizer = Farewell(
+            model,
+            self._forget_prefixes,
+            partial(self._elastic.stop, collected=True),
+            self._follower.close,
+            self._forwards.forget,
+            self._forwards.unhook,
+            self._detach,
+            self._come_to_rest,
+            self._elastic.close,
+            self._weights.forget,
+        )
 
     @property
     def model(self) -> nn.Module | None:
@@ -260,6 +315,11 @@ class Managed:
         return self._elastic.report()
 
     @property
+    def prefixes(self) -> PrefixStore | None:
+        """What is kept for prompts that begin with it, and how often that was of use; None where nothing is."""
+        return self._prefixes
+
+    @property
     def chaos(self) -> Chaos | None:
         """What moves pages at random, None where nothing does."""
         return self._forwards.chaos
@@ -269,13 +329,10 @@ class Managed:
         taken through the model outside of it. ManageError, DriverError."""
         return self._turns.resident()
 
-    @contextmanager
-    def editable(self) -> Iterator[None]:
+    def editable(self) -> AbstractContextManager[None]:
         """Within it any reference to a weight can be written, as can those that are taken through the model outside of
         it. ManageError, DriverError."""
-        with self._turns.resident():
-            self._elastic.forget_twins()
-            yield
+        return self._turns.resident(self._elastic.forget_twins)
 
     def release(self) -> None:
         """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Again: does nothing.
@@ -284,6 +341,8 @@ class Managed:
         no room for one more layer, WeightsFileChanged, DriverError; the model is then managed as before.
         """
         self._check_not_running()
+        if self._prefixes is not None:
+            self._prefixes.flush(PATIENCE)
         # In this order: a forward that looks at its model has the turn. Layers come to rest one by one.
         with self._turns.at_rest(or_flying=True), _lock:
             model = self._model()
@@ -300,6 +359,7 @@ class Managed:
                     self._follow(model, 1)  # what flies is watched again at once
                 self._elastic.resume()
                 raise
+            self._forget_prefixes()
             self._follower.close()
             self._detach()
             self._forwards.unhook()
@@ -329,18 +389,11 @@ class Managed:
         if model is not None:
             _managed.pop(model, None)
 
-    def _collected(self) -> None:
-        """The model is gone. Its ranges go with its tensors; what it was made of may live on, without hooks."""
-        self._elastic.stop(collected=True)
-        self._follower.close()
-        self._forwards.forget()
-        self._forwards.unhook()
-        self._detach()
-        # What outlives the model, or nothing, comes to rest; it cannot where its file is another one by now.
+    def _come_to_rest(self) -> None:
+        """The model is gone, and its ranges go with its tensors. What outlives it, or nothing, comes to rest; it cannot
+        where its file is another one by now."""
         with suppress(BallonetError, PoolExhausted), self._turns.at_rest():
             pass
-        self._elastic.close()
-        self._weights.forget()
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""
@@ -348,13 +401,15 @@ class Managed:
             with _lock:
                 model = None if self.released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
-                if model is not None and self._weights.group.leases == 1 and self._pending:
+                if model is not None and self._elastic.alone and self._pending:
                     self._behind = True
-                    with self._elastic.changing():
-                        self._follower.catch_up(model)
-                        self._follow(model, 1)
+                    self._elastic.change(partial(self._catch_up, model))
                     self._behind = False
         self._elastic.before(point_of(args, kwargs))
+
+    def _catch_up(self, model: nn.Module) -> None:
+        self._follower.catch_up(model)
+        self._follow(model, 1)
 
     def _follow(self, model: nn.Module, slots: int) -> None:
         layers = decoder_layers(model)
@@ -380,7 +435,9 @@ class Managed:
         weights = f"{self.pages} pages ({format_size(self.pages * self._weights.device.page_size)}) of weights"
         streamed = f", {len(self.streamed)} of them streamed" if self.streamed else ""
         streamed += ", at rest" if self.streamed and not self.flying else ""
-        return f"<Managed {self._name}: {self._forwards.layers} decoder layers{streamed}, {weights}>"
+        kept = len(self._elastic.kept_layers)
+        captured = f", {kept} of them in CUDA graphs" if kept else ""
+        return f"<Managed {self._name}: {self._forwards.layers} decoder layers{streamed}{captured}, {weights}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
@@ -394,6 +451,8 @@ class Managed:
         if self.streamed:
             rows.append(("layers that stream", len(self.streamed), ""))
             rows.append(("weights on the host", f"{self.host_pages:,} pages", format_size(self.host_pages * page)))
+        if self._elastic.kept_layers:
+            rows.append(("layers that stay at home", len(self._elastic.kept_layers), "in CUDA graphs"))
         made, wanted = self.twins
         if wanted:
             rows.append(("resident layers with twins", f"{made} of {wanted}", ""))
@@ -467,17 +526,44 @@ def _nothing() -> None:
     """What is to be undone of a cache that was not attached."""
 
 
+def _in_graphs(reference: weakref.ref[nn.Module]) -> bool:
+    model = reference()
+    return model is not None and in_graphs(model)
+
+
 def _finder(model: weakref.ref[nn.Module]) -> Finder:
     from .weights.files import finder
 
     return finder(model)
 
 
-def _attach_caches(model: nn.Module) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
-    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all."""
+def _attach_prefixes(
+    model: nn.Module, device: Device, size: bool | int, folder: tuple[Path, int] | None
+) -> tuple[PrefixStore, Callable[[], object]]:
+    """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
+    from .prefix import sessions
+    from .prefix.store import PrefixStore
+
+    store = PrefixStore(model, device, None if size is True else size, governors.of(device))
+    if folder is not None:
+        from .prefix.saving import Saver
+
+        store.saver = Saver(model, device, *folder, store.read, store.block)
+    detach = sessions.attach(model, store)
+
+    def undo() -> None:
+        detach()
+        store.close()
+
+    return store, undo
+
+
+def _attach_caches(model: nn.Module, *, kept: bool) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
+    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
+    `kept`: they may be kept, and grow for a long time, so that layers share no pages."""
     from .kv import generation
 
-    detach = generation.attach(model)
+    detach = generation.attach(model, alone=kept)
     alive = weakref.ref(model)
 
     def open_lease() -> ForwardLease:

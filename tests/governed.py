@@ -236,6 +236,7 @@ class FakeCache:
         self.name = name
         self.running = False
         self.used = -math.inf
+        self.kept = False
         self.pages = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()

@@ -181,6 +181,29 @@ def test_two_threads_on_one_model_and_two_models_beside_each_other(device: Devic
         managed.release()
 
 
+def test_weights_that_a_graph_of_another_thread_holds_stay_where_they_are(device: Device) -> None:
+    """Its backward may be running: it has no lease."""
+    model = models.build("llama")
+    ids = models.prompts(1, 9)["input_ids"]
+    held: list[torch.Tensor] = []
+
+    def learn() -> None:
+        held.append(model(ids).logits.sum())
+
+    with ballonet.manage(model, chaos=5) as managed:
+        models.generate(model, "greedy", models.prompts(1, 9))
+        thread = threading.Thread(target=learn)
+        thread.start()
+        thread.join()
+        before = moved(managed)
+        models.generate(model, "greedy", models.prompts(1, 9))
+        assert moved(managed)["weights"] == before["weights"] > 0
+        assert moved(managed)["kv_device"] > before["kv_device"]
+        held.pop().backward()
+        models.generate(model, "greedy", models.prompts(1, 9))
+        assert moved(managed)["weights"] > before["weights"]
+
+
 def _without_chaos(managed: ballonet.Managed, model: Any, inputs: Any) -> models.Output:
     chaos, managed._forwards.chaos = managed._forwards.chaos, None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from pathlib import Path
 
 import pytest
 from torch.utils.dlpack import from_dlpack
@@ -11,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 
-from .core import PAGE, Core, all_calls, arm, behind, calls, holds, opened, physical, write
+from .core import PAGE, Core, all_calls, arm, behind, calls, capturing, holds, opened, physical, write
 
 LONG_NS = 10**9  # that a copy or a stream takes where a test must see that it goes on
 
@@ -238,6 +239,22 @@ def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting() -> None:
         core.device.note_stream(0)  # takes the lock that the one who waits must not hold
         assert not done.passed()
         thread.join()
+        assert done.passed()
+        assert holds(slot.address, 6)
+
+
+def test_where_a_stream_is_captured_the_host_waits_for_a_copy(tmp_path: Path) -> None:
+    """A capture that waits for what is not part of it is no graph."""
+    path, set_capturing = capturing(tmp_path)
+    with opened(path=path, link_latency_ns=LONG_NS // 10) as core:
+        slot, on_host = layer(core), twin(core, 6)
+        transfer = _native.Transfer(core.device)
+        done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
+        set_capturing(1)
+        made = all_calls(lambda: done.before(0))
+        assert "cuStreamWaitEvent" not in made
+        assert made["cuEventSynchronize"] == 1
+        set_capturing(0)
         assert done.passed()
         assert holds(slot.address, 6)
 

@@ -159,13 +159,14 @@ class Machine(RuleBasedStateMachine):
         owner=st.sampled_from(["weights", "kv", "kv", "activations"]),
         expected=st.integers(0, 12),
         reuse=st.booleans(),
+        more=st.integers(0, 3),
     )
-    def reserve(self, pieces: int, owner: _native.Owner, expected: int, reuse: bool) -> None:
+    def reserve(self, pieces: int, owner: _native.Owner, expected: int, reuse: bool, more: int) -> None:
         if sum(not space.closed for space in self.spaces) == 4:
             return
         soon = expected * self.page
         made = self.attempt(
-            lambda: self.device.reserve(pieces * self.page, owner, self.group, expected=soon, reuse=reuse)
+            lambda: self.device.reserve(pieces * self.page, owner, self.group, expected=soon, reuse=reuse, more=more)
         )
         assert made is not None
         self.spaces.append(Space(made, [None] * pieces, [0] * pieces, [False] * pieces, [False] * pieces))

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
+import gc
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ballonet
+from ballonet.allocator import runtime
 
 from .pool import bytes_that_exist, installing
 
@@ -62,6 +69,48 @@ def test_a_script_that_knows_nothing_of_ballonet_gives_the_same_text(tmp_path: P
     assert pooled.returncode == 0, pooled.stderr
     assert len(stock.stdout) > len("Once upon a time\n")
     assert pooled.stdout == stock.stdout
+
+
+@pytest.fixture
+def chat(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """examples/chat.py; what it would do in processes of their own, it does here."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    import chat
+
+    def elsewhere(worker: str, options: argparse.Namespace, turns: Any) -> Any:
+        given = [(turn.prompt, len(turn.answer)) for turn in turns]
+        return [chat.Turn(**asdict(turn)) for turn in chat.alone(worker, options, given)]
+
+    monkeypatch.setattr(chat, "elsewhere", elsewhere)
+    return chat
+
+
+def test_a_chat_computes_only_what_is_new(
+    chat: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--model", "made", "--tokens", "8", "--budget", "64MiB", "--prefix-dir", str(tmp_path / "kept"))
+    plot = tmp_path / "new folder" / "chat.svg"
+    (tmp_path / "script").write_text("Hello.\n\nWho are you, and what do you know of airships?\n" + "And so on. " * 20)
+    told = []
+    for more in ([*words, "--plot", str(plot)], [*words, "--turns", "2"], [*words[:-2], "--no-reuse"]):
+        monkeypatch.setattr(sys, "argv", ["chat.py", "--script", str(tmp_path / "script"), *more])
+        try:
+            assert chat.main() == 0
+        finally:
+            gc.collect()
+            ballonet.restore()
+        assert runtime.current() is None
+        said = capsys.readouterr().out
+        told.append(re.findall(r"prompt of (\d+) tokens · reused (\d+)", said))
+        if more[-2] == "--plot":
+            assert "tokens as with a cache held by hand: yes" in said
+            assert "recompute" in said
+    first, again, without = ([(int(prompt), int(reused)) for prompt, reused in turns] for turns in told)
+    assert [reused for _, reused in first] == [0, first[0][0] + 7, first[1][0] + 7]
+    assert again == first[:2], "what is in files is less than a block"
+    assert [reused for _, reused in without] == [0, 0, 0]
+    assert plot.read_text().startswith("<?xml")
 
 
 def test_a_model_larger_than_its_budget_gives_the_same_text(tmp_path: Path) -> None:

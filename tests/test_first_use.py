@@ -68,6 +68,20 @@ def test_a_model_is_managed_once_by_its_first_use(watching: FirstUse, use: str) 
     watching.managed[0].release()
 
 
+def test_prefixes_are_kept_from_the_first_call_on() -> None:
+    watching = FirstUse(prefix_cache=True)
+    model = llama()
+    tokens = TOKENS
+    for _ in range(2):
+        tokens = model.generate(tokens, max_new_tokens=2, min_new_tokens=2, do_sample=False)
+    store = watching.managed[0].prefixes
+    assert store is not None
+    assert store.counts.requests == 2
+    assert store.reused == tokens.shape[1] - 3
+    watching.managed[0].release()
+    watching.close()
+
+
 def test_models_inside_a_model_are_part_of_it(watching: FirstUse) -> None:
     model = llama()
     model(TOKENS)

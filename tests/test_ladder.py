@@ -29,13 +29,14 @@ HERE = Point("decode", 1, 8)
 def test_rungs_are_in_the_order_of_the_design() -> None:
     assert sorted(Rung) == list(Rung)
     assert [rung.label for rung in LISTED] == [
+        "prefix",
         "idle weights",
         "idle KV",
         "hidden weights",
         "stalling weights",
         "running KV",
     ]
-    assert Rung.TRIM < Rung.INFLATE < LISTED[0], "what the core does by itself comes first"
+    assert LISTED[0] > Rung.TRIM, "what costs nothing comes first"
     assert LISTED[-1] < Rung.WAIT < Rung.SPILL < Rung.REFUSE
 
 
@@ -114,7 +115,8 @@ def test_what_costs_most_comes_home_first() -> None:
 
 
 def test_the_whole_list() -> None:
-    """Idle weights, idle KV, hidden weights, stalling weights, running KV: the core takes them in that order."""
+    """Prefixes that the host has, idle weights, idle KV, hidden weights, stalling weights, running KV: the core takes
+    them in that order."""
     came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: at home again it may give as many
     device, governor, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
     for _ in range(24):
@@ -123,6 +125,9 @@ def test_the_whole_list() -> None:
     assert b.plan == Plan(EQUAL)
     old = FakeCache(device, governor, clock, "old")
     old.step(6)
+    prefix = FakeCache(device, governor, clock, "prefix")
+    prefix.step(3)
+    prefix.kept, prefix.clean = True, {0, 1}
     clock.now += 2 * PAUSE
     b.step(governor)
     new = FakeCache(device, governor, clock, "new")
@@ -130,9 +135,16 @@ def test_the_whole_list() -> None:
     device.kv = device.free
     while device.want(1, b):
         device.kv += device.free
-    labels = [governor._list.named(key).lever for key in _keys_taken(device, governor, a, b, old, new)]
+    labels = [governor._list.named(key).lever for key in _keys_taken(device, governor, a, b, old, prefix, new)]
     assert [label for label, _ in itertools.groupby(labels)] == [rung.label for rung in LISTED]
-    assert [name for name, _ in itertools.groupby(trace(device))] == ["a", "old", "b", "new"], "whatever their priority"
+    assert [name for name, _ in itertools.groupby(trace(device))] == [
+        "prefix",  # its clean pages
+        "a",
+        "old",
+        "prefix",  # and the other
+        "b",
+        "new",
+    ], "whatever their priority"
     assert labels.count("hidden weights") == 3, "four stream in one slot"
     assert labels.count("stalling weights") == 2
 

@@ -11,7 +11,9 @@ import pytest
 
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.report import Report, Times, interval_of
+from ballonet.offload.decide.layer_stream import Way
 from ballonet.offload.decide.plan import Plan, at_interval, spread, streaming
+from ballonet.offload.govern.kv_way import Streamed
 from ballonet.offload.measured.record import Phase, Point
 
 PAGE = 1000
@@ -130,6 +132,15 @@ def test_it_is_shown() -> None:
         assert words in text
     assert "layers 0, 1, 31" in str(report(streaming(PAGES, (0, 1, 31), 1)))
     assert "1 slot (" in str(report(streaming(PAGES, (0, 1, 31), 1)))
+
+
+def test_how_kv_on_the_host_is_read() -> None:
+    through = Streamed(Way.BUFFERS, away=2**10, buffers=2, buffer_pages=16, copied=2**30, exposed=0.002)
+    text = str(report(at_interval(PAGES, 2), kv=(through, Streamed(Way.IN_PLACE, 1, 0, 0, 0, 0.0))))
+    assert "1000KiB, through buffers 2 of 15.62KiB, 2 ms exposed in each iteration; 1GiB so far" in text
+    assert "1000B, in place; 0B so far" in text
+    assert "KV" not in str(report(Plan(PAGES), kv=(Streamed(Way.HOME, 0, 0, 0, 0, 0.0),), why=""))
+    assert report(at_interval(PAGES, 2), kv=(through,)).as_dict()["kv"][0]["way"] == "through buffers"
 
 
 def test_a_notebook_shows_the_same() -> None:

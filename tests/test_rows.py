@@ -116,6 +116,14 @@ LADDER = (  # of the design, not of a paper
         ("test_core_spill.py::test_not_during_a_capture", "test_core_budget.py::test_a_capture_that_ends_meanwhile"),
         ("gpu/test_balloon_core.py::test_a_capture_pulls_no_lever",),
     ),
+    Row(
+        "captures: what a graph has captured stays where it is, and its replays are leased",
+        (
+            "streaming/test_graphs.py::test_a_captured_model_gives_nothing",
+            "streaming/test_graphs.py::test_a_replay_is_leased",
+        ),
+        ("gpu/test_weights_order.py::test_graphs_while_pages_run_out",),
+    ),
 )
 SELECT_N = (
     Row(

@@ -12,8 +12,10 @@ from typing import Any, Final, Self, get_args
 from ...allocator.display import table
 from ...allocator.units import format_size, format_time
 from ...offload.decide.interval import Costs
+from ...offload.decide.layer_stream import Way
 from ...offload.decide.plan import Plan
 from ...offload.decide.schedule import every, gaps
+from ...offload.govern.kv_way import Streamed
 from ...offload.measured.record import Phase
 from .pace import Measured
 
@@ -69,7 +71,8 @@ class Report:
     not at even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that come over the
     link in each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it was not
     measured. `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory. `why`: the
-    last decision's reason."""
+    last decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how each KV cache
+    of the model reads what of it lies on the host."""
 
     model: str
     page_size: int
@@ -85,6 +88,8 @@ class Report:
     host_bytes: int
     times: Mapping[Phase, Times]
     why: str = ""
+    kept: tuple[int, ...] = ()
+    kv: tuple[Streamed, ...] = ()
 
     @classmethod
     def of(
@@ -101,6 +106,8 @@ class Report:
         file_bytes: int,
         host_bytes: int,
         why: str = "",
+        kept: tuple[int, ...] = (),
+        kv: tuple[Streamed, ...] = (),
     ) -> Self:
         """From what is known. `resident`: seconds, from the record, by phase, of the points of `last` where there are
         such; `last`: the last iteration, by phase."""
@@ -121,6 +128,8 @@ class Report:
             host_bytes,
             {name: Times.of(plan, page_seconds, resident.get(name), last.get(name), slos.get(name)) for name in phases},
             why,
+            kept,
+            kv,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -143,6 +152,9 @@ class Report:
         yield "layers", f"{self.layers}, {self._streams()}"
         if self.streamed:
             yield "device pages freed", f"{self.freed_pages:,} ({format_size(self.freed_pages * self.page_size)})"
+        if self.kept:
+            layers = ", ".join(map(str, self.kept))
+            yield "kept at home", f"{len(self.kept)} layers that CUDA graphs have captured ({layers})"
         for name, each in self.times.items():
             yield from _times(NAMES[name], each)
         if self.streamed or self.link_bytes:
@@ -151,6 +163,9 @@ class Report:
             yield "so far", format_size(self.link_bytes)
         if self.file_bytes or self.host_bytes:
             yield "twins", f"{format_size(self.file_bytes)} in files, {format_size(self.host_bytes)} in host memory"
+        for cache in self.kv:
+            if cache.away or cache.copied:
+                yield "KV on the host", _reads(cache, self.page_size)
         if self.why:
             yield "why", self.why
 
@@ -159,6 +174,14 @@ class Report:
             return "none of them streamed"
         at = f"interval {self.interval}" if self.interval else f"layers {', '.join(map(str, self.streamed))}"
         return f"{len(self.streamed)} of them streamed through {self.slots} slot{'s' * (self.slots > 1)} ({at})"
+
+
+def _reads(kv: Streamed, page: int) -> str:
+    through = ""
+    if kv.way is Way.BUFFERS:
+        size, wait = format_size(kv.buffer_pages * page), format_time(max(0.0, kv.exposed))
+        through = f" {kv.buffers} of {size}, {wait} exposed in each iteration"
+    return f"{format_size(kv.away * page)}, {kv.way}{through}; {format_size(kv.copied)} so far"
 
 
 def interval_of(plan: Plan) -> int | None:

@@ -67,6 +67,8 @@ class FirstUse:
         def entered(model: Any, *args: Any, **kwargs: Any) -> Any:
             if model not in self._seen:
                 self._take(model)
+                if model in self._seen:  # by whatever is called now that it is managed
+                    return getattr(owner, method)(model, *args, **kwargs)
             return original(model, *args, **kwargs)
 
         setattr(owner, method, entered)

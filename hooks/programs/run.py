@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any
 
 _LAUNCHERS = ("ballonet.__main__", __name__, "runpy")  # whose frames come before the program's first
 
@@ -34,14 +35,15 @@ def _importable(module: str) -> bool:
         return False
 
 
-def run(program: str, args: Sequence[str], *, module: bool) -> None:
-    """Runs a script, or with `module` a module by its name, and manages its models at their first use.
+def run(program: str, args: Sequence[str], *, module: bool, **options: Any) -> None:
+    """Runs a script, or with `module` a module by its name, and manages its models at their first use. `options` go to
+    `manage()`.
 
     ballonet is installed already and `find` has found the program. Raises whatever the program raises.
     """
     from .first_use import FirstUse
 
-    FirstUse()
+    FirstUse(**options)
     sys.argv = [program, *args]
     _shorten_tracebacks()
     if module:

@@ -47,6 +47,9 @@ def from_pretrained(
     ttft_slo: float | str | None = None,
     priority: int = 0,
     floor: int | str = 0,
+    prefix_cache: bool | int | str | None = None,
+    prefix_dir: str | os.PathLike[str] | None = None,
+    prefix_dir_limit: int | str | None = None,
     chaos: int | None = None,
     **options: Any,
 ) -> Any:
@@ -56,9 +59,10 @@ def from_pretrained(
     `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that one writes text, else
     AutoModelForCausalLM. Weights that lie in safetensors files as the model has them go from there to the device; those
     that transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds),
-    `priority`, `floor`, `chaos`: as for `manage()`. A `device_map` other than "auto" or the device of ballonet, and the
-    other options that place or divide a model (`offload_folder`, `tp_plan`, …), are refused. Quantized weights, and
-    models with `use_kernels`, are loaded to the device by transformers and have to fit.
+    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `chaos`: as for `manage()`. A `device_map`
+    other than "auto" or the device of ballonet, and the other options that place or divide a model (`offload_folder`,
+    `tp_plan`, …), are refused. Quantized weights, and models with `use_kernels`, are loaded to the device by
+    transformers and have to fit.
 
     Returns what `cls.from_pretrained` returns; `manage()` gives the Managed of it. Raises what `cls.from_pretrained`
     and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
@@ -92,6 +96,9 @@ def from_pretrained(
             ttft_slo=ttft_slo,
             priority=priority,
             floor=floor,
+            prefix_cache=prefix_cache,
+            prefix_dir=prefix_dir,
+            prefix_dir_limit=prefix_dir_limit,
             chaos=chaos,
             files=files,
             progress=arrived,

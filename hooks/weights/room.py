@@ -21,6 +21,7 @@ from ...allocator.errors import BudgetError, ManageError
 from ...allocator.units import format_size
 from ...offload.decide.layout import Layout
 from ...offload.decide.plan import Plan, Rule
+from ..prefix.pressure import give_up
 from .layers import text_config
 from .storages import Span
 
@@ -48,19 +49,27 @@ def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, 
     copied.
     """
     device.trim()
-    device.reap(wait=True)
-    snapshot = device.snapshot()
     page = device.page_size
     sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases())))
-    used = sum(count for owner, count in snapshot["pages"].items() if owner != "free")
-    others = max(0, used - sources // page)
     pages = layout.layer_pages(layers)
-    fixed = others + layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
+    own = layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
+    others = max(0, _used(device) - sources // page)
+    missing = others + own + sum(pages) - device.budget // page
+    if missing > 0 and give_up(device, missing):  # prefixes that are only kept
+        others = max(0, _used(device) - sources // page)
+    fixed = others + own
     plan = rule.choose(pages, device.budget // page - fixed)
     if plan is None or fixed + plan.device_pages > device.budget // page:
         smallest = (fixed + rule.smallest(pages)) * page
         raise BudgetError((others + layout.pages) * page, device.budget, smallest)
     return plan
+
+
+def _used(device: Device) -> int:
+    """Pages that somebody has."""
+    device.reap(wait=True)
+    pages: dict[str, int] = device.snapshot()["pages"]
+    return sum(count for owner, count in pages.items() if owner != "free")
 
 
 def check_host(device: Device, pages: int) -> None:

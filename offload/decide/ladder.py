@@ -32,6 +32,7 @@ class Rung(IntEnum):
     """In the order in which they are pulled; numbered as in the design where it has a number for them."""
 
     TRIM = 0  # free blocks, mapped slots, reserves
+    PREFIX = 1  # KV that is only kept in case that a prompt begins with it, and lies on the host as well
     INFLATE = 2  # free pages of activations become KV, or the reverse
     IDLE_WEIGHTS = 4
     IDLE_KV = 5
@@ -48,7 +49,14 @@ class Rung(IntEnum):
         return self.name.lower().replace("_", " ").replace("kv", "KV")
 
 
-LISTED: Final = (Rung.IDLE_WEIGHTS, Rung.IDLE_KV, Rung.HIDDEN_WEIGHTS, Rung.STALLING_WEIGHTS, Rung.RUNNING_KV)
+LISTED: Final = (
+    Rung.PREFIX,
+    Rung.IDLE_WEIGHTS,
+    Rung.IDLE_KV,
+    Rung.HIDDEN_WEIGHTS,
+    Rung.STALLING_WEIGHTS,
+    Rung.RUNNING_KV,
+)
 
 
 @dataclass(slots=True)

@@ -113,7 +113,8 @@ class Clients:
     def held(self, now: float) -> list[Held]:
         """The caches, at this moment."""
         return [
-            Held(seat, seat.ask(), self._uses(cache, now), cache.used, cache.displaced) for seat, cache in self.caches
+            Held(seat, seat.ask(), self._uses(cache, now), cache.used, cache.displaced, cache.kept)
+            for seat, cache in self.caches
         ]
 
     def floors(self) -> dict[int, int]:
@@ -137,4 +138,4 @@ class Clients:
         return [(clients[lot.client], lot) for lot in lots if lot.client in clients]
 
     def _uses(self, cache: Cache, now: float) -> bool:
-        return now - cache.used < self._pause or cache.running
+        return (now - cache.used < self._pause and not cache.kept) or cache.running

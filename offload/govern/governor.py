@@ -14,19 +14,39 @@ Note [Who asks when]
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
+from ...allocator.interrupts import Guarded, if_free
 from ..decide.ladder import Lot, Rung
 from ..decide.ledger import Refusal
+from ..decide.plan import Plan
 from ..decide.remap import cap
 from ..measured.record import Point
 from .decision import Decision, decide, faster
 from .homecoming import coming_home, on_waking
+from .kv_way import Streamed
 from .overview import Overview
 from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
 from .sharing import admit
+
+
+class _Change:
+    """What happens within `changing`: `seat`, None until it is found, keeps it meanwhile."""
+
+    def __init__(self, governor: Governor, model: Governed) -> None:
+        self.model = model
+        self.seat: Seat | None = None
+        self.before = model.plan
+        self.promised: Plan | None = None
+        self.taken: frozenset[int] = frozenset()
+        self.began = time.monotonic()
+        self._governor = governor
+
+    def begin(self) -> frozenset[int]:
+        return self._governor._begin(self)
+
+    def end(self, failed: bool) -> None:
+        self._governor._end(self, not failed)
 
 
 class Governor(Overview):
@@ -70,11 +90,7 @@ class Governor(Overview):
         be this thread. Then it is removed the next time anyone asks. Its ranges are closed meanwhile, and the core
         takes nothing of those."""
         self._clients.left(model)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._bury()
-            finally:
-                self._lock.release()
+        if if_free(self._lock, self._bury):
             self._publish()
             self._watch()
 
@@ -112,37 +128,45 @@ class Governor(Overview):
         """The iteration has ended, however."""
         self._clients.ended(model, self._clock())
 
-    @contextmanager
-    def changing(self, model: Governed) -> Iterator[frozenset[int]]:
-        """Within it nothing of the model is taken, and it may change: its plan, its ranges. Yields the layers that were
-        taken since its plan was arranged; where no exception leaves it, `model.plan` has them. KeyError."""
+    def changing(self, model: Governed) -> Guarded[frozenset[int]]:
+        """Within it nothing of the model is taken, and it may change: its plan, its ranges. Hands over the layers that
+        were taken since its plan was arranged; where no exception leaves it, `model.plan` has them. KeyError."""
+        return Guarded(_Change(self, model))
+
+    def _begin(self, change: _Change) -> frozenset[int]:
         with self._lock:
-            seat = self._clients[model]
-            before, promised = model.plan, seat.faster
-            began = time.monotonic()
-            seat.held += 1
+            seat = change.seat = self._clients[change.model]
+            change.before, change.promised = change.model.plan, seat.faster
+            seat.held.add(change)
             self._lots = None
             self._list.void()
-        try:
-            self._device.withdraw(seat.keys())
-            with self._lock:
-                self._hear()
-                taken = frozenset(seat.taken)
-            yield taken
-            with self._lock:
-                seat.taken -= taken
-                seat.waking &= seat.point is None or seat.point.phase != "decode"
-                seat.arranged(before, promised)
-                self._say(seat, before.device_pages - sum(map(before.pages.__getitem__, taken)), began)
-        finally:
-            with self._lock:
-                seat.held -= 1
+        self._device.withdraw(seat.keys())
+        with self._lock:
+            self._hear()
+            change.taken = frozenset(seat.taken)
+        return change.taken
+
+    def _end(self, change: _Change, arranged: bool) -> None:
+        seat, before = change.seat, change.before
+        if seat is None:
+            return
+        with self._lock:
+            try:
+                if arranged and change in seat.held:
+                    seat.taken -= change.taken
+                    seat.waking &= seat.point is None or seat.point.phase != "decode"
+                    seat.arranged(before, change.promised)
+                    taken = sum(map(before.pages.__getitem__, change.taken))
+                    self._say(seat, before.device_pages - taken, change.began)
+            finally:
+                seat.held.discard(change)
                 seat.grant = seat.faster = None
                 seat.passes.clear()
                 self._moved(seat)
                 self._list.void()
-        self._publish()
-        self._watch()
+        if arranged:
+            self._publish()
+            self._watch()
 
     def changed(self, model: Governed) -> None:
         """What `seconds` or `entry` say is different now. Any thread may say so."""
@@ -165,11 +189,7 @@ class Governor(Overview):
     def remove_cache(self, number: int) -> None:
         """It is gone. May be called in the middle of anything, as `collected`."""
         self._clients.cache_left(number)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._bury()
-            finally:
-                self._lock.release()
+        if_free(self._lock, self._bury)
 
     def cache_changed(self, number: int) -> None:
         """It offers something else now. Any thread may say so."""
@@ -184,6 +204,13 @@ class Governor(Overview):
         within `Cache.write_behind`, after which whoever asked for that publishes."""
         with self._lock:
             self._list.void()
+
+    def caches_of(self, model: Governed) -> tuple[Streamed, ...]:
+        """How each KV cache of the model reads what of it lies on the host."""
+        with self._lock:
+            seat = self._clients.get(model)
+            caches = [cache for each, cache in self._clients.caches if seat is not None and each.model == seat.number]
+            return tuple(cache.streamed for cache in caches)
 
     def taken_of(self, number: int) -> frozenset[int]:
         """The indices that the core took since this was asked last: the cache does not offer them any more."""
@@ -245,7 +272,7 @@ class Governor(Overview):
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
-        kv = rung in (Rung.IDLE_KV, Rung.RUNNING_KV)
+        kv = rung in (Rung.PREFIX, Rung.IDLE_KV, Rung.RUNNING_KV)
         with self._lock:
             self._hear()
             now = self._clock()

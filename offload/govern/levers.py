@@ -158,11 +158,12 @@ class Spill(Lever):
 
 
 def levers(governor: Governor, device: Pool, *, spill: bool) -> Sequence[Lever]:
-    """In the order in which they are pulled. `spill`: may pages of the host stand in?"""
-    return (
+    """In the order of their rungs. `spill`: may pages of the host stand in?"""
+    found: list[Lever] = [
         Free(governor),
         Inflate(device),
         *(Listed(governor, rung) for rung in LISTED),
         Wait(governor, device),
         Spill(governor, device, spill),
-    )
+    ]
+    return sorted(found, key=lambda lever: lever.rung)

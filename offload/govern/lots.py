@@ -16,13 +16,14 @@ from .situation import Situation
 @dataclass(frozen=True, slots=True)
 class Held:
     """A cache at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it was
-    used last; its pages that are away."""
+    used last; its pages that are away; whether it is only kept in case that a prompt begins with its tokens."""
 
     seat: CacheSeat
     offers: Sequence[Offer]
     active: bool
     used: float
     displaced: int
+    kept: bool = False
 
 
 def listed(now: Situation, of_models: Iterable[Lot], caches: Sequence[Held]) -> list[Lot]:
@@ -61,11 +62,13 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
     for held in caches:
         number, owner = held.seat.number, held.seat.model
         rung = Rung.RUNNING_KV if held.active else Rung.IDLE_KV
+        if_clean = Rung.PREFIX if held.kept and not held.active else rung
         recency = float(number) if held.active else held.used
         for offer in held.offers:
             once = 0.0 if offer.clean else offer.pages * seconds
             lost = seconds if held.active else 0.0
-            yield Lot(rung, number, offer.index, offer.pages, priorities.get(owner, 0), recency, lost, once, owner)
+            which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
+            yield Lot(which, number, offer.index, offer.pages, priority, recency, lost, once, owner)
 
 
 def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:

@@ -13,6 +13,7 @@ from ..decide.interval import Costs
 from ..decide.plan import ASSUMED_RATIO, Plan, fewest, smallest
 from ..decide.remap import cap
 from ..measured.record import Phase, Point
+from .kv_way import Streamed
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 LAYERS: Final = 2**20  # a key of the reclaim list is a seat's number times this, and a layer
@@ -96,6 +97,14 @@ class Cache(Protocol):
     def displaced(self) -> int:
         """Pages that lie on the host and would be on the device if there were room."""
 
+    @property
+    def kept(self) -> bool:
+        """Is it only there in case that a prompt begins with its tokens?"""
+
+    @property
+    def streamed(self) -> Streamed:
+        """How what is displaced is read."""
+
     def offers(self) -> Sequence[Offer]:
         """What may be taken, in the order of taking. Some hundreds at most: the list is made anew whenever one of them
         changes."""
@@ -132,7 +141,7 @@ class Seat:
     last: dict[Phase, Point] = field(default_factory=lambda: dict(FIRST))
     taken: set[int] = field(default_factory=set)
     waking: bool = True
-    held: int = 0
+    held: set[object] = field(default_factory=set)
     grant: Plan | None = None
     faster: Plan | None = None
     lent: Plan | None = None

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
     from .hooks.managed import Managed, manage
+    from .hooks.prefix.manual import Session
     from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
     from .hooks.weights.loading import from_pretrained
     from .offload.timeline.recorder import timeline
@@ -33,6 +34,7 @@ _HOMES = {
     "BallonetError": "allocator.errors",
     "KVCache": "hooks.kv.cache",
     "Managed": "hooks.managed",
+    "Session": "hooks.prefix.manual",
     "Stats": "allocator.stats",
     "from_pretrained": "hooks.weights.loading",
     "install": "allocator.install",
@@ -49,6 +51,7 @@ __all__ = [
     "BallonetError",
     "KVCache",
     "Managed",
+    "Session",
     "Stats",
     "__version__",
     "allocator",

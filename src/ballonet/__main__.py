@@ -1,4 +1,4 @@
-"""The command line: `python -m ballonet run | budget | replay | info | profile | simulate`.
+"""The command line: `python -m ballonet run | budget | replay | info | profile | simulate | prefix-sim`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input. Those of `run` are the program's own once it has started.
 """
@@ -28,7 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.command is _prepare:
         from .hooks.programs.run import run
 
-        run(args.program, args.args, module=args.module)  # outside the try: what the program raises is its own
+        options = {"prefix_cache": True} if args.prefix_cache else {}
+        options |= {"prefix_dir": args.prefix_dir} if args.prefix_dir is not None else {}
+        run(
+            args.program, args.args, module=args.module, **options
+        )  # outside the try: what the program raises is its own
     return 0
 
 
@@ -102,6 +106,23 @@ def _simulate(args: argparse.Namespace) -> None:
     print(json.dumps(facts))
 
 
+def _prefix_sim(args: argparse.Namespace) -> None:
+    from .allocator.display import steps
+    from .offload.decide import prefix_sim
+    from .offload.measured import prefix_trace
+    from .offload.timeline import curve
+
+    if args.curve is not None:
+        curve.check(args.curve)  # before anything takes its time
+    trace = prefix_trace.read(args.trace)
+    facts = prefix_sim.facts(trace, args.blocks, args.policy)
+    if args.curve is not None:
+        with steps("replaying", prefix_sim.steps_of_curve(trace, args.blocks)) as tell:
+            sizes, rates = prefix_sim.curve(trace, args.blocks, tell)
+        curve.draw(args.curve, sizes, rates, args.blocks, facts["infinite_hit_rate"])
+    print(json.dumps(facts))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m ballonet",
@@ -117,6 +138,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="draw who owned which page and every decision, written when the program ends: .html, a page that needs "
         "nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
+    )
+    run.add_argument(
+        "--prefix-cache",
+        action="store_true",
+        help="keep what generate() computed for prompts that begin with it (default: BALLONET_PREFIX_CACHE, which may "
+        "be a size such as 8GiB)",
+    )
+    run.add_argument(
+        "--prefix-dir",
+        metavar="FOLDER",
+        help="and keep it for later runs too, in files of this folder (default: BALLONET_PREFIX_DIR; at most "
+        "BALLONET_PREFIX_DIR_LIMIT, 16GiB)",
     )
     run.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     run.add_argument("program", metavar="PROGRAM", help="a Python script")
@@ -144,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_profile(commands)
     _add_simulate(commands)
+    _add_prefix_sim(commands)
     return parser
 
 
@@ -191,6 +225,28 @@ def _add_simulate(commands: Any) -> None:
         help="layers that streamed ones take turns in (default: 2)",
     )
     simulate.set_defaults(wrong=simulate.error)
+
+
+def _add_prefix_sim(commands: Any) -> None:
+    text = "how often a prefix cache of some size has what recorded requests begin with; prints one line of JSON"
+    prefix_sim = _command(commands, "prefix-sim", _prefix_sim, text)
+    prefix_sim.description = f"""{prefix_sim.description} Requests come in their order; each finds a leading run of its
+        blocks, and then all of them are stored. requests: how many there are; blocks: of all of them; hit_blocks: those
+        that were found; hit_rate: their share; distinct_blocks: what a cache that evicts nothing stores;
+        infinite_hit_rate: the share that it finds; capacity and policy: as given."""
+    prefix_sim.add_argument(
+        "trace", metavar="TRACE.jsonl", help="a line per request, with the keys of its blocks as hash_ids"
+    )
+    prefix_sim.add_argument("--blocks", metavar="N", type=_whole(1, 2**31 - 1), required=True, help="that it holds")
+    prefix_sim.add_argument(
+        "--policy",
+        choices=("odds", "lru"),
+        default="odds",
+        help="what goes first: what is least likely to be asked for again, as in ballonet, or least recently used",
+    )
+    prefix_sim.add_argument(
+        "--curve", metavar="FILE", help="draw the hit rate of both against the size: .svg or .png (needs matplotlib)"
+    )
 
 
 def _count(text: str) -> int:

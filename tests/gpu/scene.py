@@ -107,15 +107,19 @@ class Captured:
         """Of the graph's memory."""
         return None if self._graph is None else self._graph.pool()
 
-    def replay(self) -> tuple[torch.Tensor, ...]:
-        """Clears what the work writes, does it again, and returns copies."""
-        for each in self.outputs:
-            each.zero_()
+    def launch(self) -> None:
+        """Does the work again. On a GPU nothing is allocated for that."""
         if self._graph is not None:
             self._graph.replay()
         else:
             for old, new in zip(self.outputs, self._work(), strict=True):
                 old.copy_(new)
+
+    def replay(self) -> tuple[torch.Tensor, ...]:
+        """Clears what the work writes, does it again, and returns copies."""
+        for each in self.outputs:
+            each.zero_()
+        self.launch()
         return tuple(each.clone() for each in self.outputs)
 
 

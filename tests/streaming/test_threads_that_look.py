@@ -14,10 +14,11 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks import governors, managed
-from ballonet.hooks.streaming import elastic
+from ballonet.hooks.streaming import captured
 from ballonet.hooks.streaming.turns import Turn, Turns
 from ballonet.offload.decide.plan import Plan, streaming
 
+from .. import graphs
 from .conftest import INPUTS
 from .test_remapping import until
 
@@ -210,12 +211,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         end(self, turn)
 
     class Threading:
-        Thread, Event, main_thread = threading.Thread, threading.Event, staticmethod(threading.main_thread)
         RLock: Callable[[], Recorded] = staticmethod(lambda: it.lock("model", threading.RLock()))
 
     monkeypatch.setattr(Turns, "_take", recorded_take)
     monkeypatch.setattr(Turns, "end", recorded_end)
-    monkeypatch.setattr(elastic, "threading", Threading)
+    monkeypatch.setattr(captured, "threading", Threading)
     monkeypatch.setattr(managed, "_lock", it.lock("manage", managed._lock))
     monkeypatch.setattr(governor, "_lock", it.lock("governor", governor._lock))
     if governor._watcher is not None:
@@ -227,10 +227,16 @@ def test_locks_are_taken_in_one_order(
     recorder: Recorder, model: Any, stock: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever is done with a model, alone or while another thread uses it."""
+    graphs.pretend(monkeypatch)
     with ballonet.manage(model) as it:
         told = Told(model, it, monkeypatch)
         for layers in ((1, 2), (1,), (), (0, 3)):
             assert torch.equal(told.stream(*layers), stock)
+        told.stream()
+        graph = torch.cuda.CUDAGraph()
+        with graphs.capture(graph):
+            logits(model)
+        del graph
         monkeypatch.setattr(governors.of(runtime.require()).pages, "scarce", True)
         told.stream()
         until(lambda: it.twins[0] == it.twins[1] > 0)

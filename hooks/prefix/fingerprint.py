@@ -1,0 +1,47 @@
+"""Which model stored keys and values are of, told apart in other processes as well: for prefixes in files.
+
+Note [Sampled]
+    To hash all weights would take as long as to load them. What is hashed is the class, the configuration, name, shape
+    and dtype of every tensor, up to `SAMPLES` elements of each, evenly spread, and the versions and the device that
+    decide how results are rounded. Training, merging, quantizing or another seed change nearly every element; who
+    writes a few single ones by hand clears the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import nn
+
+from ...allocator._native import Device
+from ..measure.key import key_of
+
+SAMPLES: Final = 256  # of a tensor
+_FACTS: Final = ("model", "size", "device", "torch", "transformers")  # of those that tell performance records apart
+
+
+def fingerprint(model: nn.Module, device: Device) -> bytes:
+    """16 bytes. Reads weights as any user does: those of layers that stream come to rest for it."""
+    facts = key_of(model, device)
+    found = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
+    for sample in _samples(model):
+        found.update(sample.cpu().numpy().data)
+    return found.digest()
+
+
+def _samples(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Bytes: of tensors on one device together, so that few copies are made."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_meta or not tensor.numel() or tensor.layout is not torch.strided:
+                continue
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: -(-flat.numel() // SAMPLES)].contiguous().view(torch.uint8)
+            by_device.setdefault(tensor.device, []).append(sample)
+    for samples in by_device.values():
+        yield torch.cat(samples)

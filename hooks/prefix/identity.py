@@ -1,0 +1,112 @@
+"""What stored keys and values depend on beside their tokens.
+
+Note [Weights and settings]
+    Weights do not come back: once one was written to, replaced or removed, all that was stored before is void
+    (`weights`). Found out by address and version of each, as autograd does, so that what is written through `.data` is
+    not seen; adapters that are merged that way say so. What is switched to and fro is part of the salt instead
+    (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer computes. A
+    stored prefix is then found again when the switch is where it was.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ..forwards import Hook
+
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Identity(NamedTuple):
+    """`weights` and `settings` of a model at a moment."""
+
+    weights: tuple[object, ...]
+    settings: bytes
+
+
+class Looks:
+    """At one model, again and again: in a fraction of a millisecond while no module comes or goes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Does not keep it alive."""
+        self._model = weakref.ref(model)
+        self._found: list[weakref.ref[nn.Module]] = []  # all that modules() finds
+        self._children: list[int] = []  # ids of the children of all of these
+        self._adapted: list[int] = []  # which of them adapters have wrapped
+
+    def now(self) -> Identity:
+        """Of the model, which is about to generate; changes nothing, and looks at no weight in a way that would be
+        noticed. Empty once it is collected."""
+        model = self._model()
+        if model is None:
+            return Identity((), b"")
+        states = [module.__dict__ for reference in self._found if (module := reference()) is not None]
+        if not states or len(states) < len(self._found) or _children(states) != self._children:
+            found = list(model.modules())
+            states = [module.__dict__ for module in found]
+            self._found, self._children = [weakref.ref(module) for module in found], _children(states)
+            self._adapted = [n for n, state in enumerate(states) if "merged_adapters" in state]
+        adapted = [(number, states[number]) for number in self._adapted]
+        weights = (*_weights(states), *(tuple(state["merged_adapters"]) for _, state in adapted))
+        return Identity(weights, repr([*_settings(model, states), *_adapters(adapted)]).encode())
+
+
+def _children(states: Iterable[dict[str, Any]]) -> list[int]:
+    return [id(each) for state in states for each in state["_modules"].values()]
+
+
+def _weights(states: Iterable[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Address and version of each parameter and buffer that is saved."""
+    for state in states:
+        for tensor in dict.values(state["_parameters"]):
+            if tensor is not None:
+                yield _version(tensor)
+        if state["_buffers"]:
+            left_out = state["_non_persistent_buffers_set"]
+            for name, tensor in dict.items(state["_buffers"]):
+                if tensor is not None and name not in left_out:
+                    yield _version(tensor)
+
+
+def _settings(model: Any, states: Iterable[dict[str, Any]]) -> Iterator[object]:
+    yield type(model).__module__
+    yield type(model).__qualname__
+    yield str(getattr(model, "dtype", None))
+    yield str(getattr(model, "device", None))
+    yield getattr(getattr(model, "config", None), "_attn_implementation", None)
+    yield _autocast()
+    yield [tuple(getattr(torch_module, name, ())) for name in _GLOBAL_HOOKS]
+    for number, state in enumerate(states):
+        for kind in _HOOKS:
+            if state[kind] and (hooks := [key for key, hook in state[kind].items() if not isinstance(hook, Hook)]):
+                yield number, hooks
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    try:
+        address = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
+        address = id(tensor)
+    return address, 0 if tensor.is_inference() else tensor._version
+
+
+def _adapters(adapted: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[object]:
+    """What layers of peft have switched on."""
+    for number, state in adapted:
+        scaling = state.get("scaling")
+        scaling = sorted(scaling.items()) if isinstance(scaling, dict) else scaling
+        yield number, state.get("_disable_adapters"), state.get("_active_adapter"), scaling
+
+
+def _autocast() -> object:
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            return device, str(torch.get_autocast_dtype(device))
+    return None

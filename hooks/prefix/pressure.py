@@ -1,0 +1,32 @@
+"""The stores of prefixes, which give up what they keep before anybody is told that memory is out."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+from ...allocator._native import Device
+
+
+class Giver(Protocol):
+    """A store of prefixes."""
+
+    def give_up(self, device: Device, pages: int) -> int:
+        """Up to so many pages of the device go back, or some more, as far as nobody uses them; how many do."""
+
+
+_givers: weakref.WeakSet[Giver] = weakref.WeakSet()
+
+
+def add(giver: Giver) -> None:
+    """Until it is collected."""
+    _givers.add(giver)
+
+
+def give_up(device: Device, pages: int) -> int:
+    """So many pages of the device go back, if there are any that are only kept; how many do."""
+    gone = 0
+    for each in tuple(_givers):
+        if gone < pages:
+            gone += each.give_up(device, pages - gone)
+    return gone

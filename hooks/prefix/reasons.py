@@ -1,0 +1,84 @@
+"""Which calls of `generate()` are left to transformers alone, and why: what is not understood is not touched.
+
+All is looked at when `generate()` has made its cache: what it was given, what it makes of that, and its settings are
+known then, and nothing has been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from ..compat import PLAIN_MODES, RESTARTS_CHUNKS, DynamicCache, NoAttention, slices_prompt, takes_positions
+from ..kv.layer import ElasticLayer
+
+# Of what a model is called with, that on which keys and values do not depend, or which is looked at below
+_KNOWN: Final = frozenset(
+    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
+)
+_LAYERS: Final = (ElasticLayer, NoAttention)  # that hold keys and values of every token, and nothing else
+_DYNAMIC: Final = (None, "dynamic")
+
+
+def why_not(
+    model: Any, ids: torch.Tensor | None, user: Mapping[str, Any], given: Mapping[str, Any], expand: int
+) -> str:
+    """Why a call is left alone; empty where it is not.
+
+    `ids`: of the prompts, int[sequences, tokens]; `user`: what `generate()` was called with by name; `given`: what the
+    preparation of the cache was called with; `expand`: sequences that are generated for each prompt.
+    """
+    config, kwargs = given["generation_config"], given["model_kwargs"]
+    cache = kwargs.get("past_key_values")
+    if model.config.is_encoder_decoder:
+        return "the model has an encoder"
+    if user.get("past_key_values") is not None:
+        return "past_key_values was given"
+    if not config.use_cache:
+        return "use_cache is off"
+    if config.cache_implementation not in _DYNAMIC or type(cache) is not DynamicCache:
+        return "the cache is not dynamic"
+    if ids is None or ids.dim() != 2 or ids.is_floating_point():
+        return "no input_ids were given"
+    if given["generation_mode"] not in PLAIN_MODES or user.get("custom_generate") is not None:
+        return "neither sampling, greedy nor beam search"
+    if config.is_assistant or config.token_healing:
+        return "an assistant, or token healing"
+    if config.prefill_chunk_size is not None and not RESTARTS_CHUNKS:
+        return "this transformers prefills from the start in chunks"
+    if not slices_prompt(config, kwargs, ids.shape[1]):
+        return "this transformers would prefill the whole prompt"
+    if user.get("position_ids") is not None:
+        return "position_ids was given"
+    if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN):
+        return f"{unknown[0]} was given"
+    if model.training:
+        return "the model is in training mode"
+    if _prompt_learning(model):
+        return "the adapter puts tokens before the prompt"
+    if not any(isinstance(layer, ElasticLayer) for layer in cache.layers):
+        return "no layer of the cache is elastic"
+    if not all(type(layer) in _LAYERS for layer in cache.layers):
+        return "layers keep a window or a state"
+    mask = kwargs.get("attention_mask")
+    return "" if mask is None else _mask(model, mask, ids, expand)
+
+
+def _mask(model: Any, mask: torch.Tensor, ids: torch.Tensor, expand: int) -> str:
+    if tuple(mask.shape) != (ids.shape[0] * expand, ids.shape[1]):
+        return "the attention mask has another shape"
+    ones = mask != 0
+    if not bool((ones[:, 1:] >= ones[:, :-1]).all()) or not bool(ones[:, -1].all()):
+        return "the attention mask is more than padding on the left"
+    if not bool(ones.all()) and not takes_positions(model):
+        return "padding moves the positions of this model"
+    return ""
+
+
+def _prompt_learning(model: Any) -> bool:
+    """Is `generate()` called by peft, for an adapter that is made of tokens?"""
+    preparing = vars(model).get("prepare_inputs_for_generation")
+    adapter = getattr(getattr(preparing, "__self__", None), "active_peft_config", None)
+    return bool(getattr(adapter, "is_prompt_learning", False))

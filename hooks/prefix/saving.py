@@ -1,0 +1,292 @@
+"""Prefixes that outlive the process: what is stored is written to files behind it, and read where memory has it not.
+
+Note [Behind]
+    Requests never wait for a disk to be written to. What a request leaves behind is noted, and a thread of its own
+    reads it from the store when nobody else uses it, on a stream of its own, and writes what no file has yet, some
+    blocks at a time. Where a request has taken it meanwhile it is forgotten: that request leaves behind all of it and
+    more. What is not written when the process dies is lost, and nothing else. Where Python ends in order, or a model is
+    released, the rest is written first.
+
+Note [Ids, not hashes]
+    The key of a block leads to a file. That its tokens are those of the prompt is seen by comparing them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...allocator._native import Device
+from ...allocator.display import steps
+from ...allocator.errors import BallonetError, PoolExhausted
+from ...offload.move.prefix_file import Array, Saved
+from ...offload.move.prefix_files import PrefixFiles
+from ..measure.marks import relaxed
+from ..weights.moving import torch_device
+from .fingerprint import fingerprint
+from .identity import Identity, Looks
+from .sequence import Gone, Pair, Run
+
+BLOCKS: Final = 16  # in one file, at most: what is read or evicted at once
+PATIENCE: Final = 60.0  # seconds that whoever closes the store, or ends Python, waits for what is not written yet
+_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_FAILURES: Final = (BallonetError, PoolExhausted, torch.OutOfMemoryError, MemoryError)
+
+
+class Parts(Protocol):
+    """What a store says of some tokens of a sequence while they are held still."""
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """Those that hold tokens."""
+
+    def __call__(self, layer: int) -> Pair:
+        """Keys and values, [1, heads, tokens, dim]."""
+
+
+Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[Parts | None]]  # (ids, now, start, end)
+
+
+class FileRun:
+    """Tokens of a prompt that were read from a file: a source of runs, as a kept sequence is one."""
+
+    disk: Final = True
+    away: Final = 1.0
+    out: Final = False
+
+    def __init__(self, saved: Saved, start: int, device: torch.device) -> None:
+        """`start`: where its first token is in the prompt."""
+        self._saved = saved
+        self._start = start
+        self._device = device
+
+    def holds(self, layer: int) -> bool:
+        """Does that layer hold tokens?"""
+        return f"{layer}.keys" in self._saved.tensors
+
+    def part(self, layer: int, start: int, end: int) -> Pair:
+        """Keys and values of a layer, [1, heads, end - start, dim], on the device."""
+        keys, values = (_tensor(self._saved.tensors[f"{layer}.{kind}"]) for kind in ("keys", "values"))
+        window = slice(start - self._start, end - self._start)
+        return keys[:, :, window].to(self._device), values[:, :, window].to(self._device)
+
+    def leased(self, end: int) -> AbstractContextManager[None]:
+        """Its memory is its own."""
+        return nullcontext()
+
+    def after_writes(self) -> None:
+        """It is written."""
+
+    def was_read(self) -> None:
+        """It is read by copies that the host waits for."""
+
+
+class Saver:
+    """Of one model: what its store keeps goes to `directory`, within `limit` bytes (None: any number)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: Device,
+        directory: str | os.PathLike[str],
+        limit: int | None,
+        read: Read,
+        block: int,
+    ) -> None:
+        """`read`: what gives tokens of the store; `block`: tokens."""
+        self._model = weakref.ref(model)
+        self._device = device
+        self._directory = directory
+        self._limit = limit
+        self._read = read
+        self._block = block
+        self._naming = threading.Lock()
+        self._known: tuple[tuple[object, ...], bytes] | None = None  # weights, and what stands for them in files
+        self._folders: dict[bytes, PrefixFiles] = {}  # by salt
+        self._change = threading.Condition()
+        self._waiting: dict[bytes, tuple[tuple[int, ...], list[bytes], Identity]] = {}  # by last key, oldest first
+        self._busy = False
+        self._ended = False
+        self._thread: threading.Thread | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._at_exit = atexit.register(_flushing(weakref.ref(self)))
+
+    # -- for the store
+
+    def stored(self, ids: Sequence[int], keys: list[bytes], now: Identity) -> None:
+        """A sequence is kept. `keys`: of its full blocks, at least of one."""
+        with self._change:
+            if self._ended or not keys:
+                return
+            for key in keys:
+                self._waiting.pop(key, None)  # what it goes on from
+            self._waiting[keys[-1]] = (tuple(ids), keys, now)
+            if self._thread is None or not self._thread.is_alive():  # as in a child after a fork
+                self._thread = threading.Thread(target=self._work, name="ballonet-prefixes", daemon=True)
+                self._thread.start()
+            self._change.notify_all()
+
+    def find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[Run]:
+        """Of a prompt: what files have of it behind the first `count` blocks, without a gap. `keys`: of its full
+        blocks. On the thread of the request."""
+        try:
+            return self._find(keys, count, ids, now)
+        except _FAILURES:
+            return []
+
+    def _find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[Run]:
+        files, runs, reached = self._files(now), list[Run](), count
+        end = count + (files.match(keys[count:]) if files is not None else 0)
+        while files is not None and reached < end:
+            saved = files.load(keys[reached])
+            if saved is None:
+                break
+            first = reached - saved.part.keys.index(keys[reached])
+            alike = 0
+            for mine, theirs in zip(keys[reached:], saved.part.keys[reached - first :], strict=False):
+                span = slice((reached + alike) * self._block, (reached + alike + 1) * self._block)
+                held = slice(span.start - first * self._block, span.stop - first * self._block)
+                if mine != theirs or list(saved.ids[held]) != list(ids[span]):
+                    break
+                alike += 1
+            if not alike:
+                break
+            source = FileRun(saved, first * self._block, torch_device(self._device))
+            runs.append(Run(source, reached * self._block, (reached + alike) * self._block))
+            reached += alike
+        return runs
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Waits until all that is stored is written, or will not be; whether that came within so many seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._change:
+            total = len(self._waiting) + self._busy
+            if not total:
+                return True
+            with steps("writing prefixes", total) as told:
+                while left := len(self._waiting) + self._busy:
+                    told(f"{left} left")
+                    if self._thread is None or not self._thread.is_alive():
+                        return False
+                    if not self._change.wait(None if end is None else max(0.0, end - time.monotonic())):
+                        return False
+        return True
+
+    def close(self) -> None:
+        """Nothing more is written: who wants that calls `flush` before. Waits for nobody."""
+        with self._change:
+            self._ended = True
+            self._waiting.clear()
+            self._change.notify_all()
+        atexit.unregister(self._at_exit)
+
+    # -- behind
+
+    def _work(self) -> None:
+        """The thread, which ends when there is nothing to do."""
+        try:
+            while True:
+                with self._change:
+                    self._busy = False
+                    self._change.notify_all()
+                    if not self._waiting:
+                        self._thread = None
+                        return
+                    ids, keys, now = self._waiting.pop(next(iter(self._waiting)))
+                    self._busy = True
+                with suppress(Gone, *_FAILURES), relaxed(self._device):
+                    self._save(ids, keys, now)
+        finally:
+            with self._change:
+                if self._thread is threading.current_thread():  # by an error
+                    self._thread, self._busy = None, False
+                    self._waiting.clear()
+                    self._change.notify_all()
+
+    def _save(self, ids: Sequence[int], keys: Sequence[bytes], now: Identity) -> None:
+        files = self._files(now)
+        reached = files.match(keys) if files is not None else len(keys)
+        while files is not None and reached < len(keys):
+            end = min(reached + BLOCKS, len(keys))
+            tensors = self._read_out(ids, now, reached * self._block, end * self._block)
+            after = keys[reached - 1] if reached else b""
+            window = ids[reached * self._block : end * self._block]
+            if tensors is None or not files.save(keys[reached:end], window, tensors, after):
+                return
+            reached = end
+
+    def _read_out(self, ids: Sequence[int], now: Identity, start: int, end: int) -> dict[str, Array] | None:
+        """On the host. None where somebody else uses the tokens, or they are gone."""
+        tensors = {}
+        with torch.no_grad(), self._aside(), self._read(ids, now, start, end) as parts:
+            if parts is None:
+                return None
+            for layer in parts.layers:
+                for kind, tensor in zip(("keys", "values"), parts(layer), strict=True):
+                    if tensor.dtype not in _DTYPES:
+                        return None
+                    tensors[f"{layer}.{kind}"] = _array(tensor)
+        return tensors
+
+    def _aside(self) -> AbstractContextManager[object]:
+        """A stream of its own: what it copies waits for nothing that a request computes."""
+        place = torch_device(self._device)
+        if place.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(place)
+        return torch.cuda.stream(self._stream)
+
+    def _files(self, now: Identity) -> PrefixFiles | None:
+        """Those for the model as it is now. None where it has changed meanwhile."""
+        model = self._model()
+        if model is None:
+            return None
+        with self._naming:
+            if self._known is None or self._known[0] != now.weights:
+                found = fingerprint(model, self._device)
+                if Looks(model).now().weights != now.weights:
+                    return None
+                self._known = now.weights, found
+            salt = self._known[1] + now.settings
+            if salt not in self._folders:
+                self._folders[salt] = PrefixFiles(self._directory, self._limit, salt)
+            return self._folders[salt]
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """A copy on the host, in memory that is not the pool's."""
+    memory = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
+    torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return Array(_DTYPES[tensor.dtype], tuple(tensor.shape), memory.data)
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """Over the same memory."""
+    dtype = next(dtype for dtype, name in _DTYPES.items() if name == array.dtype)
+    return torch.frombuffer(array.data, dtype=torch.uint8).view(dtype).view(array.shape)
+
+
+def _flushing(saver: weakref.ref[Saver]) -> Callable[[], None]:
+    def flush() -> None:
+        if (found := saver()) is not None:
+            found.flush(PATIENCE)
+
+    return flush

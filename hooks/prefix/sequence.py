@@ -1,0 +1,306 @@
+"""One kept sequence: the cache of a finished request, and the tokens that lie in it. What copies from one to another.
+
+Note [In use elsewhere]
+    Layers of a sequence that another thread's request goes on with may be read up to the tokens that it went on from:
+    it only appends behind those. But pages of them that were led to the host may be led anywhere for a moment while it
+    computes. So they are read under a lease, which keeps pages where they are, and only if none is away then. Where any
+    flies nobody leases them: who computes could not bring them to rest meanwhile, should he have to.
+
+Note [Order]
+    What a stream has written another one may read once it waits for that, and what one reads another may overwrite once
+    it waits for that: `written` and `read` are events of CUDA's. On a CPU all is done when the call returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+import torch
+
+from ...allocator.errors import BallonetError
+from ...offload.govern.kv_tier import KVTier
+from ..kv.grouping import CacheRanges
+from ..kv.layer import ElasticLayer
+from ..kv.range import KVRange
+from ..lease import ForwardLease, Holding
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Gone(Exception):
+    """The tokens of `source` cannot be read."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self.source = source
+
+
+class Source(Protocol):
+    """Where tokens are read from: a kept sequence, or a file (saving.py)."""
+
+    @property
+    def disk(self) -> bool:
+        """Is it a file?"""
+
+    @property
+    def away(self) -> float:
+        """Part of it that is not on the device."""
+
+    def holds(self, layer: int) -> bool:
+        """Does that layer hold tokens?"""
+
+    def part(self, layer: int, start: int, end: int) -> Pair:
+        """Keys and values of a layer, [1, heads, end - start, dim], on the device. Gone."""
+
+    def leased(self, end: int) -> AbstractContextManager[None]:
+        """The tokens [0, end) stay where they are. Gone."""
+
+    def after_writes(self) -> None:
+        """What the present stream is given from now on may read."""
+
+    def was_read(self) -> None:
+        """By what the present stream was given so far."""
+
+
+class Run(NamedTuple):
+    """The tokens [start, end) of a prompt, which lie at the same place of `source`."""
+
+    source: Source
+    start: int
+    end: int
+
+
+class KeptSequence:
+    """Tokens [0, n) whose keys and values lie in `layers`, but for those that its ranges are missing."""
+
+    disk: Final = False
+
+    def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes) -> None:
+        """`layers`: of its cache; those that are used lie in ranges."""
+        self.layers = list(layers)
+        self.ids = list(ids)
+        self.salt = salt
+        self.keys: list[bytes] = []  # of its blocks, the last one of which may be partial
+        self.first = 0  # tokens before this one are others'
+        self.late = False  # has it pages to give up that were being read?
+        self.out = False  # a request goes on with it
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()  # requests that are copying from it
+        self.written: Any = None  # see Note [Order]
+        self.read: dict[int, Any] = {}  # by stream, the last one of each
+        self._noting = threading.Lock()  # of `read`
+
+    @property
+    def used(self) -> list[ElasticLayer]:
+        """The layers that hold tokens; a model may have some that never do."""
+        return [layer for layer in self.layers if isinstance(layer, ElasticLayer) and layer.is_initialized]
+
+    @property
+    def homes(self) -> list[KVRange]:
+        """Its ranges."""
+        return [home for layer in self.used if (home := layer.home) is not None]
+
+    @property
+    def held(self) -> int:
+        """Pages under it, wherever they are."""
+        return sum(home.held for home in self.homes)
+
+    @property
+    def missing(self) -> int:
+        """Tokens, from the first one on, that others have to give."""
+        return max((home.missing for home in self.homes), default=0)
+
+    @property
+    def dirty(self) -> int:
+        """Of these, full ones of which only the device has the bytes: who takes one needs a page of the host."""
+        return sum(home.pages.dirty for home in self.homes)
+
+    @property
+    def fixed(self) -> int:
+        """Of these, those that cannot be taken, as they are not full."""
+        return self.held - sum(home.pages.full for home in self.homes)
+
+    @property
+    def away(self) -> float:
+        """Part of its pages that lies on the host."""
+        tiers = self._tiers()
+        for tier in tiers:
+            tier.look()
+        return sum(tier.displaced for tier in tiers) / max(1, self.held)
+
+    def holds(self, layer: int) -> bool:
+        """Does that layer hold tokens?"""
+        found = self.layers[layer]
+        return isinstance(found, ElasticLayer) and bool(found.is_initialized)
+
+    def idle(self, kept: bool) -> None:
+        """To the governor: nobody uses it, or somebody does from now on."""
+        for tier in self._tiers():
+            tier.kept = kept
+
+    def _tiers(self) -> list[KVTier]:
+        found = {id(layer.ranges): layer.ranges.tier for layer in self.used}
+        return [tier for tier in found.values() if tier is not None]
+
+    def trim(self) -> None:
+        """Its ranges hold no more tokens than it has."""
+        for layer in self.used:
+            if (more := layer.get_seq_length() - len(self.ids)) > 0:
+                layer.crop(-more)
+
+    def let_go(self) -> None:
+        """Its pages go back."""
+        for layer in self.used:
+            layer.reset()
+        self.layers.clear()
+
+    def hollow(self, tokens: int) -> None:
+        """Others hold the first so many tokens from now on."""
+        for home in self.homes:
+            home.hollow(tokens)
+
+    # -- see Note [Order]
+
+    def was_written(self) -> None:
+        """By what the present stream was given so far."""
+        stream = self._stream()
+        self.written = None if stream is None else stream.record_event()
+
+    def was_read(self) -> None:
+        """By what the present stream was given so far."""
+        if (stream := self._stream()) is not None:
+            with self._noting:
+                self.read[stream.cuda_stream] = stream.record_event()
+
+    def after_writes(self) -> None:
+        """What the present stream is given from now on may read."""
+        if self.written is not None and (stream := self._stream()) is not None:
+            stream.wait_event(self.written)
+
+    def after_reads(self) -> None:
+        """What the present stream is given from now on may write."""
+        self.after_writes()
+        if self.read and (stream := self._stream()) is not None:
+            with self._noting:
+                while self.read:
+                    stream.wait_event(self.read.popitem()[1])
+
+    def _stream(self) -> Any:
+        """The present stream of this thread, None on a CPU."""
+        device = next((home.shape.device for home in self.homes), None)
+        return None if device is None or device.type != "cuda" else torch.cuda.current_stream(device)
+
+    def part(self, layer: int, start: int, end: int) -> Pair:
+        """Keys and values of a layer, to be read by kernels: see prefill.py, Note [One place at a time]. Gone."""
+        try:
+            keys, values = self.layers[layer].part(start, end)
+        except BallonetError as error:
+            raise Gone(self) from error
+        if end - start == 1:  # contiguous, which copies of the driver's are made of
+            one = torch.zeros(1, dtype=torch.int64, device=keys.device)
+            return keys.index_select(2, one), values.index_select(2, one)
+        return keys, values
+
+    @contextmanager
+    def leased(self, end: int) -> Iterator[None]:
+        """The tokens [0, end) stay where they are. Gone where they are not to be read; see Note [In use elsewhere]."""
+        if self.out and any(home.pages.unsettled for home in self.homes):
+            raise Gone(self)
+        with ExitStack() as stack:
+            for group in {id(home.group): home.group for home in self.homes}.values():
+                stack.enter_context(Holding(group))
+            if self.out:
+                for home in self.homes:
+                    first, last = home.geometry.pieces(home.missing), home.geometry.pieces(end)
+                    if any(home.range.backing(piece) != "device" for piece in range(first, last)):
+                        raise Gone(self)
+            yield
+
+
+def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[Run]], pads: Sequence[int]) -> None:
+    """Fills the unused `layers` of a cache with what lies elsewhere: in row b behind pads[b] columns the tokens of
+    rows[b], so that all are equally long with their pads. Gone, torch.OutOfMemoryError, DriverError."""
+    with reading([run for runs in rows for run in runs]) as sources:
+        for number, layer in enumerate(layers):
+            if not any(source.holds(number) for source in sources):
+                continue
+            if len(rows) == 1 and not pads[0]:
+                for run in rows[0]:
+                    layer.update(*run.source.part(number, run.start, run.end))
+            else:
+                layer.update(*_side_by_side(number, rows, pads))
+
+
+def fill_in(sequence: KeptSequence, runs: Sequence[Run]) -> None:
+    """Gives a sequence what its ranges are missing. `runs`: whose tokens are its own, from the first one on. Gone,
+    torch.OutOfMemoryError, DriverError; it is then as before."""
+    with reading(runs):
+        for number, layer in enumerate(sequence.layers):
+            home = layer.home if sequence.holds(number) else None
+            if home is None or not home.missing:
+                continue
+            if not home.refillable:
+                raise Gone(sequence)
+            with home.filling() as missing:
+                for run in runs:
+                    if run.start < (end := min(run.end, missing)):
+                        layer.write(run.start, *run.source.part(number, run.start, end))
+
+
+def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: CacheRanges) -> list[Any]:
+    """Of one sequence of a cache, its row, the tokens of the columns [start, end), in layers of its own over `ranges`.
+    torch.OutOfMemoryError, DriverError."""
+    lease = ForwardLease()
+    try:
+        lease.open()
+        made = []
+        for layer in layers:
+            if not isinstance(layer, ElasticLayer) or not layer.is_initialized:
+                made.append(layer)
+                continue
+            made.append(ElasticLayer(ranges))
+            if layer.home is not None:
+                lease.enter_group(layer.home.group)
+            keys, values = cast(Pair, (layer.keys, layer.values))
+            made[-1].update(keys[row : row + 1, :, start:end], values[row : row + 1, :, start:end])
+        return made
+    finally:
+        lease.close()
+
+
+def _side_by_side(number: int, rows: Sequence[Sequence[Run]], pads: Sequence[int]) -> Pair:
+    """Keys and values of a layer, [rows, heads, pads and tokens, dim]."""
+    found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
+    columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
+    some = next(parts for parts in found if parts)[0]
+    whole = tuple(each.new_zeros(len(rows), each.shape[1], columns, each.shape[3]) for each in some)
+    for row, (pad, runs, parts) in enumerate(zip(pads, rows, found, strict=True)):
+        for run, part in zip(runs, parts, strict=True):
+            for into, tokens in zip(whole, part, strict=True):
+                into[row : row + 1, :, pad + run.start : pad + run.end].copy_(tokens)
+    return whole[0], whole[1]
+
+
+@contextmanager
+def reading(runs: Iterable[Run]) -> Iterator[list[Source]]:
+    """The tokens of the runs stay where they are, and what reads them is ordered."""
+    ends: dict[Source, int] = {}
+    for run in runs:
+        ends[run.source] = max(run.end, ends.get(run.source, 0))
+    lease = ForwardLease()
+    try:
+        lease.open()
+        with ExitStack() as stack:
+            for source, end in ends.items():
+                stack.enter_context(source.leased(end))
+                source.after_writes()
+            try:
+                yield list(ends)
+            finally:
+                for source in ends:
+                    source.was_read()
+    finally:
+        lease.close()

@@ -1,0 +1,210 @@
+"""`generate()` of a model with a store of prefixes: it begins with what is stored, and what it leaves behind is kept.
+
+Note [Around generate]
+    While any such model is managed `generate` of GenerationMixin is wrapped, on the class, so that the model itself
+    carries nothing. Stock code does everything: the cache that it has just made (`generation.listening`) is filled with
+    what is stored of the prompt, which is the documented way to go on from a cache, and when it returns its layers are
+    kept. So what comes out is what comes out for whoever holds such a `DynamicCache` by hand. With the last model all
+    goes back to what it was; where someone else has wrapped ours meanwhile, ours stays below and passes on.
+
+Note [Whose cache]
+    Layers are kept as they are if nobody else can have them: one sequence without padding, and the cache is gone when
+    `generate()` has returned. Otherwise each sequence is copied to layers of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...allocator.errors import BallonetError, PoolExhausted
+from ...allocator.interrupts import Farewell
+from ..compat import GenerationMixin
+from ..kv import generation
+from ..kv.grouping import CacheRanges
+from .identity import Identity
+from .reasons import why_not
+from .sequence import KeptSequence, taken_out
+from .store import Lookup, PrefixStore
+
+_lock = threading.RLock()  # a model may be collected, and so detached, anywhere
+_stores: dict[int, PrefixStore] = {}  # by id of a model that lives
+_undo: list[Callable[[], None]] = []
+
+_FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError)
+
+
+def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
+    """`generate()` of the model uses the store until the returned function is called (again does nothing) or the model
+    is gone."""
+    with _lock:
+        if not _undo:
+            _undo.append(_patch())
+        _stores[id(model)] = store
+    return Farewell(model, partial(_detach, id(model)))
+
+
+def _detach(key: int) -> None:
+    with _lock:
+        _stores.pop(key, None)
+        if not _stores:
+            while _undo:
+                _undo[-1]()
+                _undo.pop()
+
+
+def _patch() -> Callable[[], None]:
+    owner: Any = GenerationMixin
+    stock = vars(owner)["generate"]
+
+    @functools.wraps(stock)
+    def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+        # Asked first, so that a compiler that traces this sees nothing else.
+        store = None if torch.compiler.is_compiling() else _stores.get(id(model))
+        if store is None:
+            return stock(model, *args, **kwargs)
+        request = _Request(store, model, args, kwargs)
+        try:
+            with generation.listening(request):
+                result = stock(model, *args, **kwargs)
+        except BaseException:
+            request.broken_off()
+            raise
+        request.ended(result)
+        return result
+
+    def undo() -> None:
+        if vars(owner).get("generate") is generate:
+            owner.generate = stock
+
+    owner.generate = generate
+    return undo
+
+
+class _Request:
+    """One call of `generate()`."""
+
+    def __init__(self, store: PrefixStore, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.model = model
+        self._store = store
+        self._user = kwargs
+        self._ids: Any = next(
+            (each for each in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if each is not None), None
+        )
+        self._lookup = Lookup()
+        Farewell(self, partial(store.lose, self._lookup))
+        self._now: Identity | None = None  # where the store was asked
+        self._layers: list[Any] = []
+        self._pads: list[int] = []
+        self._cache: Callable[[], Any] = _nothing
+        self._beams = 1
+        self._ends: frozenset[int] = frozenset()
+
+    def prepared(self, given: dict[str, Any]) -> None:
+        """See generation.Listener."""
+        config, kwargs = given["generation_config"], given["model_kwargs"]
+        expand = max(config.num_beams or 1, config.num_return_sequences or 1)
+        ids = self._ids if isinstance(self._ids, torch.Tensor) else None
+        if reason := why_not(self.model, ids, self._user, given, expand):
+            self._store.counts.why_not[reason] += 1
+            return
+        assert ids is not None
+        mask = kwargs.get("attention_mask")
+        pads = [0] * len(ids) * expand if mask is None else (mask == 0).sum(dim=1).tolist()
+        rows = [row for row in ids.tolist() for _ in range(expand)]
+        cache = kwargs["past_key_values"]
+        self._beams = config.num_beams or 1
+        self._ends = _ends(config.eos_token_id)
+        self._pads = pads
+        self._now = now = self._store.identity()
+        with torch.no_grad():
+            self._store.take(
+                self._lookup,
+                cache.layers,
+                [row[pad:] for row, pad in zip(rows, pads, strict=True)],
+                pads,
+                now,
+                movable=not config.return_dict_in_generate,
+            )
+        self._layers = list(cache.layers)
+        self._cache = weakref.ref(cache)
+
+    def ended(self, result: Any) -> None:
+        """With what `generate()` returns."""
+        if self._now is None:
+            return
+        try:
+            with torch.no_grad():
+                self._keep(result if isinstance(result, torch.Tensor) else result.sequences, self._now)
+        except _FAILURES as error:
+            self._store.counts.why_not[f"storing failed: {type(error).__name__}"] += 1
+            self.broken_off()
+
+    def broken_off(self) -> None:
+        """By an exception: what it went on from is still right. The cache that its frames still have loses it."""
+        sequence, now = self._lookup.sequence, self._now
+        if sequence is not None and now is not None:
+            if (cache := self._cache()) is not None:
+                cache.layers = []
+            with suppress(*_FAILURES):
+                self._store.give_back(sequence, now)
+                self._lookup.sequence = None
+
+    def _keep(self, tokens: torch.Tensor, now: Identity) -> None:
+        """`tokens`: of the prompts and what came after them, int[sequences, tokens]."""
+        lookup, step = self._lookup, self._beams
+        held = self._cache() is not None
+        ids = self._ids.tolist() if step > 1 else tokens.tolist()
+        known = min(len(ids[0]), *(layer.get_seq_length() for layer in self._layers if layer.is_initialized))
+        if self._store.identity() != now:
+            self._drop()
+        elif len(ids) == 1 and step == 1 and not self._pads[0] and not held:
+            sequence = lookup.sequence or KeptSequence(self._layers, (), now.settings)
+            sequence.ids = ids[0][:known]
+            self._give(sequence, now)
+        else:
+            for number, row in enumerate(ids):
+                pad = self._pads[number * step]
+                row = _up_to_end(row[pad:known], len(self._ids[0]) - pad, self._ends)
+                if self._store.missing(row, now):
+                    ranges = CacheRanges.of(self.model.config, len(self._layers), len(row), alone=True)
+                    layers = taken_out(self._layers, number * step, pad, pad + len(row), ranges)
+                    self._drop()  # what it had moved, if anything, is in other hands now
+                    self._give(KeptSequence(layers, row, now.settings), now)
+            self._drop()
+
+    def _give(self, sequence: KeptSequence, now: Identity) -> None:
+        self._lookup.sequence = sequence
+        self._store.keep(sequence, now)
+        self._lookup.sequence = None
+
+    def _drop(self) -> None:
+        """Whoever holds the cache keeps its layers; the store has others, or none."""
+        if (sequence := self._lookup.sequence) is not None:
+            if self._cache() is not None:
+                sequence.layers.clear()
+            self._store.drop(sequence)
+            self._lookup.sequence = None
+
+
+def _up_to_end(row: list[int], prompt: int, ends: frozenset[int]) -> list[int]:
+    """Without what comes behind the end of what was generated."""
+    return row[: next((n + 1 for n in range(prompt, len(row)) if row[n] in ends), len(row))]
+
+
+def _ends(tokens: Any) -> frozenset[int]:
+    if tokens is None:
+        return frozenset()
+    return frozenset({tokens} if isinstance(tokens, int) else tokens)
+
+
+def _nothing() -> None:
+    """The cache of a request that has none."""

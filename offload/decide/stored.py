@@ -1,0 +1,69 @@
+"""Which files of stored prefixes go when a folder is full, pure.
+
+A run of blocks is of no use without those before it, so its uses count for them as well: what goes first is the file
+whose last use, and that of all that continue it, is the longest ago, and of equals the one furthest from the beginning
+of its prompt. So nothing that is left continues what is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A run of blocks of a chain. `keys`: of the blocks, in order; `after`: of the block before them, empty where they
+    begin the prompt; `salt`: what the keys are for (model, dtype, adapter, ...)."""
+
+    salt: bytes
+    after: bytes
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A file. `used`: when it was last, ns. `part`: None where nobody here knows what is in it."""
+
+    name: str
+    inode: int
+    nbytes: int
+    used: int
+    part: Part | None
+
+
+def before(files: Iterable[Stored], part: Part) -> list[Stored]:
+    """Those that a run continues, as far as they are there: the one just before it, the one before that, ..."""
+    return _before(_by_key(files), part)
+
+
+def leaving(files: Collection[Stored], excess: int, kept: Collection[str] = ()) -> list[Stored] | None:
+    """Those to remove, in this order, so that so many bytes go: none that is `kept` (by name). None where that is not
+    possible."""
+    holders = _by_key(files)
+    used = {each.name: each.used for each in files}
+    depth = dict.fromkeys(used, 0)
+    for each in files:
+        continued = _before(holders, each.part) if each.part is not None else []
+        depth[each.name] = len(continued)
+        for other in continued:
+            used[other.name] = max(used[other.name], each.used)
+    gone = []
+    for each in sorted(files, key=lambda each: (used[each.name], -depth[each.name], each.name)):
+        if excess > 0 and each.name not in kept:
+            gone.append(each)
+            excess -= each.nbytes
+    return gone if excess <= 0 else None
+
+
+def _by_key(files: Iterable[Stored]) -> dict[tuple[bytes, bytes], Stored]:
+    return {(each.part.salt, key): each for each in files if each.part is not None for key in each.part.keys}
+
+
+def _before(holders: Mapping[tuple[bytes, bytes], Stored], part: Part) -> list[Stored]:
+    found: list[Stored] = []
+    reached = holders.get((part.salt, part.after))
+    while reached is not None and reached.part is not None and reached not in found:
+        found.append(reached)
+        reached = holders.get((reached.part.salt, reached.part.after))
+    return found

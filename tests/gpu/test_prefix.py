@@ -1,0 +1,291 @@
+"""Conversations go on from what is stored, with the tokens of a cache that is held by hand: turns, batches, chaos,
+streams, threads, graphs of pages that left and came back, and another process that finds them in files."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+import ballonet
+from ballonet.allocator.errors import BudgetInUse
+
+from .. import models
+from .scene import Captured, Place, everywhere, play
+
+PAGES = 512
+HOST_PAGES = 512
+TOKENS = 8  # of an answer
+Ids = list[int]
+
+
+class Talk:
+    """One conversation, turn by turn: with a model that keeps prefixes, or with stock and a cache held by hand."""
+
+    def __init__(self, model: Any, place: Place, seed: int, cache: DynamicCache | None = None) -> None:
+        self._model = model
+        self._place = place
+        self._random = torch.Generator().manual_seed(seed)
+        self._cache = cache
+        self.said: Ids = []
+
+    def turn(self, words: int) -> Ids:
+        """So many new tokens are asked; returns the answer."""
+        self.said += torch.randint(2, models.VOCABULARY, (words,), generator=self._random).tolist()
+        ids = torch.tensor([self.said], device=self._place.kind)
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+        if self._cache is not None:
+            settings["past_key_values"] = self._cache
+        found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        answer: Ids = found[0, ids.shape[1] :].tolist()
+        self.said += answer
+        return answer
+
+
+def speaker(place: Place) -> Any:
+    """A model whose cache takes pages of every layer, as it is on the device."""
+    hidden, length = (512, 8192) if place.cuda else (64, 4096)
+    model = models.build("llama", hidden_size=hidden, num_hidden_layers=4, max_position_embeddings=length)
+    return model.to(place.kind, torch.bfloat16 if place.cuda else torch.float32)
+
+
+def words(place: Place) -> tuple[int, ...]:
+    """New tokens of each turn: the first one fills several blocks."""
+    return (1500, 40, 300, 1, 7) if place.cuda else (600, 40, 90, 1, 7)
+
+
+def expected(model: Any, place: Place, seeds: range) -> list[list[Ids]]:
+    """The answers of stock, by conversation and turn."""
+    talks = [Talk(model, place, seed, DynamicCache(config=model.config)) for seed in seeds]
+    return [[talk.turn(count) for count in words(place)] for talk in talks]
+
+
+def compare(found: list[list[Ids]], wanted: list[list[Ids]]) -> None:
+    for talk, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for turn, (answer, right) in enumerate(zip(mine, theirs, strict=True)):
+            assert answer == right, f"conversation {talk}, turn {turn}: {answer}, by hand {right}"
+
+
+def reused(managed: ballonet.Managed) -> int:
+    assert managed.prefixes is not None
+    return managed.prefixes.counts.hits
+
+
+def finish(place: Place, managed: ballonet.Managed) -> None:
+    """Nothing is left behind."""
+    place.synchronize()
+    place.device.check()
+    managed.release()
+    gc.collect()
+
+
+def conversations(place: Place, chaos: int | None) -> None:
+    """Three of them, turn about."""
+    model, seeds = speaker(place), range(3)
+    wanted = expected(model, place, seeds)
+    managed = ballonet.manage(model, prefix_cache=True, chaos=chaos)
+    talks = [Talk(model, place, seed) for seed in seeds]
+    turns = [[talk.turn(count) for talk in talks] for count in words(place)]
+    compare([list(each) for each in zip(*turns, strict=True)], wanted)
+    assert reused(managed) >= 3 * words(place)[0], "the first turn was computed again"
+    finish(place, managed)
+
+
+@everywhere
+def test_conversations_turn_about(kind: str) -> None:
+    play(conversations, kind, PAGES, HOST_PAGES, chaos=None)
+
+
+@everywhere
+def test_conversations_while_pages_move(kind: str) -> None:
+    play(conversations, kind, PAGES, HOST_PAGES, chaos=3)
+
+
+def a_batch(place: Place) -> None:
+    """Prompts that go on from different conversations, padded on the left. Kernels round a batch otherwise than one
+    prompt: only the first token of each answer is compared with that of the conversation alone, in float32."""
+    model = speaker(place).float()
+    first = words(place)[0]
+    talks = [Talk(model, place, seed, DynamicCache(config=model.config)) for seed in range(2)]
+    wanted = [[talk.turn(count) for count in (first + seed, 9)] for seed, talk in enumerate(talks)]
+    managed = ballonet.manage(model, prefix_cache=True)
+    for seed in range(2):
+        talk = Talk(model, place, seed)
+        assert talk.turn(first + seed) == wanted[seed][0]
+    prompts = [talk.said[:-TOKENS] for talk in talks]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[models.PAD] * (longest - len(each)) + each for each in prompts], device=place.kind)
+    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=place.kind)
+    before = reused(managed)
+    settings = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
+    found = model.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
+    assert reused(managed) - before >= 2 * first
+    assert found[0][0] == wanted[0][1][0]
+    assert found[1][0] == wanted[1][1][0]
+    finish(place, managed)
+
+
+@everywhere
+def test_a_batch_of_different_prefixes(kind: str) -> None:
+    play(a_batch, kind, PAGES, HOST_PAGES)
+
+
+def on_lanes(place: Place) -> None:
+    """Each turn on another stream than the one before, with work that is still running when the turn begins."""
+    model, seeds = speaker(place), range(2)
+    wanted = expected(model, place, seeds)
+    managed = ballonet.manage(model, prefix_cache=True)
+    talks, lanes = [Talk(model, place, seed) for seed in seeds], [place.lane() for _ in range(3)]
+    found: list[list[Ids]] = [[] for _ in seeds]
+    for turn, count in enumerate(words(place)):
+        for number, talk in enumerate(talks):
+            lane = lanes[(turn + number) % len(lanes)]
+            with lane():
+                if turn % 2:
+                    place.sleep()
+                found[number].append(talk.turn(count))
+    compare(found, wanted)
+    finish(place, managed)
+
+
+@everywhere
+def test_turns_on_different_streams(kind: str) -> None:
+    play(on_lanes, kind, PAGES, HOST_PAGES)
+
+
+def at_once(place: Place) -> None:
+    """Threads that talk at the same time, two of them about the same."""
+    model, seeds = speaker(place), range(2)
+    wanted = expected(model, place, seeds)
+    managed = ballonet.manage(model, prefix_cache=True)
+    found: dict[int, list[Ids]] = {}
+    failed: list[BaseException] = []
+
+    def speak(number: int) -> None:
+        try:
+            talk = Talk(model, place, seeds[number % 2])
+            found[number] = [talk.turn(count) for count in words(place)]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=speak, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+    compare([found[number] for number in range(3)], [wanted[number % 2] for number in range(3)])
+    finish(place, managed)
+
+
+@everywhere
+def test_threads_that_talk_at_once(kind: str) -> None:
+    play(at_once, kind, PAGES, HOST_PAGES)
+
+
+def and_away(place: Place) -> None:
+    """Between the turns the budget is so low that what is stored leaves the device."""
+    model, seeds = speaker(place), range(2)
+    wanted = expected(model, place, seeds)
+    managed = ballonet.manage(model, interval=None, prefix_cache=True)
+    talks = [Talk(model, place, seed) for seed in seeds]
+    found: list[list[Ids]] = [[] for _ in seeds]
+    for count in words(place):
+        for number, talk in enumerate(talks):
+            found[number].append(talk.turn(count))
+        place.empty_cache()
+        squeeze(place)
+    compare(found, wanted)
+    assert ballonet.stats().copied.kv_d2h > 0, "nothing had to leave"
+    finish(place, managed)
+
+
+def squeeze(place: Place) -> None:
+    """The budget is as small as it can be for a moment."""
+    pages = sum(ballonet.stats().pages.values())
+    try:
+        ballonet.set_budget(max(1, pages - place.pages("kv")) * place.page)
+    except BudgetInUse as error:
+        if error.smallest < pages * place.page:
+            ballonet.set_budget(error.smallest)
+    finally:
+        ballonet.set_budget(PAGES * place.page)
+
+
+@everywhere
+def test_prefixes_that_left_the_device(kind: str) -> None:
+    play(and_away, kind, PAGES, HOST_PAGES)
+
+
+def changed_weights(place: Place) -> None:
+    """What was stored before a weight changed is not used after it."""
+    model = speaker(place)
+    managed = ballonet.manage(model, prefix_cache=True)
+    Talk(model, place, 0).turn(words(place)[0])
+    before = reused(managed)
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(1.5)
+    answer = Talk(model, place, 0).turn(words(place)[0])
+    assert reused(managed) == before
+    finish(place, managed)
+    assert answer == Talk(model, place, 0, DynamicCache(config=model.config)).turn(words(place)[0])
+
+
+@everywhere
+def test_a_changed_weight_ends_what_was_stored(kind: str) -> None:
+    play(changed_weights, kind, PAGES, HOST_PAGES)
+
+
+def beside_captures(place: Place, folder: str) -> None:
+    """What is stored is read and written behind while graphs are captured, in the mode that forbids other threads
+    most."""
+    model = speaker(place)
+    wanted = expected(model, place, range(1))
+    managed = ballonet.manage(model, prefix_cache=True, prefix_dir=folder)
+    prefixes = managed.prefixes
+    assert prefixes is not None
+    talk, ones = Talk(model, place, 0), torch.ones(64, device=place.kind)
+    found: list[Ids] = []
+    for count in words(place):
+        found.append(talk.turn(count))
+        deadline, written = time.monotonic() + 60, False
+        while not written:
+            assert time.monotonic() < deadline
+            captured = Captured(place, lambda: (ones * 3,))
+            written = prefixes.flush(0)
+            assert captured.replay()[0].eq(3).all().item()
+            del captured
+    compare([found], wanted)
+    assert list(Path(folder).iterdir())
+    del prefixes
+    finish(place, managed)
+
+
+@everywhere
+def test_files_are_written_while_graphs_are_captured(kind: str, tmp_path: Path) -> None:
+    play(beside_captures, kind, PAGES, HOST_PAGES, folder=str(tmp_path))
+
+
+def in_files(place: Place, folder: str, again: bool) -> None:
+    """One process writes, another one with the same model reads."""
+    model = speaker(place)
+    wanted = expected(model, place, range(1))
+    managed = ballonet.manage(model, prefix_cache=True, prefix_dir=folder)
+    talk = Talk(model, place, 0)
+    compare([[talk.turn(count) for count in words(place)]], wanted)
+    assert managed.prefixes is not None
+    assert managed.prefixes.flush(60)
+    assert (managed.prefixes.counts.on_disk >= 256) == again
+    assert list(Path(folder).iterdir())
+    finish(place, managed)
+
+
+@everywhere
+def test_another_process_goes_on_from_files(kind: str, tmp_path: Path) -> None:
+    for again in (False, True):
+        play(in_files, kind, PAGES, HOST_PAGES, folder=str(tmp_path), again=again)

@@ -1,0 +1,762 @@
+"""Prefix files: what is read is what was written or nothing, whoever dies, writes, removes or damages meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from ballonet.offload.decide.stored import Part, Stored, before, leaving
+from ballonet.offload.move import prefix_file, prefix_files
+from ballonet.offload.move.prefix_file import Array, Damaged, OtherFormat
+from ballonet.offload.move.prefix_files import PrefixFiles
+
+BLOCK = 4
+SALT = b"model, bfloat16"
+
+
+def key(number: int) -> bytes:
+    return blake2b(b"%d" % number, digest_size=16).digest()
+
+
+def array(seed: int, nbytes: int) -> Array:
+    return Array("BF16", (nbytes // 2,), memoryview(bytearray(Random(seed).randbytes(nbytes))))
+
+
+def run(first: int, blocks: int = 1, nbytes: int = 64) -> tuple[list[bytes], list[int], dict[str, Array]]:
+    """Keys, ids and tensors of blocks that begin with this one."""
+    numbers = range(first, first + blocks)
+    ids = [token for number in numbers for token in range(number * BLOCK, (number + 1) * BLOCK)]
+    return [key(n) for n in numbers], ids, {"0.keys": array(first, nbytes), "0.values": array(first + 1000, nbytes)}
+
+
+def same(found: prefix_file.Saved | None, first: int, blocks: int = 1, nbytes: int = 64) -> bool:
+    keys, ids, tensors = run(first, blocks, nbytes)
+    assert found is not None
+    return (
+        found.part.keys == tuple(keys)
+        and list(found.ids) == ids
+        and found.tensors.keys() == tensors.keys()
+        and all(
+            (each.dtype, each.shape, bytes(each.data))
+            == (tensors[name].dtype, tensors[name].shape, tensors[name].data.tobytes())
+            for name, each in found.tensors.items()
+        )
+    )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def only(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> PrefixFiles:
+    return PrefixFiles(tmp_path / "prefixes", None, SALT)
+
+
+# -- what is written is read
+
+
+def test_what_is_saved_is_found_by_each_of_its_keys_and_by_another_process(files: PrefixFiles) -> None:
+    assert files.keys() == set()
+    assert files.load(key(1)) is None
+    assert files.save(*run(0, 3))
+    assert files.save(*run(3), after=key(2))
+    for each in (files, PrefixFiles(files.directory, None, SALT)):
+        assert each.keys() == {key(n) for n in range(4)}
+        assert all(same(each.load(key(n)), 0, 3) for n in range(3))
+        assert same(each.load(key(3)), 3)
+        assert each.load(key(4)) is None
+        assert [each.match(map(key, numbers)) for numbers in ((0, 1, 2, 3, 4), (1,), (9, 0), ())] == [4, 1, 0, 0]
+    after = files.load(key(3))
+    assert after is not None
+    assert (after.part.after, after.part.salt) == (key(2), SALT)
+    assert len(names(files.directory)) == 2
+    assert files.nbytes() == sum(each.stat().st_size for each in files.directory.iterdir())
+
+
+def test_a_file_is_one_that_safetensors_reads(files: PrefixFiles) -> None:
+    keys, ids, _ = run(7, 2)
+    numbers = np.arange(6, dtype=np.float32)
+    assert files.save(keys, ids, {"0.keys": Array("F32", (2, 3), memoryview(numbers).cast("B"))})
+    theirs = load_file(only(files.directory))
+    assert theirs.keys() == {"ids", "0.keys", "checksum"}
+    assert theirs["ids"].tolist() == ids
+    assert theirs["0.keys"].tolist() == numbers.reshape(2, 3).tolist()
+
+
+def test_the_bytes_go_where_the_caller_wants_them(files: PrefixFiles) -> None:
+    large = 3 * prefix_file.PIECE + 17 * 2
+    assert files.save(*run(0, nbytes=large))
+    memory = {name: np.zeros(large, np.uint8) for name in ("0.keys", "0.values")}
+
+    def room(name: str, dtype: str, shape: tuple[int, ...], nbytes: int) -> memoryview:
+        assert (dtype, shape, nbytes) == ("BF16", (large // 2,), large)
+        return memory[name].data
+
+    found = files.load(key(0), room)
+    assert same(found, 0, nbytes=large)
+    assert found is not None
+    assert all(np.shares_memory(np.asarray(found.tensors[name].data), memory[name]) for name in memory)
+    assert memory["0.values"].tobytes() == run(0, nbytes=large)[2]["0.values"].data.tobytes()
+
+
+def test_what_there_is_no_room_for_is_not_used(files: PrefixFiles) -> None:
+    for wrong in (None, memoryview(bytearray(63))):
+        assert files.save(*run(0))
+        with pytest.warns(RuntimeWarning, match="not what is kept of this model"):
+            assert files.load(key(0), lambda *_, given=wrong: given) is None
+        assert files.keys() == set()
+
+
+def test_another_salt_has_other_files(files: PrefixFiles) -> None:
+    other = PrefixFiles(files.directory, None, b"model, float32")
+    assert files.save(*run(0))
+    assert other.keys() == set()
+    assert other.load(key(0)) is None
+    keys, ids, tensors = run(0)
+    assert other.save(keys, ids, {name: array(9, 64) for name in tensors})
+    assert same(files.load(key(0)), 0)
+    assert not same(other.load(key(0)), 0)
+    other.clear()
+    assert other.keys() == set()
+    assert files.keys() == {key(0)}
+    assert len(names(files.directory)) == 1
+
+
+def test_what_another_version_wrote_is_left_alone(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_file, "FORMAT", "ballonet prefix 999")
+    assert files.save(*run(0))
+    monkeypatch.undo()
+    fresh = PrefixFiles(files.directory, None, SALT)
+    assert fresh.keys() == set()
+    assert fresh.load(key(0)) is None
+    assert files.load(key(0)) is None, "nor is it used by one who knew it"
+    assert fresh.nbytes() > 0, "it counts"
+    assert len(names(files.directory)) == 1
+
+
+@pytest.mark.parametrize("name", [prefix_file.IDS, prefix_file.CHECKSUM, "__metadata__"])
+def test_a_name_that_is_taken_is_refused(files: PrefixFiles, name: str) -> None:
+    with pytest.raises(ValueError, match="no tensor may be called"):
+        files.save([key(0)], [1], {name: array(0, 8)})
+    assert names(files.directory) == []
+
+
+def test_what_cannot_be_right_is_refused(files: PrefixFiles) -> None:
+    with pytest.raises(ValueError, match="the bytes 8 to 17"):
+        files.save([key(0)], [1], {"a": Array("BF16", (4,), memoryview(bytearray(9)))})
+    with pytest.raises(ValueError, match="keys"):
+        files.save([], [], {})
+    assert names(files.directory) == []
+
+
+# -- damage
+
+
+def whole(nbytes: int = 24) -> bytes:
+    """A file as it is written."""
+    part = Part(SALT, b"", (key(0), key(1)))
+    fd = os.memfd_create("prefix")
+    try:
+        prefix_file.write(fd, prefix_file.packed(part, range(2 * BLOCK), run(0, nbytes=nbytes)[2]))
+        return os.pread(fd, 2**20, 0)
+    finally:
+        os.close(fd)
+
+
+def content(data: bytes) -> tuple[object, ...] | None:
+    """What is read of a file of these bytes; None where it is refused."""
+    fd = os.memfd_create("prefix")
+    try:
+        os.pwrite(fd, data, 0)
+        found = prefix_file.read("", fd)
+        tensors = {name: (each.dtype, each.shape, bytes(each.data)) for name, each in found.tensors.items()}
+        return found.part, list(found.ids), tensors
+    except (Damaged, OtherFormat):
+        return None
+    finally:
+        os.close(fd)
+
+
+WHOLE = whole()
+
+
+def test_a_file_that_is_cut_anywhere_is_refused() -> None:
+    assert content(WHOLE) is not None
+    assert all(content(WHOLE[:length]) is None for length in range(len(WHOLE)))
+    assert content(WHOLE + b"\0") is None
+
+
+def test_a_file_with_any_bit_flipped_is_refused() -> None:
+    for place in range(len(WHOLE)):
+        for bit in range(8):
+            data = bytearray(WHOLE)
+            data[place] ^= 1 << bit
+            assert content(bytes(data)) is None, (place, bit)
+
+
+@given(st.data())
+def test_a_file_with_bytes_changed_put_in_or_left_out_is_refused(data: Any) -> None:
+    first = data.draw(st.integers(0, len(WHOLE)))
+    last = data.draw(st.integers(first, min(len(WHOLE), first + 64)))
+    changed = WHOLE[:first] + data.draw(st.binary(max_size=64)) + WHOLE[last:]
+    assert changed == WHOLE or content(changed) is None
+
+
+def test_pieces_are_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_file, "PIECE", 16)
+    cut = whole(nbytes=200)
+    assert content(cut) is not None
+    for place in range(0, len(cut), 7):
+        assert content(cut[:place] + bytes([cut[place] ^ 64]) + cut[place + 1 :]) is None, place
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-40] + b"?" + data[-39:]])
+def test_a_damaged_file_is_said_removed_and_written_again(files: PrefixFiles, damage: Callable[[bytes], bytes]) -> None:
+    assert files.save(*run(0))
+    path = only(files.directory)
+    path.write_bytes(damage(path.read_bytes()))
+    for each in (files, PrefixFiles(files.directory, None, SALT)):
+        if path.exists():
+            with pytest.warns(RuntimeWarning, match=r"is damaged: .*\. It is not used, and was removed"):
+                assert each.load(key(0)) is None
+        assert each.load(key(0)) is None
+        assert each.keys() == set()
+    assert names(files.directory) == []
+    assert files.save(*run(0))
+    assert same(files.load(key(0)), 0)
+
+
+def test_a_damaged_file_that_cannot_be_removed_is_said_once(
+    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files.save(*run(0))
+    path = only(files.directory)
+    path.write_bytes(path.read_bytes()[:100])
+    monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
+    fresh = PrefixFiles(files.directory, None, SALT)
+    with pytest.warns(RuntimeWarning, match="is left alone, as it cannot be removed"):
+        assert fresh.keys() == set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh._seen = -1
+        assert fresh.load(key(0)) is None
+    assert path.exists()
+    monkeypatch.undo()
+    assert fresh.save(*run(0))
+    assert same(fresh.load(key(0)), 0), "the one that took its place is used"
+
+
+def test_a_file_that_says_it_holds_something_else_is_refused(files: PrefixFiles) -> None:
+    assert files.save(*run(0))
+    assert files.save(*run(1))
+    first, second = (files.directory / prefix_files._name(Part(SALT, b"", (key(n),))) for n in range(2))
+    first.write_bytes(second.read_bytes())
+    with pytest.warns(RuntimeWarning, match="does not hold what it seemed to hold"):
+        assert files.load(key(0)) is None
+
+
+def test_only_files_of_this_kind_are_ever_touched(tmp_path: Path) -> None:
+    others = {
+        "model.safetensors": b"weights of somebody",
+        "prefix-1.safetensors": b"?",
+        f"prefix-{'0' * 32}.bin": b"?",
+        ".prefix.part": b"?",
+    }
+    for name, data in others.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / f"prefix-{'1' * 32}.safetensors").symlink_to("model.safetensors")
+    (tmp_path / f"prefix-{'2' * 32}.safetensors").mkdir()
+    files = PrefixFiles(tmp_path, 2000, SALT)
+    for number in range(9):
+        files.save(*run(number))
+    files.clear()
+    assert {name: (tmp_path / name).read_bytes() for name in others} == others
+    assert len(names(tmp_path)) == len(others) + 2
+
+
+# -- who dies, and when
+
+
+def failing(number: int, after: int = 0) -> Callable[..., Any]:
+    """A function of `os` that fails with this error from a certain call on."""
+    calls = iter(range(after))
+
+    def fail(*_: object, **__: object) -> None:
+        if next(calls, None) is None:
+            raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+CRASH = """
+import os, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from ballonet.offload.move import prefix_files
+from ballonet.offload.move.prefix_file import Array
+folder, steps = Path(sys.argv[1]), ("open", "pwrite", "fsync", "replace", "utime", "unlink", "close", "fstat")
+real = {step: getattr(os, step) for step in steps}
+
+def die_at(number):
+    calls = iter(range(number))
+    def stepping(step):
+        def call(*arguments, **more):
+            if next(calls, None) is None:
+                os._exit(3)
+            if step == "pwrite":  # half of it only, then the next call
+                arguments = (arguments[0], arguments[1][: -(-len(arguments[1]) // 2)], *arguments[2:])
+            return real[step](*arguments, **more)
+        return call
+    for step in steps:
+        setattr(os, step, stepping(step))
+
+number = 0
+while True:
+    child = os.fork()
+    if not child:
+        files = prefix_files.PrefixFiles(folder / str(number), 1200, b"salt")
+        assert files.save([b"old"], [1], {"a": Array("U8", (400,), memoryview(bytes(400)))})
+        die_at(number)
+        assert files.save([b"new"], [2], {"a": Array("U8", (400,), memoryview(b"n" * 400))})
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
+        break
+    number += 1
+print(number)
+"""
+
+
+def test_whenever_a_writer_dies_there_is_a_whole_file_or_none(tmp_path: Path) -> None:
+    """After any system call of it. What it left aside is removed by whoever comes next."""
+    source = str(Path(prefix_files.__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH, str(tmp_path), source], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    deaths = int(done.stdout)
+    assert deaths > 10
+    left, found = 0, []
+    for number in range(deaths + 1):
+        left += len([name for name in names(tmp_path / str(number)) if name.endswith(".part")])
+        files = PrefixFiles(tmp_path / str(number), 1200, b"salt")
+        keys = files.keys()
+        assert keys in ({b"old"}, {b"new"}, set()), number
+        for each in keys:
+            saved = files.load(each)
+            assert saved is not None
+            assert bytes(saved.tensors["a"].data) == {b"old": bytes(400), b"new": b"n" * 400}[each]
+        assert len(names(tmp_path / str(number))) == len(keys), "nothing is left aside"
+        found.append(keys)
+    assert left > 3, "some died in the middle"
+    assert found[-1] == {b"new"}
+    assert {b"old"} in found
+
+
+def test_everything_is_durable_before_it_has_its_name(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def noted(step: str, told: Callable[..., str]) -> None:
+        real = getattr(os, step)
+
+        def call(*arguments: Any, **more: Any) -> Any:
+            done.append(told(*arguments))
+            return real(*arguments, **more)
+
+        monkeypatch.setattr(os, step, call)
+
+    noted("pwrite", lambda *_: "write")
+    noted("replace", lambda *_: "rename")
+    noted("fsync", lambda fd: "sync " + ("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file"))
+    assert files.save(*run(0))
+    assert [step for step in done if step != "write"] == ["sync file", "rename", "sync folder"]
+    assert "write" not in done[done.index("sync file") :]
+
+
+def test_a_file_that_is_being_written_is_left_to_its_writer(
+    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = os.fsync
+
+    def slow(fd: int) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    writer = threading.Thread(target=files.save, args=run(0))
+    writer.start()
+    try:
+        assert begun.wait(60)
+        assert len(names(files.directory)) == 1
+        assert PrefixFiles(files.directory, 10, SALT).keys() == set()
+        assert len(names(files.directory)) == 1
+    finally:
+        go_on.set()
+        writer.join()
+    assert same(PrefixFiles(files.directory, None, SALT).load(key(0)), 0)
+
+
+def test_a_new_file_that_was_taken_for_a_dead_writer_s_is_made_again(
+    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, taken = prefix_files.fcntl.flock, iter([True])
+
+    def late(fd: int, how: int) -> None:
+        if next(taken, False):
+            only(files.directory).unlink()
+        real(fd, how)
+
+    monkeypatch.setattr(prefix_files.fcntl, "flock", late)
+    assert files.save(*run(0))
+    assert same(files.load(key(0)), 0)
+
+
+# -- a folder that cannot be used
+
+
+@pytest.mark.parametrize("step", ["open", "pwrite", "fsync", "replace"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
+def test_a_folder_that_cannot_be_written_to_is_said_once_and_read(
+    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch, step: str, number: int
+) -> None:
+    assert files.save(*run(0))
+    real, fail = getattr(os, step), failing(number)
+    writes = lambda *given: step != "open" or bool(given[1] & os.O_CREAT)  # noqa: E731
+    monkeypatch.setattr(os, step, lambda *given, **more: (fail if writes(*given) else real)(*given, **more))
+    with pytest.warns(RuntimeWarning, match="no longer stored in .* what is there is still used") as said:
+        assert not files.save(*run(1))
+    assert len(said) == 1
+    assert len(names(files.directory)) == 1, "nothing is left aside"
+    monkeypatch.undo()
+    assert not files.save(*run(2)), "never again"
+    assert files.keys() == {key(0)}
+    assert same(files.load(key(0)), 0)
+
+
+def test_a_file_larger_than_may_be_written_is_no_error(tmp_path: Path) -> None:
+    """A real short write: the kernel's own limit."""
+    code = (
+        "import resource, sys, warnings\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from ballonet.offload.move.prefix_files import PrefixFiles\n"
+        "from ballonet.offload.move.prefix_file import Array\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, {resource.RLIM_INFINITY}))\n"
+        "files = PrefixFiles(sys.argv[1], None, b'salt')\n"
+        "large = {'a': Array('U8', (20_000,), memoryview(bytes(20_000)))}\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    assert not files.save([b'1'], [1], large) and not files.save([b'2'], [2], large)\n"
+        "print(len(said), said[0].message)\n"
+    )
+    source = str(Path(prefix_files.__file__).parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), source], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 prefixes are no longer stored")
+    assert "File too large" in done.stdout
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_is_none_or_that_goes_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.warns(RuntimeWarning, match="no longer stored"):
+        files = PrefixFiles(tmp_path / "file", None, SALT)
+    assert files.keys() == set()
+    assert not files.save(*run(0))
+    assert (tmp_path / "file").read_text() == "mine"
+
+    files = PrefixFiles(tmp_path / "deep" / "folder", None, SALT)
+    assert files.save(*run(0))
+    for path in files.directory.iterdir():
+        path.unlink()
+    files.directory.rmdir()
+    assert files.keys() == set()
+    assert files.load(key(0)) is None
+    with pytest.warns(RuntimeWarning, match="no longer stored"):
+        assert not files.save(*run(0))
+
+
+def test_a_folder_that_may_only_be_read_is_read(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.save(*run(0))
+    for step in ("utime", "unlink", "replace"):
+        monkeypatch.setattr(os, step, failing(errno.EROFS))
+    fresh = PrefixFiles(files.directory, 1, SALT)
+    assert same(fresh.load(key(0)), 0)
+    assert not fresh.save(*run(1))
+
+
+def test_nobody_else_may_read_what_was_said(files: PrefixFiles) -> None:
+    assert files.save(*run(0))
+    assert files.directory.stat().st_mode & 0o077 == 0
+    assert only(files.directory).stat().st_mode & 0o077 == 0
+
+
+def test_a_disk_that_fails_is_said_once(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.save(*run(0))
+    monkeypatch.setattr(os, "preadv", failing(errno.EIO))
+    with pytest.warns(RuntimeWarning, match="cannot be read: Input/output error"):
+        assert files.load(key(0)) is None
+    monkeypatch.undo()
+    assert files.load(key(0)) is None
+    assert len(names(files.directory)) == 1
+    assert same(PrefixFiles(files.directory, None, SALT).load(key(0)), 0)
+
+
+# -- more than one at once
+
+
+def test_a_file_that_vanishes_is_a_miss(files: PrefixFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert files.save(*run(0))
+    path = only(files.directory)
+    real = prefix_file.read
+    monkeypatch.setattr(prefix_files, "_opened", gone_first(path, prefix_files._opened))
+    assert files.load(key(0)) is None
+    monkeypatch.undo()
+    assert files.keys() == set()
+    assert files.save(*run(0))
+
+    def vanishing(*given: Any) -> prefix_file.Saved:
+        path.unlink()
+        return real(*given)
+
+    monkeypatch.setattr(prefix_file, "read", vanishing)
+    assert same(files.load(key(0)), 0), "who has it open has all of it"
+    monkeypatch.undo()
+    assert files.load(key(0)) is None
+
+
+def gone_first(path: Path, opened: Callable[..., Any]) -> Callable[..., Any]:
+    def call(which: Path, *more: Any) -> Any:
+        path.unlink(missing_ok=True)
+        return opened(which, *more)
+
+    return call
+
+
+def test_what_others_write_and_remove_is_seen(files: PrefixFiles) -> None:
+    other = PrefixFiles(files.directory, None, SALT)
+    for number in range(5):
+        assert files.save(*run(number))
+        assert other.match([key(number)]) == 1
+    other.clear()
+    assert files.keys() == set()
+
+
+def test_what_is_written_in_the_same_tick_of_the_clock_is_seen(
+    files: PrefixFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_files, "TICK", 10**15)
+    other = PrefixFiles(files.directory, None, SALT)
+    assert files.keys() == set()
+    tick = files.directory.stat().st_mtime_ns
+    assert other.save(*run(0))
+    os.utime(files.directory, ns=(tick, tick))
+    assert files.keys() == {key(0)}
+
+
+def test_the_limit_is_kept_where_another_writes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = PrefixFiles(tmp_path / "probe", None, SALT)
+    assert probe.save(*run(0))
+    one = probe.nbytes()
+    files, other = (PrefixFiles(tmp_path / "shared", 2 * one, SALT) for _ in range(2))
+    assert files.save(*run(0))
+    real, turns = prefix_file.write, iter([True])
+
+    def both(fd: int, packing: Any) -> None:
+        if next(turns, False):
+            assert other.save(*run(1))
+        real(fd, packing)
+
+    monkeypatch.setattr(prefix_file, "write", both)
+    assert files.save(*run(2))
+    assert files.keys() == {key(1), key(2)}
+
+
+PROCESS = """
+import sys
+from hashlib import blake2b
+from random import Random
+sys.path.insert(0, sys.argv[2])
+from ballonet.offload.move.prefix_files import PrefixFiles
+from ballonet.offload.move.prefix_file import Array
+files, random = PrefixFiles(sys.argv[1], 4000, b"salt"), Random(int(sys.argv[3]))
+hits = 0
+for turn in range(150):
+    number = random.randrange(12)
+    key = b"%d" % number
+    data = blake2b(key).digest() * 10
+    found = files.load(key)
+    if found is None:
+        files.save([key], [number], {"a": Array("U8", (640,), memoryview(data))})
+    else:
+        hits += 1
+        assert bytes(found.tensors["a"].data) == data and list(found.ids) == [number]
+print(hits)
+"""
+
+
+def test_two_processes_share_a_folder_and_its_limit(tmp_path: Path) -> None:
+    source = str(Path(prefix_files.__file__).parents[3])
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", PROCESS, str(tmp_path), source, str(seed)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for seed in range(2)
+    ]
+    for each in started:
+        said, wrong = each.communicate(timeout=120)
+        assert each.returncode == 0, wrong
+        assert int(said) > 0
+    files = PrefixFiles(tmp_path, 4000, b"salt")
+    assert 0 < files.nbytes() <= 4000
+    assert not [name for name in names(tmp_path) if name.endswith(".part")]
+
+
+def test_threads_save_and_load_side_by_side(files: PrefixFiles) -> None:
+    wrong: list[object] = []
+
+    def work(seed: int) -> None:
+        random = Random(seed)
+        for _ in range(20):
+            number = random.randrange(6)
+            found = files.load(key(number))
+            if found is None:
+                files.save(*run(number))
+            elif not same(found, number):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert wrong == []
+    assert len(names(files.directory)) <= 6
+
+
+# -- the limit
+
+
+def test_the_limit_is_kept_and_what_was_used_last_stays(tmp_path: Path) -> None:
+    probe = PrefixFiles(tmp_path / "probe", None, SALT)
+    assert probe.save(*run(0))
+    one = probe.nbytes()
+    files = PrefixFiles(tmp_path / "limited", 3 * one, SALT)
+    for number in range(3):
+        assert files.save(*run(number))
+    assert same(files.load(key(0)), 0)
+    other = PrefixFiles(tmp_path / "limited", 3 * one, SALT)
+    os.utime(files.directory, (1000, 1000))  # so that what is remembered of it is believed
+    assert len(files.keys()) == 3
+    assert same(other.load(key(1)), 1)
+    assert files.save(*run(3))
+    assert files.keys() == {key(0), key(1), key(3)}, "a use by another counts"
+    assert files.nbytes() <= 3 * one
+    assert not PrefixFiles(tmp_path / "limited", one - 1, SALT).save(*run(5))
+    assert files.keys() == {key(0), key(1), key(3)}, "nothing goes for what does not fit anyway"
+
+
+def test_what_is_continued_stays_with_what_continues_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = PrefixFiles(tmp_path / "probe", None, SALT)
+    assert probe.save(*run(0), after=key(99))
+    one = probe.nbytes()
+    files = PrefixFiles(tmp_path / "limited", 3 * one, SALT)
+    assert files.save(*run(0))
+    assert files.save(*run(10))
+    assert files.save(*run(1), after=key(0))
+    assert same(files.load(key(10)), 10)
+    assert files.load(key(1)) is not None
+    assert files.save(*run(20))
+    assert files.keys() == {key(0), key(1), key(20)}, "0 is as new as 1, which continues it"
+    assert files.save(*run(2), after=key(1))
+    assert files.keys() == {key(0), key(1), key(2)}
+    monkeypatch.setattr(prefix_files.PrefixFiles, "_write", lambda *_: pytest.fail("it was written"))
+    assert not files.save(*run(3), after=key(2)), "there is no room but that of what it continues"
+    assert files.keys() == {key(0), key(1), key(2)}
+
+
+def stored(tree: list[tuple[int, int, int]]) -> Iterator[Stored]:
+    """Files of one block each; each continues an earlier one, or none. (which, bytes, last use)."""
+    for number, (which, nbytes, used) in enumerate(tree):
+        after = key(which % number) if number and which % 3 else b""
+        yield Stored(f"{number}", number, nbytes, used, Part(SALT, after, (key(number),)))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9), st.integers(0, 5)), max_size=12),
+    st.integers(-3, 60),
+    st.integers(0, 12),
+)
+def test_what_leaves_is_enough_oldest_and_never_continued(
+    tree: list[tuple[int, int, int]], excess: int, coming: int
+) -> None:
+    files = list(stored(tree))
+    kept = {each.name for each in before(files, Part(SALT, key(coming), (key(100),)))}
+    gone = leaving(files, excess, kept)
+    if gone is None:
+        assert sum(each.nbytes for each in files if each.name not in kept) < excess
+        return
+    assert sum(each.nbytes for each in gone) >= max(0, excess)
+    assert sum(each.nbytes for each in gone[:-1]) < max(1, excess), "and no more than that"
+    assert not kept & {each.name for each in gone}
+    left = [each for each in files if each not in gone]
+    for each in left:
+        assert each.part is not None
+        assert not [other for other in before(files, each.part) if other in gone], "it continues what is gone"
+
+    def last(file: Stored) -> int:
+        """Use of it and of all that continue it: brute force."""
+        continued = (each for each in files if each.part is not None and file in before(files, each.part))
+        return max([file.used, *(each.used for each in continued)])
+
+    if gone:
+        assert max(map(last, gone)) <= min((last(each) for each in left if each.name not in kept), default=9)
+
+
+def test_files_that_continue_each_other_in_a_circle_end() -> None:
+    parts = [Part(SALT, key(1), (key(0),)), Part(SALT, key(0), (key(1),))]
+    files = [Stored(f"{n}", n, 1, n, part) for n, part in enumerate(parts)]
+    gone = leaving(files, 2)
+    assert gone is not None
+    assert {each.name for each in gone} == {"0", "1"}
+
+
+def test_the_header_is_what_it_is_documented_to_be() -> None:
+    length = int.from_bytes(WHOLE[:8], "little")
+    header = json.loads(WHOLE[8 : 8 + length])
+    assert header["__metadata__"] == {
+        "format": "ballonet prefix 1",
+        "salt": SALT.hex(),
+        "after": "",
+        "keys": f"{key(0).hex()} {key(1).hex()}",
+    }
+    assert length % 8 == 0
+    assert list(header)[1:] == ["ids", "0.keys", "0.values", "checksum"]

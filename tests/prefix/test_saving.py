@@ -1,0 +1,335 @@
+"""Prefixes in files: another process goes on from them with the right tokens, and nothing that is wrong with them, or
+with their folder, is more than a miss."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+import ballonet
+from ballonet.allocator.errors import AlreadyManaged
+from ballonet.hooks.prefix import saving
+from ballonet.hooks.prefix.fingerprint import fingerprint
+from ballonet.hooks.prefix.store import PrefixStore
+from ballonet.offload.move import prefix_file
+from ballonet.offload.move.prefix_files import PrefixFiles
+
+from .. import models
+from ..pool import installing
+
+PAGE = 65536
+BLOCK = 256
+FIRST = [Random(1).randrange(2, models.VOCABULARY) for _ in range(2 * BLOCK + 40)]
+
+
+def built(**changes: Any) -> Any:
+    return models.build("llama", max_position_embeddings=4096, **changes)
+
+
+@contextmanager
+def talking(model: Any, folder: Path, **options: Any) -> Iterator[PrefixStore]:
+    """As in a process of its own: what was stored before is in files only."""
+    with installing(2**25, PAGE) as put:
+        put()
+        managed = ballonet.manage(model, prefix_dir=folder, **options)
+        assert managed.prefixes is not None
+        try:
+            yield managed.prefixes
+        finally:
+            managed.release()
+            del managed
+            gc.collect()
+
+
+def say(model: Any, ids: list[int], cache: DynamicCache | None = None) -> list[int]:
+    """The prompt and six tokens more. No tensor is left, which would be the pool's."""
+    given = {} if cache is None else {"past_key_values": cache}
+    found = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=6, min_new_tokens=6, **given)
+    tokens: list[int] = found[0].tolist()
+    return tokens
+
+
+def by_hand(model: Any, ids: list[int], held: int = 0) -> list[int]:
+    """With a cache of that many of the tokens, computed with all of `FIRST`."""
+    cache = DynamicCache(config=model.config)
+    if held:
+        say(model, FIRST, cache)
+        cache.crop(held - cache.get_seq_length())
+    return say(model, ids, cache)
+
+
+@pytest.fixture
+def from_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, Any]]:
+    """What requests took from files: layer, start, end, and bytes of keys and values."""
+    taken = []
+    real = saving.FileRun.part
+
+    def part(run: saving.FileRun, layer: int, start: int, end: int) -> Any:
+        pair = real(run, layer, start, end)
+        taken.append((layer, start, end, [bits(each) for each in pair]))
+        return pair
+
+    monkeypatch.setattr(saving.FileRun, "part", part)
+    return taken
+
+
+def bits(tensor: torch.Tensor) -> Any:
+    """In memory that is not the pool's."""
+    return np.array(tensor.contiguous().view(torch.uint8).numpy())
+
+
+def are_right(taken: list[tuple[int, int, int, Any]], model: Any) -> bool:
+    """Are they what stock computes for `FIRST`?"""
+    cache = DynamicCache(config=model.config)
+    say(model, FIRST, cache)
+    pairs = [(layer.keys, layer.values) for layer in cache.layers]
+    return len(taken) == len(pairs) and all(
+        np.array_equal(found, bits(right[:, :, start:end]))
+        for layer, start, end, pair in taken
+        for found, right in zip(pair, pairs[layer], strict=True)
+    )
+
+
+def longer(tokens: list[int]) -> list[int]:
+    return tokens + FIRST[:30]
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("prefix-*"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_process_goes_on_from_files_bit_for_bit(
+    tmp_path: Path, dtype: torch.dtype, from_files: list[tuple[int, int, int, Any]]
+) -> None:
+    model = built().to(dtype)
+    wanted = by_hand(model, FIRST)
+    further = longer(wanted)
+    expected = by_hand(model, further, held=2 * BLOCK)
+    with talking(model, tmp_path) as store:
+        assert say(model, FIRST) == wanted
+        assert store.flush(60)
+        assert store.counts.on_disk == 0
+    assert len(files_of(tmp_path)) == 1
+    with talking(model, tmp_path) as store:
+        assert say(model, further) == expected
+        assert store.counts.on_disk == 2 * BLOCK
+        say(model, further)
+        assert store.counts.on_disk == 2 * BLOCK, "it is in memory now"
+        assert store.counts.on_device > 2 * BLOCK
+    assert are_right(from_files, model)
+
+
+def test_each_turn_writes_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "BLOCKS", 2)
+    model = built()
+    said = FIRST
+    with talking(model, tmp_path) as store:
+        for turn in range(3):
+            said = say(model, said) + FIRST[: BLOCK + turn]
+            assert store.flush(60)
+    held = [prefix_file.read_part("", os.open(path, os.O_RDONLY)) for path in files_of(tmp_path)]
+    keys = [key for part in held for key in part.keys]
+    assert len(keys) == len(set(keys)) == (len(said) - BLOCK) // BLOCK
+    assert max(len(part.keys) for part in held) == 2
+    assert sum(not part.after for part in held) == 1
+    with talking(model, tmp_path) as store:
+        say(model, said)
+        assert store.counts.on_disk == len(keys) * BLOCK
+
+
+def test_what_memory_has_lost_is_taken_from_the_middle_of_a_file(
+    tmp_path: Path, from_files: list[tuple[int, int, int, Any]]
+) -> None:
+    model = built()
+    wanted = by_hand(model, FIRST)
+    further = longer(wanted)
+    expected = by_hand(model, further, held=2 * BLOCK)
+    with talking(model, tmp_path) as store:
+        assert say(model, FIRST) == wanted
+        assert store.flush(60)
+        while store.get_num_new_matched_tokens(further) > BLOCK:
+            assert store._evict()
+        assert say(model, further) == expected
+        assert store.counts.on_disk == BLOCK
+        assert store.counts.on_device == BLOCK
+    assert {(start, end) for _, start, end, _ in from_files} == {(BLOCK, 2 * BLOCK)}
+    assert are_right(from_files, model)
+
+
+def test_another_model_finds_nothing(tmp_path: Path) -> None:
+    changed = [built() for _ in range(4)]
+    with torch.no_grad():
+        changed[1].model.layers[1].self_attn.k_proj.weight[3] += 1e-3
+        changed[2].model.layers[1].self_attn.v_proj.weight.mul_(1.001)
+    changed[3].config.rope_parameters["rope_theta"] = 123.0
+    changed.append(built().bfloat16())
+    with talking(built(), tmp_path) as store:
+        prints = [fingerprint(each, store._device) for each in changed]
+        assert len(set(prints)) == len(prints)
+        assert prints[0] == fingerprint(built(), store._device)
+    model = built()
+    with talking(model, tmp_path):
+        say(model, FIRST)
+    other = built()
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.5)
+    wanted = by_hand(other, FIRST)
+    with talking(other, tmp_path) as store:
+        assert say(other, FIRST) == wanted
+        assert store.counts.on_disk == 0
+
+
+def test_weights_that_change_meanwhile_have_files_of_their_own(tmp_path: Path) -> None:
+    model = built()
+    with talking(model, tmp_path) as store:
+        say(model, FIRST)
+        assert store.flush(60)
+        with torch.no_grad():
+            model.model.embed_tokens.weight.mul_(1.5)
+        say(model, FIRST)
+        assert store.counts.hits == 0
+        assert store.flush(60)
+    assert len(files_of(tmp_path)) == 2
+
+
+def test_a_file_with_other_ids_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if two prompts had the same keys."""
+    model = built()
+    wanted = by_hand(model, FIRST)
+    real = PrefixFiles.save
+
+    def lying(files: PrefixFiles, keys: Any, ids: Any, tensors: Any, after: bytes = b"") -> bool:
+        return real(files, keys, [*ids[:-1], ids[-1] + 1], tensors, after)
+
+    monkeypatch.setattr(PrefixFiles, "save", lying)
+    with talking(model, tmp_path):
+        say(model, FIRST)
+    monkeypatch.undo()
+    with talking(model, tmp_path) as store:
+        assert say(model, FIRST) == wanted
+        assert store.counts.on_disk == BLOCK, "the first block is right"
+
+
+def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+    model = built()
+    wanted = by_hand(model, FIRST)
+    with talking(model, tmp_path):
+        say(model, FIRST)
+    (path,) = files_of(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with talking(model, tmp_path) as store:
+        with pytest.warns(RuntimeWarning, match="is damaged"):
+            assert say(model, FIRST) == wanted
+        assert store.counts.on_disk == 0
+        assert store.flush(60)
+    assert path.exists(), "it is written again"
+
+
+def test_a_folder_that_cannot_be_written_to_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built()
+    wanted = by_hand(model, FIRST)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prefix_file, "write", full)
+    with talking(model, tmp_path) as store, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert say(model, FIRST) == wanted
+        say(model, longer(longer(FIRST)))
+        assert store.flush(60)
+    assert [str(each.message) for each in said if "no longer stored" in str(each.message)] != []
+    assert len([each for each in said if "no longer stored" in str(each.message)]) == 1
+
+
+def test_requests_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built()
+    begun, go_on = threading.Event(), threading.Event()
+    real = prefix_file.write
+
+    def slow(*given: Any) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        real(*given)
+
+    monkeypatch.setattr(prefix_file, "write", slow)
+    with talking(model, tmp_path) as store:
+        tokens = say(model, FIRST)
+        assert begun.wait(60)
+        for _ in range(2):
+            tokens = say(model, longer(tokens))
+        assert store.counts.moves == 2
+        assert not store.flush(0.01)
+        go_on.set()
+        assert store.flush(60)
+    assert files_of(tmp_path)
+
+
+def test_a_folder_says_that_prefixes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built()
+    monkeypatch.setenv("BALLONET_PREFIX_DIR", str(tmp_path / "of the environment"))
+    monkeypatch.setenv("BALLONET_PREFIX_DIR_LIMIT", "3MiB")
+    with installing(2**25, PAGE) as put:
+        put()
+        with ballonet.manage(model) as managed:
+            assert managed.prefixes is not None
+            say(model, FIRST)
+            assert managed.prefixes.flush(60)
+            assert ballonet.manage(model, prefix_dir=tmp_path / "of the environment") is managed
+            with pytest.raises(AlreadyManaged):
+                ballonet.manage(model, prefix_dir=tmp_path)
+        with ballonet.manage(model, prefix_cache=False, prefix_dir=tmp_path) as managed:
+            assert managed.prefixes is None
+        del managed
+        gc.collect()
+    assert len(files_of(tmp_path / "of the environment")) == 1
+
+
+PROGRAM = """
+import sys
+import torch, ballonet
+from transformers import LlamaConfig, LlamaForCausalLM
+from ballonet.offload.move import prefix_file
+prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
+sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+managed = ballonet.manage(model, prefix_dir=sys.argv[1])
+model.generate(torch.ones(1, 300, dtype=torch.int64), max_new_tokens=2)
+"""
+
+
+def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = []
+    for name in ("flush", "close"):
+        real = getattr(saving.Saver, name)
+        monkeypatch.setattr(
+            saving.Saver, name, lambda *given, n=name, f=real: (done.append((n, *given[1:])), f(*given))[1]
+        )
+    with talking(built(), tmp_path):
+        pass
+    assert done == [("flush", saving.PATIENCE), ("close",)]
+
+
+def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
+    environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(files_of(tmp_path)) == 1

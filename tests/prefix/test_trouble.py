@@ -1,0 +1,190 @@
+"""Several threads on one model, and Ctrl-C and errors in the middle of a turn."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from ballonet.allocator import runtime
+from ballonet.hooks.kv import layer as kv_layer
+from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.prefix import sequence, sessions, shelf, store
+
+from ..pool import tiny_layers
+from .conversations import Sides, sides, words
+
+PAGE = 4096
+PARTS = (kv_layer, kv_range, sequence, sessions, shelf, store)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tiny_layers(monkeypatch, 2**23, PAGE):
+        yield
+
+
+def talk(both: Sides, seed: int, talks: list[torch.Tensor], turns: int) -> None:
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(turns):
+        ids = draw.choice(talks)
+        ids = torch.cat([ids[:, : draw.randint(ids.shape[1] // 2, ids.shape[1])], words(generator, 5)], 1)
+        ids = both.ask(ids)
+        if ids.shape[1] < 150:
+            talks.append(ids)
+
+
+@pytest.mark.parametrize("chaos", [None, 7])
+def test_threads_on_one_model(monkeypatch: pytest.MonkeyPatch, chaos: int | None) -> None:
+    failed: list[BaseException] = []
+    with sides(monkeypatch, chaos=chaos) as both:
+        talks = [words(torch.Generator().manual_seed(3), 60)]
+
+        def run(seed: int) -> None:
+            try:
+                talk(both, seed, talks, 8)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=run, args=(seed,)) for seed in range(3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        if failed:
+            raise failed[0]
+        both.check()
+        assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+        assert both.store.counts.moves + both.store.counts.copies > 12
+
+
+def elsewhere(act: Callable[[], object]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join()
+
+
+def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a request copies from a sequence another one, which would go on with it, copies as well; pages stay."""
+    generator = torch.Generator().manual_seed(3)
+    with sides(monkeypatch) as both:
+        ids = both.ask(words(generator, 100))
+        more = torch.cat([ids[:, :-9], words(generator, 40)], 1)
+        copy_in, part, moved = sequence.copy_in, sequence.KeptSequence.part, []
+
+        first = iter((True, False))
+
+        def slowly(*args: Any) -> None:
+            if next(first):
+                elsewhere(lambda: both.model.generate(more, max_new_tokens=2, min_new_tokens=2).shape)
+            copy_in(*args)
+
+        def held(self: sequence.KeptSequence, layer: int, start: int, end: int) -> Any:
+            elsewhere(lambda: moved.append(self.homes[0].range.move(0, "host")))
+            return part(self, layer, start, end)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(store, "copy_in", slowly)
+            both.ask(torch.cat([ids[:, :60], words(generator, 5)], 1))
+        assert (both.store.counts.copies, both.store.counts.moves) == (2, 0)
+        with monkeypatch.context() as patched:
+            patched.setattr(sequence.KeptSequence, "part", held)
+            both.ask(torch.cat([ids[:, :50], words(generator, 5)], 1))
+        assert moved
+        assert not any(moved)
+        both.check()
+
+
+def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(monkeypatch) as both:
+        ids = both.ask(words(torch.Generator().manual_seed(3), 60))[0].tolist()
+
+        def gone(self: sequence.KeptSequence, *_: Any) -> Any:
+            raise sequence.Gone(self)
+
+        monkeypatch.setattr(sequence.KeptSequence, "part", gone)
+        with both.store.read(ids, both.store.identity(), 0, 40) as parts:
+            assert parts is not None
+            with pytest.raises(sequence.Gone) as raised:
+                parts(parts.layers[0])
+        read = both.store.read(ids, both.store.identity(), 0, 40)
+        assert read.__enter__() is not None
+        assert not read.__exit__(raised.type, raised.value, None)
+        assert not any(each.readers for each in both.store._shelf.at_rest)
+
+
+def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with sides(monkeypatch) as both:
+        ids = both.ask(words(generator, 60))
+        part = both.model.model.layers[1].mlp
+        for number, error in enumerate((ValueError, KeyboardInterrupt, SystemExit)):
+            ids = torch.cat([ids, words(generator, 9)], 1)
+            calls = iter(range(10))
+
+            def fail(*_: Any, error: type[BaseException] = error, last: int = number, calls: Any = calls) -> None:
+                if next(calls) == last:
+                    raise error("in the middle")
+
+            with part.register_forward_pre_hook(fail, prepend=True), pytest.raises(error, match="in the middle"):
+                both.model.generate(ids, max_new_tokens=5, min_new_tokens=5)
+            both.check()
+            assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+            ids = both.ask(ids)
+            assert both.reused >= ids.shape[1] - 6 - 9 - 1, "what it went on from is there yet"
+            both.check()
+
+
+def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
+    files = {module.__file__ for module in PARTS}
+    generator, draw = torch.Generator().manual_seed(3), random.Random(4)
+    seen, at = 0, 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal seen
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            seen += 1
+            if seen == at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    with sides(monkeypatch) as both:
+        talks = [words(generator, 70)]
+
+        def turn() -> None:
+            ids = draw.choice(talks)
+            ids = torch.cat([ids[:, : draw.randint(ids.shape[1] // 2, ids.shape[1])], words(generator, 5)], 1)
+            talks.append(both.ask(ids, max_new_tokens=2, min_new_tokens=2))
+
+        turn()
+        interrupted = 0
+        for _ in range(30):
+            seen, at = 0, draw.randint(1, 900)
+            sys.settrace(trace)
+            try:
+                turn()
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                sys.settrace(None)
+            turn()
+            gc.collect()
+            both.store.get_num_new_matched_tokens([1])
+            both.check()
+            assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+        assert interrupted > 8
+    gc.collect()
+    device = runtime.require()
+    device.reap(wait=True)
+    assert device.snapshot()["pages"]["kv"] == 0
