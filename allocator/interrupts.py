@@ -39,9 +39,10 @@ class Farewell:
 
     def __init__(self, of: object, *steps: Callable[[], object]) -> None:
         """`steps` do not refer to `of`."""
-        key = id(self)
-        self._steps: list[Callable[[], object]] = [*steps, partial(_watched.pop, key, None)]
-        _watched[key] = weakref.ref(of, partial(finish, self._steps))
+        self._steps: list[Callable[[], object]] = [*steps]
+        self._key = id(self._steps)  # nobody need keep this object: what is watched keeps the steps
+        self._steps.append(partial(_watched.pop, self._key, None))
+        _watched[self._key] = weakref.ref(of, partial(finish, self._steps))
 
     @property
     def alive(self) -> bool:
@@ -55,4 +56,4 @@ class Farewell:
     def detach(self) -> None:
         """It is not done any more."""
         self._steps.clear()
-        _watched.pop(id(self), None)
+        _watched.pop(self._key, None)

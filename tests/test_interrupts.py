@@ -89,6 +89,19 @@ class Thing:
     """Something that can be collected."""
 
 
+def test_farewells_that_nobody_keeps_are_all_said() -> None:
+    things, said = [Thing() for _ in range(50)], []
+
+    def say() -> None:
+        said.append("farewell")
+
+    for thing in things:
+        Farewell(thing, say)
+    del thing
+    things.clear()
+    assert len(said) == 50
+
+
 def test_a_farewell_is_said_once_and_to_its_end(ignored: Ignored) -> None:
     said: list[str] = []
 
