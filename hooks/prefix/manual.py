@@ -35,7 +35,7 @@ class Session:
         self._store: PrefixStore = managed.prefixes
         self._tokens: list[int] = []
         self._messages: list[dict[str, str]] = []
-        self._pinned: list[list[bytes]] = []  # no more than two at any time
+        self._pinned: list[list[bytes]] = []  # more than one only while a turn runs
         self._open = True
         Farewell(self, partial(self._store.unpin_later, self._pinned))
 
@@ -82,7 +82,8 @@ class Session:
         self._check_open()
         prompt = torch.tensor([ids], device=self._model.device)
         options.setdefault("attention_mask", torch.ones_like(prompt))
-        result = self._model.generate(prompt, **options)
+        with self._store.pinning(self._pinned):
+            result = self._model.generate(prompt, **options)
         tokens: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
         if len(tokens) != 1:
             raise ManageError(f"a Session goes on with one sequence, and generate() returned {len(tokens)}")

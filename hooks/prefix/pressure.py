@@ -1,4 +1,7 @@
-"""The stores of prefixes, which give up what they keep before anybody is told that memory is out."""
+"""The stores of prefixes, which give up what they keep before tokens or weights are told that memory is out.
+
+What allocates in the middle of an operator asks nobody: it gets the pages of prefixes that the core may take.
+"""
 
 from __future__ import annotations
 

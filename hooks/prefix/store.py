@@ -37,6 +37,7 @@ _STUCK: Final = 8  # of the device's pages, the part that prefixes may have and 
 
 class _Thread(threading.local):
     reused = 0
+    pins: list[list[bytes]] | None = None  # what is kept now is pinned, and its keys are added here
 
 
 class Lookup:
@@ -172,6 +173,9 @@ class PrefixStore:
             else:
                 self._shelf.put(sequence)
                 self.counts.stored += 1
+                if (pins := self._thread.pins) is not None:
+                    pins.append(keys := list(sequence.keys))
+                    self._shelf.pin(keys)
                 self._decided("store", self._shelf.at_rest.get(sequence, 0))
                 if self.saver is not None:
                     full = len(sequence.ids) // self.block
@@ -236,8 +240,19 @@ class PrefixStore:
             self._shelf.begin()
             try:
                 self._shelf.unpin(keys)
+                self._keep_to_limit()
             finally:
                 self._shelf.done()
+
+    @contextmanager
+    def pinning(self, pins: list[list[bytes]]) -> Iterator[None]:
+        """What requests of this thread leave behind within it is pinned before anything is evicted. `pins`: where the
+        keys go that have to be unpinned."""
+        self._thread.pins = pins
+        try:
+            yield
+        finally:
+            self._thread.pins = None
 
     def unpin_later(self, keys: Iterable[Sequence[bytes]]) -> None:
         """For finalizers, which may run in the middle of anything."""

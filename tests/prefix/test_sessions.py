@@ -91,6 +91,18 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch, template: bool) -> None:
             session.generate([7])
 
 
+def test_a_session_stays_whole_above_the_limit_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(monkeypatch) as both:
+        both.store.limit = PAGE
+        with ballonet.Session(both.model) as session:
+            for turn in range(3):
+                before = len(session.tokens)
+                session.generate(words(torch.Generator().manual_seed(turn), 40), **FEW)
+                assert session.reused == max(0, before - 1)
+            assert both.store.nbytes > PAGE
+        assert both.store.nbytes <= PAGE
+
+
 def test_what_is_pinned_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that leaves a pinned sequence near its end copies; it would go on with one that is not."""
     generator = torch.Generator().manual_seed(1)
