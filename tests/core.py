@@ -175,28 +175,35 @@ def pending(function: str) -> bool:
 
 def disarm() -> None:
     """Makes calls, on devices of its own, until every fault that was armed has struck."""
-    used: list[Core] = []
+    left: list[Core] = []
     met: list[str] = []
+    lives = 0
     while any(pending(function) for function, _ in _armed):
-        assert len(used) < 200, f"faults that nothing meets: {_armed}, but {met[-3:]}"
+        assert lives < 200, f"faults that nothing meets: {_armed}, but {met[-3:]}"
+        lives += 1
         try:
-            used.append(core := Core(make(PAGE, 4, 4), PAGE))
-            try:
-                one = core.range(2)
-                one.map(0, 1)
-                one.move(0, "host")
-                core.occupy(core.stream(), 0.02)
-                one.close()
-                core.device.reap(wait=True)
-            finally:
-                core.finish()
-                core.device.close()
+            _short_life(left)
         except (BallonetError, PoolExhausted) as error:
             met.append(str(error))
     _armed.clear()
-    for core in used:
+    for core in left:
         core.finish()
         core.device.close()
+
+
+def _short_life(left: list[Core]) -> None:
+    """`left`: gets the device if that has to be closed again. Some calls are made only when it is gone."""
+    core = Core(make(PAGE, 4, 4), PAGE)
+    left.append(core)
+    one = core.range(2)
+    one.map(0, 1)
+    one.move(0, "host")
+    core.occupy(core.stream(), 0.02)
+    one.close()
+    core.device.reap(wait=True)
+    core.finish()
+    core.device.close()
+    left.pop()
 
 
 def make(
