@@ -14,7 +14,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .pool import bytes_that_exist
+from .pool import bytes_that_exist, take_out
 
 BUDGET: Final = 2**25
 HOST: Final = 2**24
@@ -36,8 +36,7 @@ def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     device.check()
     assert bytes_that_exist() <= budget
     del device
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    take_out()
     torch.set_num_threads(threads)
 
 

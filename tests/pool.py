@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -52,13 +57,54 @@ def bytes_that_exist(place: str = "device") -> int:
     return sum(found.values())
 
 
-def given_back(patience: float = 30.0) -> bool:
-    """Takes out what is installed, once nothing of it is in use: a thread behind may hold a model for a moment."""
+def take_out(patience: float = 30.0) -> None:
+    """Takes out what is installed. A thread behind may hold a model for a moment; what is in use after that fails the
+    test, and is told with those who refer to it."""
+    gc.collect()
+    ballonet.restore()
+    if runtime.current() is None:
+        return
+    gc.unfreeze()  # see conftest.py: what was frozen may have become garbage since
     deadline = time.monotonic() + patience
     while runtime.current() is not None and time.monotonic() < deadline:
         gc.collect()
         ballonet.restore()
-    return runtime.current() is None
+    if runtime.current() is not None:
+        pytest.fail("memory of the pool is still in use\n" + in_use())
+
+
+def in_use() -> str:
+    """Who owns pages, which tensors lie in the pool and who refers to them, and what every thread does."""
+    device, by = runtime.require(), mapped()
+    lines = [str(device.snapshot())]
+    everything = gc.get_objects()
+    tensors = [each for each in everything if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
+    found = [each for each in tensors if in_pool(each, by)]
+    ours = [each for each in everything if type(each).__module__.startswith("ballonet.")]
+    for each in found[:8]:
+        lines.append(f"{type(each).__name__} {tuple(each.shape)} {each.dtype} at {each.data_ptr():#x}")
+        lines += (f"    {line}" for line in _referrers(each, (everything, tensors, found, ours)))
+    names = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in ours)
+    lines.append(", ".join(f"{count} {name}" for name, count in sorted(names.items())))
+    for each in ours:
+        if type(each).__name__ in ("Elastic", "Managed", "Weights", "Range", "KeptSequence"):
+            lines.append(repr(each))
+            lines += (f"    {line}" for line in _referrers(each, (everything, tensors, found, ours)))
+    called = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        lines.append(f"thread {called.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
+    return "\n".join(lines)
+
+
+def _referrers(of: object, but: tuple[object, ...], depth: int = 3) -> Iterator[str]:
+    """One line each, and theirs further to the right."""
+    skipped = {id(each) for each in but}
+    found = [each for each in gc.get_referrers(of) if id(each) not in skipped and not isinstance(each, FrameType)]
+    for each in found[:6]:
+        keys = [str(key) for key, value in each.items() if value is of] if isinstance(each, dict) else []
+        yield f"{type(each).__module__}.{type(each).__qualname__} {keys or repr(type(each))}"[:150]
+        if depth > 1:
+            yield from (f"    {line}" for line in _referrers(each, (*but, found), depth - 1))
 
 
 @contextmanager
@@ -74,7 +120,8 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
     if (device := runtime.current()) is not None:
         device.check()
         assert bytes_that_exist() <= budget
-    assert given_back(), "memory of the pool is still in use"
+    del device
+    take_out()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 
 from .architectures import ARCHITECTURES
 from .models import WAYS, Output, ask, before_each_forward, build, generate, layers_of, questions
-from .pool import bytes_that_exist, in_pool
+from .pool import bytes_that_exist, in_pool, take_out
 
 BUDGET = 2**25
 PAGES = (4096, 65536)  # with small pages layers have ranges of their own; with large ones they share one
@@ -36,8 +36,7 @@ def installed(name: str) -> Iterator[None]:
     gc.collect()
     runtime.require().check()
     assert bytes_that_exist() <= BUDGET
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    take_out()
     torch.set_num_threads(threads)
     gc.freeze()  # the modules of this architecture
 

@@ -16,7 +16,7 @@ from ballonet.allocator import install, runtime
 from ballonet.offload.decide import layout
 
 from .models import build, generate, prompts
-from .pool import bytes_that_exist
+from .pool import bytes_that_exist, take_out
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256}
 PAGE = 4096
@@ -29,9 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    gc.collect()
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    take_out()
     torch.set_num_threads(threads)
 
 

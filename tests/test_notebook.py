@@ -12,11 +12,11 @@ import pytest
 import torch
 from IPython.core.interactiveshell import InteractiveShell
 
-import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.display import table
 from ballonet.allocator.stats import Stats
 
+from .pool import take_out
 from .test_stats import EVENTS, SNAPSHOT
 
 MODEL = """
@@ -69,9 +69,7 @@ def notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     opened.shell.reset()
     opened.shell.history_manager.end_session()
     del opened
-    gc.collect()
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    take_out()
     torch.set_num_threads(threads)
 
 

@@ -33,7 +33,7 @@ from ballonet.offload.measured import link, record
 from ballonet.offload.measured.record import Point, Record, load
 
 from .models import build
-from .pool import bytes_that_exist
+from .pool import bytes_that_exist, take_out
 
 BUDGET, PAGE = 2**23, 4096
 EMPTY = Record({}, 1.0)
@@ -165,8 +165,7 @@ def installed() -> Iterator[None]:
     gc.collect()
     runtime.require().check()
     assert bytes_that_exist() <= BUDGET
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    take_out()
 
 
 @pytest.fixture

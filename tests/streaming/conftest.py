@@ -15,6 +15,7 @@ from ballonet.allocator import install, runtime
 from ballonet.offload.decide import layout
 
 from ..models import build, prompts
+from ..pool import take_out
 
 LAYERS = 4
 INPUTS = prompts(batch=2, longest=9)
@@ -30,8 +31,7 @@ def installed() -> Iterator[None]:
     yield
     gc.collect()
     runtime.require().check()
-    ballonet.restore()
-    assert runtime.current() is None, "memory of the pool is still in use"
+    take_out()
     torch.set_num_threads(threads)
 
 
