@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import AlreadyManaged, ManageError
-from ballonet.offload.decide import layout
+from ballonet.offload.decide import layout, plan
 
 from . import models
 from .pool import installing
@@ -566,6 +566,39 @@ def test_shards_are_refused(group: None) -> None:
 def lora(peft: Any) -> Any:
     targets = ["q_proj", "up_proj"]
     return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+
+
+def test_adapters_are_merged_into_whatever_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every number of layers and slots: the weights are those of stock, byte for byte, and so they stay."""
+    with install.stock():
+        peft = pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
+    for m, slots in ((m, slots) for m in range(1, 5) for slots in (1, 2, 3) if slots <= m):
+        monkeypatch.setattr(
+            plan, "at_interval", lambda pages, _, m=m, slots=slots: plan.streaming(pages, plan.spread(pages, m), slots)
+        )
+        model, twin = build(), build()
+        managed = ballonet.manage(model, interval=1)
+        assert len(managed.streamed) == m
+        with install.stock():
+            both = []
+            for each in (model, twin):
+                torch.manual_seed(1)
+                both.append(peft.get_peft_model(each, lora(peft)))
+        for act in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
+            fly(model, managed)
+            for each in both:
+                with install.stock():
+                    getattr(each, act)()
+            alike(model, twin, managed, f"{m} in {slots}, {act}")
+        fly(model, managed)
+        model.to(torch.float64).to(torch.float32)
+        alike(model, twin, managed, f"{m} in {slots}, converted")
+        both.clear()
+        del each
+        gc.collect()
+        fly(model, managed)
+        managed.release()
+        alike(model, twin, None, f"{m} in {slots}, released")
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -130,7 +130,7 @@ def test_whoever_looks_sees_the_weights(
         fly()
 
 
-@pytest.mark.parametrize(("m", "slots"), [(1, 1), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("m", "slots"), SHAPES)
 def test_whoever_writes_changes_the_weights(model: Any, original: Any, m: int, slots: int, monkeypatch: Any) -> None:
     with install.stock():
         changed = copy.deepcopy(original)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks import governors
+from ballonet.hooks.streaming import elastic
 from ballonet.offload.decide.plan import spread, streaming
 
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
@@ -100,13 +101,19 @@ def halve(weight: torch.Tensor) -> None:
         weight.mul_(0.5)
 
 
-def test_a_twin_that_is_made_while_its_model_runs(model: Any, original: Any) -> None:
+def test_a_twin_that_is_made_while_its_model_runs(model: Any, original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait() -> None:
         for thread in threading.enumerate():
             if thread.name == "ballonet-twins":
                 thread.join(60)
 
-    expected = stock(original)
+    expected, shown = stock(original), []
+
+    @contextmanager
+    def noted(title: str, total: int) -> Iterator[Callable[[int], None]]:
+        yield lambda nbytes: shown.append((title, nbytes, total))
+
+    monkeypatch.setattr(elastic, "progress", noted)
     with ballonet.manage(model) as managed:
         logits(model)
         with in_its_forward(model.model.layers[-1], wait):
@@ -114,6 +121,8 @@ def test_a_twin_that_is_made_while_its_model_runs(model: Any, original: Any) -> 
                 logits(model)
         assert managed.twins[0] > 0
         assert managed.host_pages > 0
+        assert sum(nbytes for _, nbytes, _ in shown) == managed.host_pages * PAGE <= shown[0][2]
+        assert {title for title, _, _ in shown} == {"Twins of LlamaForCausalLM"}, "how far it is is shown"
         take()
         assert managed.streamed
         for _ in range(3):
