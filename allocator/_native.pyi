@@ -12,12 +12,13 @@ from typing_extensions import Buffer
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Owner = Literal["weights", "activations", "kv"]
-Backing = Literal["none", "device", "host", "alias", "retiring", "kept"]
+Backing = Literal["none", "device", "host", "peer", "alias", "retiring", "kept"]
+Place = Literal["device", "host", "peer"]
 
 Source = tuple[int, int, int]
 """(offset in bytes from the part's start, address, nbytes)"""
-Part = tuple[Range, int, int, Range, int, list[Source]]
-"""(home, first, count, twin, twin_first, sources)"""
+Part = tuple[Range, int, int, Range | None, int, list[Source]]
+"""(home, first, count, twin, twin_first, sources); without a twin it is a buffer that other parts lead to"""
 Entry = tuple[int, Group, list[Part]]
 """(key, group of the homes, parts)"""
 
@@ -25,12 +26,12 @@ def probe(library: str, ordinal: int) -> dict[str, Any]:
     """What the driver in `library` says of device `ordinal`; creates no context.
 
     Keys: library, kind ("cuda" | "standin"), driver_version (int), devices (int), name, total_memory,
-    virtual_memory (bool), host_pages (bool), posix_handles (bool), context_active (bool). Raises DriverUnavailable
-    where it cannot be loaded.
+    virtual_memory (bool), host_pages (bool), posix_handles (bool), context_active (bool), peers (the other devices
+    whose memory it can reach). Raises DriverUnavailable where it cannot be loaded.
     """
 
 class Device:
-    """One device: its driver, its pools of device and host pages, and the heap under torch."""
+    """One device: its driver, its pools of device, host and peer pages, and the heap under torch."""
 
     def __init__(
         self,
@@ -40,8 +41,11 @@ class Device:
         page_size: int,
         budget: int,
         host_budget: int,
+        peer: int | None = None,
+        peer_budget: int = 0,
         link_bandwidth: int = 0,
         link_latency_ns: int = 0,
+        peer_bandwidth: int = 0,
         spill: bool = False,
         faults: list[tuple[str, int]] = ...,
     ) -> None: ...
@@ -53,6 +57,12 @@ class Device:
     def page_size(self) -> int: ...
     @property
     def budget(self) -> int: ...
+    @property
+    def peer(self) -> int | None:
+        """The device that pages of the peer are on: this one itself for a second pool, None where there is no peer."""
+    @property
+    def peer_refused(self) -> str:
+        """Why there is none although one was asked for; else empty."""
     @property
     def host_pages(self) -> bool:
         """Whether a host page can be mapped in the place of a device page."""
@@ -79,12 +89,13 @@ class Device:
         """Consistent numbers taken under the locks.
 
         Keys: page_size, budget, created, pages {free, weights, activations, kv, retiring}, host_pages, host_free (of
-        these), spilled (those that blocks of the heap lie on), host_budget, copied {weights_h2d, weights_d2h, kv_h2d,
-        kv_d2h}, driver_calls {function: count}, background_calls (of these, the mapper's thread's), faults, reclaimed
-        (device pages that entries gave so far), kept and ahead (of the free device pages: still mapped, in slots and
-        ahead of their use), driver_ns {callers, background} (spent in calls that change page tables), physical_peak
-        (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved, cached,
-        blocks, allocations, frees, hits}.
+        these), spilled (those that blocks of the heap lie on), host_budget, peer ("", "second pool", "device N"),
+        peer_pages, peer_free, peer_budget, copied {weights_h2d, weights_d2h, kv_h2d, kv_d2h, kv_p2d, kv_d2p, kv_p2h: p
+        is the peer}, driver_calls {function: count}, background_calls (of these, the mapper's thread's), faults,
+        reclaimed (device pages that entries gave so far), kept and ahead (of the free device pages: still mapped, in
+        slots and ahead of their use), driver_ns {callers, background} (spent in calls that change page tables),
+        physical_peak (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved,
+        cached, blocks, allocations, frees, hits}.
         """
     def reset_peaks(self) -> None: ...
     def trim(self) -> int:
@@ -138,8 +149,13 @@ class Device:
         retirements reaped. An entry is taken as a whole. The bytes of pieces [first, first + count) of each `home` go
         to [twin_first, ...) of its `twin`, the home's addresses lead there afterwards (`Range.alias`), and its device
         pages are free. Twin pieces that are backed hold the bytes already, and nothing is copied; others are backed
-        with host pages and filled from `sources`, or from the home where there are none (counted in `copied`). A
-        source is `HostMemory` or bytes of the home's part; bytes that no source covers are undefined.
+        with host pages, those of "kv" with the peer's as far as it has any, and filled from `sources`, or from the home
+        where there are none (counted in `copied`). A source is `HostMemory` or bytes of the home's part; bytes that no
+        source covers are undefined.
+
+        Where `twin` is None the pages are those of a buffer, which go: homes of the other parts may lead there
+        (`Range.alias`), and lead to their twins afterwards, which hold their bytes already; those of the buffer itself
+        lead nowhere. An entry that does not name all that leads to its buffer is passed over.
 
         An entry is passed over, and stays, while another thread holds a lease on its group, the host has too few pages,
         others lead to its pages, or a graph is being captured. A failure of the driver leaves it as it was. A request
@@ -227,6 +243,16 @@ class Range:
         pages and can have no others, and `retire` gives them up first. BallonetError for pieces outside the range."""
     def map_host(self, first: int, count: int) -> None:
         """The same with host pages."""
+    def map_peer(self, first: int, count: int) -> None:
+        """The same with pages of the peer. BallonetError where there is no peer."""
+    def take_over(self, first: int, spare: Range, spare_first: int, count: int, home: Range) -> bool:
+        """The pages of `spare`, at [spare_first, ...), come to these pieces, whose own become free, and the same pieces
+        of `home` lead to them where they led to those. The bytes are the same, so no entry of the reclaim list is void.
+
+        False as for `alias`, and where others lead to these pages. BallonetError where a side has no page of its own.
+        """
+    def place(self, piece: int) -> Literal["", "device", "host", "peer"]:
+        """Where the page is that the piece leads to; "" where there is none."""
     def alias(self, first: int, source: Range, source_first: int, count: int) -> bool:
         """Pieces lead to the pages of `source`, of the device or the host, whatever they led to before; pages of their
         own become free.
@@ -239,7 +265,7 @@ class Range:
         `alias`."""
     def retire(self, first: int, count: int) -> None:
         """The pieces' pages leave once every stream seen has passed; unbacked pieces are skipped."""
-    def move(self, piece: int, to: Literal["device", "host"]) -> bool:
+    def move(self, piece: int, to: Place) -> bool:
         """Copies the piece to another page and remaps it there, address unchanged.
 
         False, and nothing changed, where no page is free or another thread holds a lease on the group.
@@ -263,12 +289,11 @@ class Transfer:
     """A stream of copies between host and device, carried out in the order of their submission."""
 
     def __init__(self, device: Device) -> None: ...
-    def copy(
-        self, parts: list[tuple[int, int, int]], *, after: int, owner: Owner, to: Literal["device", "host"]
-    ) -> Done:
+    def copy(self, parts: list[tuple[int, int, int]], *, after: int, owner: Owner, to: Place) -> Done:
         """Copies (to, from, nbytes) by address once what the stream `after` was given so far has passed.
 
-        Counted in `Stats.copied` for `owner`. Raises BallonetError while `after` is being captured, DriverError.
+        Counted in `Stats.copied` for `owner`, by where the addresses lead; `to` says it of those that no range has.
+        Raises BallonetError while `after` is being captured, DriverError.
         """
 
 class Done:

@@ -125,6 +125,13 @@ def _parse_device(text: str, name: str) -> str:
     return device
 
 
+def _parse_peer(text: str, name: str) -> str:
+    peer = text.strip().lower()
+    if not re.fullmatch(r"none|auto|same|cuda:[0-9]+", peer):
+        raise ConfigError(f"{name} is {text!r}: write 'none', 'auto', 'same' (a second pool) or 'cuda:N'")
+    return peer
+
+
 @dataclass(frozen=True, slots=True)
 class Config:
     """What was asked for. None where nothing was said and the default depends on the machine."""
@@ -132,11 +139,14 @@ class Config:
     budget: int | None = None  # bytes of device pages
     page_size: int | None = None  # bytes
     host_budget: int | None = None  # bytes of host pages
+    peer: str | None = None  # none | auto | same | cuda:N; None: auto where there is a budget for it, else none
+    peer_budget: int | None = None  # bytes of pages of the peer
     spill: bool | None = None  # may what fits nowhere else lie on host pages? None: yes
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     libcuda: str | None = None  # path of the driver's library
     link_bandwidth: int = 0  # bytes/s between host and device on the stand-in; 0: as fast as memory
     link_latency: float = 0.0  # seconds added to each such copy
+    peer_bandwidth: int = 0  # bytes/s between the device and its peer on the stand-in; 0: as fast as memory
     chaos: int | None = None  # seed; None: no chaos
     prefix_cache: int | bool = False  # are prefixes kept? bytes of pages that they may take; True: any number
     prefix_dir: Path | None = None  # where they outlive the process; None: nowhere
@@ -162,15 +172,24 @@ class Config:
         budget: SupportsIndex | str | None = None,
         page_size: SupportsIndex | str | None = None,
         host_budget: SupportsIndex | str | None = None,
+        peer: str | None = None,
+        peer_budget: SupportsIndex | str | None = None,
         device: object = None,
         spill: bool | None = None,
     ) -> Self:
         """These settings under those that were given as arguments. ConfigError."""
         given: dict[str, Any] = {
             name: parse_size(value, name)
-            for name, value in (("budget", budget), ("page_size", page_size), ("host_budget", host_budget))
+            for name, value in (
+                ("budget", budget),
+                ("page_size", page_size),
+                ("host_budget", host_budget),
+                ("peer_budget", peer_budget),
+            )
             if value is not None
         }
+        if peer is not None:
+            given["peer"] = _parse_peer(str(peer), "peer")
         if device is not None:
             given["device"] = _parse_device(str(device), "device")
         if spill is not None:
@@ -184,11 +203,14 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_BUDGET": ("budget", parse_size),
     "BALLONET_PAGE_SIZE": ("page_size", parse_size),
     "BALLONET_HOST_BUDGET": ("host_budget", parse_size),
+    "BALLONET_PEER": ("peer", _parse_peer),
+    "BALLONET_PEER_BUDGET": ("peer_budget", parse_size),
     "BALLONET_SPILL": ("spill", _parse_switch),
     "BALLONET_DEVICE": ("device", _parse_device),
     "BALLONET_LIBCUDA": ("libcuda", lambda text, name: text),
     "BALLONET_LINK": ("link_bandwidth", parse_bandwidth),
     "BALLONET_LINK_LATENCY": ("link_latency", parse_time),
+    "BALLONET_PEER_LINK": ("peer_bandwidth", parse_bandwidth),
     "BALLONET_CHAOS": ("chaos", _parse_seed),
     "BALLONET_PREFIX_CACHE": ("prefix_cache", parse_prefix_cache),
     "BALLONET_PREFIX_DIR": ("prefix_dir", lambda text, name: Path(text).expanduser()),

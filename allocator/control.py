@@ -33,13 +33,14 @@ PATIENCE: Final = 5.0  # seconds that a client may take for its line
 LONGEST: Final = 4096  # bytes of a request
 LONGEST_PATH: Final = 107  # bytes of a socket's path
 
-SHOWN: Final = ("budget", "page_size", "pages", "host_pages", "spilled")
+SHOWN: Final = ("budget", "page_size", "pages", "host_pages", "peer", "peer_budget", "peer_pages", "spilled")
 
 SetBudget = Callable[[int, float], None]  # bytes, timeout in seconds
 
 
 def describe() -> dict[str, Any]:
-    """Who owns what now: pid, budget and page_size in bytes, pages by owner, host_pages, spilled ones. NotInstalled."""
+    """Who owns what now: pid, budget and page_size in bytes, pages by owner, host_pages, peer (where), its budget
+    in bytes and its pages, spilled ones. NotInstalled."""
     snapshot = runtime.require().snapshot()
     return {"pid": os.getpid(), **{key: snapshot[key] for key in SHOWN}}
 

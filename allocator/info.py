@@ -28,8 +28,8 @@ def gather(config: Config, ballonet: str) -> Facts:
     """Plain values, ready for JSON. `ballonet` is its own version.
 
     Keys: ballonet, python, versions (package → version or None), device (None where none can be used), defaults
-    (page_size and host_budget in bytes, budget where it was set), memory (bytes total and available of the host),
-    checks: a list of {name, works, detail}.
+    (page_size, host_budget and peer_budget in bytes, peer, budget where it was set), memory (bytes total and available
+    of the host), checks: a list of {name, works, detail}.
     """
     target, problem = _target(config)
     return {
@@ -64,6 +64,8 @@ def show(facts: Facts) -> None:
         table.add_row("page size", format_size(facts["defaults"]["page_size"]))
         budget = facts["defaults"]["budget"]
         table.add_row("budget", format_size(budget) if budget else "chosen at install() from the free memory")
+        peer = facts["defaults"]["peer"]
+        table.add_row("peer", f"{peer}, {format_size(facts['defaults']['peer_budget'])}" if peer else "none")
     memory = facts["memory"]
     table.add_row("host memory", f"{format_size(memory['available'])} of {format_size(memory['total'])} available")
     console.print(table)
@@ -98,10 +100,18 @@ def _device(target: runtime.Target | None) -> Facts | None:
 
 def _defaults(config: Config, target: runtime.Target | None) -> Facts:
     if target is None:
-        return {"page_size": None, "budget": config.budget, "host_budget": config.host_budget}
+        asked = {"peer": config.peer, "peer_budget": config.peer_budget}
+        return {"page_size": None, "budget": config.budget, "host_budget": config.host_budget, **asked}
     page = runtime.page_size(config, target.kind)
     host = runtime.host_budget(config, target.kind, page)
-    return {"page_size": page, "budget": config.budget, "host_budget": host}
+    peer = runtime.peer_ordinal(config, target)
+    return {
+        "page_size": page,
+        "budget": config.budget,
+        "host_budget": host,
+        "peer": None if peer is None else "second pool" if peer == target.ordinal else f"device {peer}",
+        "peer_budget": 0 if peer is None else runtime.peer_budget(config, target, peer, page),
+    }
 
 
 def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iterator[tuple[str, bool, str]]:
@@ -115,6 +125,8 @@ def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iter
     if target is not None:
         host = target.facts["host_pages"]
         yield "host pages at device addresses", host, "" if host else "weights and KV on the host are copied from, only"
+        others = ", ".join(f"device {each}" for each in target.facts["peers"])
+        yield "a peer for KV", True, others or "no other device can be reached: a second pool on this one, only"
         shared = target.facts["posix_handles"]
         yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
     yield "companion for torch", *_companion(config)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -22,6 +21,7 @@ from . import _native, control, runtime
 from .companion import Companion, CompanionUnavailable, load
 from .config import Config, cache_dir, parse_size, parse_time
 from .errors import BallonetError, DriverError, InstallError, UnsupportedVersion
+from .interrupts import Guarded
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
 from .torch_stats import TorchStatistics
@@ -40,7 +40,7 @@ class _Installed:
     cuda: CudaAllocator | None
     route: MemPoolRoute | None
     paused: bool = False  # restore() was called while memory of the pool was in use
-    outside: int = 0  # sections of stock_everywhere() that are open
+    outside: set[object] = field(default_factory=set)  # sections of stock_everywhere() that are open
 
 
 _installed: _Installed | None = None
@@ -53,6 +53,8 @@ def install(
     *,
     page_size: int | str | None = None,
     host_budget: int | str | None = None,
+    peer: str | None = None,
+    peer_budget: int | str | None = None,
     device: str | torch.device | None = None,
     spill: bool | None = None,
 ) -> None:
@@ -60,9 +62,11 @@ def install(
 
     `budget`: bytes of device pages (`"24GiB"` or an int); by default the free device memory less room for what lives
     outside, with no GPU half of the RAM that is available. `page_size`: bytes per page. `host_budget`: bytes of host
-    pages. `device`: "auto", "cpu", "cuda" or "cuda:N". `spill`: may an allocation that fits nowhere else lie on host
-    pages, where it is slower to use, rather than be refused? What is not given comes from the environment
-    (`BALLONET_BUDGET`, …), then from the machine.
+    pages. `peer`: a second place for KV that leaves the device, before the host: "cuda:N", whose memory this device can
+    reach; "same", a second pool on the device itself; "auto", the first of the two that there is; by default "none", or
+    "auto" where there is a `peer_budget`, the bytes of its pages. `device`: "auto", "cpu", "cuda" or "cuda:N". `spill`:
+    may an allocation that fits nowhere else lie on host pages, where it is slower to use, rather than be refused? What
+    is not given comes from the environment (`BALLONET_BUDGET`, …), then from the machine.
 
     Where torch has used CUDA already it warns: then only what the calling thread allocates from now on, and what
     `manage()` moves, lies in the pool. Called again with the same settings, or none, it does nothing. If it fails,
@@ -71,7 +75,15 @@ def install(
     """
     with _lock:
         asked, settings = (
-            base.merge(budget=budget, page_size=page_size, host_budget=host_budget, device=device, spill=spill)
+            base.merge(
+                budget=budget,
+                page_size=page_size,
+                host_budget=host_budget,
+                peer=peer,
+                peer_budget=peer_budget,
+                device=device,
+                spill=spill,
+            )
             for base in (Config(), Config.from_env())
         )
         _put(_started(asked, settings))
@@ -159,23 +171,33 @@ def stock() -> AbstractContextManager[None]:
     return nullcontext() if installed is None or installed.companion is None else installed.companion.stock()
 
 
-@contextmanager
-def stock_everywhere() -> Iterator[None]:
+def stock_everywhere() -> Guarded[None]:
     """As `stock()`, for all threads: within it, those that a library starts have memory of torch's own, too."""
-    with _lock:
-        installed = _installed
-        companion = None if installed is None or installed.device.kind == "cuda" else installed.companion
-        if installed is not None and companion is not None:
-            installed.outside += 1
-            companion.pause_cpu()
-    try:
-        yield
-    finally:
+    return Guarded(_Everywhere())
+
+
+class _Everywhere:
+    """See stock_everywhere."""
+
+    def __init__(self) -> None:
+        self._of: tuple[_Installed, Companion] | None = None
+
+    def begin(self) -> None:
         with _lock:
-            if installed is not None and companion is not None:
-                installed.outside -= 1
-                if installed is _installed and not installed.outside and not installed.paused:
-                    companion.install_cpu()
+            installed = _installed
+            if installed is not None and installed.companion is not None and installed.device.kind != "cuda":
+                self._of = installed, installed.companion
+                installed.outside.add(self)
+                installed.companion.pause_cpu()
+
+    def end(self, failed: bool) -> None:
+        if self._of is None:
+            return
+        with _lock:
+            installed, companion = self._of
+            installed.outside.discard(self)
+            if installed is _installed and not installed.outside and not installed.paused:
+                companion.install_cpu()
 
 
 def _started(asked: Config, settings: Config) -> _Installed:
@@ -304,6 +326,7 @@ def _check_torch() -> None:
 def _check_same(asked: Config, installed: _Installed) -> None:
     """InstallError where a setting that was given is not the one in force."""
     device, settings = installed.device, runtime.settings()
+    snapshot = device.snapshot()
     places = (
         {"cpu"}
         if device.kind == "standin"
@@ -312,7 +335,9 @@ def _check_same(asked: Config, installed: _Installed) -> None:
     in_force: dict[str, set[Any]] = {
         "budget": {settings.budget, device.budget},
         "page_size": {settings.page_size, device.page_size},
-        "host_budget": {settings.host_budget, device.snapshot()["host_budget"]},
+        "host_budget": {settings.host_budget, snapshot["host_budget"]},
+        "peer": {settings.peer, "none" if device.peer is None else f"cuda:{device.peer}"},
+        "peer_budget": {settings.peer_budget, snapshot["peer_budget"]},
         "spill": {settings.spill},
         "device": {"auto", settings.device} | places,
     }

@@ -13,6 +13,7 @@ Note [Page size]
 from __future__ import annotations
 
 import importlib.machinery
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -108,6 +109,7 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
             f"the budget is {format_size(given)} but {target.facts['name']} has "
             f"{format_size(target.facts['total_memory'])}: ask for less"
         )
+    peer = peer_ordinal(config, target)
     # What is free can be asked only once the device's context exists, so a default budget comes second.
     device = _native.Device(
         library=target.library,
@@ -115,14 +117,53 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
         page_size=page,
         budget=given or SMALLEST_BUDGET * page,
         host_budget=host_budget(config, target.kind, page),
+        peer=peer,
+        peer_budget=0 if peer is None else peer_budget(config, target, peer, page),
         link_bandwidth=config.link_bandwidth,
         link_latency_ns=round(config.link_latency * 1e9),
+        peer_bandwidth=config.peer_bandwidth,
         spill=spill and config.spill is not False,
         faults=list(config.faults),
     )
+    if device.peer_refused:
+        warnings.warn(
+            f"ballonet runs without a peer: {device.peer_refused}. KV that leaves the device goes to the host. "
+            "BALLONET_PEER=same has a second pool on the device itself, BALLONET_PEER=none none",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     if given is None:
         device.set_budget(default_budget(device))
     return device
+
+
+def peer_ordinal(config: Config, target: Target) -> int | None:
+    """The number of the device that pages of the peer are on: the device's own one for a second pool, None for no peer.
+    `auto` takes the first device whose memory this one can reach, else a second pool. ConfigError."""
+    wanted = config.peer or ("none" if config.peer_budget is None else "auto")
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        others: list[int] = target.facts["peers"]
+        return others[0] if others else target.ordinal
+    if wanted == "same":
+        return target.ordinal
+    if target.kind == "standin":
+        raise ConfigError(f"the peer is {wanted!r}, and there is no GPU here: write 'auto', 'same' or 'none'")
+    return int(wanted.partition(":")[2])
+
+
+def peer_budget(config: Config, target: Target, peer: int, page: int) -> int:
+    """Bytes of pages of the peer: what was asked for, else half of the other device's memory; for a second pool, and on
+    the stand-in, a quarter of the device's budget, or where that is not given an eighth of the memory that is there."""
+    nbytes = config.peer_budget
+    if nbytes is None and target.kind == "cuda" and peer != target.ordinal and peer < target.facts["devices"]:
+        nbytes = _native.probe(target.library, peer)["total_memory"] // 2
+    elif nbytes is None and config.budget is not None:
+        nbytes = config.budget // 4
+    elif nbytes is None:
+        nbytes = (ram.available() if target.kind == "standin" else target.facts["total_memory"]) // 8
+    return int(nbytes) // page * page
 
 
 def page_size(config: Config, kind: Literal["cuda", "standin"]) -> int:
@@ -152,6 +193,8 @@ def default_budget(device: _native.Device) -> int:
         return whole_pages(ram.available() // 2, device.page_size, "half of the available memory")
     free, _ = device.free_memory()
     room = free - max(OUTSIDE_BYTES, int(OUTSIDE_SHARE * free))
+    if device.peer == device.ordinal:
+        room -= device.snapshot()["peer_budget"]
     return whole_pages(
         max(0, room), device.page_size, "the free device memory, less room for what lives outside the pool,"
     )

@@ -45,12 +45,15 @@ class Pages(_Counts):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copied(_Counts):
-    """Bytes moved between host and device, by class and direction."""
+    """Bytes moved between the device (d), the host (h) and the peer (p), by class and direction."""
 
     weights_h2d: int
     weights_d2h: int
     kv_h2d: int
     kv_d2h: int
+    kv_p2d: int
+    kv_d2p: int
+    kv_p2h: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,9 @@ class Stats:
     budget: int  # bytes of device pages
     pages: Pages
     host_pages: int
+    peer: str  # where pages of the peer are: "device 1", "second pool" (on the device itself), "" for no peer
+    peer_budget: int  # bytes of pages of the peer
+    peer_pages: int
     copied: Copied
     driver_calls: Calls
     faults: int  # injected ones that fired
@@ -118,6 +124,9 @@ class Stats:
             budget=snapshot["budget"],
             pages=Pages(**snapshot["pages"]),
             host_pages=snapshot["host_pages"],
+            peer=snapshot["peer"],
+            peer_budget=snapshot["peer_budget"],
+            peer_pages=snapshot["peer_pages"],
             copied=Copied(**snapshot["copied"]),
             driver_calls=Calls(snapshot["driver_calls"]),
             faults=snapshot["faults"],
@@ -146,6 +155,8 @@ class Stats:
         rows.append(("all pages", exist, format_size(exist * self.page_size)))
         if self.host_pages:
             rows.append(("on the host", self.host_pages, format_size(self.host_pages * self.page_size)))
+        if self.peer:
+            rows.append((f"on the peer ({self.peer})", self.peer_pages, format_size(self.peer_pages * self.page_size)))
         if self.spilled:
             rows.append(("spilled there", self.spilled, format_size(self.spilled * self.page_size)))
         rows += [(f"copied: {name}", "", format_size(nbytes)) for name, nbytes in self.copied.items() if nbytes]

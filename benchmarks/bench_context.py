@@ -1,8 +1,9 @@
 """The longest context, and the largest batch of long ones, at a fixed budget: stock's cache and the elastic one.
 
 Context: a prompt is computed chunk by chunk until there is no memory for the next one. "first token" is the time from
-its beginning until the token that follows the last of them is known. The managed peer stops at `ENOUGH` times what
-stock reaches, so its figure may be less than what it could. Where stock ends both are asked for the token that follows.
+its beginning until the token that follows the last of them is known. The managed peer stops at `LONGER` times what
+stock reaches, so its figure is less than what it could. Both are asked for the token that follows where stock ends, and
+for the one that follows where the managed peer does, which stock is told without a limit.
 
 Batch: a cache of random keys and values for so many sequences of that length, and a few tokens of `generate()`. The
 managed peer is asked for `MORE` times as many sequences as stock can, and for fewer where that fails.
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 BUDGET = {"cuda": 24 * GIB, "cpu": 112 * MIB, "tiny": 22 * MIB}  # bytes
 CHUNK = {"cuda": 2048, "cpu": 256, "tiny": 128}  # tokens that are computed at once
 HELD = {"cuda": 32768, "cpu": 512, "tiny": 256}  # tokens of each sequence of a batch
-LONGER, MORE = 1.5, 3
-ENOUGH = {"cuda": 1.75, "cpu": 2, "tiny": 2}  # times what stock reaches
+LONGER, MORE = 4, 3  # times what stock reaches
 TOKENS = 4  # of a generate() over a batch
 MOST = 2**18  # tokens
 COLUMNS = [
@@ -57,15 +57,17 @@ def main() -> None:
     with peers(__file__, chosen, (STOCK,)) as found:
         stock = of_stock(found[STOCK], CHUNK[kind], HELD[kind])
     with peers(__file__, chosen, (OURS,)) as found:
-        rows = [context(found[OURS], stock.context, CHUNK[kind], ENOUGH[kind]), batch(found[OURS], stock, HELD[kind])]
+        rows = [context(found[OURS], stock, CHUNK[kind]), batch(found[OURS], stock, HELD[kind])]
     title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
     report(chosen, "context", title, COLUMNS, rows)
 
 
 class Stock(NamedTuple):
-    """What stock can: the answers for its longest context and its largest batch, and how many sequences that has."""
+    """What stock can: the answers for its longest context, for one that is `LONGER` times as long without a limit, and
+    for its largest batch, and how many sequences that has."""
 
     context: dict[str, Any]
+    longer: dict[str, Any]
     batch: dict[str, Any]
     most: int
 
@@ -74,22 +76,25 @@ def of_stock(peer: Peer, chunk: int, held: int) -> Stock:
     """Asks stock."""
     found = peer.ask("context", most=MOST, chunk=chunk)
     most, answer = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), MOST)
-    return Stock(found, answer, most)
+    longer = peer.ask("context", most=LONGER * found["tokens"], chunk=chunk, limited=False)
+    return Stock(found, longer, answer, most)
 
 
-def context(peer: Peer, stock: dict[str, Any], chunk: int, enough: float) -> list[Any]:
-    """The row of the longest context; `enough` times as long as stock's it is enough."""
-    ours = peer.ask("context", most=round(enough * stock["tokens"]), chunk=chunk)
-    again = peer.ask("context", most=stock["tokens"], chunk=chunk)
+def context(peer: Peer, stock: Stock, chunk: int) -> list[Any]:
+    """The row of the longest context; `LONGER` times as long as stock's it is enough."""
+    least, longer = stock.context, stock.longer
+    ours = peer.ask("context", most=longer["tokens"], chunk=chunk)
+    again = peer.ask("context", most=least["tokens"], chunk=chunk)
+    differ = (again["next"] != least["next"]) + (ours["tokens"] == longer["tokens"] and ours["next"] != longer["next"])
     return [
         "longest context, tokens",
-        stock["tokens"],
+        least["tokens"],
         ours["tokens"],
-        Figure.of([ours["tokens"] / stock["tokens"]]).at_least(LONGER),
+        Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
         chunk,
-        f"first token {stock['seconds']:.3g} s",
+        f"first token {least['seconds']:.3g} s; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
         f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
-        Figure.of([float(again["next"] != stock["next"])]).at_most(0),
+        Figure.of([float(differ)]).at_most(0),
         ours["decided"],
     ]
 
@@ -133,20 +138,39 @@ def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
     """What a peer answers, see peer.serve()."""
     from capped import Held
 
-    held = Held(name, chosen, BUDGET[kind_of(chosen)])
-    return {"context": partial(longest, held), "batch": partial(decoded, held)}
+    budget = BUDGET[kind_of(chosen)]
+    held = Held(name, chosen, budget)
+    return {"context": partial(longest, held, budget), "batch": partial(decoded, held)}
 
 
-def longest(held: Held, most: int, chunk: int) -> dict[str, Any]:
-    """The tokens that there was room for, at most `most`, the one that follows them, and seconds until it was there."""
-    import torch
+def longest(held: Held, budget: int, most: int, chunk: int, limited: bool = True) -> dict[str, Any]:
+    """The tokens that there was room for, at most `most`, the one that follows them, and seconds until it was there.
+    `limited`: to the budget."""
     from capped import decided
-    from peer import synchronize
 
     held.reset()
+    if not limited:
+        held.hold(None)
+    before = ballonet.stats() if held.peer == OURS else None
+    tokens, following, seconds = computed(held, most, chunk)
+    if not limited:
+        held.reset()
+        held.hold(budget)
+    return {
+        "tokens": tokens,
+        "next": following,
+        "seconds": seconds,
+        "decided": "" if before is None else decided(before),
+    }
+
+
+def computed(held: Held, most: int, chunk: int) -> tuple[int, int, float]:
+    """How many tokens there was room for, the one that follows, and seconds."""
+    import torch
+    from peer import synchronize
+
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(1, held.model.config.vocab_size, (1, MOST), generator=generator).to(held.device)
-    before = ballonet.stats() if held.peer == OURS else None
     cache = held.cache()
     tokens, seconds, following = 0, 0.0, -1
     begin = time.perf_counter()
@@ -157,12 +181,7 @@ def longest(held: Held, most: int, chunk: int) -> dict[str, Any]:
             following = int(logits[0, -1].argmax())
             synchronize(held.device)
             tokens, seconds = tokens + part.shape[1], time.perf_counter() - begin
-    return {
-        "tokens": tokens,
-        "next": following,
-        "seconds": seconds,
-        "decided": "" if before is None else decided(before),
-    }
+    return tokens, following, seconds
 
 
 def decoded(held: Held, sequences: int, tokens: int) -> dict[str, Any]:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 CASES = {"cuda": ((8, 16384), (1, 65536)), "cpu": ((1, 8192), (1, 16384)), "tiny": ((2, 1000),)}  # sequences, tokens
 AWAY = 0.75
-LIMITS = {"through buffers": 1.1, "in place": 1.2}
+IN_PLACE = "in place"
+LIMITS = {"through buffers": 1.1, IN_PLACE: 1.2}
 TOKENS, WARM = 10, 4
 COLUMNS = [
     "sequences",
@@ -70,7 +71,8 @@ def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> li
         if name in LIMITS and chosen.cuda and not chosen.tiny:
             over = over.at_most(LIMITS[name])
         sizes = [Figure.of([answer[kind] / MIB]) for kind in ("away", "copied")]
-        rows.append([batch, held, name, ms, *sizes, Figure.of([bound]), over])
+        how = name if chosen.cuda or name != IN_PLACE else f"{name}, at the speed of memory"
+        rows.append([batch, held, how, ms, *sizes, Figure.of([bound]), over])
     return rows
 
 
@@ -88,7 +90,7 @@ def serve_as(name: str, chosen: Options) -> None:
     if name != "OffloadedCache":
         ballonet.install("80GiB" if chosen.cuda else "6GiB", page_size=page_size(chosen))
     model = build(streamable(chosen), chosen.device)
-    if name == "in place":
+    if name == IN_PLACE:
         without_buffers()
     serve(
         {

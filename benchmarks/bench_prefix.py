@@ -1,15 +1,17 @@
 """Time to the first token of a turn with so many tokens of history: by what is done with what was said before.
 
-Peers
+Ways, and the process that goes them
     by hand      stock, a `DynamicCache` that is held between the calls and cut to what the next prompt shares
-    offloaded    the same with transformers' `OffloadedCache`, where it runs
+    offloaded    stock, the same with transformers' `OffloadedCache`, where it runs
     recompute    stock, everything computed again
     device       managed with `prefix_cache=True`: the store has it on the device
     host         the same, after the budget was so low for a moment that what is stored went to the host
+    disk         the same, after the store has forgotten it: files have it (`prefix_dir`)
+    peer         managed, in a process with a peer (`peer_budget`): as `host`, and what is stored went there
     link         large copies from pinned memory to the device, and nothing else
 
 Each turn is a plain `generate()` of history and a new question, the same for all; the history was computed before. Its
-tokens are compared with those of the cache held by hand.
+tokens are compared with those of the cache held by hand. What holds a cache by hand has to cut it, and that counts.
 """
 
 from __future__ import annotations
@@ -18,18 +20,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from common import Figure, Options, describe, interleaved, options, report
-from peer import Peer, answering, peers, serve
+from peer import Peer, PeerFailed, peers, serve
 from streamed import LINK, MIB
 
-# tokens of history, and what is asked beside it; the last one is what the limit for recomputing is for
-HISTORY = {"cuda": (2048, 8192, 32768), "cpu": (512, 2048), "tiny": (64,)}
-QUESTION = {"cuda": 64, "cpu": 32, "tiny": 8}  # tokens
+HISTORY = {"cuda": (2048, 8192, 32768), "cpu": (512, 2048), "tiny": (512,)}  # tokens
+QUESTION = {"cuda": 64, "cpu": 32, "tiny": 8}  # tokens that are asked beside it
 TOKENS = 4  # of an answer
 ROUNDS = {"cuda": 5, "cpu": 3, "tiny": 1}
 OVER_HAND = 1.05
 OVER_BOUND = 1.1
-FASTER = 10  # than computing all of it, with the longest history on a GPU
-NEEDED = ("by hand", "recompute", "device", "host", "link")
+FASTER = 10  # than computing all of it, with the longest history
+PEER_LINK = {"BALLONET_PEER_LINK": "8GB/s"}  # of the stand-in
+SPEEDS = "links of the stand-in 2 GB/s, to the peer 8 GB/s"
+WAYS = {
+    "by hand": "stock",
+    "recompute": "stock",
+    "offloaded": "stock",
+    "device": "ballonet",
+    "host": "ballonet",
+    "disk": "ballonet",
+    "peer": "peer",
+}
+OURS = ("device", "host", "disk", "peer")
+SHIFT = {"host": 1, "disk": 2}  # of the questions in a round: the store of a process has just heard the last one
 COLUMNS = [
     "history, tokens",
     "by hand, ms",
@@ -38,6 +51,8 @@ COLUMNS = [
     "on the host",
     "MiB on the host",
     "host / max(compute, link)",
+    "on a peer",
+    "in files",
     "OffloadedCache",
     "recomputed",
     "recomputed / device",
@@ -52,26 +67,27 @@ def main() -> None:
         serve(functions(chosen.peer, chosen))
         return
     kind = "tiny" if chosen.tiny else chosen.device
-    names = (*NEEDED, *(("offloaded",) if chosen.cuda else ()))
-    slow = {} if chosen.cuda else dict.fromkeys(("host", "link"), LINK)
-    with peers(__file__, chosen, names, slow) as started:
+    slow = {} if chosen.cuda else {"ballonet": LINK, "link": LINK, "peer": LINK | PEER_LINK}
+    with peers(__file__, chosen, ("stock", "ballonet", "peer", "link"), slow) as started:
         rows = [row(history, started, chosen, kind) for history in HISTORY[kind]]
     title = f"time to the first token of a turn, {describe(chosen)}, {QUESTION[kind]} new tokens"
-    report(chosen, "prefix", title if chosen.cuda else f"{title}, link of the stand-in 2 GB/s", COLUMNS, rows)
+    report(chosen, "prefix", title if chosen.cuda else f"{title}, {SPEEDS}", COLUMNS, rows)
 
 
 def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> list[Any]:
     """Measures all with a history of that many tokens."""
-    talking = {name: peer for name, peer in started.items() if name != "link"}
-    found = answering(talking, NEEDED, "begin", history=history, question=QUESTION[kind])
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in found}
+    ways = begun(history, started, chosen, kind)
+    answers: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
 
-    def turn(name: str) -> float:
-        answers[name].append(found[name].ask("turn", number=len(answers[name])))
-        ms: float = answers[name][-1]["ms"]
+    questions = ROUNDS[kind] + 1
+
+    def turn(way: str) -> float:
+        number = (len(answers[way]) + SHIFT.get(way, 0)) % questions
+        answers[way].append(started[WAYS[way]].ask("turn", way=way, number=number))
+        ms: float = answers[way][-1]["ms"]
         return ms
 
-    turns: dict[str, Callable[[], float]] = {name: lambda name=name: turn(name) for name in found}
+    turns: dict[str, Callable[[], float]] = {way: lambda way=way: turn(way) for way in ways}
     taken = interleaved({**turns, "link": lambda: float(started["link"].ask("link"))}, ROUNDS[kind])
     away = max(each["away"] for each in answers["host"])
     bound = max(taken["device"].median, away / taken["link"].median * 1e3)
@@ -79,11 +95,10 @@ def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -
     hand = Figure.ratio(taken["device"], taken["by hand"])
     host = Figure.of([taken["host"].median / bound])
     faster = Figure.ratio(taken["recompute"], taken["device"])
-    longest = chosen.cuda and history == HISTORY[kind][-1]
     differ = sum(
-        mine["tokens"] != theirs["tokens"]
-        for name in ("device", "host")
-        for mine, theirs in zip(answers[name], answers["by hand"], strict=True)
+        mine["tokens"] != answers["by hand"][(number + SHIFT.get(way, 0)) % questions]["tokens"]
+        for way in OURS
+        for number, mine in enumerate(answers[way])
     )
     return [
         history,
@@ -93,12 +108,30 @@ def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -
         taken["host"],
         round(away / MIB, 1),
         host.at_most(OVER_BOUND) if limited else host,
+        taken["peer"],
+        taken["disk"],
         taken.get("offloaded", "not here"),
         taken["recompute"],
-        faster.at_least(FASTER) if longest else faster,
-        min(each["reused"] for name in ("device", "host") for each in answers[name]),
+        faster.at_least(FASTER) if limited and history == HISTORY[kind][-1] else faster,
+        ", ".join(f"{way} {min(each['reused'] for each in answers[way]):,}" for way in OURS),
         Figure.of([float(differ)]).at_most(0),
     ]
+
+
+def begun(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> list[str]:
+    """All processes have the history; the ways that there are. PeerFailed."""
+    given = {"history": history, "question": QUESTION[kind]}
+    ways = [way for way in WAYS if way != "offloaded"]
+    for name in ("ballonet", "peer"):
+        started[name].ask("begin", ways=[], **given)
+    if chosen.cuda:
+        try:
+            started["stock"].ask("begin", ways=["by hand", "offloaded"], **given)
+            return list(WAYS)
+        except PeerFailed as error:
+            print(f"left out: {error}", flush=True)
+    started["stock"].ask("begin", ways=["by hand"], **given)
+    return ways
 
 
 def functions(peer: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
@@ -107,10 +140,9 @@ def functions(peer: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
         from bandwidth import measure
 
         return {"link": measure(chosen)}
-    from talking import Talk
+    import talking
 
-    talk = Talk(peer, chosen, TOKENS)
-    return {"begin": talk.begin, "turn": talk.turn}
+    return talking.functions(peer, chosen, TOKENS)
 
 
 if __name__ == "__main__":

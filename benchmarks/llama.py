@@ -47,7 +47,7 @@ LARGER = LlamaConfig(  # the smallest whose layers can stream: a matrix of each 
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=199,
-    max_position_embeddings=1024,
+    max_position_embeddings=32768,
 )
 
 

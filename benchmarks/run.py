@@ -73,6 +73,7 @@ PARTS: Mapping[str, Part] = {
             "kv_stream",
             "prefix",
             "hit_rate",
+            "lending",
             *BALLOON,
         ),
         gpu=False,
@@ -114,7 +115,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "prefix": Part(
         tests=(("tests/gpu/test_prefix*.py",),),
-        benchmarks=("prefix", "hit_rate"),
+        benchmarks=("prefix", "lending", "hit_rate"),
         test_seconds=250,
     ),
 }

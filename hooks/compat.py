@@ -48,6 +48,7 @@ require_supported()
 
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, LinearAttentionLayer  # noqa: E402
+from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
@@ -65,11 +66,14 @@ __all__ = [
     "DynamicLayer",
     "GenerationMixin",
     "HybridLayer",
+    "HybridSlidingLayer",
     "LinearAttentionLayer",
     "NoAttention",
+    "SlidingLayer",
     "StorageWeakRef",
     "TorchDispatchMode",
     "builds_dynamic_cache",
+    "cache_name",
     "carries_derivatives",
     "causal_model",
     "checkpoint_folder",
@@ -119,6 +123,9 @@ RESTARTS_CHUNKS: Final = _release(transformers.__version__) >= (5, 23)
 NoAttention: Final = getattr(
     cache_utils, "DummyLayer", None
 )  # of a layer that holds nothing, where there is such a class
+HybridSlidingLayer: Final = getattr(  # of a layer with a recurrent state and a window, where there is such a class
+    cache_utils, "LinearAttentionAndSlidingWindowAttentionLayer", None
+)
 
 
 def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: int) -> bool:
@@ -132,6 +139,13 @@ def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: in
 def takes_positions(model: Any) -> bool:
     """Does the model take positions of tokens that are not those of their columns?"""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def cache_name(model: Any) -> str:
+    """What the model calls its cache: `cache_params` where it has only recurrent states, and then `generate()` computes
+    the whole of each prompt, whatever the cache holds."""
+    known = inspect.signature(model.forward).parameters
+    return "cache_params" if "cache_params" in known else "past_key_values"
 
 
 def layer_types() -> dict[str, Any]:
@@ -328,9 +342,7 @@ def run_without_values(model_class: type[GenerationMixin], config: Any) -> list[
             given |= {"past_key_values": EncoderDecoderCache(*caches), "decoder_input_ids": token}
             given |= _encoded(model, token)
         else:
-            takes = inspect.signature(model.forward).parameters
-            name = "cache_params" if "cache_params" in takes else "past_key_values"
-            given |= {name: caches[0], "input_ids": token}
+            given |= {cache_name(model): caches[0], "input_ids": token}
         with _AnyAnswer():  # type: ignore[no-untyped-call]
             model(**given)
     return caches

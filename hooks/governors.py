@@ -52,6 +52,10 @@ def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
             with relaxed(device), suppress(DriverError):  # of a driver that says it has host pages and gives none
                 if (found := link.measure(device, leave=leave)) is not None:
                     governor.bandwidth = found
+        if governor.peer_bandwidth is None and device.peer is not None:
+            with relaxed(device), suppress(DriverError):
+                if (found := link.measure(device, leave=leave, place="peer")) is not None:
+                    governor.peer_bandwidth = found
 
     if_free(_measuring, measure)
 

@@ -215,7 +215,7 @@ class Managed:
             self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, find, options)
             plan = self._follower.adopt(model, rule, files, find, progress)
             undo.callback(self._weights.restore, model)
-            chaos = None if seed is None else Chaos(seed, device.host_pages)
+            chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None)
             self._behind = False  # was a look at the model broken off?
             streaming = self._elastic.streaming
             self._forwards = Forwards(
@@ -238,7 +238,7 @@ class Managed:
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
-                _attach_prefixes(generators[0], device, prefix_cache, prefix_folder)
+                _attach_prefixes(generators[0], device, prefix_cache, prefix_folder, self._elastic)
                 if generators and prefix_cache
                 else (None, _nothing)
             )
@@ -538,17 +538,19 @@ def _finder(model: weakref.ref[nn.Module]) -> Finder:
 
 
 def _attach_prefixes(
-    model: nn.Module, device: Device, size: bool | int, folder: tuple[Path, int] | None
+    model: nn.Module, device: Device, size: bool | int, folder: tuple[Path, int] | None, elastic: Elastic
 ) -> tuple[PrefixStore, Callable[[], object]]:
     """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
     from .prefix import sessions
     from .prefix.store import PrefixStore
 
-    store = PrefixStore(model, device, None if size is True else size, governors.of(device))
+    store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
+    elastic.keeper = weakref.ref(store)
     if folder is not None:
         from .prefix.saving import Saver
 
-        store.saver = Saver(model, device, *folder, store.read, store.block)
+        record, governor = (lambda: elastic.record), governors.of(device)
+        store.saver = Saver(model, device, *folder, store.read, store.block, governor, store.counts, record)
     detach = sessions.attach(model, store)
 
     def undo() -> None:

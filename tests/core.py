@@ -28,6 +28,7 @@ from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExha
 from .contract.driver import Driver, private_standin
 
 PAGE = 4096
+PLACES = ("device", "host", "peer")
 # Every call that changes what lies behind an address; the others only ask, wait, or choose a context.
 PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess")
 
@@ -83,9 +84,9 @@ def current_context() -> Iterator[Driver]:
 
 
 def memfd(place: str) -> os.stat_result:
-    device, host = ctypes.c_int(), ctypes.c_int()
-    driver().ok("ballonet_standin_memfds", ctypes.byref(device), ctypes.byref(host))
-    return os.fstat({"device": device, "host": host}[place].value)
+    found = {name: ctypes.c_int() for name in PLACES}
+    driver().ok("ballonet_standin_memfds", *map(ctypes.byref, found.values()))
+    return os.fstat(found[place].value)
 
 
 def physical(place: str = "device") -> int:
@@ -106,8 +107,8 @@ class Map:
 
     @property
     def place(self) -> str | None:
-        """ "device" or "host" where it shows this stand-in's memory."""
-        for place in ("device", "host"):
+        """ "device", "host" or "peer" where it shows this stand-in's memory."""
+        for place in PLACES:
             if f"/memfd:ballonet-{place}" in self.name and self.inode == memfd(place).st_ino:
                 return place
         return None
@@ -247,6 +248,10 @@ class Core:
         created: int = self.device.snapshot()["created"]
         return created
 
+    def copied(self) -> dict[str, int]:
+        """Bytes, of those ways on which there were any."""
+        return {way: nbytes for way, nbytes in self.device.snapshot()["copied"].items() if nbytes}
+
     def stream(self) -> int:
         """A stream of the driver's that the device knows of, with a page of its own to copy to."""
         made = ctypes.c_void_p()
@@ -280,7 +285,7 @@ class Core:
 
 def clean() -> None:
     """Takes another copy of the stand-in where a test that failed left something in this one."""
-    if physical() or physical("host"):
+    if any(map(physical, PLACES)):
         for cached in (library, driver, _any_device):
             cached.cache_clear()
 
@@ -295,7 +300,7 @@ def opened(page: int = PAGE, budget: int = 64, host_budget: int = 16, **options:
     core.finish()
     core.device.check()
     core.device.close()
-    assert physical() == physical("host") == 0
+    assert not any(map(physical, PLACES))
 
 
 def eventually(holds_now: Callable[[], bool], seconds: float = 60.0) -> None:

@@ -42,6 +42,7 @@ class FakeDevice:
         self.trace: list[tuple[str, int]] = []
 
         self.copied = 0
+        self.peer = 0  # pages of the peer
         self._taken: list[tuple[int, int, int]] = []
 
     @property
@@ -54,7 +55,14 @@ class FakeDevice:
 
     def snapshot(self) -> dict[str, Any]:
         used = {"weights": sum(model.here for model in self.models), "activations": 0, "kv": self._kv, "retiring": 0}
-        return {"pages": {"free": self.free, **used}, "copied": {"weights_h2d": self.copied, "weights_d2h": 99}}
+        return {
+            "pages": {"free": self.free, **used},
+            "copied": {"weights_h2d": self.copied, "weights_d2h": 99},
+            "heap": {"cached": 0},
+            "peer_budget": self.peer * PAGE,
+            "peer_pages": self.peer,
+            "peer_free": self.peer - sum(cache.on_peer for cache in self.caches),
+        }
 
     def publish(self, entries: list[Any]) -> None:
         for key, client, parts in entries:
@@ -161,6 +169,9 @@ class FakeModel:
         assert layer not in self.plan.streamed
         return (self, [layer]) if self.entries(layer) else None
 
+    def give_up(self, pages: int) -> int:
+        return 0
+
     def cover(self, layers: Sequence[int]) -> None:
         self.covered.append(tuple(layers))
 
@@ -237,11 +248,14 @@ class FakeCache:
         self.running = False
         self.used = -math.inf
         self.kept = False
+        self.block = 1
         self.pages = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
+        self.near = self.on_peer = self.leaving = 0
+        self.demoted: list[int] = []
         self.number = governor.add_cache(self)
         device.caches.append(self)
 
@@ -249,6 +263,10 @@ class FakeCache:
     def here(self) -> int:
         """Device pages."""
         return self.pages - len(self.away)
+
+    @property
+    def held(self) -> int:
+        return self.pages
 
     @property
     def displaced(self) -> int:
@@ -259,6 +277,10 @@ class FakeCache:
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         return (self, [index]) if index < self.pages and index not in self.away else None
+
+    def demote(self, pages: int) -> None:
+        self.demoted.append(pages)
+        self.on_peer -= pages
 
     def write_behind(self, pages: int) -> None:
         self.asked_to_copy.append(pages)

@@ -20,6 +20,7 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
+from ballonet.allocator.errors import BallonetError
 from ballonet.offload.decide import layout
 
 
@@ -46,7 +47,7 @@ def in_pool(tensor: torch.Tensor, by: list[tuple[int, int]] | None = None) -> bo
 
 
 def bytes_that_exist(place: str = "device") -> int:
-    """What the memfds of the device, or of the "host", hold, as the kernel counts it."""
+    """What the memfds of the device, or of the "host" or the "peer", hold, as the kernel counts it."""
     found = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # another thread may close one between the listing and the look
@@ -74,37 +75,77 @@ def take_out(patience: float = 30.0) -> None:
 
 
 def in_use() -> str:
-    """Who owns pages, which tensors lie in the pool and who refers to them, and what every thread does."""
+    """Why the device cannot be closed: who owns pages, which tensors lie in the pool and what has ranges of it, who
+    refers to those, and what every thread does."""
     device, by = runtime.require(), mapped()
     lines = [str(device.snapshot())]
+    try:
+        device.close()
+    except BallonetError as error:
+        lines.append(f"{error}; published: {device.published}")
     everything = gc.get_objects()
-    tensors = [each for each in everything if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
-    found = [each for each in tensors if in_pool(each, by)]
-    ours = [each for each in everything if type(each).__module__.startswith("ballonet.")]
-    for each in found[:8]:
-        lines.append(f"{type(each).__name__} {tuple(each.shape)} {each.dtype} at {each.data_ptr():#x}")
-        lines += (f"    {line}" for line in _referrers(each, (everything, tensors, found, ours)))
+    found = [each for each in everything if issubclass(type(each), torch.Tensor) and _in_pool(each, by)]
+    ours = [each for each in everything if str(type(each).__module__).startswith("ballonet.")]
     names = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in ours)
     lines.append(", ".join(f"{count} {name}" for name, count in sorted(names.items())))
-    for each in ours:
-        if type(each).__name__ in ("Elastic", "Managed", "Weights", "Range", "KeptSequence"):
-            lines.append(repr(each))
-            lines += (f"    {line}" for line in _referrers(each, (everything, tensors, found, ours)))
+    having = [each for each in ours if type(each).__name__ in _HAVING]
+    chosen = [*found[:8], *having[:8]]
+    holders = _holders(chosen, (everything, found, ours, having))
+    lines += [line for each in chosen for line in (_told(each), *_tree(each, holders))]
     called = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         lines.append(f"thread {called.get(ident, ident)}\n" + "".join(traceback.format_stack(frame)))
     return "\n".join(lines)
 
 
-def _referrers(of: object, but: tuple[object, ...], depth: int = 3) -> Iterator[str]:
+_HAVING = ("Elastic", "Twin", "_Slot", "KVRange", "KVTwin", "KeptSequence")  # classes whose objects have ranges
+
+
+def _in_pool(tensor: torch.Tensor, by: list[tuple[int, int]]) -> bool:
+    with suppress(RuntimeError, NotImplementedError):  # of those that have no memory
+        return tensor.device.type == "cpu" and any(low <= tensor.data_ptr() < end for low, end in by)
+    return False
+
+
+def _told(each: object) -> str:
+    if isinstance(each, torch.Tensor):
+        return f"{type(each).__name__} {tuple(each.shape)} {each.dtype} at {each.data_ptr():#x}"
+    if isinstance(each, FrameType):
+        return f"frame of {each.f_code.co_qualname} at {each.f_code.co_filename}:{each.f_lineno}"
+    return f"{type(each).__module__}.{type(each).__qualname__} at {id(each):#x}"
+
+
+def _holders(of: list[object], but: tuple[object, ...]) -> dict[int, list[object]]:
+    """By id of each of them, three of those who refer to it; of those, too; and so on. All are looked for at once, as
+    each time all objects that there are are looked through."""
+    found: dict[int, list[object]] = {}
+    looked = {id(each) for each in (*but, of, found)}
+    while of and len(found) < 64:
+        wanted, following = {id(each) for each in of}, []
+        looked |= {id(each) for each in (of, following, wanted, *found.values())}
+        for each in gc.get_referrers(*of):
+            if id(each) not in looked and not _looks(each):
+                for held in {*map(id, gc.get_referents(each))} & wanted:
+                    found.setdefault(held, [])
+                    if len(found[held]) < 3:
+                        found[held].append(each)
+                        following.append(each)
+        of = list({id(each): each for each in following if id(each) not in found}.values())[:24]
+    return found
+
+
+def _tree(of: object, holders: dict[int, list[object]], depth: int = 5) -> Iterator[str]:
     """One line each, and theirs further to the right."""
-    skipped = {id(each) for each in but}
-    found = [each for each in gc.get_referrers(of) if id(each) not in skipped and not isinstance(each, FrameType)]
-    for each in found[:6]:
-        keys = [str(key) for key, value in each.items() if value is of] if isinstance(each, dict) else []
-        yield f"{type(each).__module__}.{type(each).__qualname__} {keys or repr(type(each))}"[:150]
-        if depth > 1:
-            yield from (f"    {line}" for line in _referrers(each, (*but, found), depth - 1))
+    for each in holders.get(id(of), ()) if depth else ():
+        keys = [str(key) for key, value in each.items() if value is of] if type(each) is dict else []
+        yield f"    {_told(each)} {', '.join(keys)}"[:200]
+        yield from (f"    {line}" for line in _tree(each, holders, depth - 1))
+
+
+def _looks(each: object) -> bool:
+    """Is it of the search itself?"""
+    code = each.f_code if isinstance(each, FrameType) else getattr(each, "gi_code", None)
+    return code is not None and code.co_filename == __file__
 
 
 @contextmanager

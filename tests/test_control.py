@@ -94,6 +94,9 @@ def test_it_says_its_budget_and_who_owns_what(listening: Listening, folder: Path
         "page_size": PAGE,
         "pages": {"free": 0, "weights": 0, "activations": 0, "kv": 0, "retiring": 0},
         "host_pages": 0,
+        "peer": "",
+        "peer_budget": 0,
+        "peer_pages": 0,
         "spilled": 0,
     }
 

@@ -364,12 +364,7 @@ def test_a_host_page_takes_a_device_pages_place() -> None:
         assert some.move(1, "device")
         assert behind(some.address + PAGE)[:2] == ("device", "rw-s")
         assert holds(some.address + PAGE, 9)
-        assert core.device.snapshot()["copied"] == {
-            "weights_h2d": 0,
-            "weights_d2h": 0,
-            "kv_h2d": PAGE,
-            "kv_d2h": PAGE,
-        }
+        assert core.copied() == {"kv_h2d": PAGE, "kv_d2h": PAGE}
         del held
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import interrupts, runtime
+from ballonet.allocator import install, interrupts, runtime
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Farewell, guarded, if_free
 from ballonet.hooks import forwards, governors, lease, managed
@@ -194,6 +194,21 @@ def test_a_guarded_section_ends_however_it_is_left(where: str) -> None:
     section.__enter__()  # and nobody leaves it
     del section
     assert log[-1] == "end True"
+
+
+def test_ctrl_c_at_any_line_leaves_torch_s_memory_in_the_pool(installed: None) -> None:
+    """Once a section is over in which all threads have stock memory."""
+
+    def section() -> None:
+        with install.stock_everywhere():
+            pass
+
+    lines = 0
+    while interrupted(section, lines, install):
+        gc.collect()
+        lines += 1
+        assert runtime.require().block_size(torch.empty(2**12).data_ptr()), f"line {lines}"
+    assert lines > 10
 
 
 def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None) -> None:

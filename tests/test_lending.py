@@ -8,7 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.lending import Exchange, Unit, Window, block_bytes, scale_down, scale_up, unit
+from ballonet.offload.decide.lending import (
+    Account,
+    Exchange,
+    Unit,
+    Window,
+    block_bytes,
+    due,
+    resized,
+    scale_down,
+    scale_up,
+    unit,
+    unit_within,
+)
 
 MIB = 2**20
 SIZES = st.integers(1, 60)
@@ -32,8 +44,8 @@ def test_two_types_are_compared_in_bytes() -> None:
 @given(SIZES, SIZES, SIZES)
 def test_the_unit_is_the_least_that_is_whole_for_both(worker: int, master: int, page: int) -> None:
     found = unit(worker, master, page)
-    assert found.worker * worker == found.master * master == found.nbytes
-    assert found.nbytes == next(n for n in range(1, 60**3 + 1) if not n % worker and not n % master and not n % page)
+    assert found.worker * worker == found.master * master == found.size
+    assert found.size == next(n for n in range(1, 60**3 + 1) if not n % worker and not n % master and not n % page)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
@@ -128,4 +140,117 @@ def test_a_worker_always_has_what_its_requests_need(
         blocks, lent = blocks - spare.worker, lent + spare.units
         assert blocks >= used
         assert blocks + lent * size.worker == total
-        assert lent * size.nbytes == lent * size.master * master
+        assert lent * size.size == lent * size.master * master
+
+
+# -- several models in one pool
+
+
+def test_a_unit_is_no_larger_than_a_part_of_the_pool() -> None:
+    """Models with 32 and 36 ranges: 288 pages, or where that is too much a block of the worker's, and what covers
+    it."""
+    assert unit_within(32, 36, 288) == Unit(288, worker=9, master=8)
+    assert unit_within(32, 36, 287) == Unit(32, worker=1, master=1)
+    assert unit_within(36, 8, 40) == Unit(36, worker=1, master=5)
+
+
+@given(SIZES, SIZES, st.integers(1, 4000))
+def test_a_unit_is_whole_blocks_on_either_side(worker: int, master: int, most: int) -> None:
+    found = unit_within(worker, master, most)
+    assert found.worker * worker == found.size
+    assert 0 <= found.master * master - found.size < master
+    assert found.size <= max(most, worker)
+
+
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 9), st.integers(0, 300))
+def test_a_reserve_follows_what_is_needed(reserve: int, block: int, master: int, needed: int) -> None:
+    size = unit(block, master)
+    before = -(-reserve // block) * block
+    after = resized(reserve, block, needed, size)
+    assert after >= needed
+    assert after % block == 0
+    assert (after - before) % size.size == 0
+    assert after == before or after - needed < size.size + block, "and no more than a unit beyond"
+    assert abs(after - before) <= abs(before - needed) + size.size + block
+
+
+ACCOUNTS = st.lists(
+    st.tuples(st.integers(1, 6), st.integers(0, 20), st.integers(0, 60), st.integers(-1, 1)), max_size=4
+).map(
+    lambda rows: [Account(n, block, blocks * block, held, rank) for n, (block, blocks, held, rank) in enumerate(rows)]
+)
+
+
+@given(ACCOUNTS, st.integers(0, 80), st.integers(1, 40))
+def test_what_is_due(accounts: list[Account], free: int, most: int) -> None:
+    """By all amounts that those who borrow could give, one after the other: the first that makes reserves whole."""
+    found = due(accounts, free, most)
+    missing = max(0, sum(max(0, each.reserve - each.held) for each in accounts) - free)
+    order = sorted(accounts, key=lambda each: (each.priority, -each.borrowed, each.number))
+    lent = {each.number: max(0, each.held - each.reserve) for each in accounts}
+    assert sum(found.values()) >= min(missing, sum(lent.values())), "all that is lacking, or all that is borrowed"
+    assert all(0 < pages <= lent[number] for number, pages in found.items()), "nothing of anyone's reserve"
+    left = missing
+    for each in order:
+        if left <= 0:
+            assert each.number not in found, "others have given enough"
+        elif lent[each.number]:
+            pages = found[each.number]
+            assert pages == lent[each.number] or pages >= left
+            worker = max(accounts, key=lambda one: (one.lacking, -one.number))
+            more = max(unit_within(worker.block, each.block, most).size, worker.block) + each.block * 2 + worker.block
+            assert pages < left + more * (1 + left // worker.block)
+            left -= pages
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["use", "keep", "rest"]), st.integers(0, 40)), max_size=60),
+    st.lists(st.integers(1, 6), min_size=3, max_size=3),
+)
+def test_who_lends_whom_over_random_traces(trace: list[tuple[int, str, int]], blocks: list[int]) -> None:
+    """Three models in a pool of 120 pages: requests come and go, what they leave is kept. What is in use is never
+    taken; a request gets its pages unless others use them; and what is kept lies in nobody's reserve."""
+    total, most = 120, 15
+    used, kept, reserve = [0, 0, 0], [0, 0, 0], [0, 0, 0]
+    windows, now = [Window(5) for _ in blocks], 0
+
+    def settle() -> None:
+        for n, block in enumerate(blocks):
+            windows[n].use(now, used[n])
+            reserve[n] = resized(reserve[n], block, windows[n].most(now), unit_within(block, blocks[n - 1], most))
+            assert reserve[n] >= used[n]
+            assert reserve[n] % block == 0
+        accounts = [Account(n, block, reserve[n], used[n] + kept[n]) for n, block in enumerate(blocks)]
+        free = total - sum(used) - sum(kept)
+        for n, pages in due(accounts, free, most).items():
+            assert pages <= kept[n], "what is borrowed is what is kept: the reserve covers what is used"
+            kept[n] -= pages
+        free = total - sum(used) - sum(kept)
+        lacking = sum(max(0, reserve[n] - used[n] - kept[n]) for n in range(3))
+        assert lacking <= free or not any(kept[n] + used[n] > reserve[n] for n in range(3))
+
+    for n, what, pages in trace:
+        now += 1
+        if what == "use":
+            wanted = min(pages, total - sum(used))
+            before = list(used)
+            used[n] += wanted
+            windows[n].use(now, used[n])
+            # the exchange comes before the pages are asked for; whoever owns what is left of them gives its own
+            accounts = [
+                Account(k, block, max(reserve[k], -(-used[k] // block) * block), before[k] + kept[k])
+                for k, block in enumerate(blocks)
+            ]
+            for k, given_back in due(accounts, total - sum(before) - sum(kept), most).items():
+                kept[k] -= given_back
+                assert kept[k] >= 0
+            while sum(used) + sum(kept) > total:  # the ladder: prefixes go before anybody is refused
+                kept[max(range(3), key=lambda k: kept[k])] -= 1
+        elif what == "keep":
+            kept[n] += used[n]
+            used[n] = 0
+        else:
+            now += 6
+        settle()
+        assert sum(used) + sum(kept) <= total
+        assert min(*used, *kept) >= 0

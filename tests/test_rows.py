@@ -1,7 +1,7 @@
 """What the papers claim, row by row, and what shows it: tests for a machine without a GPU, and on one tests or figures.
 
-The rows are those of eLLM, but for its scheduling (Algorithms 1 and 2), of Select-N and of Oneiros, and of the ladder
-that is common to them. A row whose test or figure is gone, or is no part of what runs on a GPU, is an error here.
+The rows are those of eLLM, but for its scheduling (Algorithms 1 and 2), of Select-N, Oneiros and SwiftCache, and of the
+ladder that is common to them. A row whose test or figure is gone, or is no part of what runs on a GPU, is an error.
 """
 
 from __future__ import annotations
@@ -234,6 +234,81 @@ ONEIROS = (
         ("figure:reactivate",),
     ),
 )
+SWIFTCACHE = (
+    Row(
+        "sizing: Eq. 1-5 in bytes, Eq. 5 never less than nothing; a double buffer halves what streams",
+        (
+            "test_layer_stream.py::test_the_worked_example",
+            "test_layer_stream.py::test_no_other_split_stores_more",
+            "test_layer_stream.py::test_the_regular_cache_is_never_less_than_nothing",
+            "test_layer_stream.py::test_a_double_buffer_halves_what_the_device_holds_of_a_layer",
+        ),
+        ("gpu/test_prefix_sizes.py::test_a_cache_goes_to_the_limit", "figure:context"),
+    ),
+    Row(
+        "layer stream: the load of layer j waits for attention j-1 and its store, and overlaps what follows",
+        (
+            "kv/test_stream.py::test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load",
+            "kv/test_stream.py::test_what_is_copied_behind_waits_for_whoever_wrote_it",
+            "kv/test_stream.py::test_any_sequence_of_calls_equals_stock",
+            "kv/test_stream_generate.py::test_tokens_are_those_of_stock",
+            "test_layer_stream.py::test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits",
+        ),
+        (
+            "gpu/test_kv_stream.py::test_layers_take_turns_in_buffers",
+            "gpu/test_kv_buffers.py::test_tokens_are_stocks",
+            "figure:kv_stream",
+        ),
+    ),
+    Row(
+        "layout: resizing moves no bytes, in as many calls whatever there is",
+        ("gpu/test_prefix_sizes.py::test_resizing_costs_the_same_whatever_there_is",),
+        ("gpu/test_prefix_sizes.py::test_resizing_costs_the_same_whatever_there_is", "figure:exchange"),
+    ),
+    Row(
+        "minimum unit: whole blocks of both models, and whole pages",
+        (
+            "test_lending.py::test_the_unit_is_the_least_that_is_whole_for_both",
+            "test_lending.py::test_lwm_with_qwen3_14b",
+        ),
+        ("gpu/test_prefix_sizes.py::test_lwm_and_qwen3_14b_exchange_40_mib",),
+    ),
+    Row(
+        "lend, take back: up is rounded up, down is rounded down, by what was in use at once; hashes go before pages",
+        (
+            "test_lending.py::test_numbers_of_algorithm_1",
+            "test_lending.py::test_what_counts_is_what_is_in_use_at_once",
+            "test_lending.py::test_who_lends_whom_over_random_traces",
+            "prefix/test_lend.py::test_a_worker_that_comes_back_takes_what_it_lacks",
+            "prefix/test_lend.py::test_what_is_read_is_not_taken",
+            "prefix/test_lend.py::test_random_lending_while_all_generate",
+        ),
+        ("figure:lending",),
+    ),
+    Row(
+        "tiers: a peer's pages first, then the host's, and all comes home",
+        (
+            "kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_comes_home",
+            "kv/test_peer.py::test_tokens_are_those_of_stock_while_pages_go_all_ways",
+            "test_core_peer.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own",
+        ),
+        ("gpu/test_kv_peer.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home", "figure:prefix"),
+    ),
+    Row(
+        "prefix reuse: what is stored is the same cache held by hand, to the bit",
+        (
+            "prefix/test_lives.py::test_whatever_happens_tokens_are_right",
+            "prefix/test_conversations.py::test_conversations_that_branch",
+            "prefix/test_trouble.py::test_threads_on_one_model",
+            "test_prefixes.py::test_what_goes_by_odds_are_leaves_that_nobody_pinned",
+        ),
+        (
+            "gpu/test_prefix.py::test_conversations_while_pages_move",
+            "gpu/test_prefix.py::test_prefixes_that_left_the_device",
+            "figure:prefix",
+        ),
+    ),
+)
 
 
 @pytest.fixture
@@ -254,7 +329,9 @@ def is_there(proof: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("row", [*ELLM, *LADDER, *SELECT_N, *ONEIROS], ids=lambda row: row.claim.partition(":")[0])
+@pytest.mark.parametrize(
+    "row", [*ELLM, *LADDER, *SELECT_N, *ONEIROS, *SWIFTCACHE], ids=lambda row: row.claim.partition(":")[0]
+)
 def test_every_row_is_shown(row: Row, run: ModuleType) -> None:
     parts = [part for part in run.PARTS.values() if part.gpu]
     figures = {f"figure:{name}" for part in parts for name in part.benchmarks}

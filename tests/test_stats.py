@@ -23,7 +23,18 @@ SNAPSHOT: dict[str, Any] = {
     "created": 6,
     "pages": {"free": 1, "weights": 2, "activations": 0, "kv": 3, "retiring": 0},
     "host_pages": 4,
-    "copied": {"weights_h2d": 5, "weights_d2h": 6, "kv_h2d": 7, "kv_d2h": 8},
+    "peer": "second pool",
+    "peer_budget": 81920,
+    "peer_pages": 16,
+    "copied": {
+        "weights_h2d": 5,
+        "weights_d2h": 6,
+        "kv_h2d": 7,
+        "kv_d2h": 8,
+        "kv_p2d": 17,
+        "kv_d2p": 18,
+        "kv_p2h": 19,
+    },
     "driver_calls": {"cuMemMap": 9},
     "faults": 1,
     "reclaimed": 10,
@@ -38,6 +49,7 @@ def test_counts_are_attributes_and_items() -> None:
     stats = Stats.of(SNAPSHOT, EVENTS)
     assert (stats.page_size, stats.budget, stats.host_pages, stats.faults) == (4096, 40960, 4, 1)
     assert (stats.reclaimed, stats.spilled) == (10, 12)
+    assert (stats.peer, stats.peer_budget, stats.peer_pages, stats.copied.kv_p2h) == ("second pool", 81920, 16, 19)
     assert stats.driver_seconds == DriverSeconds(callers=1.5, background=0.002)
     assert stats.events["inflate"]["pull"].pages == 13
     assert {lever: dict(verbs) for lever, verbs in stats.events.items()} == EVENTS

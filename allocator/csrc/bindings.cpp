@@ -15,7 +15,13 @@ Owner owner_named(const std::string& name) {
 Place place_named(const std::string& name) {
   if (name == "device") return Place::kDevice;
   if (name == "host") return Place::kHost;
-  throw UsageError("a place is 'device' or 'host', not '" + name + "'");
+  if (name == "peer") return Place::kPeer;
+  throw UsageError("a place is 'device', 'host' or 'peer', not '" + name + "'");
+}
+
+const char* name_of(Place place) {
+  constexpr const char* kNames[] = {"device", "host", "peer"};
+  return kNames[static_cast<unsigned>(place)];
 }
 
 const char* name_of(Owner owner) {
@@ -79,6 +85,14 @@ py::dict probe(const std::string& library, int ordinal) {
   facts["host_pages"] = has(cuda::kAttributeHostNumaVirtualMemory);
   facts["posix_handles"] = has(cuda::kAttributePosixFd);
   facts["context_active"] = active != 0;
+  py::list peers;
+  for (int other = 0; other < devices; ++other) {
+    CUdevice there = 0;
+    int reachable = 0;
+    if (other == ordinal || !driver.cuDeviceGet(&there, other).ok()) continue;
+    if (driver.cuDeviceCanAccessPeer(&reachable, device, there).ok() && reachable != 0) peers.append(other);
+  }
+  facts["peers"] = peers;
   return facts;
 }
 

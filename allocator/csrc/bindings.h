@@ -20,6 +20,7 @@ using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 // Throw UsageError for other names.
 Owner owner_named(const std::string& name);
 Place place_named(const std::string& name);
+const char* name_of(Place place);
 const char* name_of(Owner owner);
 
 // Does what may wait without the GIL, if this thread has it.

@@ -6,8 +6,9 @@ namespace ballonet {
 namespace {
 
 std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std::size_t page_size, std::size_t budget,
-                                    std::size_t host_budget, std::uint64_t link_bandwidth,
-                                    std::uint64_t link_latency_ns, bool spill,
+                                    std::size_t host_budget, std::optional<int> peer, std::size_t peer_budget,
+                                    std::uint64_t link_bandwidth, std::uint64_t link_latency_ns,
+                                    std::uint64_t peer_bandwidth, bool spill,
                                     const std::vector<std::pair<std::string, unsigned long long>>& faults) {
   if (page_size == 0) throw UsageError("the page size must not be 0");
   arm_faults(faults);
@@ -17,7 +18,9 @@ std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std
   options.page_size = page_size;
   options.budget = budget / page_size;
   options.host_budget = host_budget / page_size;
-  options.standin = {0, link_bandwidth, link_latency_ns};
+  options.peer = peer;
+  options.peer_budget = peer_budget / page_size;
+  options.standin = {0, link_bandwidth, link_latency_ns, peer_bandwidth};
   py::gil_scoped_release release;
   return ends_without_gil(std::make_shared<Device>(options, spill));
 }
@@ -65,6 +68,9 @@ py::dict snapshot(Device& device) {
   copied["weights_d2h"] = numbers.copied.weights_d2h;
   copied["kv_h2d"] = numbers.copied.kv_h2d;
   copied["kv_d2h"] = numbers.copied.kv_d2h;
+  copied["kv_p2d"] = numbers.copied.kv_p2d;
+  copied["kv_d2p"] = numbers.copied.kv_d2p;
+  copied["kv_p2h"] = numbers.copied.kv_p2h;
   const auto counts = driver_calls(), behind = background_calls();
   for (unsigned i = 0; i < kFnCount; ++i) {
     const char* const name = ballonet::name_of(static_cast<Fn>(i));
@@ -91,6 +97,11 @@ py::dict snapshot(Device& device) {
   result["host_pages"] = numbers.host_created;
   result["host_free"] = numbers.host_free;
   result["host_budget"] = numbers.host_budget * page;
+  const std::optional<int> peer = device.mapper->peer();
+  result["peer"] = !peer ? "" : *peer == device.mapper->ordinal ? "second pool" : format("device %d", *peer);
+  result["peer_pages"] = numbers.peer_created;
+  result["peer_free"] = numbers.peer_free;
+  result["peer_budget"] = numbers.peer_budget * page;
   result["copied"] = copied;
   result["driver_calls"] = calls;
   result["background_calls"] = background;
@@ -129,7 +140,8 @@ py::list timeline(Device& device) {
 void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
   device
       .def(py::init(&make_device), py::kw_only(), py::arg("library"), py::arg("ordinal"), py::arg("page_size"),
-           py::arg("budget"), py::arg("host_budget"), py::arg("link_bandwidth") = 0, py::arg("link_latency_ns") = 0,
+           py::arg("budget"), py::arg("host_budget"), py::arg("peer") = py::none(), py::arg("peer_budget") = 0,
+           py::arg("link_bandwidth") = 0, py::arg("link_latency_ns") = 0, py::arg("peer_bandwidth") = 0,
            py::arg("spill") = false, py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
       .def_property_readonly("kind", [](Device& d) { return d.mapper->is_standin() ? "standin" : "cuda"; })
       .def_property_readonly("ordinal", [](Device& d) { return d.mapper->ordinal; })
@@ -137,6 +149,8 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def_property_readonly(
           "budget",
           py::cpp_function([](Device& d) { return d.mapper->numbers().budget * d.mapper->page_size; }, ReleaseGil()))
+      .def_property_readonly("peer", [](Device& d) { return d.mapper->peer(); })
+      .def_property_readonly("peer_refused", [](Device& d) { return d.mapper->peer_refused(); })
       .def_property_readonly("host_pages", [](Device& d) { return d.mapper->has_host_pages(); })
       .def(
           "free_memory", [](Device& d) { return d.mapper->free_memory(); }, ReleaseGil())

@@ -8,7 +8,7 @@ namespace ballonet {
 namespace {
 
 const char* name_of(Backing backing) {
-  constexpr const char* kNames[] = {"none", "device", "host", "alias", "retiring", "kept"};
+  constexpr const char* kNames[] = {"none", "device", "host", "peer", "alias", "retiring", "kept"};
   return kNames[static_cast<unsigned>(backing)];
 }
 
@@ -84,6 +84,26 @@ void bind_range(py::module_& module) {
             r.device->map(*r.range, first, count, Place::kHost);
           },
           py::arg("first"), py::arg("count"), ReleaseGil())
+      .def(
+          "map_peer",
+          [](RangeHandle& r, std::size_t first, std::size_t count) {
+            r.device->map(*r.range, first, count, Place::kPeer);
+          },
+          py::arg("first"), py::arg("count"), ReleaseGil())
+      .def(
+          "take_over",
+          [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count,
+             RangeHandle& home) {
+            return r.mapper().take_over(*r.range, first, *spare.range, spare_first, count, *home.range);
+          },
+          py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), py::arg("home"), ReleaseGil())
+      .def(
+          "place",
+          [](RangeHandle& r, std::size_t piece) {
+            const std::optional<Place> place = r.mapper().place(*r.range, piece);
+            return place ? name_of(*place) : "";
+          },
+          py::arg("piece"), ReleaseGil())
       .def(
           "alias",
           [](RangeHandle& r, std::size_t first, RangeHandle& source, std::size_t source_first, std::size_t count) {

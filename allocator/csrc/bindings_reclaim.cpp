@@ -11,8 +11,10 @@ using EntryTuple = std::tuple<std::int64_t, std::shared_ptr<Group>, std::vector<
 
 Takeable::Part part_of(const PartTuple& tuple) {
   const auto& [home, first, count, twin, twin_first, sources] = tuple;
-  if (home == nullptr || twin == nullptr) throw UsageError("a part has two ranges");
-  Takeable::Part part{home->range, first, count, twin->range, twin_first, {}};
+  if (home == nullptr) throw UsageError("a part has a range");
+  if (twin == nullptr && !sources.empty()) throw UsageError("what has no twin has no sources");
+  Takeable::Part part{home->range, first, count, {}, twin_first, {}, twin == nullptr};
+  if (twin != nullptr) part.twin = twin->range;
   for (const auto& [offset, address, size] : sources) part.sources.push_back({offset, address, size});
   return part;
 }

@@ -25,6 +25,7 @@ void Device::map(Range& range, std::size_t first, std::size_t count, Place place
   try {
     mapper->map(range, first, count, place);
   } catch (const PoolExhausted& reason) {
+    if (place == Place::kPeer) throw;  // whoever asks has the host for it
     mapper->events.add(Events::Kind::kRefuse, count);
     throw PoolExhausted(host_exhausted(count, reason.what()));
   }

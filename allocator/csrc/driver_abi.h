@@ -109,6 +109,7 @@ enum Attribute : int {
   X(cuDeviceGet,                   "cuDeviceGet",                   CUdevice*, int)                                   \
   X(cuDeviceGetName,               "cuDeviceGetName",               char*, int, CUdevice)                             \
   X(cuDeviceGetAttribute,          "cuDeviceGetAttribute",          int*, int, CUdevice)                              \
+  X(cuDeviceCanAccessPeer,         "cuDeviceCanAccessPeer",         int*, CUdevice, CUdevice)                         \
   X(cuDeviceTotalMem,              "cuDeviceTotalMem_v2",           std::size_t*, CUdevice)                           \
   X(cuDevicePrimaryCtxRetain,      "cuDevicePrimaryCtxRetain",      CUcontext*, CUdevice)                             \
   X(cuDevicePrimaryCtxRelease,     "cuDevicePrimaryCtxRelease_v2",  CUdevice)                                         \
@@ -152,17 +153,19 @@ struct BallonetStandinConfig {
   std::uint64_t device_bytes;     // total memory of the pretended device
   std::uint64_t link_bandwidth;   // bytes per second of host-device copies; 0 = as fast as memory
   std::uint64_t link_latency_ns;  // added to every host-device copy
+  std::uint64_t peer_bandwidth;   // bytes per second of copies between the two devices; 0 = as fast as memory
 };
 }
 // X(name, symbol, parameters...)
 //   ballonet_standin_configure  sets the figures above; may be called before cuInit and again at any time
 //   ballonet_standin_use        the caller says that work submitted to `stream` reads (write = 0) or writes [ptr,
 //   ptr+size) ballonet_standin_violation  copies the newest message of the order checker or of a strict refusal on this
-//   thread ballonet_standin_memfds     the descriptors of the memfds `ballonet-device` and `ballonet-host`
+//   thread ballonet_standin_memfds     the descriptors of the memfds `ballonet-device`, `ballonet-host`,
+//   `ballonet-peer`
 // clang-format off
 #define BALLONET_STANDIN_FUNCTIONS(X)                                                                                 \
   X(ballonet_standin_configure,  "ballonet_standin_configure",  const BallonetStandinConfig*)                         \
   X(ballonet_standin_use,        "ballonet_standin_use",        CUdeviceptr, std::size_t, CUstream, int)              \
   X(ballonet_standin_violation,  "ballonet_standin_violation",  char*, std::size_t)                                   \
-  X(ballonet_standin_memfds,     "ballonet_standin_memfds",     int*, int*)
+  X(ballonet_standin_memfds,     "ballonet_standin_memfds",     int*, int*, int*)
 // clang-format on

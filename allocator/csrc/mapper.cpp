@@ -8,17 +8,17 @@ Mapper::Mapper(const Options& options)
     : page_size(options.page_size),
       ordinal(options.ordinal),
       driver_(options.library),
-      context_(driver_, options.ordinal, options.page_size, options.standin),
+      context_(driver_, options.ordinal, options.page_size, options.standin, options.peer),
       device_(driver_, context_.device_place, options.page_size, options.budget, &journal),
       host_(driver_, context_.host_place, options.page_size, options.host_budget, nullptr),
+      peer_(driver_, context_.peer_place, options.page_size, context_.peer_pages ? options.peer_budget : 0, nullptr),
       streams_(driver_) {
   watch_forks(options.library);
 }
 
 Mapper::~Mapper() {
   DriverScope scope(driver_, context_.handle);
-  device_.release_free();
-  host_.release_free();
+  for (Pool* pool : {&device_, &host_, &peer_}) pool->release_free();
   streams_.close();
 }
 
@@ -133,13 +133,13 @@ void Mapper::back(Range& range, const std::vector<std::size_t>& pieces, Pool& po
       Range::Piece& piece = range.at(pieces[mapped]);
       piece.page = pages[mapped];
       piece.backing = backing;
-      piece.place = &pool == &host_ ? Place::kHost : Place::kDevice;
+      piece.place = place_of(pool);
       piece.changed = ++changes_;
     }
     for (std::size_t from = 0, to = 0; from < pieces.size(); from = to) {
       to = from + 1;
       while (to < pieces.size() && pieces[to] == pieces[to - 1] + 1) ++to;
-      allow_access(address(range, pieces[from]), to - from, &pool == &host_ ? Place::kHost : Place::kDevice);
+      allow_access(address(range, pieces[from]), to - from, place_of(pool));
       for (std::size_t i = from; i < to; ++i) range.at(pieces[i]).open = true;
     }
   } catch (...) {
@@ -184,7 +184,8 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
     throw UsageError(
         "this driver cannot map host memory at a device address; `python -m ballonet info` says what it can");
   }
-  const Backing wanted = place == Place::kDevice ? Backing::kDevice : Backing::kHost;
+  if (place == Place::kPeer && !context_.peer_pages) throw UsageError("there is no peer");
+  const Backing wanted = backing_of(place);
   Pool& pool = pool_of(place);
   DriverScope scope(driver_, context_.handle);
   record_late();
@@ -192,7 +193,7 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   const auto retires = [&](std::size_t i) { return range.at(i).backing == Backing::kRetiring; };
   for (std::size_t i = first; i < first + count; ++i) {
     if (retires(i) && range.at(i).retiring_from != wanted) reap_locked(true, done);
-    if (range.at(i).backing == Backing::kKept && place == Place::kHost) unkeep(range, i);
+    if (range.at(i).backing == Backing::kKept && place != Place::kDevice) unkeep(range, i);
   }
   std::vector<std::size_t> unbacked, claimed;
   Spans adopted;  // pieces that take back the page they were about to lose
@@ -294,6 +295,12 @@ Backing Mapper::backing(Range& range, std::size_t piece) {
 PageId Mapper::page(Range& range, std::size_t piece) {
   std::lock_guard<std::mutex> lock(mutex);
   return piece < range.held_.table.size() ? range.at(piece).page : kNoPage;
+}
+
+std::optional<Place> Mapper::place(Range& range, std::size_t piece) {
+  std::lock_guard<std::mutex> lock(mutex);
+  if (piece >= range.held_.table.size() || range.at(piece).page == kNoPage) return {};
+  return range.at(piece).place;
 }
 
 std::size_t Mapper::backed(Range& range) {
@@ -429,8 +436,7 @@ void Mapper::release_free() {
   DriverScope scope(driver_, context_.handle);
   expect_no_more();
   empty_slots(device_.created(), Take::kAll);
-  device_.release_free();
-  host_.release_free();
+  for (Pool* pool : {&device_, &host_, &peer_}) pool->release_free();
 }
 
 std::pair<std::size_t, std::size_t> Mapper::free_memory() {
@@ -454,6 +460,9 @@ Mapper::Numbers Mapper::numbers() {
           host_.budget(),
           host_.count(Owner::kFree),
           ranges_.size(),
+          peer_.created(),
+          peer_.budget(),
+          peer_.count(Owner::kFree),
           device_.counts(),
           copied_,
           device_.kept() - ahead_,
@@ -472,10 +481,12 @@ std::size_t Mapper::available() {
   return device_.available();
 }
 
-std::size_t Mapper::host_available() {
+Room Mapper::room_for_twins() {
   std::lock_guard<std::mutex> lock(mutex);
-  return host_.available();
+  return room_for_twins_locked();
 }
+
+Room Mapper::room_for_twins_locked() const { return {context_.host_pages ? host_.available() : 0, peer_.available()}; }
 
 std::size_t Mapper::missing(std::size_t n) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -494,12 +505,13 @@ void Mapper::shutdown() {
   if (open > 0) throw UsageError(format("%zu ranges are still open: release the models and caches first", open));
   const bool cleared = clear_scratch() || clear_scratch();
   empty_slots(device_.created(), Take::kAll);
-  const std::size_t left = device_.release_free() + host_.release_free();
+  const std::size_t left = device_.release_free() + host_.release_free() + peer_.release_free();
   if (!cleared || !retiring_.empty() || left > 0 || device_.kept() > 0) {
     throw UsageError("the driver did not take back all pages; close the device again");
   }
   device_.set_budget(0);  // what a tensor that is still alive gives back later goes to the driver
   host_.set_budget(0);
+  peer_.set_budget(0);
   shut_ = true;
 }
 

@@ -2,9 +2,9 @@
 //
 // Words
 //   range     reserved addresses in page-sized pieces, a virtual tensor (eLLM §4.2: eTensor)
-//   backing   what a piece leads to: nothing (inaccessible), a device page, a host page, another range's page (alias),
-//   or a
-//             page that is retiring: still mapped, given up by its owner, waiting for every stream to pass
+//   backing   what a piece leads to: nothing (inaccessible), a page of the device, the host or the peer (context.h),
+//             another range's page (alias), or a page that is retiring: still mapped, given up by its owner, waiting
+//             for every stream to pass
 //   pin       a tensor made over the piece is alive; a pinned piece is retired when its last pin goes
 //   kept      the piece leads to a page that is free: whoever maps the piece claims it, with no driver call, and
 //   whoever
@@ -39,13 +39,19 @@ namespace ballonet {
 
 class Mapper;
 
-enum class Backing : std::uint8_t { kNone, kDevice, kHost, kAlias, kRetiring, kKept };
-enum class Place : std::uint8_t { kDevice, kHost };
+enum class Backing : std::uint8_t { kNone, kDevice, kHost, kPeer, kAlias, kRetiring, kKept };
+enum class Place : std::uint8_t { kDevice, kHost, kPeer };
+
+// A page of its own there.
+constexpr Backing backing_of(Place place) {
+  return place == Place::kDevice ? Backing::kDevice : place == Place::kHost ? Backing::kHost : Backing::kPeer;
+}
+constexpr bool has_own_page(Backing backing) {
+  return backing == Backing::kDevice || backing == Backing::kHost || backing == Backing::kPeer;
+}
 
 // Is there a page behind the piece that its owner has not given up?
-constexpr bool leads_somewhere(Backing backing) {
-  return backing == Backing::kDevice || backing == Backing::kHost || backing == Backing::kAlias;
-}
+constexpr bool leads_somewhere(Backing backing) { return has_own_page(backing) || backing == Backing::kAlias; }
 
 struct Span {
   std::size_t first, count;  // pieces of a range
@@ -107,7 +113,7 @@ struct Copy {
 };
 
 // Weights, or other bytes, whose pages may be taken: they go to twins on the host, and their addresses lead there
-// afterwards. See Note [Taking] in mapper_take.cpp.
+// afterwards. See Note [Taking] and Note [Buffers] in mapper_take.cpp.
 struct Takeable {
   struct Source {
     std::size_t offset;   // bytes from the beginning of the part
@@ -120,6 +126,7 @@ struct Takeable {
     std::weak_ptr<Range> twin;
     std::size_t twin_first;
     std::vector<Source> sources;  // of what the twin lacks; none: the part itself
+    bool buffer = false;          // has no twin: homes of the other parts lead to its pages
   };
   std::shared_ptr<Group> group;  // of every home
   std::vector<Part> parts;
@@ -135,11 +142,27 @@ struct Taken {
     kVoid     // never: a range is gone, or leads elsewhere than when this was admitted
   } fate;
   std::size_t pages;
-  std::size_t lacking = 0;  // host pages that it takes
+  std::size_t lacking = 0;  // pages for twins that it takes
+  bool kv = false;          // which may be the peer's
+};
+
+// Pages for twins that can be had.
+struct Room {
+  std::size_t host, peer;
+  // Takes those of an entry out, the peer's first where they may lie there. False, and nothing taken, where there are
+  // too few.
+  bool holds(const Taken& found) {
+    const std::size_t near = found.kv ? std::min(found.lacking, peer) : 0;
+    if (found.lacking - near > host) return false;
+    peer -= near;
+    host -= found.lacking - near;
+    return true;
+  }
 };
 
 struct Copied {
   unsigned long long weights_h2d = 0, weights_d2h = 0, kv_h2d = 0, kv_d2h = 0;
+  unsigned long long kv_p2d = 0, kv_d2p = 0, kv_p2h = 0;  // p: the peer
 };
 
 class Mapper : public std::enable_shared_from_this<Mapper> {
@@ -150,6 +173,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::size_t page_size = 0;
     std::size_t budget = 0;       // pages
     std::size_t host_budget = 0;  // pages
+    std::optional<int> peer;      // the device of the peer's pages
+    std::size_t peer_budget = 0;  // pages
     BallonetStandinConfig standin{};
   };
   explicit Mapper(const Options& options);
@@ -178,6 +203,10 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
   // The reverse: aliased pieces get device pages of their own, whose contents are undefined. Throws PoolExhausted too.
   bool own(Range& range, std::size_t first, std::size_t count);
+  // Pages of `spare` come to pieces of `twin`, whose own become free, and the same pieces of `home` lead there where
+  // they led to those: all hold the same bytes, so that nothing that was admitted is void. `spare` has them no more.
+  // All or none; false as for `alias`, and where others lead to these pages. Throws DriverError, UsageError.
+  bool take_over(Range& twin, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count, Range& home);
   // Unbacked pieces are skipped, pinned ones follow when their last pin goes, those mapped ahead are unclaimed like a
   // slot's from here on. Throws nothing of the driver's.
   void retire(Range& range, const Spans& spans);
@@ -191,8 +220,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool admit(Takeable& takeable);
   // What `take` would come to.
   Taken outlook(const Takeable& takeable);
-  // All or none. Throws DriverError with nothing changed.
-  Taken take(Takeable& takeable);
+  // All or none. `near`: may twins lie on the peer? Throws DriverError with nothing changed.
+  Taken take(Takeable& takeable, bool near = true);
   // Throws InvariantBroken where nothing has changed since it was admitted and its pages are not what they were.
   void check(const Takeable& takeable);
 
@@ -211,6 +240,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
 
   Backing backing(Range& range, std::size_t piece);
   PageId page(Range& range, std::size_t piece);
+  // Where the page is that the piece leads to, be it retiring.
+  std::optional<Place> place(Range& range, std::size_t piece);
   // Pieces that lead to a page and are not retiring.
   std::size_t backed(Range& range);
 
@@ -249,6 +280,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
 
   struct Numbers {
     std::size_t budget, created, created_peak, host_created, host_budget, host_free, ranges;
+    std::size_t peer_created, peer_budget, peer_free;
     std::array<std::size_t, kOwners> pages;
     Copied copied;
     std::size_t kept, ahead;  // of the free pages: in slots, mapped ahead
@@ -258,7 +290,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Numbers numbers();
   void reset_peak();
   std::size_t available();
-  std::size_t host_available();
+  Room room_for_twins();
   // Device pages that have to be given back before `n` can be had.
   std::size_t missing(std::size_t n);
   bool above_budget() const { return device_.above_budget(); }
@@ -269,6 +301,11 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   const int ordinal;
   bool is_standin() const { return driver_.is_standin(); }
   bool has_host_pages() const { return context_.host_pages; }
+  // The device of the peer's pages, none where there is no peer; why there is none although one was asked for.
+  std::optional<int> peer() const {
+    return context_.peer_pages ? std::optional<int>(context_.peer_place.location.id) : std::nullopt;
+  }
+  const std::string& peer_refused() const { return context_.peer_refused; }
   std::size_t total_memory() const { return context_.total_memory; }
 
   std::mutex mutex;
@@ -295,7 +332,12 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::size_t mapped;  // pieces of each that will be mapped at first
   };
 
-  Pool& pool_of(Place place) { return place == Place::kDevice ? device_ : host_; }
+  Pool& pool_of(Place place) { return place == Place::kDevice ? device_ : place == Place::kHost ? host_ : peer_; }
+  Place place_of(const Pool& pool) const {
+    return &pool == &device_ ? Place::kDevice : &pool == &host_ ? Place::kHost : Place::kPeer;
+  }
+  std::optional<Place> place_at(CUdeviceptr address);
+  Room room_for_twins_locked() const;
   Pool& pool_of(const Range::Piece& piece) { return pool_of(piece.place); }
   CUdeviceptr address(const Range& range, std::size_t piece) const { return range.base + piece * page_size; }
   // What a piece leads to.
@@ -324,21 +366,26 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // The ranges of each part, to be let go of once the locks are released.
   struct Ends {
     std::shared_ptr<Range> home, twin;
-    bool open() const { return home && twin && !home->closed_ && !twin->closed_; }
+    bool buffer;
+    bool open() const { return home && !home->closed_ && (buffer || (twin && !twin->closed_)); }
   };
   // The pieces of a twin that lack their bytes, and the copies that bring them.
   struct Filling {
     Range& home;
     Range& twin;
+    Place place;  // of their pages
     std::vector<std::size_t> pieces;
     std::vector<Copy> copies;
   };
   std::vector<Ends> ends_of(const Takeable& takeable);
+  // The pages of an entry's buffers, and how often each is mapped as far as the entry knows.
+  using Shared = std::map<PageId, unsigned>;
   Taken examine(const Takeable& takeable, const std::vector<Ends>& ends);
+  Shared shared_by(const Takeable& takeable, const std::vector<Ends>& ends);
   bool unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of);
-  bool sound(const Takeable::Part& part, const Ends& ends);
+  bool sound(const Takeable::Part& part, const Ends& ends, const Shared& shared);
   bool sources_there(const Takeable::Part& part, const Range& home) const;
-  Filling filling_of(const Takeable::Part& part, const Ends& ends);
+  Filling filling_of(const Takeable::Part& part, const Ends& ends, Place place, std::size_t& next, std::size_t most);
   void fill(const std::vector<Filling>& fillings);
   bool registered(CUdeviceptr address, std::size_t size) const;
   PageId page_after(Range& range, std::size_t piece, Backing backing);
@@ -379,12 +426,13 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool clear_scratch();
   void check_span(const Range& range, std::size_t first, std::size_t count) const;
   void forget(Range& range);
-  void count_copy(Owner owner, Place to, std::size_t size);
+  void count_copy(Owner owner, Place from, Place to, std::size_t size);
 
   Driver driver_;
   Context context_;
   Pool device_;
   Pool host_;
+  Pool peer_;
   Streams streams_;
   std::vector<CUstream> made_;    // streams of `create_stream`
   Pool* scratch_pool_ = nullptr;  // what an unmap that failed left at the scratch addresses

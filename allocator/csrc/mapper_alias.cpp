@@ -27,7 +27,7 @@ bool Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
   bool bare = true;
   for (std::size_t i = 0; i < count; ++i) {
     const Range::Piece& shown = source.at(source_first + i);
-    if (shown.backing != Backing::kDevice && shown.backing != Backing::kHost) {
+    if (!has_own_page(shown.backing)) {
       throw UsageError(format("piece %zu of the other range has no page of its own", source_first + i));
     }
     targets.push_back({shown.page, Backing::kAlias, shown.place});
@@ -65,6 +65,43 @@ bool Mapper::own(Range& range, std::size_t first, std::size_t count) {
   for (PageId page : take_pages(device_, count, range.owner, kNoPage, done))
     targets.push_back({page, Backing::kDevice, Place::kDevice});
   exchange({{range, first, targets}});
+  return true;
+}
+
+bool Mapper::take_over(Range& twin, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count,
+                       Range& home) {
+  Ranges done;
+  std::unique_lock<std::mutex> lease;
+  if (!may_change(twin, lease)) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (home.group != twin.group || spare.group != twin.group) throw UsageError("a range of another group");
+  check_span(twin, first, count);
+  check_span(spare, spare_first, count);
+  check_span(home, first, count);
+  DriverScope scope(driver_, context_.handle);
+  if (!quiesce()) return false;
+  reap_locked(false, done);
+  std::vector<Target> bytes, nothing(count, Target{kNoPage, Backing::kNone, Place::kDevice});
+  std::vector<Change> shows;
+  std::vector<std::pair<Range::Piece*, std::uint64_t>> unchanged;
+  for (std::size_t i = 0; i < count; ++i) {
+    Range::Piece &old = twin.at(first + i), &fresh = spare.at(spare_first + i), &shown = home.at(first + i);
+    if (!has_own_page(old.backing) || !has_own_page(fresh.backing) || old.doomed || fresh.doomed) {
+      throw UsageError(format("piece %zu has no page of its own on both sides", first + i));
+    }
+    const bool leads = shown.backing == Backing::kAlias && shown.page == old.page && shown.place == old.place;
+    if (pool_of(old).mappings(old.page) != (leads ? 2U : 1U) || pool_of(fresh).mappings(fresh.page) != 1) return false;
+    bytes.push_back({fresh.page, fresh.backing, fresh.place});
+    unchanged.push_back({&old, old.changed});
+    if (!leads) continue;
+    shows.push_back({home, first + i, {{fresh.page, Backing::kAlias, fresh.place}}});
+    unchanged.push_back({&shown, shown.changed});
+  }
+  std::vector<Change> changes{{twin, first, std::move(bytes)}};
+  for (Change& change : shows) changes.push_back(std::move(change));
+  changes.push_back({spare, spare_first, std::move(nothing)});  // last: the bytes are behind an address throughout
+  exchange(changes);
+  for (const auto& [piece, before] : unchanged) piece->changed = before;
   return true;
 }
 
@@ -109,21 +146,28 @@ void Mapper::exchange(const std::vector<Change>& changes) {
     for (; reached < steps.size(); ++reached) show(steps[reached].range, steps[reached].index, steps[reached].after);
     for (const auto& [range, first, targets] : changes) {
       for (std::size_t from = 0, to = 0; from < targets.size(); from = to) {
-        while (to < targets.size() && targets[to].place == targets[from].place) ++to;
-        allow_access(address(range, first + from), to - from, targets[from].place);
+        const auto alike = [&](const Target& target) {
+          return target.place == targets[from].place && (target.page == kNoPage) == (targets[from].page == kNoPage);
+        };
+        while (to < targets.size() && alike(targets[to])) ++to;
+        if (targets[from].page != kNoPage) allow_access(address(range, first + from), to - from, targets[from].place);
       }
     }
-    for (const Step& step : steps) step.range.at(step.index).open = true;
+    for (const Step& step : steps) step.range.at(step.index).open = step.after.page != kNoPage;
   } catch (...) {
     failed = std::current_exception();
     for (std::size_t i = 0; i < std::min(reached + 1, steps.size()); ++i) {
       show_again(steps[i].range, steps[i].index, steps[i].before);
     }
   }
+  std::set<std::pair<Place, PageId>> owned;
+  for (const Step& step : steps) {
+    const Range::Piece& piece = step.range.at(step.index);
+    if (has_own_page(piece.backing)) owned.insert({piece.place, piece.page});
+  }
   for (const Step& step : steps) {
     for (const Target& side : {step.before, step.after}) {
-      const Range::Piece& piece = step.range.at(step.index);
-      if (side.page == kNoPage || (piece.page == side.page && piece.place == side.place)) continue;
+      if (side.page == kNoPage || owned.count({side.place, side.page}) > 0) continue;
       Pool& pool = pool_of(side.place);
       if (side.backing != Backing::kAlias) pool.relabel(side.page, Owner::kRetiring);
       release_page(pool, side.page);  // an alias's, where its own range was closed meanwhile

@@ -7,8 +7,7 @@ namespace ballonet {
 
 void Mapper::check() {
   std::lock_guard<std::mutex> lock(mutex);
-  device_.check();
-  host_.check();
+  for (const Pool* pool : {&device_, &host_, &peer_}) pool->check();
   std::map<std::pair<Pool*, PageId>, unsigned> seen, owned;
   std::set<PageId> kept;
   std::size_t ahead = 0;
@@ -56,7 +55,7 @@ void Mapper::check() {
   for (const auto& [key, owners] : owned) {
     if (owners != 1) throw InvariantBroken(format("page %u is behind %u pieces that own it", key.second, owners));
   }
-  for (Pool* pool : {&device_, &host_}) {
+  for (Pool* pool : {&device_, &host_, &peer_}) {
     const std::size_t used = pool->created() - pool->count(Owner::kFree);
     const auto backed =
         std::count_if(seen.begin(), seen.end(), [pool](const auto& entry) { return entry.first.first == pool; });

@@ -25,7 +25,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   check_span(range, index, 1);
   if (to == Place::kHost && !context_.host_pages) return false;
   Range::Piece& piece = range.at(index);
-  const bool movable = (piece.backing == Backing::kDevice || piece.backing == Backing::kHost) && !piece.doomed;
+  const bool movable = has_own_page(piece.backing) && !piece.doomed;
   if (!movable || pool_of(piece).mappings(piece.page) != 1) return false;
 
   DriverScope scope(driver_, context_.handle);
@@ -74,9 +74,9 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     map_page(here, pool, wanted);
     shown = &pool;
     page = wanted;
-    allow_access(here, 1, &pool == &host_ ? Place::kHost : Place::kDevice);
+    allow_access(here, 1, place_of(pool));
   };
-  const Place from = piece.backing == Backing::kDevice ? Place::kDevice : Place::kHost;
+  const Place from = piece.place;
   std::exception_ptr failed;
   piece.open = false;
   for (int attempt = 0; attempt < 4 && !piece.open; ++attempt) {
@@ -89,15 +89,15 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   }
   // A driver that refuses again and again leaves a page without access, which the next `map` gives, or none.
   piece.page = shown == nullptr ? kNoPage : page;
-  piece.place = shown == &host_ ? Place::kHost : Place::kDevice;
-  piece.backing = shown == nullptr ? Backing::kNone : shown == &host_ ? Backing::kHost : Backing::kDevice;
+  piece.place = shown == nullptr ? Place::kDevice : place_of(*shown);
+  piece.backing = shown == nullptr ? Backing::kNone : backing_of(piece.place);
   for (const auto& [pool, spare] : {std::pair{&target, fresh}, std::pair{&source, old}}) {
     if (shown == pool && page == spare) continue;
     pool->relabel(spare, Owner::kRetiring);
     release_page(*pool, spare);
   }
   if (failed) std::rethrow_exception(failed);
-  if (from != to) count_copy(range.owner, to, page_size);
+  if (from != to) count_copy(range.owner, from, to, page_size);
   return true;
 }
 
@@ -119,7 +119,7 @@ Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, CUstream aft
     for (const Copy& part : parts) {
       driver_.cuMemcpyAsync(part.to, part.from, part.size, stream)
           .or_throw(format("copying %s", in_units(part.size).c_str()));
-      count_copy(owner, to, part.size);
+      count_copy(owner, place_at(part.from).value_or(Place::kHost), place_at(part.to).value_or(to), part.size);
     }
   } catch (...) {
     driver_.cuStreamSynchronize(stream);
@@ -132,10 +132,27 @@ Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, CUstream aft
   return done;
 }
 
-void Mapper::count_copy(Owner owner, Place to, std::size_t size) {
+// Where the page is that an address leads to; nothing where it is not ours, as registered memory is not.
+std::optional<Place> Mapper::place_at(CUdeviceptr at) {
+  for (const Range* range : ranges_) {
+    const Stretch& held = range->held_;
+    if (held.pieces == 0 || at < held.base || at - held.base >= held.table.size() * page_size) continue;
+    return held.table[(at - held.base) / page_size].place;
+  }
+  return {};
+}
+
+void Mapper::count_copy(Owner owner, Place from, Place to, std::size_t size) {
   const bool down = to == Place::kHost;
   if (owner == Owner::kWeights) (down ? copied_.weights_d2h : copied_.weights_h2d) += size;
-  if (owner == Owner::kKv) (down ? copied_.kv_d2h : copied_.kv_h2d) += size;
+  if (owner != Owner::kKv) return;
+  if (from == Place::kPeer) {
+    (down ? copied_.kv_p2h : copied_.kv_p2d) += size;
+  } else if (to == Place::kPeer) {
+    copied_.kv_d2p += size;
+  } else {
+    (down ? copied_.kv_d2h : copied_.kv_h2d) += size;
+  }
 }
 
 }  // namespace ballonet

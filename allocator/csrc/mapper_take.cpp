@@ -13,6 +13,13 @@
 // may make this wrong: a twin that was just mapped holds nothing yet. So each piece says when it last came to lead
 // elsewhere, and what was admitted before that is void. A piece that was only moved to another page holds the same
 // bytes, which is no change.
+//
+// Note [Buffers]
+// A buffer that layers take turns in holds the bytes of one of them, and the addresses of all of them lead to it. Each
+// has its bytes in its twin throughout, so the buffer may go as well: all addresses that lead to its pages are led to
+// their own twins, at once, and nothing is copied. Its own addresses lead nowhere afterwards, as nobody but copies uses
+// them: whoever submits one holds a lease, and looks first. An entry that does not name every address that leads to a
+// page of its buffer is passed over.
 #include <algorithm>
 
 #include "mapper.h"
@@ -21,7 +28,7 @@ namespace ballonet {
 
 std::vector<Mapper::Ends> Mapper::ends_of(const Takeable& takeable) {
   std::vector<Ends> ends;
-  for (const Takeable::Part& part : takeable.parts) ends.push_back({part.home.lock(), part.twin.lock()});
+  for (const Takeable::Part& part : takeable.parts) ends.push_back({part.home.lock(), part.twin.lock(), part.buffer});
   return ends;
 }
 
@@ -31,11 +38,14 @@ bool Mapper::admit(Takeable& takeable) {
   for (std::size_t i = 0; i < ends.size(); ++i) {
     if (!ends[i].open()) return false;
     const Takeable::Part& part = takeable.parts[i];
-    Range &home = *ends[i].home, &twin = *ends[i].twin;
-    if (home.mapper.get() != this || twin.mapper.get() != this) throw UsageError("a range of another device");
+    Range& home = *ends[i].home;
+    Range* twin = ends[i].twin.get();
+    if (home.mapper.get() != this || (twin && twin->mapper.get() != this)) {
+      throw UsageError("a range of another device");
+    }
     if (!home.group || home.group != takeable.group) throw UsageError("the range belongs to another group");
     check_span(home, part.first, part.count);
-    check_span(twin, part.twin_first, part.count);
+    if (twin) check_span(*twin, part.twin_first, part.count);
     const std::size_t extent = part.count * page_size;
     for (const auto& [offset, from, size] : part.sources) {
       if (offset > extent || size > extent - offset) {
@@ -60,38 +70,69 @@ Taken Mapper::outlook(const Takeable& takeable) {
 // Pre: the caller holds the lock.
 Taken Mapper::examine(const Takeable& takeable, const std::vector<Ends>& ends) {
   std::size_t pages = 0, lacking = 0;
-  bool later = false;
+  bool later = false, kv = true;
+  Shared shared = shared_by(takeable, ends);
   for (std::size_t i = 0; i < ends.size(); ++i) {
     const Takeable::Part& part = takeable.parts[i];
-    const bool fits = ends[i].open() && unchanged(part, ends[i], takeable.as_of) && sound(part, ends[i]);
+    const bool fits = ends[i].open() && unchanged(part, ends[i], takeable.as_of) && sound(part, ends[i], shared);
     if (!fits || !sources_there(part, *ends[i].home)) return {Taken::Fate::kVoid, 0};
+    kv &= ends[i].home->owner == Owner::kKv;
     for (std::size_t n = 0; n < part.count; ++n) {
       const Range::Piece& piece = ends[i].home->at(part.first + n);
-      const Range::Piece& there = ends[i].twin->at(part.twin_first + n);
       if (piece.backing == Backing::kDevice) ++pages;
+      if (part.buffer || piece.backing == Backing::kAlias) {
+        ++shared[piece.page];
+        later |= part.buffer && piece.pins > 0;
+        continue;
+      }
+      const Range::Piece& there = ends[i].twin->at(part.twin_first + n);
       if (!leads_somewhere(there.backing)) ++lacking;
       later |= there.backing == Backing::kDevice || pool_of(piece).mappings(piece.page) != 1;
     }
   }
-  later |= pages == 0 || !context_.host_pages || host_.available() < lacking;
-  return {later ? Taken::Fate::kLater : Taken::Fate::kTaken, pages, lacking};
+  for (const auto& [page, mappings] : shared) later |= device_.mappings(page) != mappings;
+  Taken found{Taken::Fate::kTaken, pages, lacking, kv};
+  if (later || pages == 0 || !room_for_twins_locked().holds(found)) found.fate = Taken::Fate::kLater;
+  return found;
+}
+
+Mapper::Shared Mapper::shared_by(const Takeable& takeable, const std::vector<Ends>& ends) {
+  Shared shared;
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    const Takeable::Part& part = takeable.parts[i];
+    for (std::size_t n = 0; part.buffer && ends[i].open() && n < part.count; ++n) {
+      const Range::Piece& piece = ends[i].home->at(part.first + n);
+      if (piece.backing == Backing::kDevice) shared.emplace(piece.page, 0);
+    }
+  }
+  return shared;
 }
 
 bool Mapper::unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of) {
   for (std::size_t i = 0; i < part.count; ++i) {
     if (ends.home->at(part.first + i).changed > as_of) return false;
-    if (ends.twin->at(part.twin_first + i).changed > as_of) return false;
+    if (!part.buffer && ends.twin->at(part.twin_first + i).changed > as_of) return false;
   }
   return true;
 }
 
-// Are these pages as Note [Void] wants them?
-bool Mapper::sound(const Takeable::Part& part, const Ends& ends) {
+// Are these pages as Note [Void] wants them? What leads to a buffer has its bytes in its twin already.
+bool Mapper::sound(const Takeable::Part& part, const Ends& ends, const Shared& shared) {
   for (std::size_t i = 0; i < part.count; ++i) {
     const Range::Piece& piece = ends.home->at(part.first + i);
+    if (piece.doomed) return false;
+    if (part.buffer) {
+      if (piece.backing != Backing::kDevice) return false;
+      continue;
+    }
     const Range::Piece& there = ends.twin->at(part.twin_first + i);
-    if (piece.backing != Backing::kDevice && piece.backing != Backing::kHost) return false;
-    if (piece.doomed || there.doomed || there.backing == Backing::kAlias) return false;
+    if (there.doomed || there.backing == Backing::kAlias) return false;
+    if (piece.backing == Backing::kAlias) {
+      const bool to_a_buffer = piece.place == Place::kDevice && shared.count(piece.page) > 0;
+      if (!to_a_buffer || !has_own_page(there.backing)) return false;
+    } else if (!has_own_page(piece.backing)) {
+      return false;
+    }
   }
   return true;
 }
@@ -104,7 +145,7 @@ bool Mapper::sources_there(const Takeable::Part& part, const Range& home) const 
   });
 }
 
-Taken Mapper::take(Takeable& takeable) {
+Taken Mapper::take(Takeable& takeable, bool near) {
   const std::vector<Ends> ends = ends_of(takeable);
   Ranges done;
   std::lock_guard<std::mutex> lease(takeable.group->mutex);
@@ -116,21 +157,33 @@ Taken Mapper::take(Takeable& takeable) {
   if (!quiesce()) return {Taken::Fate::kLater, 0};
   reap_locked(false, done);
 
+  // The peer's pages as far as they go, then the host's.
+  std::size_t on_peer = near && found.kv && found.lacking > 0 ? peer_.prepare(found.lacking) : 0;
   std::vector<Filling> fillings;
   std::vector<Change> changes;
   for (std::size_t i = 0; i < ends.size(); ++i) {
-    Filling filling = filling_of(takeable.parts[i], ends[i]);
-    for (std::size_t piece : filling.pieces) {
-      if (filling.twin.at(piece).backing == Backing::kKept) let_go(filling.twin.held_, piece);
-      if (filling.twin.at(piece).backing != Backing::kNone) return {Taken::Fate::kLater, 0};
-    }
-    if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
     changes.push_back({*ends[i].home, takeable.parts[i].first, {}});
+    if (ends[i].buffer) continue;
+    std::size_t next = 0;
+    for (const Place place : {Place::kPeer, Place::kHost}) {
+      const std::size_t most = place == Place::kPeer ? on_peer : ~std::size_t{0};
+      Filling filling = filling_of(takeable.parts[i], ends[i], place, next, most);
+      for (std::size_t piece : filling.pieces) {
+        if (filling.twin.at(piece).backing == Backing::kKept) let_go(filling.twin.held_, piece);
+        if (filling.twin.at(piece).backing != Backing::kNone) return {Taken::Fate::kLater, 0};
+      }
+      if (place == Place::kPeer) on_peer -= filling.pieces.size();
+      if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
+    }
   }
   try {
     fill(fillings);
     for (std::size_t i = 0; i < ends.size(); ++i) {
       for (std::size_t n = 0; n < takeable.parts[i].count; ++n) {
+        if (ends[i].buffer) {
+          changes[i].targets.push_back({kNoPage, Backing::kNone, Place::kDevice});
+          continue;
+        }
         const Range::Piece& shown = ends[i].twin->at(takeable.parts[i].twin_first + n);
         changes[i].targets.push_back({shown.page, Backing::kAlias, shown.place});
       }
@@ -149,14 +202,18 @@ Taken Mapper::take(Takeable& takeable) {
   return found;
 }
 
-Mapper::Filling Mapper::filling_of(const Takeable::Part& part, const Ends& ends) {
-  Filling filling{*ends.home, *ends.twin, {}, {}};
+// Of the pieces from `next` on, with so many pages of that place; where it ends is `next` then.
+Mapper::Filling Mapper::filling_of(const Takeable::Part& part, const Ends& ends, Place to_place, std::size_t& next,
+                                   std::size_t most) {
+  Filling filling{*ends.home, *ends.twin, to_place, {}, {}};
   const CUdeviceptr from = address(*ends.home, part.first), to = address(*ends.twin, part.twin_first);
   const auto lacks = [&](std::size_t i) {
-    return i < part.count && !leads_somewhere(ends.twin->at(part.twin_first + i).backing);
+    return i < part.count && filling.pieces.size() < most &&
+           !leads_somewhere(ends.twin->at(part.twin_first + i).backing);
   };
   const auto place = [&](std::size_t i) { return ends.home->at(part.first + i).place; };
-  for (std::size_t i = 0; i < part.count;) {
+  std::size_t& i = next;
+  while (i < part.count && filling.pieces.size() < most) {
     const std::size_t first_piece = i, begin = i * page_size;
     // A copy reads pages of one place: a driver tells from its address what it is a copy of.
     for (; lacks(i) && place(i) == place(first_piece); ++i) filling.pieces.push_back(part.twin_first + i);
@@ -177,9 +234,10 @@ Mapper::Filling Mapper::filling_of(const Takeable::Part& part, const Ends& ends)
 // Backs the pieces, copies into them and waits for that. After a failure some are backed, and no copy runs.
 void Mapper::fill(const std::vector<Filling>& fillings) {
   for (const Filling& filling : fillings) {
-    const PageId hint = page_after(filling.twin, filling.pieces.front(), Backing::kHost);
-    back(filling.twin, filling.pieces, host_, host_.take(filling.pieces.size(), filling.twin.owner, hint),
-         Backing::kHost);
+    const Backing backing = backing_of(filling.place);
+    Pool& pool = pool_of(filling.place);
+    const PageId hint = page_after(filling.twin, filling.pieces.front(), backing);
+    back(filling.twin, filling.pieces, pool, pool.take(filling.pieces.size(), filling.twin.owner, hint), backing);
   }
   try {
     for (const Filling& filling : fillings) {
@@ -196,7 +254,8 @@ void Mapper::fill(const std::vector<Filling>& fillings) {
   for (const Filling& filling : fillings) {
     const CUdeviceptr begin = address(filling.home, 0), end = address(filling.home, filling.home.pieces);
     for (const Copy& copy : filling.copies) {
-      if (copy.from >= begin && copy.from < end) count_copy(filling.home.owner, Place::kHost, copy.size);
+      if (copy.from < begin || copy.from >= end) continue;
+      count_copy(filling.home.owner, filling.home.at((copy.from - begin) / page_size).place, filling.place, copy.size);
     }
   }
 }
@@ -204,9 +263,14 @@ void Mapper::fill(const std::vector<Filling>& fillings) {
 void Mapper::check(const Takeable& takeable) {
   const std::vector<Ends> ends = ends_of(takeable);
   std::lock_guard<std::mutex> lock(mutex);
+  const auto there = [&](std::size_t i) {
+    return ends[i].open() && unchanged(takeable.parts[i], ends[i], takeable.as_of);
+  };
+  const Shared shared = shared_by(takeable, ends);
+  bool whole = true;  // what leads to a buffer that has changed is no longer what it was
+  for (std::size_t i = 0; i < ends.size(); ++i) whole = whole && (!ends[i].buffer || there(i));
   for (std::size_t i = 0; i < ends.size(); ++i) {
-    if (!ends[i].open() || !unchanged(takeable.parts[i], ends[i], takeable.as_of)) continue;
-    if (sound(takeable.parts[i], ends[i])) continue;
+    if (!whole || !there(i) || sound(takeable.parts[i], ends[i], shared)) continue;
     throw InvariantBroken("pages that may be taken are not what they were, and nobody has changed them");
   }
 }

@@ -34,6 +34,15 @@ std::vector<PageId> Pool::take(std::size_t n, Owner owner, PageId hint) {
   return taken;
 }
 
+std::size_t Pool::prepare(std::size_t n) {
+  try {
+    while (idle() < n && creatable() > 0) create_one(n);
+  } catch (const std::runtime_error&) {
+    // Whoever asks has another place for the rest.
+  }
+  return std::min(n, idle());
+}
+
 void Pool::give(PageId page) {
   label(page, Owner::kFree);
   free_.insert(page);

@@ -52,6 +52,8 @@ class Pool {
   // `n` pages for `owner`, idle or new, all or none; the first is `hint` where that is idle and the rest follow it as
   // far as they can, so that neighbours in address are neighbours in the pool. Throws PoolExhausted, DriverError.
   std::vector<PageId> take(std::size_t n, Owner owner, PageId hint = kNoPage);
+  // Has `n` pages idle, or as many as the budget and the driver allow; how many of them are. Throws nothing of theirs.
+  std::size_t prepare(std::size_t n);
   // The page becomes free, or goes back to the driver while the pool is above its budget. Pre: not free, no mapping.
   void give(PageId page);
   void relabel(PageId page, Owner owner);

@@ -101,12 +101,10 @@ std::size_t Reclaim::obey() {
 // Pre: the caller holds the lock. Those that other threads lease are counted after the others, which are taken first.
 Reclaim::Outlook Reclaim::look(std::size_t enough) {
   Outlook sum;
-  std::size_t room = mapper_->host_available();
+  Room room = mapper_->room_for_twins();
   std::vector<Taken> leased;
   const auto add = [&](const Taken& found, std::size_t& pages) {
-    if (found.lacking > room) return;
-    room -= found.lacking;
-    pages += found.pages;
+    if (room.holds(found)) pages += found.pages;
   };
   for (auto entry = entries_.begin(); entry != entries_.end() && sum.ready < enough;) {
     const Taken found = mapper_->outlook(entry->takeable);
@@ -158,7 +156,7 @@ std::size_t Reclaim::take_some(std::size_t missing, Events::Kind kind,
     const std::int64_t since = now_ns();
     for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
       try {
-        found = mapper_->take(entry->takeable);
+        found = mapper_->take(entry->takeable, attempt == 0);  // then without the peer, which may be what fails
         break;
       } catch (const PoolExhausted&) {
         break;  // of the host: the driver has less than the budget allows

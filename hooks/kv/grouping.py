@@ -98,6 +98,8 @@ class CacheRanges:
         more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
         home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
         self._ranges.append(weakref.ref(home))
+        if self._tier is not None:
+            self._tier.block = max(self._tier.block, len(self._ranges), 1 + more)
         place = home.join()
         assert place is not None
         return home, place

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,7 @@ from .prefill import ROWS, worth_copying
 from .room import find_room, map_device
 
 if TYPE_CHECKING:
-    from ...allocator._native import Backing
+    from ...allocator._native import Backing, Place
 
 Runs = list[tuple[int, int]]  # (first piece, count)
 
@@ -68,16 +68,16 @@ class KVPages:
         stream: int = torch.cuda.current_stream(self._place).cuda_stream
         return stream
 
-    def begin(self, layer: int, tokens: int) -> None:
-        """The layer at this place of the range is about to append so many tokens, under a lease. BallonetError,
-        DriverError."""
+    def begin(self, layer: int, tokens: int, end: int) -> None:
+        """The layer at this place of the range is about to append so many tokens, the last of them before `end`, under
+        a lease. BallonetError, DriverError."""
         if self._tier is None or self._twin is None:
             return
         if self._kept is not None and self._kept.renew() and self._device.demand:  # as a forward between its layers
             self._device.obey()
         stream = self.stream
         if self._tier.begins((self._number, layer)):
-            self._tier.iteration(stream, tokens)
+            self._tier.iteration(stream, tokens, max(0, self._geometry.pieces(end) - self._twin.extent))
         self._tier.enter(self._twin, stream)
         if tokens > ROWS:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
@@ -217,7 +217,7 @@ class KVPages:
     def backing(self, piece: int) -> Backing:
         return self.home.backing(piece)
 
-    def move(self, piece: int, to: Literal["device", "host"]) -> bool:
+    def move(self, piece: int, to: Place) -> bool:
         """To another page, its own one. DriverError."""
         return self.home.move(piece, to)
 
@@ -225,6 +225,11 @@ class KVPages:
         """To its twin, whose bytes it shows from then on. DriverError."""
         tier, twin = self._tier, self._twin
         return tier is not None and twin is not None and twin.displace((piece,), tier.transfer, self.stream) > 0
+
+    def demote(self, piece: int) -> bool:
+        """What it leads to goes from the peer to the host. DriverError."""
+        tier, twin = self._tier, self._twin
+        return tier is not None and twin is not None and tier.demote_one(twin, piece, self.stream)
 
     def bring_back(self, piece: int) -> bool:
         """From its twin to a page of its own. DriverError."""

@@ -52,7 +52,7 @@ def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tenso
     if geometry == one:
         length, page = keys.shape[2] * one.token_stride, geometry.page // geometry.itemsize
         pieces = range(geometry.pieces(keys.shape[2]))
-        for _, alike in groupby(pieces, lambda piece: home.backing(piece) == "device"):
+        for _, alike in groupby(pieces, home.place):
             first, *others = alike
             part = flat[first * page : min(length, (first + 1 + len(others)) * page)]
             memory[start + first * page :][: part.numel()].copy_(part)  # at the speed of the link

@@ -195,7 +195,7 @@ class KVRange:
         start = latest.length
         end = start + tokens
         with Holding(self.group):
-            self.pages.begin(place, tokens)
+            self.pages.begin(place, tokens, end)
             mapped = self._mapped or self._open()
             took = end > mapped.capacity
             if took:
@@ -231,16 +231,21 @@ class KVRange:
         latest = self._latest[place]
         self.pages.lower((*self._lengths(place), length))
         latest.length, latest.keys, latest.values = length, None, None
-        pieces = self._needed()
-        if pieces < self._most:
-            self._drop()
-            self._open()
-            self.pages.retire(pieces, self._most)
-            self._most, self._first = pieces, min(self._first, pieces)
-            for each in range(self._joined):
-                self._show(each)
-        else:
+        if not self.fit():
             self._show(place)
+
+    def fit(self) -> bool:
+        """Gives the pages back that no token lies on, as an extension that failed leaves some; were there any?"""
+        pieces = self._needed()
+        if pieces >= self._most:
+            return False
+        self._drop()
+        self._open()
+        self.pages.retire(pieces, self._most)
+        self._most, self._first = pieces, min(self._first, pieces)
+        for each in range(self._joined):
+            self._show(each)
+        return True
 
     def part(self, place: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.

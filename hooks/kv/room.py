@@ -4,10 +4,9 @@
 2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that; so is what is
    being copied to the host, once it has been
 3  prefixes that are only kept in case that a prompt begins with them are forgotten
-4  buffers that layers of the cache are streamed through go back
-5  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
-6  pages of the host
-7  torch.OutOfMemoryError
+4  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
+5  pages of the host
+6  torch.OutOfMemoryError
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def find_room(
     if give_up(device, sum(count for _, count in runs)) and tried():
         return
     if tier is not None:
-        if (tier.way.give() and tried()) or _waited(device, tier, tried):
+        if _waited(device, tier, tried):
             return
         if runtime.settings().spill:
             with suppress(PoolExhausted):

@@ -16,9 +16,11 @@ from ...offload.decide.layer_stream import Way
 from ...offload.decide.plan import Plan
 from ...offload.decide.schedule import every, gaps
 from ...offload.govern.kv_way import Streamed
+from ...offload.govern.lend import Lent
 from ...offload.measured.record import Phase
 from .pace import Measured
 
+NO_LOANS: Final = Lent()
 NAMES: Final[Mapping[Phase, str]] = {"prefill": "prefill", "decode": "token"}
 
 
@@ -72,7 +74,8 @@ class Report:
     link in each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it was not
     measured. `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory. `why`: the
     last decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how each KV cache
-    of the model reads what of it lies on the host."""
+    of the model reads what of it lies on the host. `lending`: what of the pages for KV it has reserved, lent and
+    borrowed."""
 
     model: str
     page_size: int
@@ -90,6 +93,7 @@ class Report:
     why: str = ""
     kept: tuple[int, ...] = ()
     kv: tuple[Streamed, ...] = ()
+    lending: Lent = NO_LOANS
 
     @classmethod
     def of(
@@ -108,6 +112,7 @@ class Report:
         why: str = "",
         kept: tuple[int, ...] = (),
         kv: tuple[Streamed, ...] = (),
+        lending: Lent = NO_LOANS,
     ) -> Self:
         """From what is known. `resident`: seconds, from the record, by phase, of the points of `last` where there are
         such; `last`: the last iteration, by phase."""
@@ -130,6 +135,7 @@ class Report:
             why,
             kept,
             kv,
+            lending,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,8 +172,15 @@ class Report:
         for cache in self.kv:
             if cache.away or cache.copied:
                 yield "KV on the host", _reads(cache, self.page_size)
+        if self.lending != NO_LOANS:
+            yield "KV reserved", f"{format_size(self.lending.reserve * self.page_size)}{self._loans()}"
         if self.why:
             yield "why", self.why
+
+    def _loans(self) -> str:
+        loans = {"lent": self.lending.lent, "borrowed": self.lending.borrowed}
+        said = [f", {format_size(pages * self.page_size)} {what}" for what, pages in loans.items() if pages]
+        return "".join([*said, f"; in units of {format_size(self.lending.unit * self.page_size)}"])
 
     def _streams(self) -> str:
         if not self.streamed:

@@ -13,27 +13,30 @@ class Counts:
     requests: int = 0  # calls of generate() that asked the store
     prompts: int = 0  # tokens of their prompts
     on_device: int = 0  # of these tokens, those that were found there
+    on_peer: int = 0
     on_host: int = 0
     on_disk: int = 0
+    faster: int = 0  # that files had as well, and that it took less time to compute
     moves: int = 0  # requests that went on with the layers of a stored sequence
     copies: int = 0  # requests that copied from stored sequences
     stored: int = 0  # sequences
     evicted: int = 0  # blocks
     why_not: Counter[str] = field(default_factory=Counter)  # why requests did not ask, or left nothing
 
-    def hit(self, tokens: int, away: float, *, on_disk: bool = False) -> None:
-        """So many tokens were found, that part of them on the host, or in files."""
-        on_host = round(tokens * away)
-        self.on_device += tokens - on_host
+    def hit(self, tokens: int, away: float, near: float = 0.0, *, on_disk: bool = False) -> None:
+        """So many tokens were found, that part of them on the host, or in files; of these `near`, on a peer."""
+        gone, on_peer = round(tokens * away), round(tokens * min(near, away))
+        self.on_device += tokens - gone
+        self.on_peer += on_peer
         if on_disk:
-            self.on_disk += on_host
+            self.on_disk += gone - on_peer
         else:
-            self.on_host += on_host
+            self.on_host += gone - on_peer
 
     @property
     def hits(self) -> int:
         """Tokens of prompts that were not computed."""
-        return self.on_device + self.on_host + self.on_disk
+        return self.on_device + self.on_peer + self.on_host + self.on_disk
 
     @property
     def hit_rate(self) -> float:

@@ -11,7 +11,7 @@ Note [Weights and settings]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,20 +59,20 @@ class Looks:
 
 
 def _children(states: Iterable[dict[str, Any]]) -> list[int]:
-    return [id(each) for state in states for each in state["_modules"].values()]
+    return [id(each) for state in states if (held := state["_modules"]) for each in held.values()]
 
 
-def _weights(states: Iterable[dict[str, Any]]) -> Iterator[tuple[int, int]]:
-    """Address and version of each parameter and buffer that is saved."""
+def _weights(states: Sequence[dict[str, Any]]) -> tuple[object, ...]:
+    """Addresses and versions of the parameters and of the buffers that are saved."""
+    tensors = [each for state in states for each in dict.values(state["_parameters"]) if each is not None]
     for state in states:
-        for tensor in dict.values(state["_parameters"]):
-            if tensor is not None:
-                yield _version(tensor)
-        if state["_buffers"]:
+        if held := state["_buffers"]:
             left_out = state["_non_persistent_buffers_set"]
-            for name, tensor in dict.items(state["_buffers"]):
-                if tensor is not None and name not in left_out:
-                    yield _version(tensor)
+            tensors += [each for name, each in dict.items(held) if each is not None and name not in left_out]
+    try:
+        return tuple([each.data_ptr() for each in tensors]), tuple([each._version for each in tensors])
+    except (RuntimeError, NotImplementedError):  # not all of them have both
+        return tuple(map(_version, tensors))
 
 
 def _settings(model: Any, states: Iterable[dict[str, Any]]) -> Iterator[object]:
@@ -84,9 +84,10 @@ def _settings(model: Any, states: Iterable[dict[str, Any]]) -> Iterator[object]:
     yield _autocast()
     yield [tuple(getattr(torch_module, name, ())) for name in _GLOBAL_HOOKS]
     for number, state in enumerate(states):
-        for kind in _HOOKS:
-            if state[kind] and (hooks := [key for key, hook in state[kind].items() if not isinstance(hook, Hook)]):
-                yield number, hooks
+        if state["_forward_hooks"] or state["_forward_pre_hooks"]:
+            for kind in _HOOKS:
+                if hooks := [key for key, hook in state[kind].items() if not isinstance(hook, Hook)]:
+                    yield number, hooks
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
@@ -98,11 +99,14 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _adapters(adapted: Iterable[tuple[int, dict[str, Any]]]) -> Iterator[object]:
-    """What layers of peft have switched on."""
+    """What layers of peft have switched on; which adapter would be, where they are off, is all the same."""
     for number, state in adapted:
+        if state.get("_disable_adapters"):
+            yield number, None
+            continue
         scaling = state.get("scaling")
         scaling = sorted(scaling.items()) if isinstance(scaling, dict) else scaling
-        yield number, state.get("_disable_adapters"), state.get("_active_adapter"), scaling
+        yield number, state.get("_active_adapter"), scaling
 
 
 def _autocast() -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -11,7 +12,7 @@ import torch
 from ...allocator.errors import ManageError
 from ...allocator.interrupts import Farewell
 from ..managed import managed_as
-from .store import PrefixStore
+from .store import PrefixStore, numbers
 
 
 class Session:
@@ -33,7 +34,7 @@ class Session:
         self._model = model
         self._tokenizer = tokenizer
         self._store: PrefixStore = managed.prefixes
-        self._tokens: list[int] = []
+        self._tokens = array("q")
         self._messages: list[dict[str, str]] = []
         self._pinned: list[list[bytes]] = []  # more than one only while a turn runs
         self._open = True
@@ -47,8 +48,7 @@ class Session:
     def generate(self, new_ids: Any, **options: Any) -> torch.Tensor:
         """Says `new_ids` (ints, or an int tensor of one sequence) and returns the tokens of the answer, int64[1, new].
         `options`: of `model.generate()`, whose errors are raised and leave the conversation as it was."""
-        ids = new_ids.flatten().tolist() if isinstance(new_ids, torch.Tensor) else list(new_ids)
-        return self._say([*self._tokens, *ids], options)
+        return self._say(self._tokens + numbers(new_ids), options)
 
     def send(self, text: str, **options: Any) -> str:
         """Says a text, by the chat template of the tokenizer where it has one, and returns the answer's."""
@@ -57,9 +57,9 @@ class Session:
             raise ManageError("this Session was made without a tokenizer: give it one, or use generate()")
         messages = [*self._messages, {"role": "user", "content": text}]
         if getattr(tokenizer, "chat_template", None):
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids = numbers(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
         else:
-            ids = [*self._tokens, *tokenizer(text, add_special_tokens=not self._tokens)["input_ids"]]
+            ids = self._tokens + numbers(tokenizer(text, add_special_tokens=not self._tokens)["input_ids"])
         answer = self._say(ids, options)
         said: str = tokenizer.decode(answer[0], skip_special_tokens=True)
         self._messages = [*messages, {"role": "assistant", "content": said}]
@@ -69,18 +69,18 @@ class Session:
         """Another conversation that begins with all that was said in this one."""
         self._check_open()
         other = Session(self._model, self._tokenizer)
-        other._tokens, other._messages = list(self._tokens), list(self._messages)
+        other._tokens, other._messages = self._tokens, list(self._messages)
         other._pin(self._tokens[:-1])
         return other
 
     def close(self) -> None:
         """What was said may be evicted from now on. Again: does nothing."""
         self._open = False
-        self._pin([])
+        self._pin(array("q"))
 
-    def _say(self, ids: list[int], options: dict[str, Any]) -> torch.Tensor:
+    def _say(self, ids: array[int], options: dict[str, Any]) -> torch.Tensor:
         self._check_open()
-        prompt = torch.tensor([ids], device=self._model.device)
+        prompt = torch.frombuffer(ids, dtype=torch.int64)[None].to(self._model.device)
         options.setdefault("attention_mask", torch.ones_like(prompt))
         with self._store.pinning(self._pinned):
             result = self._model.generate(prompt, **options)
@@ -88,11 +88,11 @@ class Session:
         if len(tokens) != 1:
             raise ManageError(f"a Session goes on with one sequence, and generate() returned {len(tokens)}")
         self.reused = self._store.reused
-        self._tokens = tokens[0].tolist()
+        self._tokens = numbers(tokens)
         self._pin(self._tokens[:-1])  # the last one is in no cache yet
         return tokens[:, len(ids) :]
 
-    def _pin(self, ids: list[int]) -> None:
+    def _pin(self, ids: array[int]) -> None:
         self._pinned.append(self._store.pin(ids))
         while len(self._pinned) > 1:
             self._store.unpin_keys(self._pinned[0])

@@ -11,14 +11,23 @@ from typing import Any, Final
 
 import torch
 
-from ..compat import PLAIN_MODES, RESTARTS_CHUNKS, DynamicCache, NoAttention, slices_prompt, takes_positions
+from ..compat import (
+    PLAIN_MODES,
+    RESTARTS_CHUNKS,
+    DynamicCache,
+    NoAttention,
+    cache_name,
+    slices_prompt,
+    takes_positions,
+)
 from ..kv.layer import ElasticLayer
+from .whole import STATES, keeps_state
 
 # Of what a model is called with, that on which keys and values do not depend, or which is looked at below
 _KNOWN: Final = frozenset(
-    {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
+    {"attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "return_dict"}
 )
-_LAYERS: Final = (ElasticLayer, NoAttention)  # that hold keys and values of every token, and nothing else
+_KEPT: Final = (ElasticLayer, *STATES)  # layers that hold keys and values of every token, or a state
 _DYNAMIC: Final = (None, "dynamic")
 
 
@@ -31,11 +40,12 @@ def why_not(
     preparation of the cache was called with; `expand`: sequences that are generated for each prompt.
     """
     config, kwargs = given["generation_config"], given["model_kwargs"]
-    cache = kwargs.get("past_key_values")
+    name = cache_name(model)
+    cache = kwargs.get(name)
     if model.config.is_encoder_decoder:
         return "the model has an encoder"
-    if user.get("past_key_values") is not None:
-        return "past_key_values was given"
+    if user.get(name) is not None:
+        return f"{name} was given"
     if not config.use_cache:
         return "use_cache is off"
     if config.cache_implementation not in _DYNAMIC or type(cache) is not DynamicCache:
@@ -58,11 +68,18 @@ def why_not(
         return "the model is in training mode"
     if _prompt_learning(model):
         return "the adapter puts tokens before the prompt"
-    if not any(isinstance(layer, ElasticLayer) for layer in cache.layers):
+    if not any(type(layer) in _KEPT for layer in cache.layers):
         return "no layer of the cache is elastic"
-    if not all(type(layer) in _LAYERS for layer in cache.layers):
-        return "layers keep a window or a state"
+    if not all(type(layer) in (*_KEPT, NoAttention) for layer in cache.layers):
+        return "layers keep more than keys, values and states"
     mask = kwargs.get("attention_mask")
+    if keeps_state(cache.layers):
+        if ids.shape[0] * expand > 1:
+            return "several sequences, of which layers keep a window or a state"
+        if mask is not None and not bool((mask != 0).all()):
+            return "an attention mask, where layers keep a window or a state"
+        if name != "past_key_values" and getattr(model, "_compiled_call_impl", None) is not None:
+            return "the whole prompt is computed in a compiled graph"
     return "" if mask is None else _mask(model, mask, ids, expand)
 
 

@@ -7,6 +7,11 @@ Note [Behind]
     more. What is not written when the process dies is lost, and nothing else. Where Python ends in order, or a model is
     released, the rest is written first.
 
+Note [Read or compute]
+    How fast files were read last and how long prefills take is measured as they come, and what is predicted to take
+    longer is not read (decide/stored.py). As a disk may be faster at another time, what was not read is, after some
+    times.
+
 Note [Ids, not hashes]
     The key of a block leads to a file. That its tokens are those of the prompt is seen by comparing them.
 """
@@ -18,6 +23,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Final, Protocol
@@ -29,15 +35,21 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.display import steps
 from ...allocator.errors import BallonetError, PoolExhausted
+from ...offload.decide.stored import Reading, reading
+from ...offload.govern.governor import Governor
+from ...offload.measured.record import Record
 from ...offload.move.prefix_file import Array, Saved
 from ...offload.move.prefix_files import PrefixFiles
 from ..measure.marks import relaxed
 from ..weights.moving import torch_device
+from .counts import Counts
 from .fingerprint import fingerprint
 from .identity import Identity, Looks
 from .sequence import Gone, Pair, Run
 
 BLOCKS: Final = 16  # in one file, at most: what is read or evicted at once
+READS: Final = 8  # files whose speed is remembered
+AGAIN: Final = 16  # requests that compute what files have until it is tried again how fast those are
 PATIENCE: Final = 60.0  # seconds that whoever closes the store, or ends Python, waits for what is not written yet
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -61,6 +73,7 @@ class Parts(Protocol):
         """Keys and values, [1, heads, tokens, dim]."""
 
 
+clock = time.perf_counter
 Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[Parts | None]]  # (ids, now, start, end)
 
 
@@ -69,6 +82,7 @@ class FileRun:
 
     disk: Final = True
     away: Final = 1.0
+    near: Final = 0.0
     out: Final = False
 
     def __init__(self, saved: Saved, start: int, device: torch.device) -> None:
@@ -109,19 +123,28 @@ class Saver:
         limit: int | None,
         read: Read,
         block: int,
+        governor: Governor,
+        counts: Counts,
+        record: Callable[[], Record | None],
     ) -> None:
-        """`read`: what gives tokens of the store; `block`: tokens."""
+        """`read`: what gives tokens of the store; `block`: tokens; `governor`: of the device; `record`: what iterations
+        of the model took so far."""
         self._model = weakref.ref(model)
         self._device = device
         self._directory = directory
         self._limit = limit
         self._read = read
         self._block = block
+        self._governor = governor
+        self._counts = counts
+        self._record = record
+        self._speeds: deque[tuple[int, float]] = deque(maxlen=READS)  # of files that were read: bytes, seconds
+        self._computed = 0  # requests since it was tried last
         self._naming = threading.Lock()
         self._known: tuple[tuple[object, ...], bytes] | None = None  # weights, and what stands for them in files
         self._folders: dict[bytes, PrefixFiles] = {}  # by salt
         self._change = threading.Condition()
-        self._waiting: dict[bytes, tuple[tuple[int, ...], list[bytes], Identity]] = {}  # by last key, oldest first
+        self._waiting: dict[bytes, tuple[Sequence[int], list[bytes], Identity]] = {}  # by last key, oldest first
         self._busy = False
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -137,7 +160,7 @@ class Saver:
                 return
             for key in keys:
                 self._waiting.pop(key, None)  # what it goes on from
-            self._waiting[keys[-1]] = (tuple(ids), keys, now)
+            self._waiting[keys[-1]] = (ids, keys, now)
             if self._thread is None or not self._thread.is_alive():  # as in a child after a fork
                 self._thread = threading.Thread(target=self._work, name="ballonet-prefixes", daemon=True)
                 self._thread.start()
@@ -152,9 +175,43 @@ class Saver:
             return []
 
     def _find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[Run]:
-        files, runs, reached = self._files(now), list[Run](), count
+        files, runs = self._files(now), list[Run]()
         end = count + (files.match(keys[count:]) if files is not None else 0)
-        while files is not None and reached < end:
+        if files is None or end == count:
+            return runs
+        nbytes, tokens = files.size_of(keys[count:end]), (end - count) * self._block
+        found = self._reading(nbytes, tokens, len(ids) - count * self._block)
+        if not found.worth and self._computed < AGAIN:
+            self._computed += 1
+            self._counts.faster += tokens
+            self._decided("compute", nbytes, found.compute)
+            return runs
+        self._computed = 0
+        begin = clock()
+        runs = self._read_in(files, keys, count, end, ids)
+        if runs and runs[-1].end == end * self._block:
+            taken = max(clock() - begin, 1e-9)
+            self._speeds.append((nbytes, taken))
+            self._decided("load", nbytes, found.disk, taken)
+        return runs
+
+    def _reading(self, nbytes: int, tokens: int, lacking: int) -> Reading:
+        """See Note [Read or compute]. `lacking`: tokens that would be computed."""
+        record, speeds = self._record(), tuple(self._speeds)
+        disk = sum(size for size, _ in speeds) / sum(seconds for _, seconds in speeds) if speeds else None
+        per_token = None if record is None else record.prefill_token(lacking)
+        return reading(nbytes, tokens, disk=disk, link=self._governor.bandwidth, per_token=per_token)
+
+    def _decided(self, verb: str, nbytes: int, predicted: float | None, measured: float | None = None) -> None:
+        pages = -(-nbytes // self._device.page_size)
+        self._governor.events.decided("prefix", verb, pages, what="files", predicted=predicted, measured=measured)
+
+    def _read_in(
+        self, files: PrefixFiles, keys: Sequence[bytes], reached: int, end: int, ids: Sequence[int]
+    ) -> list[Run]:
+        """The blocks [reached, end) of a prompt, up to the first that no whole file has."""
+        runs = list[Run]()
+        while reached < end:
             saved = files.load(keys[reached])
             if saved is None:
                 break

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, NamedTuple, Protocol, cast
@@ -24,6 +25,7 @@ import torch
 from ...allocator.errors import BallonetError
 from ...offload.govern.kv_tier import KVTier
 from ..kv.grouping import CacheRanges
+from ..kv.kinds import elastic_counterpart
 from ..kv.layer import ElasticLayer
 from ..kv.range import KVRange
 from ..lease import ForwardLease, Holding
@@ -49,6 +51,10 @@ class Source(Protocol):
     @property
     def away(self) -> float:
         """Part of it that is not on the device."""
+
+    @property
+    def near(self) -> float:
+        """Part of it that is on a peer."""
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
@@ -79,15 +85,17 @@ class KeptSequence:
 
     disk: Final = False
 
-    def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes) -> None:
-        """`layers`: of its cache; those that are used lie in ranges."""
-        self.layers = list(layers)
-        self.ids = list(ids)
+    def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, whole: bool = False) -> None:
+        """`layers`: of its cache; of these, it has those that lie in ranges. `whole`: is it of use with a state only?
+        See shelf.py, Note [States]."""
+        self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
+        self.ids = array("q", ids)
         self.salt = salt
         self.keys: list[bytes] = []  # of its blocks, the last one of which may be partial
         self.first = 0  # tokens before this one are others'
         self.late = False  # has it pages to give up that were being read?
         self.out = False  # a request goes on with it
+        self.whole = whole
         self.readers: weakref.WeakSet[Any] = weakref.WeakSet()  # requests that are copying from it
         self.written: Any = None  # see Note [Order]
         self.read: dict[int, Any] = {}  # by stream, the last one of each
@@ -96,7 +104,7 @@ class KeptSequence:
     @property
     def used(self) -> list[ElasticLayer]:
         """The layers that hold tokens; a model may have some that never do."""
-        return [layer for layer in self.layers if isinstance(layer, ElasticLayer) and layer.is_initialized]
+        return [layer for layer in self.layers if layer is not None and layer.is_initialized]
 
     @property
     def homes(self) -> list[KVRange]:
@@ -107,6 +115,17 @@ class KeptSequence:
     def held(self) -> int:
         """Pages under it, wherever they are."""
         return sum(home.held for home in self.homes)
+
+    @property
+    def here(self) -> int:
+        """Of these, those of the device."""
+        tiers = self._tiers()
+        return sum(tier.here for tier in tiers) if tiers else self.held
+
+    @property
+    def caches(self) -> list[int]:
+        """Their numbers, to the governor."""
+        return [tier.number for tier in self._tiers()]
 
     @property
     def missing(self) -> int:
@@ -131,10 +150,15 @@ class KeptSequence:
             tier.look()
         return sum(tier.displaced for tier in tiers) / max(1, self.held)
 
+    @property
+    def near(self) -> float:
+        """Part of its pages that lies on a peer."""
+        return sum(tier.near for tier in self._tiers()) / max(1, self.held)
+
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
         found = self.layers[layer]
-        return isinstance(found, ElasticLayer) and bool(found.is_initialized)
+        return found is not None and bool(found.is_initialized)
 
     def idle(self, kept: bool) -> None:
         """To the governor: nobody uses it, or somebody does from now on."""
@@ -146,15 +170,17 @@ class KeptSequence:
         return [tier for tier in found.values() if tier is not None]
 
     def trim(self) -> None:
-        """Its ranges hold no more tokens than it has."""
+        """Its ranges hold no more tokens than it has, and no page beyond them."""
         for layer in self.used:
             if (more := layer.get_seq_length() - len(self.ids)) > 0:
-                layer.crop(-more)
+                ElasticLayer.crop(layer, -more)  # of a hybrid one that half alone
+        for home in self.homes:
+            home.fit()
 
     def let_go(self) -> None:
         """Its pages go back."""
         for layer in self.used:
-            layer.reset()
+            ElasticLayer.reset(layer)
         self.layers.clear()
 
     def hollow(self, tokens: int) -> None:
@@ -256,12 +282,12 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
     lease = ForwardLease()
     try:
         lease.open()
-        made = []
+        made: list[Any] = []
         for layer in layers:
             if not isinstance(layer, ElasticLayer) or not layer.is_initialized:
-                made.append(layer)
+                made.append(None)
                 continue
-            made.append(ElasticLayer(ranges))
+            made.append(elastic_counterpart(layer, ranges))
             if layer.home is not None:
                 lease.enter_group(layer.home.group)
             keys, values = cast(Pair, (layer.keys, layer.values))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -27,13 +28,17 @@ from torch import nn
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import Farewell
-from ..compat import GenerationMixin
+from ..compat import GenerationMixin, cache_name
 from ..kv import generation
 from ..kv.grouping import CacheRanges
+from ..kv.layer import ElasticLayer
 from .identity import Identity
 from .reasons import why_not
 from .sequence import KeptSequence, taken_out
-from .store import Lookup, PrefixStore
+from .store import Lookup, PrefixStore, numbers
+from .whole import WholeState, is_recurrent, keeps_state
+from .whole_proof import goes_on
+from .whole_watch import Watch
 
 _lock = threading.RLock()  # a model may be collected, and so detached, anywhere
 _stores: dict[int, PrefixStore] = {}  # by id of a model that lives
@@ -107,6 +112,7 @@ class _Request:
         self._cache: Callable[[], Any] = _nothing
         self._beams = 1
         self._ends: frozenset[int] = frozenset()
+        self._watch: Watch | None = None  # where layers keep a state
 
     def prepared(self, given: dict[str, Any]) -> None:
         """See generation.Listener."""
@@ -119,12 +125,16 @@ class _Request:
         assert ids is not None
         mask = kwargs.get("attention_mask")
         pads = [0] * len(ids) * expand if mask is None else (mask == 0).sum(dim=1).tolist()
-        rows = [row for row in ids.tolist() for _ in range(expand)]
-        cache = kwargs["past_key_values"]
+        rows = [row for row in map(numbers, ids) for _ in range(expand)]
+        cache = kwargs[cache_name(self.model)]
         self._beams = config.num_beams or 1
         self._ends = _ends(config.eos_token_id)
         self._pads = pads
-        self._now = now = self._store.identity()
+        now = self._store.identity()
+        if keeps_state(cache.layers):
+            self._take_whole(cache, rows[0], now)
+            return
+        self._now = now
         with torch.no_grad():
             self._store.take(
                 self._lookup,
@@ -137,19 +147,40 @@ class _Request:
         self._layers = list(cache.layers)
         self._cache = weakref.ref(cache)
 
+    def _take_whole(self, cache: Any, row: array[int], now: Identity) -> None:
+        """See whole.py, Note [Whole]."""
+        proof = partial(goes_on, self.model, row) if is_recurrent(cache.layers) else None
+        if not self._store.goes_on(now, proof):
+            self._store.counts.why_not["the model does not go on from a state with several tokens"] += 1
+            return
+        self._now = now
+        with torch.no_grad():
+            self._store.take_whole(self._lookup, cache.layers, row, now)
+        self._layers = list(cache.layers)
+        self._cache = weakref.ref(cache)
+        self._watch = Watch(self.model, cache, row, now.settings)
+        self._watch.begin(self._lookup.columns)
+
     def ended(self, result: Any) -> None:
         """With what `generate()` returns."""
         if self._now is None:
             return
+        tokens = result if isinstance(result, torch.Tensor) else result.sequences
         try:
             with torch.no_grad():
-                self._keep(result if isinstance(result, torch.Tensor) else result.sequences, self._now)
+                if self._watch is None:
+                    self._keep(tokens, self._now)
+                else:
+                    self._watch.end()
+                    self._keep_whole(numbers(tokens), self._now, self._watch)
         except _FAILURES as error:
             self._store.counts.why_not[f"storing failed: {type(error).__name__}"] += 1
             self.broken_off()
 
     def broken_off(self) -> None:
         """By an exception: what it went on from is still right. The cache that its frames still have loses it."""
+        if self._watch is not None:
+            self._watch.end()
         sequence, now = self._lookup.sequence, self._now
         if sequence is not None and now is not None:
             if (cache := self._cache()) is not None:
@@ -162,7 +193,7 @@ class _Request:
         """`tokens`: of the prompts and what came after them, int[sequences, tokens]."""
         lookup, step = self._lookup, self._beams
         held = self._cache() is not None
-        ids = self._ids.tolist() if step > 1 else tokens.tolist()
+        ids = list(map(numbers, self._ids if step > 1 else tokens))
         known = min(len(ids[0]), *(layer.get_seq_length() for layer in self._layers if layer.is_initialized))
         if self._store.identity() != now:
             self._drop()
@@ -181,9 +212,39 @@ class _Request:
                     self._give(KeptSequence(layers, row, now.settings), now)
             self._drop()
 
-    def _give(self, sequence: KeptSequence, now: Identity) -> None:
+    def _keep_whole(self, ids: array[int], now: Identity, watch: Watch) -> None:
+        """`ids`: of the prompt and what came after it. States are kept behind the prompt and behind the last token that
+        was read, where the model keeps them in its cache, with the tokens before them."""
+        growing = [layer for layer in self._layers if isinstance(layer, ElasticLayer)]
+        ids, why = ids[: watch.read], ""
+        if watch.read > len(ids) or any(layer.get_seq_length() != len(ids) for layer in growing):
+            why = "it is not known which tokens its layers have read"
+        held = self._cache() is not None
+        states = [] if why or watch.at_prompt is None else [watch.at_prompt]
+        if not why and watch.read > len(watch.prompt):
+            last = WholeState.of(self._layers, ids, now.settings, move=not held)
+            states += [last] if last is not None else []
+        if not states:
+            self._store.counts.why_not[why or "a layer keeps its state outside of the cache"] += 1
+        elif self._store.saver is not None:
+            self._store.counts.why_not["windows and states are not saved in files"] += 1
+        if not states or self._store.identity() != now:
+            self._drop()
+        elif not growing:
+            self._store.keep(None, now, states)
+        elif held:
+            ranges = CacheRanges.of(self.model.config, len(growing), len(ids), alone=True)
+            layers = taken_out(self._layers, 0, 0, len(ids), ranges)
+            self._drop()
+            self._give(KeptSequence(layers, ids, now.settings, whole=True), now, states)
+        else:
+            sequence = self._lookup.sequence or KeptSequence(self._layers, (), now.settings, whole=True)
+            sequence.ids = ids
+            self._give(sequence, now, states)
+
+    def _give(self, sequence: KeptSequence, now: Identity, states: Sequence[WholeState] = ()) -> None:
         self._lookup.sequence = sequence
-        self._store.keep(sequence, now)
+        self._store.keep(sequence, now, states)
         self._lookup.sequence = None
 
     def _drop(self) -> None:
@@ -195,7 +256,7 @@ class _Request:
             self._lookup.sequence = None
 
 
-def _up_to_end(row: list[int], prompt: int, ends: frozenset[int]) -> list[int]:
+def _up_to_end(row: array[int], prompt: int, ends: frozenset[int]) -> array[int]:
     """Without what comes behind the end of what was generated."""
     return row[: next((n + 1 for n in range(prompt, len(row)) if row[n] in ends), len(row))]
 

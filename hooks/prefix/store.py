@@ -9,7 +9,8 @@ Note [Who may touch what]
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -21,11 +22,14 @@ from ...allocator._native import Device
 from ...allocator.interrupts import if_free
 from ...offload.decide.prefixes import chain
 from ...offload.govern.governor import Governor
+from ...offload.govern.seat import Governed
+from ..kv.layer import ElasticLayer
 from . import pressure
 from .counts import Counts
 from .identity import Identity, Looks
 from .sequence import Gone, KeptSequence, Pair, Run, copy_in, fill_in, reading
 from .shelf import Shelf
+from .whole import WholeState, begin
 
 if TYPE_CHECKING:
     from .saving import Saver
@@ -65,12 +69,16 @@ class Parts:
 class PrefixStore:
     """Of one model that generates."""
 
-    def __init__(self, model: nn.Module, device: Device, limit: int | None, governor: Governor) -> None:
-        """`limit`: bytes of pages, None for any number. `governor`: of the device."""
+    def __init__(
+        self, model: nn.Module, device: Device, limit: int | None, governor: Governor, governed: Governed
+    ) -> None:
+        """`limit`: bytes of pages, None for any number. `governor`: of the device, who knows the model as
+        `governed`."""
         self.counts = Counts()
         self._device = device
         self._limit = limit
         self._governor = governor
+        self._governed = governed
         self._looks = Looks(model)
         self._name = type(model).__name__
         self.saver: Saver | None = None
@@ -78,6 +86,7 @@ class PrefixStore:
         self._lock = threading.RLock()
         self._shelf = Shelf()
         self._weights: tuple[object, ...] = ()
+        self._proofs: dict[bytes, bool] = {}  # by settings: does the model go on from a state?
         self._closed = False
         pressure.add(self)
 
@@ -101,8 +110,22 @@ class PrefixStore:
 
     @property
     def pages(self) -> int:
-        """Under what is kept and not in use, on the device or the host."""
-        return self._shelf.pages
+        """Under what is kept and not in use, on the device or the host. States count as if they lay on whole ones."""
+        return self._shelf.pages + self._state_pages
+
+    @property
+    def _state_pages(self) -> int:
+        return -(-self._shelf.states.nbytes // self._device.page_size)
+
+    @property
+    def _here(self) -> int:
+        """Of the pages, those of the device."""
+        return self._shelf.here + self._state_pages
+
+    @property
+    def states(self) -> int:
+        """Lengths of sequences at which windows and recurrent states are kept."""
+        return len(self._shelf.states)
 
     @property
     def nbytes(self) -> int:
@@ -138,50 +161,72 @@ class PrefixStore:
         """Fills the unused `layers` of a cache, in place, with the longest prefixes that are stored of the prompts
         `rows`, which begin behind so many pads; at least one token of each is left to be computed. `movable`: layers of
         the store may take their place. DriverError."""
-        self._thread.reused = 0
         with self._lock:
-            self._shelf.begin()
-            if now.weights != self._weights:
-                self._shelf.clear()
-                self._weights = now.weights
-            self.counts.requests += 1
-            self.counts.prompts += sum(map(len, rows))
+            self._asked(rows, now)
             found = [self._shelf.find(row[:-1], now.settings) for row in rows]
+            known = [_keys(runs, self.block) for runs in found]
             sources = self._begin_reading(lookup, (run for runs in found for run in runs))
             self._shelf.done()
         try:
-            further = self._on_disk(rows, found, now)
-            alone = movable and len(rows) == 1 and not pads[0]
-            moved = self._move(lookup, found[0], rows[0], now) if alone and further is None and found[0] else None
-            if moved is not None:
-                for number, layer in enumerate(moved.layers):
-                    if moved.holds(number):
-                        layers[number] = layer
-                lookup.columns = self._thread.reused = len(moved.ids)
-                return
-            lookup.columns = self._thread.reused = self._copy(layers, further or found, pads)
+            further = self._on_disk(rows, found, known, now)
+            alone = movable and len(rows) == 1 and not pads[0] and further is None
+            columns = self._move(lookup, layers, found[0], rows[0], now) if alone else 0
+            lookup.columns = self._thread.reused = columns or self._copy(layers, further or found, pads)
         finally:
             self._end_reading(lookup, sources)
 
-    def keep(self, sequence: KeptSequence, now: Identity) -> None:
-        """Stores a sequence, whose layers nobody else has. DriverError."""
-        sequence.was_written()
+    def goes_on(self, now: Identity, proof: Callable[[], bool] | None) -> bool:
+        """May the model go on from a state? `proof`, which finds it out, is asked once, and not before there is one;
+        None where nobody doubts it. Where it may not, nothing is kept. DriverError."""
+        if proof is None or (now.settings not in self._proofs and not self.states):
+            return True
+        if now.settings not in self._proofs:
+            self._proofs[now.settings] = proof()
+            if not self._proofs[now.settings]:
+                self.clear()
+        return self._proofs[now.settings]
+
+    def take_whole(self, lookup: Lookup, layers: list[Any], row: Sequence[int], now: Identity) -> None:
+        """As `take`, of one prompt to a model some of whose layers keep a state: with the longest one that is kept of
+        its beginnings. DriverError."""
+        growing = any(isinstance(layer, ElasticLayer) for layer in layers)
+        with self._lock:
+            self._asked((row,), now)
+            runs, state = self._shelf.find_state(row[:-1], now.settings, growing)
+            sources = self._begin_reading(lookup, runs)
+            self._shelf.done()
+        try:
+            if state is not None:
+                lookup.columns = self._thread.reused = self._take_state(lookup, layers, runs, state, row, now)
+        finally:
+            self._end_reading(lookup, sources)
+
+    def keep(self, sequence: KeptSequence | None, now: Identity, states: Sequence[WholeState] = ()) -> None:
+        """Stores a sequence, whose layers nobody else has, and the states of its layers at some lengths; None where it
+        is all states. No more stays than others can spare (exchange.py). DriverError."""
+        if sequence is not None:
+            sequence.was_written()
         with self._lock:
             self._shelf.begin()
-            if self._closed or now.weights != self._weights:
-                self._shelf.forget(sequence)
-            else:
-                self._shelf.put(sequence)
+            if not self._closed and now.weights == self._weights:
+                if sequence is not None:
+                    self._shelf.put(sequence)
+                for state in states:
+                    self._shelf.put_state(state)
                 self.counts.stored += 1
                 if (pins := self._thread.pins) is not None:
-                    pins.append(keys := list(sequence.keys))
+                    pins.append(keys := [*(sequence.keys if sequence else ()), *(state.key for state in states)])
                     self._shelf.pin(keys)
-                self._decided("store", self._shelf.at_rest.get(sequence, 0))
-                if self.saver is not None:
+                self._decided("store", self._shelf.at_rest.get(sequence, 0) if sequence else 0)
+                if self.saver is not None and sequence is not None and not sequence.whole:
                     full = len(sequence.ids) // self.block
                     self.saver.stored(sequence.ids, sequence.keys[:full], now)
                 self._keep_to_limit()
+            elif sequence is not None:
+                self._shelf.forget(sequence)
             self._shelf.done()
+        if sequence is not None:
+            self._governor.keep(self._governed, sequence.caches)
 
     def missing(self, ids: Sequence[int], now: Identity) -> bool:
         """Would anything of such a sequence be new?"""
@@ -215,24 +260,32 @@ class PrefixStore:
 
     def get_num_new_matched_tokens(self, ids: Ids) -> int:
         """Tokens of a prompt, int[tokens] or a list, that would not be computed now. This is no use of them."""
-        settings = self._settings()
+        settings, prompt = self._settings(), numbers(ids)[:-1]
         with self._lock:
-            runs = self._shelf.find(_listed(ids)[:-1], settings, peek=True)
+            if self._shelf.states:
+                growing = next(iter(self._shelf.states)).growing
+                _, state = self._shelf.find_state(prompt, settings, growing, peek=True)
+                return len(state.ids) if state is not None else 0
+            runs = self._shelf.find(prompt, settings, peek=True)
         return runs[-1].end if runs else 0
 
     def pin(self, ids: Ids) -> list[bytes]:
-        """The blocks of these tokens, those that are stored and those that will be, are not evicted until they are
-        unpinned as often. They may go to the host. Returns their keys."""
-        keys = self._shelf.keys(_listed(ids), self._settings())
+        """The blocks of these tokens, those that are stored and those that will be, and the state behind the last one,
+        are not evicted until they are unpinned as often. Blocks may go to the host. Returns their keys."""
+        settings = self._settings()
         with self._lock:
             self._shelf.begin()
+            keys = self._shelf.all_keys(numbers(ids), settings)
             self._shelf.pin(keys)
             self._shelf.done()
         return keys
 
     def unpin(self, ids: Ids) -> None:
         """ValueError where they are not pinned."""
-        self.unpin_keys(self._shelf.keys(_listed(ids), self._settings()))
+        settings = self._settings()
+        with self._lock:
+            keys = self._shelf.all_keys(numbers(ids), settings)
+        self.unpin_keys(keys)
 
     def unpin_keys(self, keys: Sequence[bytes]) -> None:
         """What `pin` returned; for when the model has other adapters since. ValueError where they are not pinned."""
@@ -280,17 +333,19 @@ class PrefixStore:
 
     def give_up(self, device: Device, pages: int) -> int:
         """See pressure.py. Does nothing where another thread is about to change something here."""
-        before = self.pages
+        if device is not self._device:
+            return 0
+        before = self._here
 
         def evict() -> None:
             self._shelf.begin()
-            while before - self.pages < pages and self._evict():
+            while (left := pages - before + self._here) > 0 and self._evict(
+                self._shelf.blocks(left, self.pages), here=True
+            ):
                 pass
             self._shelf.done()
 
-        if device is self._device and if_free(self._lock, evict):
-            return before - self.pages
-        return 0
+        return before - self._here if if_free(self._lock, evict) else 0
 
     @contextmanager
     def read(self, ids: Sequence[int], now: Identity, start: int, end: int) -> Iterator[Parts | None]:
@@ -320,13 +375,24 @@ class PrefixStore:
 
     # -- under the lock
 
-    def _evict(self) -> bool:
-        """One block goes. False where there is none that may."""
-        pages = self._shelf.evict()
-        if pages is not None:
-            self.counts.evicted += 1
-            self._decided("evict", pages)
-        return pages is not None
+    def _asked(self, rows: Sequence[Sequence[int]], now: Identity) -> None:
+        """Of a request with these prompts. What was stored of other weights is forgotten."""
+        self._thread.reused = 0
+        self._shelf.begin()
+        if now.weights != self._weights:
+            self._shelf.clear()
+            self._weights = now.weights
+        self.counts.requests += 1
+        self.counts.prompts += sum(map(len, rows))
+
+    def _evict(self, count: int = 1, *, here: bool = False) -> bool:
+        """So many blocks or states go, see Shelf.evict. False where there is none that may."""
+        before = self.pages
+        gone = self._shelf.evict(count, here=here)
+        if gone:
+            self.counts.evicted += gone
+            self._decided("evict", before - self.pages)
+        return gone > 0
 
     def _keep_to_limit(self) -> None:
         """No more is kept than may be; and but for a part of the device no more than the core can take, in the middle
@@ -342,29 +408,52 @@ class PrefixStore:
         numbers = self._device.snapshot()
         room = numbers["host_budget"] // self._device.page_size - numbers["host_pages"] + numbers["host_free"]
         dirty = sum(each.dirty for each in self._shelf.at_rest)
-        fixed = sum(each.fixed for each in self._shelf.at_rest)
+        fixed = self._state_pages + sum(each.fixed for each in self._shelf.at_rest)
         return fixed + max(0, dirty - (room if self._device.host_pages else 0))
 
     # -- without the lock
 
     def _on_disk(
-        self, rows: Sequence[Sequence[int]], found: Sequence[list[Run]], now: Identity
+        self, rows: Sequence[Sequence[int]], found: Sequence[list[Run]], known: Sequence[list[bytes]], now: Identity
     ) -> list[list[Run]] | None:
-        """What is found with that which only files have; None where they have no more."""
+        """What is found with that which only files have; None where they have no more. `known`: keys of what is
+        found."""
         if self.saver is None:
             return None
         further, more = [], False
-        for row, runs in zip(rows, found, strict=True):
-            keys = chain(row[:-1], self.block, now.settings)
-            count = (runs[-1].end if runs else 0) // self.block
+        for row, runs, there in zip(rows, found, known, strict=True):
+            keys, count = chain(row[:-1], self.block, now.settings, there), len(there)
             files = self.saver.find(keys, count, row, now) if count < len(keys) else []
             further.append(_up_to(runs, count * self.block) + files if files else list(runs))
             more |= bool(files)
         return further if more else None
 
-    def _move(self, lookup: Lookup, runs: list[Run], row: Sequence[int], now: Identity) -> KeptSequence | None:
-        """The sequence that the request goes on with itself, None where that may not be; where it fails it is not among
-        the runs any more. DriverError."""
+    def _take_state(
+        self, lookup: Lookup, layers: list[Any], runs: list[Run], state: WholeState, row: Sequence[int], now: Identity
+    ) -> int:
+        """Makes the layers go on from a state and the tokens before it, which the runs are. Returns the columns that
+        are filled then: all of these, or none. DriverError."""
+        columns = len(state.ids)
+        try:
+            parts = state.copied()
+        except torch.OutOfMemoryError:
+            return 0
+        if not parts:
+            return 0
+        if not runs:
+            self.counts.copies += 1
+            self.counts.hit(columns, 0.0)
+        elif not (self._move(lookup, layers, runs, row, now) or self._copy(layers, [runs], [0], columns)):
+            return 0
+        begin(layers, parts)
+        return columns
+
+    def _move(self, lookup: Lookup, layers: list[Any], runs: list[Run], row: Sequence[int], now: Identity) -> int:
+        """Puts layers of a sequence among those of the request, which goes on with it. Returns the columns that are
+        filled then; none where that may not be, and where it fails the sequence is not among the runs any more.
+        DriverError."""
+        if not runs:
+            return 0
         with self._lock:
             self._shelf.begin()
             sequence = self._shelf.movable(runs, lookup)
@@ -373,10 +462,10 @@ class PrefixStore:
                 self._shelf.take_out(sequence, row[: runs[-1].end])
             self._shelf.done()
         if sequence is None:
-            return None
+            return 0
         sequence.idle(kept=False)
         sequence.after_reads()
-        away = sequence.away
+        away, near = sequence.away, sequence.near
         try:
             sequence.trim()
             fill_in(sequence, [run for run in runs if run.source is not sequence])
@@ -385,23 +474,26 @@ class PrefixStore:
             self.give_back(sequence, now)
             lookup.sequence = None
             runs[:] = _before(runs, sequence)
-            return None
+            return 0
         self.counts.moves += 1
-        self.counts.hit(len(sequence.ids), away)
+        self.counts.hit(len(sequence.ids), away, near)
         self._decided("reuse", sequence.held)
-        return sequence
+        for number, layer in enumerate(sequence.layers):
+            if sequence.holds(number):
+                layers[number] = layer
+        return len(sequence.ids)
 
-    def _copy(self, layers: Sequence[Any], found: Sequence[list[Run]], pads: Sequence[int]) -> int:
-        """Copies the runs into the layers. Returns the columns that are filled then."""
+    def _copy(self, layers: Sequence[Any], found: Sequence[list[Run]], pads: Sequence[int], least: int = 1) -> int:
+        """Copies the runs into the layers. Returns the columns that are filled then: so many at least, or none."""
         while True:
             ends = [runs[-1].end if runs else 0 for runs in found]
             columns = min(pad + end for pad, end in zip(pads, ends, strict=True))
             rows = [_up_to(runs, columns - pad) for pad, runs in zip(pads, found, strict=True)]
             used = [run for runs in rows for run in runs]
-            if not used:
+            if columns < least or not used:
                 return 0
             try:
-                away = [run.source.away for run in used]
+                away = [(run.source.away, run.source.near) for run in used]
                 copy_in(layers, rows, pads)
             except Gone as gone:
                 found = [_before(runs, gone.source) for runs in found]
@@ -409,8 +501,8 @@ class PrefixStore:
                 found = [[] for _ in found]
             else:
                 self.counts.copies += 1
-                for run, part in zip(used, away, strict=True):
-                    self.counts.hit(run.end - run.start, part, on_disk=run.source.disk)
+                for run, parts in zip(used, away, strict=True):
+                    self.counts.hit(run.end - run.start, *parts, on_disk=run.source.disk)
                 self._decided("copy", sum(layer.home.held for layer in layers if getattr(layer, "home", None)))
                 return columns
             for layer in layers:
@@ -438,13 +530,18 @@ class PrefixStore:
         self._governor.events.decided("prefix", verb, pages, what=self._name)
 
 
-def _listed(ids: Ids) -> list[int]:
-    """ValueError for more than one sequence."""
+def numbers(ids: Ids) -> array[int]:
+    """Tokens on the host. ValueError for more than one sequence."""
     if isinstance(ids, torch.Tensor):
         if ids.numel() != ids.shape[-1]:
             raise ValueError(f"tokens of one sequence are needed, not of shape {tuple(ids.shape)}")
-        return cast(list[int], ids.flatten().tolist())
-    return list(ids)
+        return array("q", ids.detach().to("cpu", torch.int64).numpy().tobytes())
+    return array("q", ids)
+
+
+def _keys(runs: Sequence[Run], block: int) -> list[bytes]:
+    """Of the full blocks that they hold."""
+    return cast(KeptSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
 
 
 def _before(runs: Iterable[Run], source: object) -> list[Run]:

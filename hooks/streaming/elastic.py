@@ -10,6 +10,8 @@ Note [Twins in the background]
     A layer at home can be taken at any moment once it has a twin and nobody can write it unseen. So it is watched
     first, then looked at for references from outside, then copied, on a thread of its own, and only then offered.
     Whoever looks at it ends that: its twin may be out of date from then on. After `OFTEN` times it is left alone.
+    While it is copied its weights stay where they are, whatever becomes of the model: beside a forward the thread holds
+    the layer's modules, else its tensors, and whoever looks at the layer, to replace some perhaps, waits for the lock.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from .. import governors, graphs
 from ..measure.marks import relaxed
 from ..measure.pace import Measured, Pace
 from ..measure.report import Report
+from ..prefix.pressure import Giver
 from ..weights import moving
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Finder, Weights, is_away, nowhere
@@ -86,6 +89,7 @@ class Elastic(Captured):
         self.record: Record | None = None
         self.decision: Decision | None = None
         self.last: dict[Phase, Measured] = {}  # by phase
+        self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
         self.break_graphs: Callable[[int, bool], None] = lambda layer, here: None
         self._turns = turns
         self._find = find
@@ -95,6 +99,7 @@ class Elastic(Captured):
         self._wanted: tuple[int, ...] = ()
         self._worker: threading.Thread | None = None
         self._cleared: set[int] = set()  # layers that are watched, and that nobody referred to since
+        self._copied: int | None = None  # the layer whose twin is being made
         self._patience = 0
         self._unmeasured = 0  # iterations to which a link matters that nobody has measured
         self._lessons = 0  # since the governor heard of what iterations take
@@ -160,6 +165,10 @@ class Elastic(Captured):
         if self._missing() and (self._worker is None or not self._worker.is_alive()):
             self._worker = threading.Thread(target=self._cover_wanted, name="ballonet-twins")
             self._worker.start()
+
+    def give_up(self, pages: int) -> int:
+        keeper = self.keeper()
+        return 0 if keeper is None else keeper.give_up(self._weights.device, pages)
 
     # What the model does
 
@@ -273,6 +282,7 @@ class Elastic(Captured):
             host_bytes=weights.host_pages * weights.device.page_size,
             kept=self.kept_layers,
             kv=self._governor.caches_of(self),
+            lending=self._governor.lending_of(self),
             why="; ".join(filter(None, (why, self.trouble))),
         )
 
@@ -425,15 +435,17 @@ class Elastic(Captured):
             with relaxed(self._weights.device), progress(f"Twins of {self.name}", nbytes) as made:
                 while self._governed and not self._turns.sections and threading.main_thread().is_alive():
                     missing = self._missing()
-                    if not missing:
+                    if not missing or self._model() is None:
                         return
                     layer = next((each for each in missing if each in self._cleared), missing[0])
                     if not self.running or (loaded and layer in self._cleared):  # between two forwards
                         if not self._prepare(layer):
                             continue
                     elif layer in self._cleared:
+                        held = self._modules_of(layer)
                         with self._lock:
                             self._copy_home(layer, (), nowhere)
+                        del held
                     else:
                         threading.Event().wait(BETWEEN)  # its next forward clears the layer
                         continue
@@ -489,15 +501,19 @@ class Elastic(Captured):
     def _copy_home(self, layer: int, tenants: Sequence[Tenant], find: Finder) -> None:
         """Makes the twins of a layer if it is still cleared. Refers to no tensor but `tenants`, so that a forward may
         run where there are none."""
-        if layer in self._cleared and layer in self._missing() and self._governed:
-            try:
-                self._weights.cover(layer, tenants, find)
-            except BaseException:
-                self._give_up(layer)
-                raise
-            self._ready.add(layer)  # before the look: whoever comes from now on waits for the lock
-            if layer not in self._cleared:
-                self._expose(layer)
+        self._copied = layer  # before the look: whoever comes from now on waits for the lock
+        try:
+            if layer in self._cleared and layer in self._missing() and self._governed:
+                try:
+                    self._weights.cover(layer, tenants, find)
+                except BaseException:
+                    self._give_up(layer)
+                    raise
+                self._ready.add(layer)  # before the look, too
+                if layer not in self._cleared:
+                    self._expose(layer)
+        finally:
+            self._copied = None
 
     def _give_up(self, layer: int) -> None:
         """For now: it is looked at, or was."""
@@ -510,7 +526,7 @@ class Elastic(Captured):
     def _seen_at_home(self, layer: int) -> None:
         """Somebody looks at a watched layer that does not stream, and may write it from now on."""
         self._cleared.discard(layer)
-        if layer in self._ready or self._rearranging:
+        if layer in self._ready or layer == self._copied or self._rearranging:
             with self._lock:
                 if layer in self._ready and self._governed:
                     self._expose(layer)
@@ -535,6 +551,15 @@ class Elastic(Captured):
         with self._streaming.unseen():
             found = members(decoder_layers(model)[layer], ())
             return moving.tenants_of(self._weights.ranges.get(layer, ()), found)
+
+    def _modules_of(self, layer: int) -> list[nn.Module]:
+        """What holds the weights of a layer. Takes it for cleared no more where another one has its number by now."""
+        model = self._model()
+        layers = () if model is None else decoder_layers(model)
+        if list(map(id, layers)) != self._order:
+            self._cleared.discard(layer)
+            return []
+        return list(layers[layer].modules())
 
     def _strangers(self) -> bool:
         return self._weights.storages != self._storages

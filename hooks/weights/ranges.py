@@ -176,7 +176,9 @@ class Weights:
                 if twin.file is None:
                     twin.copy_home(live(opened, 0, opened.pieces), self.stream())
                 self._twins[opened.address] = twin
-                undo.callback(self._twins.pop, opened.address)
+                undo.callback(self._drop_twin, opened.address)
+                if opened.closed:  # by a finalizer, which does not come by again
+                    self._drop_twin(opened.address)
             undo.pop_all()
 
     def uncover(self, layer: int) -> None:

@@ -23,7 +23,7 @@ Note [What comes home first]
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final
 
@@ -34,6 +34,7 @@ class Rung(IntEnum):
     TRIM = 0  # free blocks, mapped slots, reserves
     PREFIX = 1  # KV that is only kept in case that a prompt begins with it, and lies on the host as well
     INFLATE = 2  # free pages of activations become KV, or the reverse
+    LEND = 3  # KV that nobody uses, of a model that has more than its own, while another one lacks that (lending.py)
     IDLE_WEIGHTS = 4
     IDLE_KV = 5
     HIDDEN_WEIGHTS = 6  # of models that run, while the copies hide
@@ -51,6 +52,7 @@ class Rung(IntEnum):
 
 LISTED: Final = (
     Rung.PREFIX,
+    Rung.LEND,
     Rung.IDLE_WEIGHTS,
     Rung.IDLE_KV,
     Rung.HIDDEN_WEIGHTS,
@@ -65,7 +67,7 @@ class Lot:
 
     `priority`: those with the lowest give first; `recency`: of equals the one with the highest: when what is idle was
     used, when what runs came. `seconds`: of each iteration, per page, for as long as it is away. `once`: seconds of
-    taking it. `owner`: the model whose floor it counts for, 0 for none."""
+    taking it. `owner`: the model whose floor it counts for, 0 for none. `borrowed`: it lies in what is another's."""
 
     rung: Rung
     client: int
@@ -76,12 +78,30 @@ class Lot:
     seconds: float = 0.0
     once: float = 0.0
     owner: int = 0
+    borrowed: bool = False
+
+    @property
+    def lever(self) -> str:
+        """As events call it."""
+        return (Rung.LEND if self.borrowed else self.rung).label
 
 
 def ordered(lots: Iterable[Lot]) -> list[Lot]:
     """In the order of taking. What a client offers of one rung stays in the order in which it offers it, and equals
-    stay as they come."""
-    return sorted(lots, key=lambda each: (each.rung, each.priority, each.seconds, -each.recency))
+    stay as they come; of lots of one priority those that are borrowed come first."""
+    return sorted(lots, key=lambda each: (each.rung, each.priority, not each.borrowed, each.seconds, -each.recency))
+
+
+def claimed(lots: Iterable[Lot], owed: Mapping[int, int]) -> list[Lot]:
+    """In the order of taking, when owners owe so many pages: as many of their lots of KV that nobody uses, those that
+    would be taken first, are borrowed. See lending.py, Note [Due]."""
+    left, found = dict(owed), []
+    for lot in ordered(lots):
+        if lot.rung in (Rung.PREFIX, Rung.IDLE_KV) and left.get(lot.owner, 0) > 0:
+            left[lot.owner] -= lot.pages
+            lot = replace(lot, rung=min(lot.rung, Rung.LEND), borrowed=True)
+        found.append(lot)
+    return ordered(found)
 
 
 def above_floors(lots: Iterable[Lot], spare: Mapping[int, int]) -> list[Lot]:

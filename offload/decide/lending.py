@@ -1,20 +1,35 @@
 """Models that lend each other KV pages: in which units, and how many (SwiftCache §3.4, §3.5). Pure.
 
 Words
-    master    the model that borrows
     worker    a model that lends; it comes first in what it needs for itself
+    master    a model that borrows
+    block     what a model's KV grows by: of Eq. 6 and 7 in bytes, of a pool in pages, one for each of its ranges
     unit      the minimum elastic unit: what changes hands is a multiple of it, and whole blocks on either side
+    reserve   pages that a model has for itself, as many as it used at once not long ago, in whole blocks
+    borrowed  what a model holds beyond its reserve
 
 Note [Errata]
     Sizes are in bytes where Eq. 6-8 count elements: two models may have different types. In Algorithm 1 a worker takes
     back what it lacks rounded up to units, and lends what it can spare rounded down. It spares what no moment of the
     last while needed: the paper takes the longest request, but requests run side by side, and what counts is the most
     blocks that were in use at once.
+
+Note [Units of a pool]
+    Two models with 32 and 36 ranges grow by 32 and by 36 pages, whose least common multiple is 288: with pages of 8 MiB
+    more than 2 GiB. The paper needs it, as what is not whole blocks of either model is lost. In one pool it is free,
+    for either, or for a third. So where the unit would be more than a part of the pool, it is a block of the worker's,
+    and the master gives whole blocks of its own that are as much or more.
+
+Note [Due]
+    Reserves are promises, and nobody's pages lie anywhere. As long as what is free makes every reserve whole, whoever
+    wants more may have it. When a worker wants its pages and they are not free, as others hold them who have more than
+    their own reserves, these give back what is missing, and no more than they borrowed.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -26,20 +41,27 @@ def block_bytes(layers: int, tokens: int, heads: int, dim: int, itemsize: int) -
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Of one size for both: `nbytes` are `worker` blocks of the one and `master` blocks of the other."""
+    """Of one size for both: `size` is `worker` blocks of the one and `master` blocks of the other."""
 
-    nbytes: int
+    size: int
     worker: int
     master: int
 
 
 def unit(worker: int, master: int, page: int = 1) -> Unit:
-    """The smallest that is whole blocks of either model, and whole pages (Eq. 8 and 9). In bytes: a block of the
-    worker's, one of the master's, a page. ValueError."""
+    """The smallest that is whole blocks of either model, and whole pages (Eq. 8 and 9). In bytes, or with a page of 1
+    in pages: a block of the worker's, one of the master's, a page. ValueError."""
     if worker < 1 or master < 1 or page < 1:
         raise ValueError("a block and a page have at least one byte")
-    nbytes = lcm(worker, master, page)
-    return Unit(nbytes, nbytes // worker, nbytes // master)
+    size = lcm(worker, master, page)
+    return Unit(size, size // worker, size // master)
+
+
+def unit_within(worker: int, master: int, most: int) -> Unit:
+    """As `unit`, in pages; a block of the worker's where that would be more than `most`, and whole blocks of the
+    master's that are as much or more. See Note [Units of a pool]. ValueError."""
+    found = unit(worker, master)
+    return found if found.size <= most else Unit(worker, 1, -(-worker // master))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +85,57 @@ def scale_down(blocks: int, needed: int, unit: Unit) -> Exchange:
 
 def _exchange(units: int, unit: Unit) -> Exchange:
     return Exchange(units, units * unit.worker, units * unit.master)
+
+
+def resized(reserve: int, block: int, needed: int, unit: Unit) -> int:
+    """The reserve of a worker, in pages as its block is, once it has been scaled up or down to what it needs."""
+    blocks, wanted = -(-reserve // block), -(-needed // block)
+    return (blocks + scale_up(blocks, wanted, unit).worker - scale_down(blocks, wanted, unit).worker) * block
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Of the model with that number, in pages: its `block`, its `reserve`, and what it has: `held`, of the device.
+    `priority`: those with the lowest give first."""
+
+    number: int
+    block: int
+    reserve: int
+    held: int
+    priority: int = 0
+
+    @property
+    def borrowed(self) -> int:
+        return max(0, self.held - self.reserve)
+
+    @property
+    def lacking(self) -> int:
+        """Of its reserve."""
+        return max(0, self.reserve - self.held)
+
+
+def master_of(worker: Account, accounts: Sequence[Account]) -> Account | None:
+    """The one of the others that borrows most, or would, as it has most; None where there is no other."""
+    others = [each for each in accounts if each.number != worker.number]
+    return max(others, key=lambda each: (each.borrowed, each.held, -each.number), default=None)
+
+
+def due(accounts: Sequence[Account], free: int, most: int) -> dict[int, int]:
+    """Pages that each has to give back, so that with what is `free` every reserve is whole, as far as that is borrowed.
+    First gives who has the lowest priority, of equals who borrows most; in units with whoever lacks most, of `most`
+    pages at most. See Note [Due]."""
+    missing = sum(each.lacking for each in accounts) - free
+    found: dict[int, int] = {}
+    if missing <= 0:
+        return found
+    worker = max(accounts, key=lambda each: (each.lacking, -each.number))
+    for master in sorted(accounts, key=lambda each: (each.priority, -each.borrowed, each.number)):
+        if missing > 0 and master.borrowed:
+            size = unit_within(worker.block, master.block, most)
+            back = scale_up(0, -(-missing // worker.block), size)
+            found[master.number] = min(max(back.worker * worker.block, back.master * master.block), master.borrowed)
+            missing -= found[master.number]
+    return found
 
 
 class Window:

@@ -17,16 +17,18 @@ from heapq import heapify, heappop, heappush
 from .worth import Odds, Policy
 
 
-def chain(ids: Sequence[int], block: int, salt: bytes) -> list[bytes]:
+def chain(ids: Sequence[int], block: int, salt: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
     """Keys of the full blocks of `ids`: 16 bytes each, of the block, all before it and `salt`, which says what else the
-    keys and values depend on. ValueError for a block below 1."""
+    keys and values depend on. `known`: those of its first blocks, which are not worked out again. ValueError for a
+    block below 1."""
     if block < 1:
         raise ValueError(f"a block has at least one token, not {block}")
-    content = array("q", ids)
+    content = array("q", ids[len(known) * block :])
     if sys.byteorder == "big":
         content.byteswap()
     data, size = content.tobytes(), 8 * block
-    keys, key = [], _digest(salt)
+    keys = list(known)
+    key = keys[-1] if keys else _digest(salt)
     for start in range(0, len(data) - size + 1, size):
         key = _digest(key + data[start : start + size])
         keys.append(key)
@@ -106,11 +108,11 @@ class Index:
         """How many of the first keys are stored. Changes nothing."""
         return next((n for n, key in enumerate(keys) if key not in self._nodes), len(keys))
 
-    def match(self, keys: Sequence[Hashable]) -> int:
-        """As `peek`, by a request that uses these blocks; counted in `hits`."""
+    def match(self, keys: Sequence[Hashable], blocks: int = 0) -> int:
+        """As `peek`, by a request that uses these blocks; counted in `hits`. `blocks`: of the request, if more."""
         found = self.peek(keys)
         self.hits.requests += 1
-        self.hits.blocks += len(keys)
+        self.hits.blocks += max(blocks, len(keys))
         self.hits.hit_blocks += found
         for key in keys[:found]:
             node = self._nodes[key]

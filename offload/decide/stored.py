@@ -1,4 +1,4 @@
-"""Which files of stored prefixes go when a folder is full, pure.
+"""Which files of stored prefixes go when a folder is full, and whether it is worth to read some, pure.
 
 A run of blocks is of no use without those before it, so its uses count for them as well: what goes first is the file
 whose last use, and that of all that continue it, is the longest ago, and of equals the one furthest from the beginning
@@ -30,6 +30,31 @@ class Stored:
     nbytes: int
     used: int
     part: Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Seconds for tokens of a prompt: to read them from files (`disk`) and copy them to the device (`link`), or to
+    `compute` them. None where nobody has measured that."""
+
+    disk: float | None
+    link: float | None
+    compute: float | None
+
+    @property
+    def worth(self) -> bool:
+        """Are they read? Also where it is not known what either takes."""
+        return self.disk is None or self.compute is None or self.disk + (self.link or 0.0) <= self.compute
+
+
+def reading(nbytes: int, tokens: int, *, disk: float | None, link: float | None, per_token: float | None) -> Reading:
+    """Of files of so many bytes with so many tokens. `disk`, `link`: bytes per second; `per_token`: seconds in which
+    one is computed, in a prefill of many."""
+    return Reading(
+        None if disk is None else nbytes / disk,
+        None if link is None else nbytes / link,
+        None if per_token is None else tokens * per_token,
+    )
 
 
 def before(files: Iterable[Stored], part: Part) -> list[Stored]:

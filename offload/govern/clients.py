@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..decide.ladder import Lot
 from .caches import Caches
+from .lend import Use
 from .lots import Held
 from .published import Client
 from .seat import Cache, Governed, Seat
@@ -51,7 +52,7 @@ class Clients:
 
     def pop(self, model: Governed) -> Seat | None:
         """It is not any more, or was not before."""
-        return self._seats.pop(id(model), None)
+        return self._take_out(id(model))
 
     def add_cache(self, cache: Cache) -> int:
         """Its number. See caches.py, Note [Whose caches]."""
@@ -72,7 +73,7 @@ class Clients:
 
     def bury(self) -> tuple[bool, bool]:
         """Those that are gone; were there any, models or caches?"""
-        models = [self._seats.pop(self._gone.popleft(), None) for _ in range(len(self._gone))]
+        models = [self._take_out(self._gone.popleft()) for _ in range(len(self._gone))]
         caches = [self.caches.pop(self._gone_caches.popleft()) for _ in range(len(self._gone_caches))]
         return any(models), any(caches)
 
@@ -113,7 +114,7 @@ class Clients:
     def held(self, now: float) -> list[Held]:
         """The caches, at this moment."""
         return [
-            Held(seat, seat.ask(), self._uses(cache, now), cache.used, cache.displaced, cache.kept)
+            Held(seat, seat.ask(), self._uses(cache, now), cache.used, cache.displaced, cache.kept, cache.near)
             for seat, cache in self.caches
         ]
 
@@ -131,11 +132,47 @@ class Clients:
         idle = there - self.active(now) - {but}
         return sum(pages for number, pages in offered.items() if number in idle)
 
+    def claim(self, number: int, seat: Seat) -> None:
+        """The cache is this model's, if it is no other's."""
+        cache = self.caches.get(number)
+        if cache is not None and not any(cache.model == each.number for each in self.seats):
+            cache.model = seat.number
+
+    def whose(self, number: int) -> Seat | None:
+        """The model of a cache that is used on this thread; None of nobody."""
+        cache, seat = self.caches.get(number), self._on.get(threading.get_ident())
+        if seat is not None:
+            self.claim(number, seat)
+        return next((each for each in self.seats if cache is not None and each.number == cache.model), None)
+
+    def uses(self, now: float) -> list[Use]:
+        """What each model's caches have, in the order in which the models came."""
+        return [self.use(seat, now) for seat in self.seats]
+
+    def use(self, seat: Seat, now: float) -> Use:
+        """What this one's have."""
+        floor = max(0, seat.model.floor - seat.model.plan.device_pages) if seat.model.floor else 0
+        found = Use(seat.number, seat.name, seat.model.priority, floor)
+        for each, cache in self.caches:
+            if each.model == seat.number:
+                found.held += cache.here
+                found.block = max(found.block, cache.block)
+                found.used += cache.held if self._uses(cache, now) else 0
+        return found
+
     def of(self, lots: Sequence[Lot]) -> list[tuple[Client, Lot]]:
         """With whose they are."""
         clients: dict[int, Client] = {seat.number: seat for seat in self.seats}
         clients.update((seat.number, seat) for seat, _ in self.caches)
         return [(clients[lot.client], lot) for lot in lots if lot.client in clients]
+
+    def _take_out(self, key: int) -> Seat | None:
+        """Nothing refers to the model of that id any more."""
+        seat = self._seats.pop(key, None)
+        for thread, on in list(self._on.items()):
+            if on is seat:  # its iteration ends without it, or has been interrupted
+                self._on.pop(thread, None)
+        return seat
 
     def _uses(self, cache: Cache, now: float) -> bool:
         return (now - cache.used < self._pause and not cache.kept) or cache.running

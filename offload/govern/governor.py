@@ -17,15 +17,15 @@ import time
 from dataclasses import replace
 
 from ...allocator.interrupts import Guarded, if_free
-from ..decide.ladder import Lot, Rung
+from ..decide.ladder import Rung
 from ..decide.ledger import Refusal
 from ..decide.plan import Plan
 from ..decide.remap import cap
 from ..measured.record import Point
 from .decision import Decision, decide, faster
+from .exchange import Exchange
 from .homecoming import coming_home, on_waking
 from .kv_way import Streamed
-from .overview import Overview
 from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
 from .sharing import admit
 
@@ -49,7 +49,7 @@ class _Change:
         self._governor._end(self, not failed)
 
 
-class Governor(Overview):
+class Governor(Exchange):
     """Thread-safe. See Overview for its arguments."""
 
     # -- models
@@ -104,6 +104,7 @@ class Governor(Overview):
             self._hear()
             self._arrive(seat, point, now)
             free = self._look(now)
+            self._spare(now)
             self._compare(seat, point, now, free)
             decision = self._answers.get((seat.number, point))
             if decision is None:
@@ -243,21 +244,7 @@ class Governor(Overview):
         self._publish()
         return pages
 
-    def publish_now(self) -> None:
-        """All that is offered at this moment may be taken."""
-        with self._lock:
-            self._list.void()
-        self._publish()
-
     # -- the ladder; see levers.py
-
-    def lots(self) -> list[Lot]:
-        """All that may be taken now, in the order of taking."""
-        with self._lock:
-            self._hear()
-            now = self._clock()
-            self._rest(now)
-            return self._listed(self._situation(now, 0), self._clients.held(now))
 
     def pull(self, rung: Rung, pages: int) -> int:
         """Takes so many device pages of a rung of the list, those first that are first, as far as this thread may; how
@@ -272,7 +259,7 @@ class Governor(Overview):
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
-        kv = rung in (Rung.PREFIX, Rung.IDLE_KV, Rung.RUNNING_KV)
+        kv = rung in (Rung.PREFIX, Rung.LEND, Rung.IDLE_KV, Rung.RUNNING_KV)
         with self._lock:
             self._hear()
             now = self._clock()
@@ -290,10 +277,6 @@ class Governor(Overview):
         """Waits until others may have given pages, `timeout` seconds at most, and gives meanwhile what others demand of
         this thread. False where nothing has happened."""
         return self.pages.wait(timeout)
-
-    def pages_given(self) -> None:
-        """Pages were freed: whoever waits for some tries again."""
-        self.pages.given()
 
     # -- what happened; the caller holds the lock
 

@@ -25,12 +25,14 @@ def coming_home(now: Situation, caches: Sequence[Held], spare: int, models: bool
     seats = {seat.number: seat for seat in now.seats if models and seat.auto and not seat.has_slo}
     states = {number: now.model(seat) for number, seat in seats.items()}
     priorities = {seat.number: seat.model.priority for seat in now.seats}
-    seconds = now.page_seconds or 0.0
     absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]
     for held in caches:
         if held.active and held.displaced:
             number, priority = held.seat.number, priorities.get(held.seat.model, 0)
-            absent.append(Absent(number, held.displaced, seconds, True, priority, held.used))
+            for count, seconds in ((held.displaced - held.near, now.page_seconds), (held.near, now.peer_seconds)):
+                if count:
+                    seconds = seconds or now.page_seconds or 0.0
+                    absent.append(Absent(number, count, seconds, True, priority, held.used))
     plans: dict[int, Plan] = {}
     pages: dict[int, int] = {}
     for each in first_home(absent):
@@ -41,8 +43,9 @@ def coming_home(now: Situation, caches: Sequence[Held], spare: int, models: bool
             plans.update((each.client, plan) for plan in change.plans.values())
             spare += change.freed
         else:
-            pages[each.client] = min(spare, each.pages)
-            spare -= pages[each.client]
+            some = min(spare, each.pages)
+            pages[each.client] = pages.get(each.client, 0) + some
+            spare -= some
     return Back(plans, pages)
 
 

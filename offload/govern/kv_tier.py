@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -28,6 +29,8 @@ from ...allocator.events import Events
 from ...allocator.interrupts import Farewell, if_free
 from ..decide.ahead import ahead, window
 from ..decide.ladder import Rung
+from ..decide.peer import mean_seconds
+from ..move.kv_stream import Slice
 from ..move.kv_twin import KVTwin, Run, arrange, available
 from .kv_way import KVWay, Streamed
 from .seat import LAYERS, Offer
@@ -43,6 +46,8 @@ class Host(Protocol):
     @property
     def page_seconds(self) -> float | None: ...
     @property
+    def peer_page_seconds(self) -> float | None: ...
+    @property
     def scarce(self) -> bool: ...
     def add_cache(self, cache: Any) -> int: ...
     def remove_cache(self, number: int) -> None: ...
@@ -50,6 +55,7 @@ class Host(Protocol):
     def copies_changed(self) -> None: ...
     def taken_of(self, number: int) -> frozenset[int]: ...
     def homecoming(self, number: int) -> int: ...
+    def needs(self, number: int, pages: int) -> None: ...
     def publish_now(self) -> None: ...
     def wait_for_pages(self, timeout: float) -> bool: ...
 
@@ -72,6 +78,8 @@ class KVTier:
         self._transfers: dict[str, Transfer] = {}
         self._homing = Lock()  # held while pages come home
         self._kept = False
+        self._goal = 0  # pages that it is to have in this iteration
+        self.block = 1  # ranges that it has, or will have
         self.way = KVWay(device, group, self.transfer)
         self.prefills = False  # does the iteration have many rows?
         self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
@@ -83,7 +91,8 @@ class KVTier:
         self._news = False
         self._behind = Lock()  # of whoever is about to copy what is marked
         self._next = count()
-        self._runs: dict[int, Run] = {}  # by index of the offer
+        self._runs: dict[int, Run | Slice] = {}  # by index of the offer
+        self._buffered = 0  # changes of buffers that the governor was told of
         self.number = governor.add_cache(self)
         Farewell(self, partial(governor.remove_cache, self.number))
 
@@ -94,8 +103,35 @@ class KVTier:
 
     @property
     def displaced(self) -> int:
-        """Pages that lie on the host and would be on the device if there were room, as far as known."""
+        """Pages that lie on the peer or the host and would be on the device if there were room, as far as known."""
         return sum(twin.away for twin in self._there())
+
+    @property
+    def held(self) -> int:
+        """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
+        return max(self._goal, sum(twin.pieces for twin in self._there()))
+
+    @property
+    def here(self) -> int:
+        """Pages of the device that it has."""
+        self.look()
+        return sum(twin.pieces - twin.away for twin in self._there())
+
+    @property
+    def near(self) -> int:
+        """Of these, those that lie on the peer."""
+        return sum(twin.near for twin in self._there())
+
+    @property
+    def on_peer(self) -> int:
+        """Pages of the peer that could go to the host."""
+        self.look()
+        return sum(len(twin.coldest()) for twin in self._there())
+
+    @property
+    def leaving(self) -> int:
+        """Those that are on their way there."""
+        return sum(twin.leaving for twin in self._there())
 
     @property
     def kept(self) -> bool:
@@ -105,7 +141,7 @@ class KVTier:
 
     @kept.setter
     def kept(self, now: bool) -> None:
-        self._kept = now
+        self._kept, self._goal = now, 0
         if now:
             with suppress(BallonetError):  # where they cannot go back now `write_behind` gives them back later
                 self.way.give()
@@ -173,8 +209,9 @@ class KVTier:
                 twin.fetch(self.transfer, stream or 0)
         twin.arrive(stream)
 
-    def iteration(self, stream: int, rows: int = 1) -> None:
-        """Before the first layer appends `rows` tokens, on `stream`. DriverError."""
+    def iteration(self, stream: int, rows: int = 1, more: int = 0) -> None:
+        """Before the first layer appends `rows` tokens, on `stream`, for which its range gets so many pages `more`, and
+        the others as many. DriverError."""
         if self.governor.taken_of(self.number):
             self._see()
         with self.lock:
@@ -183,11 +220,13 @@ class KVTier:
             self._news = False
             self.governor.cache_changed(self.number)
         pages = self.governor.homecoming(self.number) if self.displaced else 0
-        if self._device.demand:
-            self.way.give()
         self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
         if pages:
             self.bring_back(pages, stream)
+        self._goal = 0
+        if more:
+            self._goal = self.held + more * self.block
+            self.governor.needs(self.number, more * self.block)
         self._arrange(stream, rows)
 
     def grown(self, soon: bool) -> None:
@@ -219,13 +258,14 @@ class KVTier:
         """So many pages that are away come home, if there is room, and their bytes range after range; returns how many.
         DriverError."""
         self.look()
-        began = time.monotonic()
+        began, reading = time.monotonic(), self._reading()
         twins = [twin for twin in self._there() if twin.away]
         shown = [twin for twin in twins if not twin.alone()]  # and those have no tensors of their own by now
         with self._homing:
             back = _bring(twins, pages, shown, self.transfer, stream)
         if back:
-            self.decided(Rung.RUNNING_KV.label, "revert", back, self._copying(back), time.monotonic() - began)
+            predicted = None if reading is None else back * reading
+            self.decided(Rung.RUNNING_KV.label, "revert", back, predicted, time.monotonic() - began)
             self.governor.cache_changed(self.number)
         return back
 
@@ -242,7 +282,7 @@ class KVTier:
 
     def _arrange(self, stream: int, rows: int) -> None:
         """How is what stays away read? An event where buffers come or go."""
-        seconds = self.governor.page_seconds
+        seconds = self._reading()
         link = None if seconds is None else self._device.page_size / seconds
         began = time.monotonic()
         chosen = self.way.arrange(self._in_order(), rows, link, stream)
@@ -250,6 +290,8 @@ class KVTier:
             now = self.streamed
             verb, pages = "pull" if now.buffers else "revert", now.buffers * now.buffer_pages
             self.decided("layer stream", verb, pages, chosen.exposed, time.monotonic() - began)
+        if self.way.changes != self._buffered:
+            self._buffered = self.way.changes
             self.governor.cache_changed(self.number)
 
     def _in_order(self) -> list[KVTwin]:
@@ -268,20 +310,32 @@ class KVTier:
     def offers(self) -> Sequence[Offer]:
         """What may be taken, in this order."""
         self.look()
-        known = {run[:3]: index for index, run in self._runs.items()}
-        offered: dict[int, Run] = {}
-        for run in self._arranged():
-            index = known.get(run[:3])
+        known: dict[tuple[Any, ...], int] = {(type(run), *run[:3]): index for index, run in self._runs.items()}
+        offered: dict[int, Run | Slice] = {}
+        slices = self.way.slices()
+        found: list[Run | Slice] = [each for each in slices if not each.readers]
+        found += self._arranged()
+        found += [each for each in slices if each.readers]
+        for run in found:
+            index = known.get((type(run), *run[:3]))
             while index is None or index in offered:
                 index = next(self._next) % LAYERS
                 index = None if index in self._runs else index
             offered[index] = run
         self._runs = offered
-        return [Offer(index, run.pieces, run.clean) for index, run in offered.items()]
+        return [
+            Offer(index, run.pieces, True, run.readers)
+            if isinstance(run, Slice)
+            else Offer(index, run.pieces, run.clean)
+            for index, run in offered.items()
+        ]
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""
         run = self._runs.get(index)
+        if isinstance(run, Slice):
+            parts = self.way.parts(run)
+            return (self._group, parts) if parts else None
         twin = None if run is None else self._twins[run.range]()
         part = None if run is None or twin is None else twin.part(run.first, run.pieces)
         return None if part is None else (self._group, [part])
@@ -310,12 +364,58 @@ class KVTier:
         copies = [copy for _, found in ready.values() for copy in found]
         if copies:
             done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
-            self.decided("write-behind", "pull", len(copies), self._copying(len(copies)))
+            self.decided("write-behind", "pull", len(copies), self._sending(ready))
             for twin, (mapped, _) in ready.items():
                 twin.copied(mapped, done)
 
+    def demote(self, pages: int) -> None:
+        """Starts to copy up to so many pages from the peer to the host, those first that nobody reads there; they take
+        their places once they have arrived, when `write_behind` is called, or the next iteration begins. Returns at
+        once; does nothing where the driver will not."""
+        self.look()
+        if not self.lock.locked():  # as in write_behind
+            if_free(self._behind, partial(self._demote, pages))
+
+    def _demote(self, pages: int) -> None:
+        with self.lock, suppress(BallonetError, PoolExhausted):
+            self._settle()
+            ready: dict[KVTwin, list[int]] = {}
+            copies: list[tuple[int, int, int]] = []
+            for twin in self._there():
+                ready[twin], found = twin.demote(twin.coldest()[: max(0, pages - len(copies))])
+                copies += found
+            if copies:
+                done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
+                self.decided("demotion", "pull", len(copies), self._copying(len(copies)))
+                for twin, mapped in ready.items():
+                    twin.demoting(mapped, done)
+
+    def demote_one(self, twin: KVTwin, piece: int, stream: int) -> bool:
+        """This page goes from the peer to the host, if it lies there and can go now. DriverError."""
+        with self.lock:
+            ready, copies = twin.demote([each for each in twin.coldest() if each == piece])
+            if not ready:
+                return False
+            done = self.transfer.copy(copies, after=stream, owner="kv", to="host")
+            twin.demoting(ready, done)
+            done.wait()
+            twin.settle()
+            return twin.pages.backing(piece) == "host"
+
+    def _reading(self) -> float | None:
+        """Seconds for a page of what is away, as it lies; None where a link was not measured that matters."""
+        near, away = self.near, self.displaced
+        return mean_seconds(near, away - near, self.governor.peer_page_seconds, self.governor.page_seconds)
+
+    def _sending(self, ready: Mapping[KVTwin, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
+        """Seconds for what is copied behind."""
+        host, peer = self.governor.page_seconds, self.governor.peer_page_seconds
+        places = Counter(twin.pages.place(piece) for twin, (pieces, _) in ready.items() for piece in pieces)
+        mean = mean_seconds(places["peer"], places["host"], peer, host)
+        return None if mean is None else places.total() * mean
+
     def _copying(self, pages: int) -> float | None:
-        """Seconds for so many pages, None where the link was not measured."""
+        """Seconds for so many pages of the host, None where the link was not measured."""
         seconds = self.governor.page_seconds
         return None if seconds is None else pages * seconds
 

@@ -4,8 +4,9 @@ read in place. Decided anew as pages come and go (layer_stream.py), and arranged
 Note [Room for buffers]
     Where pages of a cache were taken no page is free, as a rule. So buffers are made of what the cache has: some more
     of its oldest pages go to the host, as many of each layer (SwiftCache Eq. 4 and 5), and the layers take turns in
-    what that frees. A buffer is somewhat larger than it must be, so that it is not made anew with every page. Nobody
-    takes a buffer in the middle of an operator, as layers lead there; so some pages stay with the cache that can be.
+    what that frees. A buffer is somewhat larger than it must be, so that it is not made anew with every page. What
+    needs pages in the middle of an operator may have those of buffers, after all others of the cache (`slices`): each
+    page serves all layers in turn. So some pages stay with the cache, to be taken before.
 
 Note [Somebody looks]
     Who looks at a layer that flies brings it to rest, and all that is submitted is waited for. Somebody who does it in
@@ -24,14 +25,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
 from ..decide.layer_stream import IN_PLACE, Choice, Layer, Way, choose
-from ..move.kv_stream import KVStream
+from ..move.kv_stream import KVStream, Slice
 from ..move.kv_twin import KVTwin, available
+
+if TYPE_CHECKING:
+    from ...allocator._native import Part
 
 SLACK: Final = 8  # of a buffer, and of what flies, the part that may come before it is arranged anew
 LOOK: Final = 64  # iterations until it is decided anew, at most
@@ -77,6 +81,19 @@ class KVWay:
         """Bytes that came through buffers so far."""
         return self._buffers.copied
 
+    @property
+    def changes(self) -> int:
+        """How often what may be taken of buffers became another."""
+        return self._buffers.changes
+
+    def slices(self) -> list[Slice]:
+        """What may be taken of buffers, those first that fewest layers read. On any thread."""
+        return self._buffers.slices()
+
+    def parts(self, taken: Slice) -> list[Part]:
+        """Of such a slice, for `Device.publish`. On any thread."""
+        return self._buffers.parts(taken)
+
     def said(self, away: int) -> Streamed:
         """How it is now. `away`: pages."""
         way = Way.HOME if not away else Way.BUFFERS if self._buffers.pieces else Way.IN_PLACE
@@ -102,9 +119,9 @@ class KVWay:
         self._shy = min(2 * self._shy, LOOK)
 
     def give(self) -> int:
-        """Buffers go back: pages are needed for tokens. How many pages. DriverError."""
+        """Buffers go back. How many pages. DriverError."""
         pages = self._buffers.buffers * self._buffers.pages
-        if pages:
+        if self._buffers.buffers:
             with self._lock:
                 self._buffers.close()
             self._wait = AGAIN
@@ -115,6 +132,9 @@ class KVWay:
         order in which they compute; `link`: bytes per second. What was chosen, where there are other buffers now.
         BallonetError, DriverError."""
         speed, now = link or LINK, time.monotonic()
+        if self._buffers.buffers:
+            with self._lock:
+                self._buffers.look()
         away = sum(twin.away for twin in twins)
         if self._rows == 1:
             self._learn(now - self._since, away, speed)

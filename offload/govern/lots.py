@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..decide.ladder import Lot, Rung, above_floors, ordered
+from ..decide.ladder import Lot, Rung, above_floors, claimed
 from ..decide.reclaim import givable, listing
 from ..decide.remap import Model
 from .caches import CacheSeat
@@ -16,7 +16,8 @@ from .situation import Situation
 @dataclass(frozen=True, slots=True)
 class Held:
     """A cache at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it was
-    used last; its pages that are away; whether it is only kept in case that a prompt begins with its tokens."""
+    used last; its pages that are away, and how many of them are `near`, on the peer; whether it is only kept in case
+    that a prompt begins with its tokens."""
 
     seat: CacheSeat
     offers: Sequence[Offer]
@@ -24,11 +25,13 @@ class Held:
     used: float
     displaced: int
     kept: bool = False
+    near: int = 0
 
 
-def listed(now: Situation, of_models: Iterable[Lot], caches: Sequence[Held]) -> list[Lot]:
-    """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed."""
-    return above_floors(ordered([*of_models, *_of_caches(now, caches)]), _spare(now, caches))
+def listed(now: Situation, of_models: Iterable[Lot], caches: Sequence[Held], owed: Mapping[int, int]) -> list[Lot]:
+    """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed;
+    `owed`: pages that models have to give back to others."""
+    return above_floors(claimed([*of_models, *_of_caches(now, caches)], owed), _spare(now, caches))
 
 
 def of_models(now: Situation) -> Iterator[Lot]:
@@ -58,7 +61,7 @@ def _hidden(model: Model) -> int:
 
 def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
     priorities = {seat.number: seat.model.priority for seat in now.seats}
-    seconds = now.page_seconds or 0.0
+    seconds = now.leaving_seconds or 0.0
     for held in caches:
         number, owner = held.seat.number, held.seat.model
         rung = Rung.RUNNING_KV if held.active else Rung.IDLE_KV
@@ -66,7 +69,7 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
         recency = float(number) if held.active else held.used
         for offer in held.offers:
             once = 0.0 if offer.clean else offer.pages * seconds
-            lost = seconds if held.active else 0.0
+            lost = offer.readers * seconds if held.active else 0.0
             which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
             yield Lot(which, number, offer.index, offer.pages, priority, recency, lost, once, owner)
 

@@ -3,7 +3,8 @@
 Note [What is prepared]
     The list has whatever `entry` offers, always. Twins cost host memory, so they are prepared (`cover`) only once free
     pages have been below a quarter of the budget, or somebody has an SLO: a model alone in a large pool never pays. KV
-    is copied ahead (`write_behind`) only while they are, and only so much that those that are taken first are clean.
+    is copied ahead (`write_behind`) only while they are, and only so much that those that are taken first are clean, or
+    as much as is borrowed.
 
 Note [Locks]
     One lock, held while numbers are looked at, never while a model or cache prepares anything or the core waits for a
@@ -17,17 +18,19 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ...allocator.events import Events
 from ..decide.ladder import Lot
 from ..decide.ledger import Settled
+from ..decide.peer import Near, lacking, leaving
 from ..measured.record import Point
 from ..measured.traffic import Traffic, sent
 from .clients import Clients
 from .decision import Decision
 from .homecoming import Back, coming_home
+from .lend import WINDOW, Lending
 from .lots import Held, listed, of_models, to_clean
 from .pages import Pages
 from .published import Pool, Published
@@ -44,7 +47,8 @@ class Overview:
     """Thread-safe, but for what says that the caller holds the lock. `bandwidth`: of the link, bytes per second,
     measured; needed before a model with an SLO is added. `received`: bytes per second that go over the link
     (link.received), None where nobody can say; it is asked in the background, while anything streams. `dwell`, `pause`:
-    seconds, see DWELL and PAUSE. `events`: the device's log."""
+    seconds, see DWELL and PAUSE. `window`: seconds that a model's reserve outlasts its use. `events`: the device's
+    log."""
 
     def __init__(
         self,
@@ -55,14 +59,17 @@ class Overview:
         clock: Callable[[], float] = time.monotonic,
         dwell: float = DWELL,
         pause: float = PAUSE,
+        window: float = WINDOW,
         events: Events | None = None,
     ) -> None:
         self._device = device
         self._bandwidth = bandwidth
+        self._peer_bandwidth: float | None = None
         self._clock = clock
         self._pause = pause
         self._lock = threading.Lock()
         self._clients = Clients(pause)
+        self._lending = Lending(window)
         self._traffic = 0.0
         self._watcher = None if received is None else Traffic(received, lambda: sent(device), self.set_traffic, clock)
         # what is looked up while nothing happens
@@ -92,6 +99,22 @@ class Overview:
     def page_seconds(self) -> float | None:
         """To copy a page."""
         return None if self._bandwidth is None else self._device.page_size / self._bandwidth
+
+    @property
+    def peer_bandwidth(self) -> float | None:
+        """Bytes per second between the device and its peer; None where nobody has measured, or there is none."""
+        return self._peer_bandwidth
+
+    @peer_bandwidth.setter
+    def peer_bandwidth(self, found: float) -> None:
+        with self._lock:
+            self._peer_bandwidth = found
+            self._moved()
+
+    @property
+    def peer_page_seconds(self) -> float | None:
+        """To copy a page to the peer or back."""
+        return None if self._peer_bandwidth is None else self._device.page_size / self._peer_bandwidth
 
     def set_traffic(self, rate: float) -> None:
         """Others take so many bytes per second of the link; told apart by sixteenths of it."""
@@ -176,10 +199,16 @@ class Overview:
         """Is it worth host memory to have twins?"""
         return self.pages.scarce or any(seat.has_slo for seat in self._clients.seats)
 
-    def _listed(self, now: Situation, held: Sequence[Held]) -> list[Lot]:
+    def _listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Lot]:
         if self._lots is None:
             self._lots = list(of_models(now))
-        return listed(now, self._lots, held)
+        return listed(now, self._lots, held, owed)
+
+    def _owed(self, now: float) -> Mapping[int, int]:
+        """Pages that models have to give back to others, by number."""
+        if len(self._clients.seats) < 2:
+            return {}
+        return self._lending.due(self._clients.uses(now), self.pages.unused, self.pages.total)
 
     def _situation(self, now: float, free: int) -> Situation:
         return Situation(
@@ -193,9 +222,35 @@ class Overview:
             self._traffic,
             self._settled,
             self._clients.floors(),
+            self.peer_page_seconds,
+            self._peer()[0] > 0,
         )
 
+    def _peer(self) -> tuple[int, int]:
+        """Pages of the peer that nobody has, and all of them."""
+        numbers = self._device.snapshot()
+        total: int = numbers["peer_budget"] // self._device.page_size
+        return total - numbers["peer_pages"] + numbers["peer_free"], total
+
     # -- what follows; the caller does not hold the lock
+
+    def publish_now(self) -> None:
+        """All that is offered at this moment may be taken."""
+        with self._lock:
+            self._list.void()
+        self._publish()
+
+    def lots(self) -> list[Lot]:
+        """All that may be taken now, in the order of taking."""
+        with self._lock:
+            self._hear()
+            now = self._clock()
+            self._rest(now)
+            return self._listed(self._situation(now, 0), self._clients.held(now), self._owed(now))
+
+    def pages_given(self) -> None:
+        """Pages were freed: whoever waits for some tries again."""
+        self.pages.given()
 
     def _publish(self) -> None:
         """The reclaim list, if it is another one now. See Note [Locks]."""
@@ -204,6 +259,8 @@ class Overview:
             cache.write_behind(pages)
         if behind:
             self._published()
+            for cache, pages in self._leaving():
+                cache.demote(pages)
 
     def _published(self) -> list[tuple[Cache, int]]:
         """What caches should copy to the host after that."""
@@ -214,9 +271,9 @@ class Overview:
             now = self._clock()
             self._rest(now)
             situation, held = self._situation(now, 0), self._clients.held(now)
-            lots = self._listed(situation, held)
+            lots = self._listed(situation, held, self._owed(now))
             covers = [(seat.model, self._to_cover(seat, lots)) for seat in self._clients.seats]
-            behind = self._to_copy(situation, lots, held)
+            behind = self._to_copy(situation, lots, held, now)
             draft = self._list.draft(self._clients.of(lots))
         if draft is not None:
             draft.fill()
@@ -235,15 +292,32 @@ class Overview:
         seat.covered = layers
         return layers
 
-    def _to_copy(self, now: Situation, lots: Sequence[Lot], held: Sequence[Held]) -> list[tuple[Cache, int]]:
+    def _to_copy(
+        self, now: Situation, lots: Sequence[Lot], held: Sequence[Held], time: float
+    ) -> list[tuple[Cache, int]]:
         """Pages of caches that are to be copied to the host now: while pages are short, and the link serves no layers.
         The caller holds the lock."""
         busy = any(seat.model.plan.copied or seat.taken for seat in now.seats if seat.number in now.active)
         if not self.pages.short:
             return []
         step = 0 if busy else max(1, STEP // self._device.page_size)
-        pages = to_clean(lots, held, self.pages.total // CLEAN, step)
+        borrowed = self._lending.borrowed(self._clients.uses(time)) if len(now.seats) > 1 else 0
+        pages = to_clean(lots, held, max(self.pages.total // CLEAN, borrowed), step)
         return [(cache, pages.get(seat.number, 0)) for seat, cache in self._clients.caches]
+
+    def _leaving(self) -> list[tuple[Cache, int]]:
+        """What of caches should leave the peer for the host; see peer.py."""
+        free, total = self._peer()
+        if not total:
+            return []
+        with self._lock:
+            active = self._clients.active(self._clock())
+            caches = {seat.number: cache for seat, cache in self._clients.caches}
+            wanted = lacking(free + sum(cache.leaving for cache in caches.values()), total)
+            near = [
+                Near(number, cache.on_peer, number in active, cache.used) for number, cache in caches.items() if wanted
+            ]
+        return [(caches[number], pages) for number, pages in leaving(near, wanted).items()]
 
     def _watch(self) -> None:
         """Others' traffic matters while anything streams."""

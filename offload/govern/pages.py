@@ -43,6 +43,14 @@ class Pages:
         used: int = sum(count for owner, count in self._device.snapshot()["pages"].items() if owner != "free")
         return max(0, self.total - used)
 
+    @property
+    def unused(self) -> int:
+        """Those that nobody has, or is about to have no more, or has in blocks that are free."""
+        now = self._device.snapshot()
+        idle: int = now["heap"]["cached"] // self._device.page_size
+        used: int = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
+        return max(0, self.total - used + idle)
+
     def look(self, now: float, waited: bool) -> tuple[int, int]:
         """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
         look?"""

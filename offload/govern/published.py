@@ -9,9 +9,8 @@ Note [Drafts]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Protocol
 
 from ...allocator.events import Named, unnamed
@@ -57,8 +56,9 @@ class Draft:
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client
 
     @property
-    def keys(self) -> tuple[int, ...]:
-        return tuple(client.key(lot.index) for client, lot in self.order)
+    def keys(self) -> tuple[tuple[int, str], ...]:
+        """With the lever of each."""
+        return tuple((client.key(lot.index), lot.lever) for client, lot in self.order)
 
     def fill(self) -> None:
         """Asks the clients for what they have."""
@@ -68,10 +68,9 @@ class Draft:
                 self.entries.append((client.key(lot.index), *entry))
                 self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
 
-    @cached_property
     def names(self) -> dict[int, Named]:
         """Of its entries, by key."""
-        return {client.key(lot.index): Named(lot.rung.label, client.name, lot.once) for client, lot in self.order}
+        return {client.key(lot.index): Named(lot.lever, client.name, lot.once) for client, lot in self.order}
 
 
 class Published:
@@ -80,9 +79,9 @@ class Published:
     def __init__(self, device: Pool) -> None:
         self._device = device
         self._number = 0
-        self._keys: tuple[int, ...] = ()
+        self._keys: tuple[tuple[int, str], ...] = ()
         self._current = True  # has the core what was offered last?
-        self._drafts: deque[Draft] = deque(maxlen=2)  # this list and the one before it
+        self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
         self.pages: dict[int, int] = {}  # that are in it, by number of the client
         self.stale = False  # may the order be another one now?
 
@@ -105,12 +104,10 @@ class Published:
     def publish(self, draft: Draft) -> None:
         """Unless there has been another one since."""
         if draft.number == self._number:
-            self._drafts.appendleft(draft)
+            self._names.appendleft(draft.names())
             self._device.publish(draft.entries)
-            draft.entries = []  # they refer to what may have to go
             self._keys, self.pages, self._current = draft.keys, draft.pages, True
 
     def named(self, key: int) -> Named:
         """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
-        drafts = tuple(self._drafts)
-        return next((draft.names[key] for draft in drafts if key in draft.names), unnamed(key))
+        return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))

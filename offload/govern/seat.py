@@ -63,6 +63,10 @@ class Governed(Protocol):
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
         """(group, parts) of a resident layer for `Device.publish`; None where it cannot be taken, or not yet."""
 
+    def give_up(self, pages: int) -> int:
+        """Up to so many device pages of prefixes that are kept for its prompts and that nobody uses go back, or a few
+        more, after their keys; how many. Called without the governor's lock, on any thread. DriverError."""
+
     def cover(self, layers: Sequence[int]) -> None:
         """These may be taken soon: prepare their twins. Returns at once; `Governor.changed` when that changes what
         `entry` says."""
@@ -71,11 +75,13 @@ class Governed(Protocol):
 @dataclass(frozen=True, slots=True)
 class Offer:
     """Full pages of a cache that may be taken together. `index`: its number in the cache, below `LAYERS`; `pages`: of
-    the device, that it frees; `clean`: the host has its bytes, so that nothing is copied when it is taken."""
+    the device, that it frees; `clean`: the host has its bytes, so that nothing is copied when it is taken; `readers`:
+    layers that read each of its pages."""
 
     index: int
     pages: int
     clean: bool
+    readers: int = 1
 
 
 class Cache(Protocol):
@@ -95,7 +101,31 @@ class Cache(Protocol):
 
     @property
     def displaced(self) -> int:
-        """Pages that lie on the host and would be on the device if there were room."""
+        """Pages that lie on the peer or the host and would be on the device if there were room."""
+
+    @property
+    def near(self) -> int:
+        """Of these, those that lie on the peer."""
+
+    @property
+    def on_peer(self) -> int:
+        """Pages of the peer that could go to the host."""
+
+    @property
+    def leaving(self) -> int:
+        """Those that are on their way there."""
+
+    @property
+    def held(self) -> int:
+        """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
+
+    @property
+    def here(self) -> int:
+        """Of the device, that it has."""
+
+    @property
+    def block(self) -> int:
+        """Pages that it grows by: one for each of its ranges."""
 
     @property
     def kept(self) -> bool:
@@ -116,6 +146,9 @@ class Cache(Protocol):
         """Starts to copy up to so many pages that are offered and not clean, in their order, to the host, and looks
         what has become of those before. Returns at once; `Governor.cache_changed` when they are clean. While pages are
         short it is called in each iteration of any model, also with 0."""
+
+    def demote(self, pages: int) -> None:
+        """Starts to copy up to so many pages from the peer to the host, the coldest first. Returns at once."""
 
 
 def rounded(point: Point) -> Point:

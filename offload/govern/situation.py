@@ -25,7 +25,8 @@ class Situation:
     """`seats`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark` are
     for the next tokens; `offered`: pages in the reclaim list by seat number; `bandwidth`: of the link, and others'
     `traffic` on it, bytes per second; `settled`: what the link's models were given last, as long as nothing has
-    changed; `floors`: device pages that the weights of a model keep for its floor, by seat number."""
+    changed; `floors`: device pages that the weights of a model keep for its floor, by seat number;
+    `peer_seconds`: to copy a page to the peer, and has that room for what leaves?"""
 
     seats: Sequence[Seat]
     active: frozenset[int]
@@ -37,12 +38,19 @@ class Situation:
     traffic: float
     settled: Settled | None = None
     floors: Mapping[int, int] = field(default_factory=dict)
+    peer_seconds: float | None = None
+    peer_room: bool = False
     short: bool = False  # did a model get fewer pages than it would take?
 
     @property
     def page_seconds(self) -> float | None:
         """To copy a page."""
         return None if self.bandwidth is None else self.page_size / self.bandwidth
+
+    @property
+    def leaving_seconds(self) -> float | None:
+        """To copy a page of KV to where it would go now."""
+        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else self.page_seconds
 
     @property
     def spare(self) -> int:

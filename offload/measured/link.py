@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from ...allocator._native import Device, Transfer
 from ...allocator.errors import PoolExhausted
@@ -28,15 +28,21 @@ _ROUNDS: Final = 4
 _Answer = TypeVar("_Answer")
 
 
-def measure(device: Device, clock: Callable[[], float] = time.perf_counter, leave: int = 0) -> float | None:
-    """Bytes per second from host pages to the device; see Note [Measuring the link]. The caller waits, as a rule 0.1 s.
-    `leave`: device pages that stay free.
+def measure(
+    device: Device,
+    clock: Callable[[], float] = time.perf_counter,
+    leave: int = 0,
+    place: Literal["host", "peer"] = "host",
+) -> float | None:
+    """Bytes per second from pages of the host, or of the peer, to the device; see Note [Measuring the link]. The caller
+    waits, as a rule 0.1 s. `leave`: device pages that stay free.
 
-    None where there are no host pages, or none is free on either side. The bytes are nobody's, and not counted in
+    None where there are no such pages, or none is free on either side. The bytes are nobody's, and not counted in
     `Stats.copied`. DriverError.
     """
     page = device.page_size
-    pages = min(max(1, MOST // page), _free(device) - leave) if device.host_pages else 0
+    there_is = device.host_pages if place == "host" else device.peer is not None
+    pages = min(max(1, MOST // page), _free(device) - leave) if there_is else 0
     if pages < 1:
         return None
     with ExitStack() as undo:
@@ -45,7 +51,7 @@ def measure(device: Device, clock: Callable[[], float] = time.perf_counter, leav
         there, here = (device.reserve(pages * page, "weights", group) for _ in range(2))
         undo.callback(there.close)
         undo.callback(here.close)
-        pages = _mapped(here.map_host, pages)
+        pages = _mapped(here.map_host if place == "host" else here.map_peer, pages)
         pages = _mapped(there.map, pages)
         if not pages:
             return None

@@ -103,6 +103,13 @@ class Record:
         nearest = sorted(recent, key=lambda each: abs(each.work - work))[:NEAREST]
         return statistics.median_low(each.seconds for each in nearest)
 
+    def prefill_token(self, tokens: int) -> float | None:
+        """Seconds for each token of a prefill of so many, by those that ran and had most nearly as many; None where
+        none did."""
+        ran = [each for point, found in self.recent.items() if point.phase == "prefill" for each in found]
+        nearest = sorted(ran, key=lambda each: max(each.work, tokens) / min(each.work, tokens))[:NEAREST]
+        return statistics.median_low(each.seconds / each.work for each in nearest) if nearest else None
+
     def learned(self, point: Point, seconds: float) -> Self:
         """With what an iteration took, all layers being resident. See Note [What runs teaches]. ValueError."""
         if not 0 < seconds < math.inf:

@@ -2,10 +2,11 @@
 
 What lives at a fixed address must give the same results whatever page is behind it. So at the boundaries of decoder
 layers pages that the running forward itself has leased are swapped for others: of weights within the device (weights
-are never copied back to the host), of KV to another page of the device or of the host, and back, or to its twin, as
-when the core takes it, and home again. Which ones is drawn from a generator of its own, so that sampling draws what it
-would have drawn. Now and then a lever of the ladder is pulled or reverted there as well, whether pages are short or
-not. Switched on by BALLONET_CHAOS=seed or `manage(model, chaos=seed)`.
+are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to
+its twin, as when the core takes it, and home again, or with it from the peer to the host. Which ones is drawn from a
+generator of its own, so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
+reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or `manage(model,
+chaos=seed)`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
 from ..govern.levers import Lever
 
-Way = Literal["device", "host", "away", "home"]
+if TYPE_CHECKING:
+    from ...allocator._native import Place
+
+Way = Literal["device", "host", "peer", "away", "down", "home"]
 WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to go each way
-    "device": ("device", "host"),
-    "host": ("device", "host"),
+    "device": ("device", "host", "peer"),
+    "host": ("device", "host", "peer"),
+    "peer": ("device", "host", "peer"),
     "away": ("device",),
+    "down": ("alias",),
     "home": ("alias",),
 }
 MOVES: Final = 2  # attempts per boundary and kind
@@ -36,13 +42,14 @@ class Pages(Protocol):
     @property
     def pieces(self) -> int: ...
     def backing(self, piece: int) -> str: ...
-    def move(self, piece: int, to: Literal["device", "host"]) -> bool: ...
+    def move(self, piece: int, to: Place) -> bool: ...
 
 
 class KV(Pages, Protocol):
     """And of the pages of a KV range."""
 
     def displace(self, piece: int) -> bool: ...
+    def demote(self, piece: int) -> bool: ...
     def bring_back(self, piece: int) -> bool: ...
 
 
@@ -52,10 +59,12 @@ P = TypeVar("P", bound=Pages)
 class Chaos:
     """One generator and what it has done so far. Several threads may act at once."""
 
-    def __init__(self, seed: int, host: bool) -> None:
-        """`host`: whether host pages can be mapped in the place of device pages here."""
+    def __init__(self, seed: int, host: bool, peer: bool = False) -> None:
+        """`host`: whether host pages can be mapped in the place of device pages here; `peer`: is there one?"""
         self.seed = seed
         self._ways: tuple[Way, ...] = ("device", "host", "away", "home") if host else ("device",)
+        if peer:
+            self._ways += ("peer", "down")
         self._random = random.Random(seed)
         self._levers = random.Random(seed)  # of its own: which pages move does not depend on what else there is
         self._moved: Counter[str] = Counter()
@@ -64,8 +73,9 @@ class Chaos:
 
     @property
     def moved(self) -> Mapping[str, int]:
-        """Pages moved so far: `weights` (to another device page), `kv_device` and `kv_host` (to a page of the device,
-        the host), `kv_away` and `kv_home` (to their twin, and back)."""
+        """Pages moved so far: `weights` (to another device page), `kv_device`, `kv_host`, `kv_peer` (to a page of the
+        device, the host, the peer), `kv_away` and `kv_home` (to their twin, and back), `kv_down` (with it to the
+        host)."""
         with self._lock:
             return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in WHERE))}
 
@@ -112,4 +122,6 @@ class Chaos:
 def _go(pages: KV, piece: int, way: Way) -> bool:
     if way == "away":
         return pages.displace(piece)
+    if way == "down":
+        return pages.demote(piece)
     return pages.bring_back(piece) if way == "home" else pages.move(piece, way)

@@ -15,23 +15,46 @@ Note [Whose a buffer is]
 Note [Its own tail]
     What flies are full pages that are away. The others are the layer's own: tokens are appended there, and read there.
     A page leaves for the host once it is full, as those of any cache (kv_twin.py), and flies from a later take-off on.
+
+Note [Taken]
+    Who needs pages in the middle of an operator takes those of buffers too, as each layer's twin has its bytes: the
+    core leads all addresses that lead to a page to their twins, at once (mapper_take.cpp, Note [Buffers]). So a buffer
+    may have lost pages whenever a layer enters, and that is looked for before anything is copied. What led there is at
+    rest from then on, and is read in place. Nobody else takes any while the thread that uses the cache leases it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from .kv_twin import Copies, KVTwin
 
+if TYPE_CHECKING:
+    from ...allocator._native import Part
+
+_TAKEN: Final = -1  # in the place of a piece
+
+
+class Slice(NamedTuple):
+    """Pages of the buffer number `buffer` that may be taken together. `readers`: layers that read them."""
+
+    buffer: int
+    first: int
+    pieces: int
+    readers: int
+
 
 class _Buffer:
     def __init__(self, opened: Range) -> None:
         self.range = opened
+        self.pages = opened.pieces  # from its start on, that it has
+        self.backed = opened.pieces  # pages that it has
         self.holds: _Flight | None = None
         self.done: Done | None = None
         self.stream: int | None = None  # that reads it
@@ -39,11 +62,16 @@ class _Buffer:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A layer that flies. `pieces`: in the order in which they lie in the buffer."""
+    """A layer that flies. `pieces`: in the order in which they lie in the buffer, `_TAKEN` where it has no page."""
 
     twin: weakref.ref[KVTwin]
     buffer: _Buffer
     pieces: list[int]
+
+    @property
+    def there(self) -> list[int]:
+        """Those that lead to it."""
+        return [piece for piece in self.pieces if piece != _TAKEN]
 
 
 class KVStream:
@@ -52,6 +80,7 @@ class KVStream:
     def __init__(self, device: Device, group: Group, transfer: Transfer) -> None:
         """`group`: of all ranges of the cache; `transfer`: the stream of its copies."""
         self.copied = 0  # bytes that came to buffers so far
+        self.changes = 0  # how often other pieces came to lead to buffers, or fewer
         self._device = device
         self._group = group
         self._transfer = transfer
@@ -63,7 +92,7 @@ class KVStream:
     @property
     def pages(self) -> int:
         """Pages of each buffer; 0 where there is none."""
-        return min((each.range.pieces for each in self._buffers), default=0)
+        return min((each.pages for each in self._buffers), default=0)
 
     @property
     def buffers(self) -> int:
@@ -73,7 +102,7 @@ class KVStream:
     @property
     def pieces(self) -> int:
         """That fly."""
-        return sum(len(each.pieces) for each in self._flights)
+        return sum(len(each.there) for each in self._flights)
 
     def open(self, count: int, pages: int) -> int:
         """Buffers of so many pages each, as many as there are pages for, in the place of those that there are; how
@@ -86,6 +115,7 @@ class KVStream:
             except PoolExhausted:
                 break
             self._buffers.append(_Buffer(opened))
+        self.changes += 1
         return len(self._buffers)
 
     def take_off(self, twins: Sequence[KVTwin]) -> None:
@@ -98,6 +128,7 @@ class KVStream:
 
     def enter(self, twin: KVTwin, stream: int) -> None:
         """The layer is about to append and to be read, on `stream`. BallonetError, DriverError."""
+        self._see()
         last, self._last = self._last, self._flight_of(twin)
         if last is not None and last is not self._last:
             self._next(last)
@@ -115,10 +146,73 @@ class KVStream:
         if flight is not None:
             if flight.buffer.holds is flight:
                 flight.buffer.holds = None
-            if not twin.back(flight.pieces):
+            if not twin.back(flight.there):
                 raise BallonetError(_IN_USE)
+            self.changes += bool(flight.pieces)
             flight.pieces.clear()
         twin.flying = False
+
+    def look(self) -> None:
+        """Finds out what does not lead to its buffer any more, under a lease: the core took pages, or some are home."""
+        self._see()
+        for flight in self._flights:
+            twin = flight.twin()
+            if twin is not None and flight.pieces:
+                away = {at + n for at, _, count in twin.runs(flight.pieces) for n in range(count)}
+                self._gone(flight, [place for place in range(len(flight.pieces)) if place not in away])
+
+    def _see(self) -> None:
+        """What the core took. See Note [Taken]."""
+        for buffer in self._buffers:
+            if buffer.range.backed != buffer.backed:
+                lost = [place for place in range(buffer.range.pieces) if buffer.range.backing(place) != "device"]
+                buffer.backed, buffer.pages = buffer.range.pieces - len(lost), lost[0]
+                self.changes += 1
+                for flight in self._flights:
+                    if flight.buffer is buffer:
+                        self._gone(flight, [place for place in lost if place < len(flight.pieces)])
+
+    def _gone(self, flight: _Flight, places: Sequence[int]) -> None:
+        gone = frozenset(places)
+        pieces = [_TAKEN if place in gone else piece for place, piece in enumerate(flight.pieces)]
+        while pieces and pieces[-1] == _TAKEN:
+            pieces.pop()
+        if pieces == flight.pieces:
+            return
+        flight.pieces = pieces
+        self.changes += 1
+        if not pieces and flight.buffer.holds is flight:
+            flight.buffer.holds = None
+        if (twin := flight.twin()) is not None:
+            twin.flying = bool(pieces)
+
+    # -- for who takes them, on any thread: what is not so any more the core finds out
+
+    def slices(self) -> list[Slice]:
+        """Of all buffers, from their ends on, where fewest layers have anything, and more each time."""
+        found = []
+        for number, buffer in enumerate(tuple(self._buffers)):
+            used = [len(each.pieces) for each in tuple(self._flights) if each.buffer is buffer]
+            end, count = buffer.pages, 1
+            while end:
+                first = max(0, end - count)
+                found.append(Slice(number, first, end - first, sum(length > first for length in used)))
+                end, count = first, 2 * count
+        return sorted(found, key=lambda each: (each.readers, each.pieces))
+
+    def parts(self, taken: Slice) -> list[Part]:
+        """For `Device.publish`."""
+        buffer = dict(enumerate(self._buffers)).get(taken.buffer)
+        if buffer is None:
+            return []
+        found: list[Part] = [(buffer.range, taken.first, taken.pieces, None, 0, [])]
+        for flight in tuple(self._flights):
+            twin = flight.twin()
+            if flight.buffer is buffer and twin is not None:
+                pieces = flight.pieces[taken.first : taken.first + taken.pieces]
+                led = [piece if piece != _TAKEN and twin.home.backing(piece) == "alias" else _TAKEN for piece in pieces]
+                found += [(twin.home, first, count, twin.pages, first, []) for first, count in _neighbours(led)]
+        return found
 
     def close(self) -> None:
         """Every layer is at rest, and the buffers are given back. Raises as `ground`."""
@@ -128,6 +222,7 @@ class KVStream:
         self._flights = []
         self._last = None
         while self._buffers:
+            self.changes += 1
             self._buffers.pop().range.close()
 
     def _flight_of(self, twin: KVTwin) -> _Flight | None:
@@ -140,13 +235,14 @@ class KVStream:
     def _lead(self, flight: _Flight, twin: KVTwin) -> None:
         """What is away and does not fly leads to the buffer from now on."""
         at = len(flight.pieces)
-        room = flight.buffer.range.pieces - at
+        room = max(0, flight.buffer.pages - at)
         new = [piece for piece in twin.resting() if piece not in flight.pieces][:room]
         if not new or not twin.alone():
             return
         if flight.buffer.holds is flight:
             flight.buffer.holds = None
         twin.flying = True
+        self.changes += 1
         flight.pieces += new  # before they are led there: what is at rest may be here, what flies must
         del flight.pieces[at + twin.lead(new, flight.buffer.range, at) :]
         twin.flying = bool(flight.pieces)
@@ -189,6 +285,14 @@ class KVStream:
         done = self._transfer.copy(copies, after=stream, owner="kv", to="device")
         self.copied += sum(nbytes for _, _, nbytes in copies)
         return done
+
+
+def _neighbours(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, count) of those that follow each other."""
+    for gap, found in groupby(enumerate(pieces), lambda it: None if it[1] == _TAKEN else it[1] - it[0]):
+        members = list(found)
+        if gap is not None:
+            yield members[0][1], len(members)
 
 
 _IN_USE: Final = (

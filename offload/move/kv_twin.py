@@ -1,10 +1,10 @@
-"""The host side of a range of KV: twins of its pages, so that full ones may be taken while the cache is in use.
+"""The far side of a range of KV: twins of its pages, so that full ones may be taken while the cache is in use.
 
 Words
     full       all layers of the range have their tokens in the page: appending writes to it no more
     dirty      only the device has its bytes; they are copied when it is taken
-    clean      its twin, a page of the host, has them too
-    away       its addresses lead to the host: it is slower to use, and as valid as ever
+    clean      its twin, a page of the peer or the host, has them too
+    away       its addresses lead to its twin: it is slower to use, and as valid as ever
     flying     its addresses lead to a buffer that it shares with other layers (kv_stream.py)
 
 Note [What is known where]
@@ -24,6 +24,13 @@ Note [Coming home]
     range alone (`arrive`): a stream waits, the host does not, and the layers before it compute meanwhile (SwiftCache
     §3.3). Until then its addresses do not show what the tokens are: `unsettled`.
 
+Note [From the peer to the host]
+    A twin gets a page of the peer while that has one, which is nearer, else of the host. Where the peer runs short a
+    page of the host is filled beside it, at the same place of a third range (`demote`), and takes its place, under the
+    twin's address and the home's, once the bytes are there (`settle`); until then everything is as it was. Only full
+    pages go that way, as the others may be written to where they are, and those that are about to be written to do not
+    go any more: what is known of them is given up with them (`_stays`).
+
 Note [Interrupts]
     Ctrl-C comes between any two lines. So a piece is in `_copying` before its twin gets a page, and in `_coming` before
     it gets one of the device again; what is found there later with nobody at work was interrupted, and is undone, or
@@ -35,11 +42,12 @@ from __future__ import annotations
 import heapq
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
-from ...allocator.errors import PoolExhausted
+from ...allocator.errors import DriverError, PoolExhausted
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
@@ -48,6 +56,7 @@ Copies = list[tuple[int, int, int]]  # (to, from, bytes)
 ALIKE: Final = 64  # runs of one length before they get longer
 
 _NO_PAGE: Final = ("none", "retiring", "kept")
+_FAR: Final = ("host", "peer")
 
 
 class Run(NamedTuple):
@@ -85,17 +94,26 @@ class KVTwin:
         self._clean: set[int] = set()
         self._copying: dict[int, Done | None] = {}
         self._coming: set[int] = set()
+        self._going: dict[int, Done | None] = {}  # from the peer to the host
         self._arriving: Done | None = None
         self._most = 0  # pieces that were full at any time
         self._asked = -1  # the piece that was to be mapped ahead last
 
     @property
     def pages(self) -> Range:
-        """The twin: addresses for as many pieces, on the host."""
-        made = self._made.get("pages")
+        """The twin: addresses for as many pieces, on the peer or the host."""
+        return self._range("pages")
+
+    @property
+    def _spare(self) -> Range:
+        """See Note [From the peer to the host]."""
+        return self._range("spare")
+
+    def _range(self, name: str) -> Range:
+        made = self._made.get(name)
         # Two threads may get here at once; they keep one.
         return made or self._made.setdefault(
-            "pages", self._device.reserve(self.home.nbytes, "kv", self._group, reuse=False)
+            name, self._device.reserve(self.home.nbytes, "kv", self._group, reuse=False)
         )
 
     @property
@@ -105,8 +123,15 @@ class KVTwin:
 
     @property
     def away(self) -> int:
-        """Pieces that lead to the host, as far as known."""
+        """Pieces that lead to the peer or the host, as far as known."""
         return len(self._away)
+
+    @property
+    def near(self) -> int:
+        """Of these, those that lead to the peer."""
+        if self._device.peer is None:
+            return 0
+        return sum("peer" in (self.home.backing(piece), self.pages.backing(piece)) for piece in tuple(self._away))
 
     @property
     def unsettled(self) -> bool:
@@ -118,6 +143,11 @@ class KVTwin:
         """Are there pieces with pages of their own again, and without their bytes? See `fetch`."""
         return bool(self._coming)
 
+    @property
+    def leaving(self) -> int:
+        """Pieces whose twins are on their way from the peer to the host."""
+        return len(self._going)
+
     def resting(self) -> list[int]:
         """The full pieces that are away and have a twin that can be copied from."""
         return [
@@ -125,7 +155,7 @@ class KVTwin:
             for piece in sorted(self._away)
             if piece < min(self.full, self.extent)
             and self.home.backing(piece) == "alias"
-            and self.pages.backing(piece) == "host"
+            and self.pages.backing(piece) in _FAR
         ]
 
     def lead(self, pieces: Sequence[int], to: Range, at: int) -> int:
@@ -144,9 +174,12 @@ class KVTwin:
         return all(self.home.alias(first, self.pages, first, count) for first, count, kind in runs if kind == "alias")
 
     def runs(self, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(place in the sequence, first, count) of neighbours among those that are away."""
+        """(place in the sequence, first, count) of neighbours among those that are away, whose twins lie in one
+        place."""
         at = 0
-        for first, count, away in _runs(pieces, lambda piece: "away" if piece in self._away else ""):
+        for first, count, away in _runs(
+            pieces, lambda piece: f"in {self.pages.place(piece)}" if piece in self._away else ""
+        ):
             if away:
                 yield at, first, count
             at += count
@@ -158,6 +191,11 @@ class KVTwin:
     def source(self, first: int, count: int) -> tuple[int, int]:
         """(address, bytes) of the twins of these pieces."""
         return self.pages.address + first * self._page, count * self._page
+
+    @property
+    def pieces(self) -> int:
+        """Those in use that have a page, wherever it is."""
+        return max(0, self.extent - self.first)
 
     @property
     def held(self) -> int:
@@ -212,6 +250,7 @@ class KVTwin:
         holds a lease. See Note [Dirty again]."""
         with self._lock:
             self.full = min(self.full, full)
+            self._stays([piece for piece in self._going if piece >= full], stream)
             for piece in sorted(piece for piece in {*self._clean, *self._copying} if piece >= full):
                 done = self._copying.get(piece)
                 if done is not None:
@@ -226,6 +265,7 @@ class KVTwin:
         """The pieces before that one are about to lose their pages, and the others not. The caller holds a lease."""
         with self._lock:
             self.first = first
+            self._stays([piece for piece in self._going if piece < first], stream)
             for piece in sorted(piece for piece in {*self._clean, *self._copying} if piece < first):
                 done = self._copying.get(piece)
                 if done is not None:
@@ -235,9 +275,9 @@ class KVTwin:
             self._coming.difference_update(range(first))
 
     def filling(self, first: int) -> None:
-        """The pieces before that one have pages again, of the device, or where it had none of the host. They are not
-        offered before their bytes are there."""
-        self._away.update(piece for piece in range(first) if self.home.backing(piece) == "host")
+        """The pieces before that one have pages again, of the device, or where it had none of the peer or the host.
+        They are not offered before their bytes are there."""
+        self._away.update(piece for piece in range(first) if self.home.backing(piece) in _FAR)
 
     def drop(self, first: int, end: int) -> None:
         """The pieces [first, end) lead nowhere now, or to new pages: what their twins have is of no use, but for those
@@ -255,19 +295,19 @@ class KVTwin:
             self.home.map_ahead(self.extent, 1)
 
     def extended(self, first: int, end: int) -> None:
-        """The pieces [first, end) have pages: of the device, or where it had none of the host."""
+        """The pieces [first, end) have pages: of the device, or where it had none of the peer or the host."""
         self.drop(first, end)
         self.extent = end
-        self._away.update(piece for piece in range(first, end) if self.home.backing(piece) == "host")
+        self._away.update(piece for piece in range(first, end) if self.home.backing(piece) in _FAR)
 
-    # -- to the host
+    # -- to the peer or the host
 
     def mark(self, pieces: Iterable[int]) -> None:
         """These are about to be copied behind, and not offered from now on. The caller holds the lock."""
         self._copying.update(dict.fromkeys(pieces))
 
     def copy_behind(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
-        """Twins of those that are still marked get pages, as many as the host has: which, and what brings their bytes
+        """Twins of those that are still marked get pages, as many as there are: which, and what brings their bytes
         there. The caller holds the lock, and says when they have been submitted (`copied`)."""
         ready: list[int] = []
         for piece in pieces:
@@ -275,11 +315,19 @@ class KVTwin:
             if not known or self.home.backing(piece) != "device" or self.pages.backing(piece) not in _NO_PAGE:
                 continue
             try:
-                self.pages.map_host(piece, 1)
+                self._map_twin(piece)
             except PoolExhausted:
                 break
             ready.append(piece)
         return ready, [self._behind(piece) for piece in ready]
+
+    def _map_twin(self, piece: int) -> None:
+        """It gets a page: of the peer, else of the host. PoolExhausted, DriverError."""
+        if self._device.peer is not None:
+            with suppress(PoolExhausted, DriverError):  # a peer that fails is as one that is full
+                self.pages.map_peer(piece, 1)
+                return
+        self.pages.map_host(piece, 1)
 
     def copied(self, pieces: Iterable[int], done: Done) -> None:
         """The copies of these have been submitted. The caller holds the lock."""
@@ -293,8 +341,9 @@ class KVTwin:
         return bool(going) and self.settle()
 
     def settle(self) -> bool:
-        """Pages whose copies have passed are clean, and what was interrupted is undone. The caller holds the lock. Did
-        anything change? DriverError."""
+        """Pages whose copies have passed are clean, or leave the peer if that can be now, and what was interrupted is
+        undone. The caller holds the lock. Are more clean, or fewer on their way? DriverError."""
+        self._settle_down()
         before = len(self._copying)
         for piece, done in tuple(self._copying.items()):
             if done is None:
@@ -321,11 +370,11 @@ class KVTwin:
                     done.wait()
                     self._clean.add(piece)
                     del self._copying[piece]
-                if piece not in self._clean or self.pages.backing(piece) != "host":
+                if piece not in self._clean or self.pages.backing(piece) not in _FAR:
                     self._copying[piece] = None
                     try:
                         self.pages.retire(piece, 1)
-                        self.pages.map_host(piece, 1)
+                        self._map_twin(piece)
                     except PoolExhausted:
                         del self._copying[piece]
                         break
@@ -346,6 +395,64 @@ class KVTwin:
                 del self._copying[piece]
         return led
 
+    # -- from the peer to the host; see the Note
+
+    def coldest(self) -> list[int]:
+        """The full pieces whose twins lie on the peer and have their bytes: first those that are read elsewhere, then
+        the others, the oldest tokens first."""
+        busy = {*self._copying, *self._coming, *self._going}
+        found = [piece for piece in sorted({*self._clean, *self._away} - busy) if piece < self.full]
+        there = [piece for piece in found if self.pages.backing(piece) == "peer"]
+        return sorted(there, key=lambda piece: piece in self._away)
+
+    def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
+        """Pages of the host beside the twins of these, as many as there are: which, and what brings their bytes there.
+        The caller holds the lock, and says when they have been submitted (`demoting`). DriverError."""
+        ready: list[int] = []
+        for piece in pieces:
+            if piece >= self.full or piece in self._copying or piece in self._going:
+                continue
+            if self.pages.backing(piece) != "peer":
+                continue
+            self._going[piece] = None
+            try:
+                self._spare.map_host(piece, 1)
+            except PoolExhausted:
+                del self._going[piece]
+                break
+            ready.append(piece)
+        return ready, [
+            (self._spare.address + piece * self._page, self.pages.address + piece * self._page, self._page)
+            for piece in ready
+        ]
+
+    def demoting(self, pieces: Iterable[int], done: Done) -> None:
+        """The copies of these have been submitted. The caller holds the lock."""
+        self._going.update(dict.fromkeys(pieces, done))
+
+    def _settle_down(self) -> None:
+        """The caller holds the lock. DriverError."""
+        if not self._going:
+            return
+        self._stays([piece for piece, done in self._going.items() if done is None or not self._goes(piece)])
+        passed = [piece for piece, done in self._going.items() if done is not None and done.passed()]
+        for first, count, _ in _runs(sorted(passed), _alike):
+            if self.pages.take_over(first, self._spare, first, count, self.home):
+                for piece in range(first, first + count):
+                    del self._going[piece]
+
+    def _goes(self, piece: int) -> bool:
+        return self.pages.backing(piece) == "peer" and self._spare.backing(piece) == "host"
+
+    def _stays(self, pieces: Iterable[int], stream: int | None = None) -> None:
+        """These do not go to the host any more; what `stream` is given from now on may write where they are. The caller
+        holds the lock."""
+        for piece in pieces:
+            if (done := self._going[piece]) is not None and stream is not None:
+                done.before(stream)
+            self._spare.retire(piece, 1)
+            del self._going[piece]
+
     def oldest(self, count: int) -> list[int]:
         """So many full pieces that have pages of the device, or as many as there are, those of the oldest tokens."""
         return [piece for piece in range(self.first, self.full) if piece not in self._away][: max(0, count)]
@@ -353,21 +460,24 @@ class KVTwin:
     # -- and back
 
     def own(self, limit: int, chosen: Iterable[int] | None = None) -> int:
-        """Up to so many pieces that are away get pages of the device again, those of the newest tokens first; their
-        bytes follow (`fetch`). Takes nothing from anyone. Returns how many. The caller holds a lease. DriverError."""
+        """Up to so many pieces that are away get pages of the device again, those on the host first, which cost more
+        there, and of each the newest tokens; their bytes follow (`fetch`). Takes nothing from anyone. Returns how many.
+        The caller holds a lease. DriverError."""
         limit = min(limit, available(self._device))
         found = sorted(self._away if chosen is None else self._away.intersection(chosen), reverse=True)
+        if self._device.peer is not None:
+            found.sort(key=lambda piece: self.home.place(piece) == "peer")
         wanted = [piece for piece in found if piece < self.extent][: max(0, limit)]
         back = 0
         for first, count, backing in _runs(sorted(wanted), self.home.backing):
             pieces = range(first, first + count)
-            if backing == "host":
+            if backing in _FAR:
                 back += sum(self.home.move(piece, "device") for piece in pieces)
             elif backing == "alias":
                 self._coming.update(pieces)  # see Note [Interrupts]
                 back += count * self._owned(first, count)
             for piece in pieces:
-                if self.home.backing(piece) not in ("alias", "host"):
+                if self.home.backing(piece) not in ("alias", *_FAR):
                     self._away.discard(piece)
         return back
 
@@ -384,7 +494,7 @@ class KVTwin:
         """What has pages of its own again gets its bytes, once what `stream` was given so far has passed. The caller
         holds a lease. DriverError."""
         pieces = self._lacking()
-        runs = [(first, count) for first, count, _ in _runs(pieces, _alike)]
+        runs = [(first, count) for first, count, _ in _runs(pieces, self.pages.place)]
         if runs:
             copies = [(self.home.address + first * self._page, *self.source(first, count)) for first, count in runs]
             self._arriving = transfer.copy(copies, after=stream, owner="kv", to="device")
@@ -404,7 +514,7 @@ class KVTwin:
         return [
             piece
             for piece in sorted(self._coming)
-            if self.home.backing(piece) == "device" and self.pages.backing(piece) == "host"
+            if self.home.backing(piece) == "device" and self.pages.backing(piece) in _FAR
         ]
 
     def arrive(self, stream: int | None) -> None:

@@ -77,6 +77,12 @@ class PrefixFiles:
             self._look()
             return sum(1 for _ in itertools.takewhile(self._holders.__contains__, keys))
 
+    def size_of(self, keys: Iterable[bytes]) -> int:
+        """Bytes of the files that hold these blocks."""
+        with self._lock:
+            names = {name for key in keys if (name := self._holders.get(key)) is not None}
+            return sum(self._files[name].nbytes for name in names)
+
     def nbytes(self) -> int:
         """Of all prefix files in the folder."""
         with self._lock:

@@ -60,7 +60,12 @@ class AccessDesc(ctypes.Structure):
 
 
 class StandinConfig(ctypes.Structure):
-    _fields_ = (("device", ctypes.c_uint64), ("bandwidth", ctypes.c_uint64), ("latency_ns", ctypes.c_uint64))
+    _fields_ = (
+        ("device", ctypes.c_uint64),
+        ("bandwidth", ctypes.c_uint64),
+        ("latency_ns", ctypes.c_uint64),
+        ("peer_bandwidth", ctypes.c_uint64),
+    )
 
 
 def declared(table: str) -> dict[str, tuple[str, list[type]]]:
@@ -137,8 +142,8 @@ class Driver:
         self.ok("cuCtxSetCurrent", None)
         self.ok("cuDevicePrimaryCtxRelease", 0)
 
-    def configure(self, device: int = 0, bandwidth: int = 0, latency_ns: int = 0) -> None:
-        config = StandinConfig(device, bandwidth, latency_ns)
+    def configure(self, device: int = 0, bandwidth: int = 0, latency_ns: int = 0, peer_bandwidth: int = 0) -> None:
+        config = StandinConfig(device, bandwidth, latency_ns, peer_bandwidth)
         self.ok("ballonet_standin_configure", ctypes.byref(config))
 
     def attribute(self, number: int) -> int:

@@ -33,8 +33,8 @@ MIB = 1 << 20
 
 
 def memfd(driver: Driver, location: int = DEVICE) -> int:
-    device, host = ctypes.c_int(), ctypes.c_int()
-    driver.ok("ballonet_standin_memfds", ctypes.byref(device), ctypes.byref(host))
+    device, host, peer = (ctypes.c_int() for _ in range(3))
+    driver.ok("ballonet_standin_memfds", *map(ctypes.byref, (device, host, peer)))
     return device.value if location == DEVICE else host.value
 
 

@@ -185,17 +185,34 @@ def over(held: Range, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return from_dlpack(held.tensor(0, (nbytes,), (1,), *UINT8)).view(dtype).view(shape)
 
 
-def play(scene: Callable[..., None], kind: str, pages: int = 64, host_pages: int = 32, **arguments: Any) -> None:
-    """Runs the scene under a pool of so many pages; fails with what it said. `arguments` go to the scene."""
+def play(
+    scene: Callable[..., None],
+    kind: str,
+    pages: int = 64,
+    host_pages: int = 32,
+    peer: str = "none",
+    peer_pages: int = 1,
+    **arguments: Any,
+) -> None:
+    """Runs the scene under a pool of so many pages, with such a peer; fails with what it said. `arguments` go to the
+    scene."""
     if kind == "cpu":
-        act(scene, kind, pages, host_pages, arguments)
+        act(scene, kind, pages, host_pages, arguments, peer, peer_pages)
         return
-    run([sys.executable, "-c", program(scene, kind, pages, host_pages, **arguments)])
+    run([sys.executable, "-c", program(scene, kind, pages, host_pages, peer, peer_pages, **arguments)])
 
 
-def program(scene: Callable[..., None], kind: str, pages: int, host_pages: int, **arguments: Any) -> str:
+def program(
+    scene: Callable[..., None],
+    kind: str,
+    pages: int,
+    host_pages: int,
+    peer: str = "none",
+    peer_pages: int = 1,
+    **arguments: Any,
+) -> str:
     """Python that runs the scene."""
-    call = (scene.__module__, scene.__name__, kind, pages, host_pages, arguments)
+    call = (scene.__module__, scene.__name__, kind, pages, host_pages, arguments, peer, peer_pages)
     return f"{PRELUDE}from tests.gpu.scene import enter; enter(*{call!r})"
 
 
@@ -216,16 +233,31 @@ def run(command: list[str], seconds: float = SECONDS) -> None:
     assert process.returncode == 0, f"{ending}\n{said[-TAIL:]}"
 
 
-def enter(module: str, name: str, kind: str, pages: int, host_pages: int, arguments: dict[str, Any]) -> None:
+def enter(module: str, name: str, *rest: Any) -> None:
     """In the process of its own: finds the scene and runs it."""
-    act(getattr(importlib.import_module(module), name), kind, pages, host_pages, arguments)
+    act(getattr(importlib.import_module(module), name), *rest)
 
 
-def act(scene: Callable[..., None], kind: str, pages: int, host_pages: int, arguments: dict[str, Any]) -> None:
+def act(
+    scene: Callable[..., None],
+    kind: str,
+    pages: int,
+    host_pages: int,
+    arguments: dict[str, Any],
+    peer: str = "none",
+    peer_pages: int = 1,
+) -> None:
     page, threads = PAGES[kind], torch.get_num_threads()
     if kind == "cpu":
         torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    ballonet.install(pages * page, page_size=page, host_budget=host_pages * page, device=kind)
+    ballonet.install(
+        pages * page,
+        page_size=page,
+        host_budget=host_pages * page,
+        peer=peer,
+        peer_budget=peer_pages * page,
+        device=kind,
+    )
     device = runtime.require()
     assert device.kind == ("cuda" if kind == "cuda" else "standin")
     try:

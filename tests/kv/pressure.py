@@ -35,6 +35,7 @@ def started(**settings: Any) -> Iterator[Device]:
     numbers = opened.snapshot()
     assert numbers["pages"]["kv"] == 0
     assert numbers["host_pages"] == numbers["host_free"]
+    assert numbers["peer_pages"] == numbers["peer_free"]
     del opened
     runtime.stop()
 
@@ -67,17 +68,18 @@ def press(device: Device, pages: int) -> int:
 
 
 def poison(device: Device, more: int = 0) -> None:
-    """Fills all free pages, of the device and the host, and `more` of the device that are not free."""
+    """Fills all free pages, of the device, the peer and the host, and `more` of the device that are not free."""
     device.reap(wait=True)
     numbers = device.snapshot()
     free = available(device) + more
     host = numbers["host_budget"] // device.page_size - numbers["host_pages"] + numbers["host_free"]
-    for count, place in ((free, "device"), (min(host, 64), "host")):
+    peer = numbers["peer_budget"] // device.page_size - numbers["peer_pages"] + numbers["peer_free"]
+    for count, place in ((free, "device"), (min(host, 64), "host"), (peer, "peer")):
         if count <= 0:
             continue
         hog = device.reserve(count * device.page_size, "weights", device.group())
         with suppress(PoolExhausted):
-            hog.map(0, count) if place == "device" else hog.map_host(0, count)
+            {"device": hog.map, "host": hog.map_host, "peer": hog.map_peer}[place](0, count)
             ctypes.memset(hog.address, POISON, count * device.page_size)
         hog.close()
     device.reap(wait=True)
@@ -101,7 +103,8 @@ class Taker:
     def act(self, ranges: Iterable[KVRange]) -> None:
         """Takes pages, copies some behind, brings some home, or does nothing."""
         ranges, pages = list(ranges), self.random.randint(1, 9)
-        choice = self.random.choice(("take", "poison", "behind", "behind", "back", "away", "home", "nothing"))
+        ways = ["take", "poison", "behind", "behind", "back", "away", "home", "nothing"]
+        choice = self.random.choice(ways if self._device.peer is None else [*ways, "down", "down"])
         if choice == "take":
             self.done["taken"] += press(self._device, pages)
         elif choice == "poison":
@@ -111,6 +114,12 @@ class Taker:
                 before = self._copied()
                 tier.write_behind(pages)
                 self.done["behind"] += self._copied() - before
+            elif choice == "down":
+                tier.demote(pages)
+                self._device.synchronize()
+                before = tier.leaving
+                tier.write_behind(0)
+                self.done["down"] += before - tier.leaving
             elif choice == "back":
                 self.done["back"] += tier.bring_back(pages, 0)
         for home in ranges:
@@ -122,5 +131,6 @@ class Taker:
                 self.done[choice] += home.pages.displace(piece) if choice == "away" else home.pages.bring_back(piece)
 
     def _copied(self) -> int:
-        copied: int = self._device.snapshot()["copied"]["kv_d2h"]
-        return copied // self._device.page_size
+        copied = self._device.snapshot()["copied"]
+        nbytes: int = copied["kv_d2h"] + copied["kv_d2p"]
+        return nbytes // self._device.page_size

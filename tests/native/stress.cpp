@@ -139,6 +139,19 @@ void follow(Device& device, const std::shared_ptr<Group>& group, std::size_t pie
   device.mapper->close(*range);
 }
 
+// Another page with the same bytes takes the place of that of a piece, as when KV leaves the peer for the host.
+void replace_page(Device& device, Range& range, std::size_t piece, Place place) {
+  const auto spare = device.mapper->reserve(1, Owner::kKv, range.group);
+  try {
+    device.map(*spare, 0, 1, place);
+    std::memcpy(reinterpret_cast<void*>(spare->base), reinterpret_cast<void*>(range.base + piece * kPage), kPage);
+    if (device.mapper->take_over(range, piece, *spare, 0, 1, range)) ++moved;
+  } catch (const PoolExhausted&) {
+    ++refused;
+  }
+  device.mapper->close(*spare);
+}
+
 // Ranges that grow, shrink and move under a lease, one after the other at the addresses that the one before has left,
 // as KV caches do.
 void grow_and_move(Device& device, unsigned seed, int operations) {
@@ -165,12 +178,14 @@ void grow_and_move(Device& device, unsigned seed, int operations) {
     const unsigned dice = random() % 10;
     try {
       if (dice < 5 && tail.size() < kPieces) {
-        device.map(*range, tail.size(), 1, dice == 0 ? Place::kHost : Place::kDevice);
+        device.map(*range, tail.size(), 1, dice == 0 ? Place::kHost : dice == 1 ? Place::kPeer : Place::kDevice);
         tail.push_back(numbers++);
         fill(words(tail.size() - 1), kWords, tail.back(), kStep);
       } else if (dice < 8 && !tail.empty()) {
-        const Place to = dice == 5 ? Place::kHost : Place::kDevice;
+        const Place to = dice == 5 ? Place::kHost : dice == 6 ? Place::kPeer : Place::kDevice;
         if (device.mapper->move(*range, random() % tail.size(), to)) ++moved;
+      } else if (dice == 8 && !tail.empty()) {
+        replace_page(device, *range, random() % tail.size(), random() % 2 == 0 ? Place::kHost : Place::kPeer);
       } else if (!tail.empty()) {
         const std::size_t keep = random() % tail.size();
         device.mapper->retire(*range, {{keep, tail.size() - keep}});
@@ -302,6 +317,8 @@ int main(int count, char** arguments) {
   options.page_size = kPage;
   options.budget = kBudget;
   options.host_budget = 140;
+  options.peer = 1;
+  options.peer_budget = 16;
   const auto device = std::make_shared<Device>(options, true);
   bind(device);
   make_streams(Driver(options.library));

@@ -92,7 +92,7 @@ class Sides:
             assert index.owner(sequence.keys[-1]) is sequence
             assert sequence.missing <= sequence.first
             for home in sequence.homes:
-                assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home.range.pieces))
+                assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home._most + 2))
         for key in index:
             owner = index.owner(key)
             start = owner.keys.index(key) * store.block
@@ -100,7 +100,7 @@ class Sides:
             assert owner.out or owner in store._shelf.at_rest
             here = [[each[0] for each in layer.part(start, end)] for layer in owner.used]
             assert any(
-                left[:end] == owner.ids[:end]
+                left[:end] == list(owner.ids[:end])
                 and all(
                     torch.equal(each[:, start:end], new)
                     for old, pair in zip(there, here, strict=True)

@@ -3,6 +3,7 @@ with their folder, is more than a miss."""
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import subprocess
@@ -21,11 +22,13 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
+from ballonet.allocator import runtime
 from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.fingerprint import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.move import prefix_file
+from ballonet.offload.decide.stored import Reading, reading
+from ballonet.offload.move import prefix_file, prefix_files
 from ballonet.offload.move.prefix_files import PrefixFiles
 
 from .. import models
@@ -302,16 +305,92 @@ def test_a_folder_says_that_prefixes_are_kept(tmp_path: Path, monkeypatch: pytes
     assert len(files_of(tmp_path / "of the environment")) == 1
 
 
+def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what was measured: files that took so long last time are left alone, until they are tried again."""
+    monkeypatch.setattr(saving, "AGAIN", 2)
+    model = built()
+    wanted = by_hand(model, FIRST)
+    with talking(model, tmp_path):
+        say(model, FIRST)
+    now = [0.0]
+    monkeypatch.setattr(saving, "clock", lambda: now.append(now[-1] + 1e3) or now[-1])  # each file takes long
+    with talking(model, tmp_path) as store:
+        counts, events = store.counts, runtime.events()
+        for turn, (on_disk, faster) in enumerate([(2, 0), (2, 2), (2, 4), (4, 4), (4, 6)]):
+            store.clear()
+            assert say(model, FIRST) == wanted
+            assert (counts.on_disk, counts.faster) == (on_disk * BLOCK, faster * BLOCK), turn
+        told = [each for each in events.since().events if each.what == "files"]
+        assert [each.verb for each in told] == ["load", "compute", "compute", "load", "compute"]
+        assert told[0].predicted is None, "nobody had measured it"
+        assert 0 < told[1].predicted < 100, "what the model took before"
+        assert told[3].predicted == pytest.approx(told[3].measured)
+        assert told[3].measured == 1e3
+
+
+def test_what_is_faster_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built()
+    with talking(model, tmp_path):
+        say(model, FIRST)
+    monkeypatch.setattr(saving, "clock", lambda: 0.0)
+    with talking(model, tmp_path) as store:
+        for turn in range(1, 4):
+            store.clear()
+            say(model, FIRST)
+            assert (store.counts.on_disk, store.counts.faster) == (2 * turn * BLOCK, 0)
+
+
+def test_it_is_read_if_that_takes_no_longer() -> None:
+    given = {"disk": 100.0, "link": 50.0, "per_token": 0.1}
+    assert reading(1000, 301, **given).worth
+    assert reading(1000, 300, **given).worth
+    assert not reading(1000, 299, **given).worth
+    assert reading(1000, 299, **(given | {"link": None})).worth
+    assert reading(1000, 1, **(given | {"disk": None})).worth
+    assert reading(1000, 1, **(given | {"per_token": None})).worth
+    assert reading(1000, 300, **given) == Reading(10.0, 20.0, pytest.approx(30.0))
+
+
+def test_a_folder_that_may_only_be_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built()
+    wanted = by_hand(model, FIRST)
+    with talking(model, tmp_path):
+        say(model, FIRST)
+    before = [(path.name, path.stat().st_mtime_ns) for path in files_of(tmp_path)]
+    real = os.open
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def only_read(path: Any, flags: int, *given: Any, **named: Any) -> int:
+        return (
+            refuse() if flags & (os.O_CREAT | os.O_RDWR) and str(tmp_path) in str(path) else real(path, flags, *given)
+        )
+
+    for name, act in (("open", only_read), ("utime", refuse), ("unlink", refuse), ("replace", refuse)):
+        monkeypatch.setattr(prefix_files.os, name, act)
+    with talking(model, tmp_path) as store, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert say(model, FIRST) == wanted
+        assert store.counts.on_disk == 2 * BLOCK
+        say(model, longer(longer(FIRST)) * 2)
+        assert store.flush(60)
+    assert len([each for each in said if "no longer stored" in str(each.message)]) == 1
+    assert [(path.name, path.stat().st_mtime_ns) for path in files_of(tmp_path)] == before
+
+
 PROGRAM = """
 import sys
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
-from ballonet.offload.move import prefix_file
+from ballonet.offload.move import prefix_file, prefix_files
 prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 managed = ballonet.manage(model, prefix_dir=sys.argv[1])
-model.generate(torch.ones(1, 300, dtype=torch.int64), max_new_tokens=2)
+tokens = model.generate(torch.ones(1, 300, dtype=torch.int64), max_new_tokens=2)
+print(tokens[0].tolist())
 """
 
 
@@ -327,9 +406,18 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
     assert done == [("flush", saving.PATIENCE), ("close",)]
 
 
-def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
+def test_what_is_not_written_yet_is_when_python_ends_and_processes_share_a_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+
+    def begun() -> subprocess.Popen[str]:
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    said = []
+    for process in [begun(), begun()]:
+        out, err = process.communicate(timeout=500)
+        assert process.returncode == 0, err
+        said.append(out)
+    assert said[0].startswith("[1, 1, ")
+    assert said[0] == said[1]
     assert len(files_of(tmp_path)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from ballonet.allocator.errors import ManageError
 from ballonet.hooks import governors
 from ballonet.hooks.streaming import elastic
 from ballonet.offload.decide.plan import spread, streaming
+from ballonet.offload.move.twins import Twin
 
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
 from .test_remapping import until
@@ -242,6 +244,54 @@ def test_a_model_that_is_collected_while_its_thread_asks_the_governor(
         assert found[-1]
         assert len(governor._clients.seats) == 1
         monkeypatch.setattr(governor, "_clock", lambda: 0.0)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_model_that_is_collected_while_a_twin_of_it_is_made(
+    original: Any, governor: Any, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """In its forward, which ends meanwhile: the bytes stay until they are copied, and the twin goes with the model,
+    which nobody remembers."""
+    begun, go = threading.Event(), threading.Event()
+    copy_home = Twin.copy_home
+
+    def slow(self: Twin, spans: Any, stream: int) -> None:
+        if late:
+            copy_home(self, spans, stream)
+        begun.set()
+        assert go.wait(60)
+        if not late:
+            copy_home(self, spans, stream)
+
+    def wait() -> None:
+        assert begun.wait(60)
+
+    monkeypatch.setattr(Twin, "copy_home", slow)
+    before = ballonet.stats().host_pages
+    it = _copy(original)
+    governor.pages.scarce = False  # or a twin might be made before its forward
+    managed = ballonet.manage(it)
+    governor.pages.scarce = True
+    governor._list.stale = True
+    remembered = managed._elastic
+    try:
+        with in_its_forward(it.model.layers[-1], wait):
+            logits(it)
+        del it
+        gc.collect()
+    finally:
+        go.set()
+    until(lambda: not any(thread.name == "ballonet-twins" for thread in threading.enumerate()))
+    gc.collect()
+    assert managed.released
+    assert remembered.trouble == ""
+    runtime.require().reap(wait=True)
+    runtime.require().check()
+    assert ballonet.stats().host_pages == before
+    gone = weakref.ref(remembered)
+    del remembered, managed
+    gc.collect()
+    assert gone() is None
 
 
 def _copy(model: Any) -> Any:

@@ -1,4 +1,5 @@
-// What the stand-in says of itself and of its one device.
+// What the stand-in says of itself and of its devices: 0, which computes, and 1, a peer that has memory and nothing
+// else.
 #include <algorithm>
 #include <cstdio>
 
@@ -59,7 +60,7 @@ CUresult cuDriverGetVersion(int* version) {
 
 CUresult cuDeviceGetCount(int* count) {
   return enter(Needs::kInit, "cuDeviceGetCount", [&](State&, auto&) {
-    *count = 1;
+    *count = kDevices;
     return CUresult{cuda::kSuccess};
   });
 }
@@ -67,14 +68,15 @@ CUresult cuDeviceGetCount(int* count) {
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   return enter(Needs::kInit, "cuDeviceGet", [&](State&, auto&) {
     *device = ordinal;
-    return check_device(ordinal, "cuDeviceGet");
+    return check_known(ordinal, "cuDeviceGet");
   });
 }
 
 CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
   return enter(Needs::kInit, "cuDeviceGetName", [&](State&, auto&) {
-    if (length > 0) std::snprintf(name, static_cast<std::size_t>(length), "ballonet host stand-in");
-    return check_device(device, "cuDeviceGetName");
+    const char* const text = device == kPeerDevice ? "ballonet host stand-in, peer" : "ballonet host stand-in";
+    if (length > 0) std::snprintf(name, static_cast<std::size_t>(length), "%s", text);
+    return check_known(device, "cuDeviceGetName");
   });
 }
 
@@ -96,21 +98,29 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
       default:
         return refuse(cuda::kInvalidValue, "cuDeviceGetAttribute: the stand-in does not know attribute %d", attribute);
     }
-    return check_device(device, "cuDeviceGetAttribute");
+    return check_known(device, "cuDeviceGetAttribute");
+  });
+}
+
+CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
+  return enter(Needs::kInit, "cuDeviceCanAccessPeer", [&](State&, auto&) {
+    *can = device == 0 && peer == kPeerDevice;
+    const CUresult refused = check_known(device, "cuDeviceCanAccessPeer");
+    return refused == cuda::kSuccess ? check_known(peer, "cuDeviceCanAccessPeer") : refused;
   });
 }
 
 CUresult cuDeviceTotalMem(std::size_t* bytes, CUdevice device) {
   return enter(Needs::kInit, "cuDeviceTotalMem", [&](State& all, auto&) {
-    *bytes = all.device_bytes;
-    return check_device(device, "cuDeviceTotalMem");
+    *bytes = device == kPeerDevice ? ram_total() : all.device_bytes;
+    return check_known(device, "cuDeviceTotalMem");
   });
 }
 
 CUresult cuMemGetInfo(std::size_t* free, std::size_t* total) {
   return enter(Needs::kContext, "cuMemGetInfo", [&](State& all, auto&) {
     *total = all.device_bytes;
-    *free = all.device_bytes - std::min(all.device_bytes, all.mappings.device_bytes());
+    *free = all.device_bytes - std::min(all.device_bytes, all.mappings.bytes(Store::kDevice));
     return CUresult{cuda::kSuccess};
   });
 }
@@ -122,7 +132,7 @@ CUresult cuGetErrorString(CUresult result, const char** text) { return text_of(r
 CUresult ballonet_standin_configure(const BallonetStandinConfig* config) {
   return enter(Needs::kNothing, "ballonet_standin_configure", [&](State& all, auto&) {
     all.device_bytes = config->device_bytes == 0 ? ram_total() : config->device_bytes;
-    all.engine.configure(config->link_bandwidth, config->link_latency_ns);
+    all.engine.configure(config->link_bandwidth, config->link_latency_ns, config->peer_bandwidth);
     return CUresult{cuda::kSuccess};
   });
 }
@@ -132,10 +142,11 @@ CUresult ballonet_standin_violation(char* text, std::size_t capacity) {
   return cuda::kSuccess;
 }
 
-CUresult ballonet_standin_memfds(int* device, int* host) {
+CUresult ballonet_standin_memfds(int* device, int* host, int* peer) {
   return enter(Needs::kInit, "ballonet_standin_memfds", [&](State& all, auto&) {
     *device = all.mappings.fd(Store::kDevice);
     *host = all.mappings.fd(Store::kHost);
+    *peer = all.mappings.fd(Store::kPeer);
     return CUresult{cuda::kSuccess};
   });
 }

@@ -26,9 +26,10 @@ steady_clock::time_point next_due(const Op& op) {
 
 }  // namespace
 
-void Engine::configure(std::uint64_t bandwidth, std::uint64_t latency_ns) {
+void Engine::configure(std::uint64_t bandwidth, std::uint64_t latency_ns, std::uint64_t peer_bandwidth) {
   bandwidth_ = bandwidth;
   latency_ns_ = latency_ns;
+  peer_bandwidth_ = peer_bandwidth;
 }
 
 bool Engine::touched_by_pending(const std::vector<Run>& runs) const {
@@ -201,9 +202,11 @@ void Engine::begin(Op& op, Time now) {
   op.state = Op::kRunning;
   op.begun = now;
   if (op.link == Link::kNone) return;
-  Time& free_at = link_free_at_[op.link == Link::kToDevice ? 0 : 1];
-  op.begun = std::max(now, free_at) + nanoseconds(latency_ns_);
-  op.ns_per_byte = bandwidth_ == 0 ? 0 : 1e9 / static_cast<double>(bandwidth_);
+  const bool host = op.link == Link::kToDevice || op.link == Link::kToHost;
+  const std::uint64_t bandwidth = host ? bandwidth_ : peer_bandwidth_;
+  Time& free_at = link_free_at_[static_cast<int>(op.link) - 1];
+  op.begun = std::max(now, free_at) + nanoseconds(host ? latency_ns_ : 0);
+  op.ns_per_byte = bandwidth == 0 ? 0 : 1e9 / static_cast<double>(bandwidth);
   free_at = op.begun + nanoseconds(static_cast<std::int64_t>(static_cast<double>(op.size) * op.ns_per_byte));
 }
 

@@ -2,8 +2,9 @@
 //
 // Note [What a copy does]. When it is submitted its destination is filled with 0xFF (a NaN in every floating type), so
 // that whoever reads it without waiting computes NaN. The bytes follow in pieces, read from the source when each is
-// due, as DMA would: between host and device at the settable bandwidth after the settable latency, one copy at a time
-// in each direction, both directions at once; otherwise as fast as memory. The poison waits until the copy begins where
+// due, as DMA would: between host and devices at the settable bandwidth after the settable latency, one copy at a time
+// in each direction, both directions at once; between the two devices in the same way, at a bandwidth of its own and
+// without latency; otherwise as fast as memory. The poison waits until the copy begins where
 // work that is still to come touches the destination: that work is ordered before the copy, so it must not see it.
 //
 // Registered memory is read in a way that cannot fault, see registered.h. Where it is gone when its bytes are due, the
@@ -39,7 +40,7 @@ struct Marker {  // a point in a stream
   std::optional<Failure> failure;  // of what lies before it and behind the marker before
 };
 
-enum class Link { kNone, kToDevice, kToHost };
+enum class Link { kNone, kToDevice, kToHost, kFromPeer, kToPeer };
 
 struct Op {
   enum Kind { kCopy, kFill, kWait, kMark } kind;
@@ -69,7 +70,7 @@ class Engine {
   using Lock = std::unique_lock<std::mutex>;
 
   explicit Engine(std::mutex& mutex) : mutex_(mutex) {}
-  void configure(std::uint64_t bandwidth, std::uint64_t latency_ns);
+  void configure(std::uint64_t bandwidth, std::uint64_t latency_ns, std::uint64_t peer_bandwidth);
   // Queues a copy or a fill. On stream 0 returns when it is done, with its failure. The lock is released meanwhile.
   std::optional<Failure> submit(Lock& lock, const std::shared_ptr<Stream>& stream, std::unique_ptr<Op> op);
   // A marker at the stream's present end.
@@ -96,8 +97,8 @@ class Engine {
   std::vector<std::shared_ptr<Stream>> busy_;  // those with a queue
   std::thread thread_;
   bool stopping_ = false;
-  std::uint64_t bandwidth_ = 0, latency_ns_ = 0;
-  Time link_free_at_[2] = {};  // by direction
+  std::uint64_t bandwidth_ = 0, latency_ns_ = 0, peer_bandwidth_ = 0;
+  Time link_free_at_[4] = {};  // by link and direction
 };
 
 }  // namespace ballonet::standin

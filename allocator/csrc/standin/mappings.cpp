@@ -52,6 +52,7 @@ bool read_all(int fd, std::uint64_t address, const Run& run) {
 CUresult Mappings::open() {
   CUresult failed = extents(Store::kDevice).open("ballonet-device");
   if (failed == cuda::kSuccess) failed = extents(Store::kHost).open("ballonet-host");
+  if (failed == cuda::kSuccess) failed = extents(Store::kPeer).open("ballonet-peer");
   if (failed == cuda::kSuccess) cushion_.fill(fd(Store::kHost));
   return failed;
 }
@@ -200,7 +201,7 @@ bool Mappings::open_for_cpu(std::uint64_t address, std::uint64_t size) const {
   if (first != mappings_.begin() && std::prev(first)->first + std::prev(first)->second.size > address) --first;
   const auto last = mappings_.lower_bound(address + size);
   return std::all_of(first, last, [&](const auto& mapping) {
-    return mapping.second.for_cpu || handles_.at(mapping.second.handle).store == Store::kDevice;
+    return mapping.second.for_cpu || on_device(handles_.at(mapping.second.handle).store);
   });
 }
 

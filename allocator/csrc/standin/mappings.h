@@ -39,7 +39,7 @@ class Mappings {
   // May the CPU use what host memory is mapped there?
   bool open_for_cpu(std::uint64_t address, std::uint64_t size) const;
 
-  std::uint64_t device_bytes() const { return stores_[0].taken(); }
+  std::uint64_t bytes(Store store) const { return stores_[static_cast<int>(store)].taken(); }
   int fd(Store store) const { return stores_[static_cast<int>(store)].fd(); }
 
   // In the child of a fork: every mapped page becomes private to it, a copy where `copy`, inaccessible otherwise.
@@ -60,7 +60,7 @@ class Mappings {
   Extents& extents(Store store) { return stores_[static_cast<int>(store)]; }
   bool reserved(std::uint64_t address, std::uint64_t size) const;
 
-  Extents stores_[2];
+  Extents stores_[kStores];
   Cushion cushion_;
   std::unordered_map<std::uint64_t, Handle> handles_;
   std::uint64_t next_handle_ = 1;                        // never reused: a stale handle is always refused

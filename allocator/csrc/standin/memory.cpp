@@ -9,11 +9,11 @@ namespace {
 using ull = unsigned long long;
 
 CUresult check_location(const CUmemLocation& location, const char* function) {
-  const bool known =
-      (location.type == cuda::kLocationDevice || location.type == cuda::kLocationHostNuma) && location.id == 0;
+  const bool known = (location.type == cuda::kLocationDevice && location.id >= 0 && location.id < kDevices) ||
+                     (location.type == cuda::kLocationHostNuma && location.id == 0);
   if (known) return cuda::kSuccess;
-  return refuse(cuda::kInvalidValue, "%s: location type %d id %d is neither device 0 nor host NUMA node 0", function,
-                location.type, location.id);
+  return refuse(cuda::kInvalidValue, "%s: location type %d id %d is neither device 0 nor 1 nor host NUMA node 0",
+                function, location.type, location.id);
 }
 
 CUresult check_properties(const CUmemAllocationProp& wanted, const char* function) {
@@ -25,6 +25,11 @@ CUresult check_properties(const CUmemAllocationProp& wanted, const char* functio
                   static_cast<unsigned>(wanted.requestedHandleTypes));
   }
   return check_location(wanted.location, function);
+}
+
+Store store_of(const CUmemLocation& location) {
+  if (location.type != cuda::kLocationDevice) return Store::kHost;
+  return location.id == kPeerDevice ? Store::kPeer : Store::kDevice;
 }
 
 CUresult check_size(std::uint64_t size, const char* function) {
@@ -86,23 +91,23 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t size, con
                      ull flags) {
   return enter(Needs::kContext, "cuMemCreate", [&](State& all, auto&) {
     const char* const function = "cuMemCreate";
-    const bool device = wanted->location.type == cuda::kLocationDevice;
-    return first_refusal(
-        [&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
-        [&] { return check_properties(*wanted, function); },
-        [&] {
-          const std::uint64_t exist = all.mappings.device_bytes();
-          if (!device || (exist <= all.device_bytes && size <= all.device_bytes - exist))
-            return CUresult{cuda::kSuccess};
-          return refuse(cuda::kOutOfMemory, "cuMemCreate: %zu bytes do not fit: %llu of the device's %llu bytes exist",
-                        size, ull{exist}, ull{all.device_bytes});
-        },
-        [&] {
-          std::uint64_t made = 0;
-          const CUresult failed = all.mappings.create(size, device ? Store::kDevice : Store::kHost, &made);
-          if (failed == cuda::kSuccess) *handle = made;
-          return failed;
-        });
+    return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
+                         [&] { return check_properties(*wanted, function); },
+                         [&] {
+                           const std::uint64_t exist = all.mappings.bytes(Store::kDevice);
+                           if (store_of(wanted->location) != Store::kDevice ||
+                               (exist <= all.device_bytes && size <= all.device_bytes - exist))
+                             return CUresult{cuda::kSuccess};
+                           return refuse(cuda::kOutOfMemory,
+                                         "cuMemCreate: %zu bytes do not fit: %llu of the device's %llu bytes exist",
+                                         size, ull{exist}, ull{all.device_bytes});
+                         },
+                         [&] {
+                           std::uint64_t made = 0;
+                           const CUresult failed = all.mappings.create(size, store_of(wanted->location), &made);
+                           if (failed == cuda::kSuccess) *handle = made;
+                           return failed;
+                         });
   });
 }
 

@@ -50,7 +50,7 @@ class Order {
 
   Clock host_;
   std::vector<Stream> streams_;  // by index; an index is never reused
-  Uses physical_[2];
+  Uses physical_[kStores];
   Uses by_address_;
 };
 

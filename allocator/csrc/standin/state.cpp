@@ -24,9 +24,16 @@ State& state() {
   return all;
 }
 
+CUresult check_known(CUdevice device, const char* function) {
+  if (device >= 0 && device < kDevices) return cuda::kSuccess;
+  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0, and 1 as its peer",
+                function, device);
+}
+
 CUresult check_device(CUdevice device, const char* function) {
-  if (device == 0) return cuda::kSuccess;
-  return refuse(cuda::kInvalidDevice, "%s: device %d does not exist; the stand-in has device 0 only", function, device);
+  const CUresult refused = check_known(device, function);
+  if (refused != cuda::kSuccess || device == 0) return refused;
+  return refuse(cuda::kNotSupported, "%s: device %d of the stand-in has memory and does not compute", function, device);
 }
 
 CUresult admit(const State& all, Needs needs, const char* function) {

@@ -34,7 +34,12 @@ struct State {
   std::uint64_t next_event = 1;
 };
 
+constexpr int kDevices = 2;
+constexpr CUdevice kPeerDevice = 1;  // has memory that device 0 can reach, and does not compute
+
 State& state();  // made on first use, never destroyed: threads may outlive the program's destructors
+CUresult check_known(CUdevice device, const char* function);
+// Is it the one that computes?
 CUresult check_device(CUdevice device, const char* function);
 
 enum class Needs { kNothing, kInit, kContext };

@@ -54,18 +54,20 @@ CUresult wait(State& all, Lock& lock, const char* function, const std::shared_pt
 
 // A range that touches host memory anywhere counts as host memory.
 bool on_host(const std::vector<Run>& runs) {
-  return std::any_of(runs.begin(), runs.end(), [](const Run& run) { return run.store != Store::kDevice; });
+  return std::any_of(runs.begin(), runs.end(), [](const Run& run) { return !on_device(run.store); });
 }
 
-// Pages of the device and of the host behind one side of a copy: a driver tells from the address at which it begins
+// Pages of several places behind one side of a copy: a driver tells from the address at which it begins
 // what it is a copy of, and nothing says what CUDA does where the rest is something else.
 bool mixed(const std::vector<Run>& runs) {
   return std::any_of(runs.begin(), runs.end(), [&](const Run& run) { return run.store != runs.front().store; });
 }
 
 Link link_between(const std::vector<Run>& source, const std::vector<Run>& destination) {
-  if (on_host(source) == on_host(destination)) return Link::kNone;
-  return on_host(source) ? Link::kToDevice : Link::kToHost;
+  const bool from_peer = source.front().store == Store::kPeer, to_peer = destination.front().store == Store::kPeer;
+  if (on_host(source) != on_host(destination)) return on_host(source) ? Link::kToDevice : Link::kToHost;
+  if (from_peer == to_peer) return Link::kNone;
+  return from_peer ? Link::kFromPeer : Link::kToPeer;
 }
 
 // `told`: does the function say which of the two addresses is the device's? Where it does not a driver may have the CPU
@@ -82,8 +84,8 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
   if (refused == cuda::kSuccess) refused = all.mappings.locate(from, size, cuda::kInvalidValue, function, &op->reads);
   if (refused != cuda::kSuccess) return refused;
   if (mixed(op->reads) || mixed(op->writes)) {
-    return refuse(cuda::kInvalidValue, "%s: %#llx to %#llx: one side spans pages of the device and of the host",
-                  function, ull{from}, ull{to});
+    return refuse(cuda::kInvalidValue, "%s: %#llx to %#llx: one side spans pages of several places", function,
+                  ull{from}, ull{to});
   }
   const bool for_cpu = all.mappings.open_for_cpu(from, size) && all.mappings.open_for_cpu(to, size);
   if (!told && on_host(op->reads) && on_host(op->writes) && !for_cpu) {

@@ -1,7 +1,7 @@
 // Which addresses may be used, and what bytes are behind them.
 //
 // Words
-//   store    where bytes are: the device memfd, the host memfd, or plain memory of the process
+//   store    where bytes are: the memfd of the device, of the host, of the peer, or plain memory of the process
 //   run      bytes that are contiguous in one store
 //   visible  address that may be used: mapped, and given access
 //
@@ -14,7 +14,10 @@
 
 namespace ballonet::standin {
 
-enum class Store { kDevice, kHost, kPlain };
+enum class Store { kDevice, kHost, kPeer, kPlain };
+constexpr int kStores = 3;  // that have a memfd
+
+constexpr bool on_device(Store store) { return store == Store::kDevice || store == Store::kPeer; }
 
 struct Run {
   Store store;

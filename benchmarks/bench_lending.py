@@ -1,0 +1,166 @@
+"""A model that lends its pages, alone and beside one that borrows them: what that costs it (SwiftCache §3.5).
+
+Two models are managed on one device. In each round the one that lends answers a prompt twice: once alone, when all
+pages that it needs are free, and once after the other has answered so many prompts that what it keeps of them fills the
+pool, and the reserve has run out, so that the answer begins with taking pages back. They speak in turns: computing side
+by side is not what is measured. A token takes the time of the whole answer, the exchange and the first token included,
+divided by its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from budgets import OURS, kind_of, page_size, unlimited
+from common import Figure, Options, describe_few, options, report
+from peer import peers, serve
+
+LAYERS = {"cuda": (16, 12), "cpu": (16, 12), "tiny": (4, 2)}  # of the one that lends, and of the other
+PROMPT = {"cuda": 16384, "cpu": 768, "tiny": 96}  # tokens
+TOKENS = {"cuda": 64, "cpu": 32, "tiny": 6}
+OTHERS = {"cuda": 24, "cpu": 12, "tiny": 6}  # prompts of the other in a round, at most
+ROOM = {"cuda": 12 * 2**30, "cpu": 56 * 2**20, "tiny": 7 * 2**18}  # bytes beside all weights
+ROUNDS = {"cuda": 5, "cpu": 5, "tiny": 1}
+SLOWER = 1.10
+COLUMNS = [
+    "alone, ms per token",
+    "beside, ms per token",
+    "beside / alone",
+    "alone, ms to the first",
+    "beside, ms to the first",
+    "pages borrowed",
+    "pages taken back",
+    "ms that took",
+    "pages of a unit",
+    "tokens that differ",
+]
+
+
+def main() -> None:
+    chosen = options("lending", __doc__)
+    kind = kind_of(chosen)
+    if chosen.peer is not None:
+        serve(functions(chosen.peer, chosen))
+        return
+    with peers(__file__, chosen, (OURS,)) as found:
+        found[OURS].ask("round")  # in which everything is for the first time
+        rounds = [found[OURS].ask("round") for _ in range(ROUNDS[kind])]
+    alone, beside, first, first_beside, borrowed, back, took, differ = (
+        Figure.of([float(each[name]) for each in rounds])
+        for name in ("alone", "beside", "first", "first_beside", "borrowed", "back", "took", "differ")
+    )
+    slower = Figure.ratio(beside, alone)
+    row = [
+        alone,
+        beside,
+        slower if chosen.tiny else slower.at_most(SLOWER),
+        first,
+        first_beside,
+        borrowed,
+        back,
+        took,
+        rounds[-1]["unit"],
+        differ.at_most(0),
+    ]
+    lender, other = LAYERS[kind]
+    title = f"lending pages: {PROMPT[kind]:,} tokens, {describe_few(chosen, lender)}, beside one with {other} layers"
+    report(chosen, "lending", title, COLUMNS, [row])
+
+
+def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
+    """What a peer answers, see peer.serve()."""
+    pair = Pair(chosen)
+    return {"round": pair.round}
+
+
+class Pair:
+    """Two managed models on one device, of which the first lends."""
+
+    def __init__(self, chosen: Options) -> None:
+        from llama import build, few
+
+        import ballonet
+        from ballonet.allocator import runtime
+        from ballonet.hooks import governors
+        from ballonet.offload.govern.lend import Lending
+
+        self._chosen, self._kind = chosen, kind_of(chosen)
+        ballonet.install(unlimited(chosen), page_size=page_size(chosen))
+        self._models = [build(few(chosen, layers), chosen.device) for layers in LAYERS[self._kind]]
+        self._managed = [ballonet.manage(each, prefix_cache=True) for each in self._models]
+        governors.of(runtime.require())._lending = Lending(window=0.0)  # a reserve is lent as soon as it is not used
+        weights = ballonet.stats().pages.weights * ballonet.stats().page_size
+        ballonet.set_budget(weights + ROOM[self._kind])
+        self._said = 0
+
+    def round(self) -> dict[str, Any]:
+        """ms, pages, and how many tokens were others beside the other model than alone."""
+        for each in self._managed:
+            assert each.prefixes is not None
+            each.prefixes.clear()
+        prompt = self._text(0)
+        alone, first, tokens = self._say(0, prompt)
+        lender, other = (each.prefixes for each in self._managed)
+        assert lender is not None
+        assert other is not None
+        lender.clear()
+        before = -1
+        for _ in range(OTHERS[self._kind]):
+            if other.pages == before:
+                break
+            before = other.pages
+            self._said += 1
+            self._say(1, self._text(self._said))
+        borrowed = self._managed[1].report().lending.borrowed
+        given = _given()
+        beside, first_beside, same = self._say(0, prompt)
+        back = _given()
+        return {
+            "alone": alone,
+            "beside": beside,
+            "first": first,
+            "first_beside": first_beside,
+            "borrowed": borrowed,
+            "back": back[0] - given[0],
+            "took": (back[1] - given[1]) * 1e3,
+            "unit": self._managed[0].report().lending.unit,
+            "differ": sum(a != b for a, b in zip(tokens, same, strict=True)),
+        }
+
+    def _say(self, which: int, prompt: Any) -> tuple[float, float, list[int]]:
+        """ms per token, ms to the first, the tokens."""
+        import time
+
+        from generating import Clock
+        from peer import synchronize
+
+        device = self._chosen.device
+        ids = prompt.to(device)
+        clock = Clock(lambda: synchronize(device), int)
+        synchronize(device)
+        begin = time.perf_counter()
+        found = self._models[which].generate(
+            ids, max_new_tokens=TOKENS[self._kind], do_sample=False, stopping_criteria=[clock]
+        )
+        took = (clock.times[-1] - begin) * 1e3
+        return took / len(clock.times), (clock.times[0] - begin) * 1e3, found[0, prompt.shape[1] :].tolist()
+
+    def _text(self, seed: int) -> Any:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        vocabulary = self._models[0].config.vocab_size
+        return torch.randint(1, vocabulary, (1, PROMPT[self._kind]), generator=generator)
+
+
+def _given() -> tuple[int, float]:
+    """Pages that were taken back so far, and the seconds of it."""
+    import ballonet
+
+    found = ballonet.stats().events.get("lend", {})
+    return (found["pull"].pages, found["pull"].seconds) if "pull" in found else (0, 0.0)
+
+
+if __name__ == "__main__":
+    main()

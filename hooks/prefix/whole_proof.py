@@ -1,0 +1,54 @@
+"""Does a model go on from a recurrent state where several tokens follow?
+
+Note [Ignored]
+    Token by token every model does, as `generate()` could not work otherwise. But for several tokens at once the code
+    of some (Mamba's first version and what is made of it, in transformers 5.23 without its kernels) begins with an
+    empty state, whatever the cache holds, and stock with a cache held by hand says something else than without. Nothing
+    says so in advance. So before a state is used for the first time, a few tokens are computed behind one, and behind
+    the same with other numbers in it. Where that changes no logit, it was not read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..compat import DynamicCache, LinearAttentionLayer, cache_name
+
+_BEGUN: Final = 4  # tokens of the state
+_MORE: Final = 3  # tokens computed behind it
+_KINDS: Final = ("conv_states", "recurrent_states")
+
+
+def goes_on(model: Any, prompt: Sequence[int]) -> bool:
+    """Do tokens depend on the state before them? Runs the model on the first tokens of a prompt, a few of them, four
+    times at most."""
+    some = [prompt[n % len(prompt)] for n in range(_BEGUN + _MORE)]
+    ids = torch.tensor([some], device=model.device)
+    begun = DynamicCache(config=model.config.get_text_config(decoder=True))
+    with torch.no_grad():
+        _logits(model, ids[:, :_BEGUN], begun)
+        want = _logits(model, ids[:, _BEGUN:], copy.deepcopy(begun))
+        for kind in _KINDS:
+            other = copy.deepcopy(begun)
+            held = [getattr(layer, kind) for layer in other.layers if isinstance(layer, LinearAttentionLayer)]
+            if _doubled(held) and torch.equal(_logits(model, ids[:, _BEGUN:], other), want):
+                return False
+    return True
+
+
+def _logits(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    output: Any = model(input_ids=ids, use_cache=True, return_dict=True, **{cache_name(model): cache})
+    logits: torch.Tensor = output.logits
+    return logits
+
+
+def _doubled(held: Sequence[Mapping[int, torch.Tensor | None]]) -> bool:
+    """In place. Was there anything?"""
+    tensors = [each for states in held for each in states.values() if each is not None]
+    for each in tensors:
+        each.add_(each).add_(1)
+    return bool(tensors)

@@ -1,0 +1,64 @@
+"""Which states are kept, and the longest with which a prompt begins. Whoever calls holds the store's lock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+from .whole import WholeState
+
+
+class States:
+    """By the tokens behind which they were kept."""
+
+    def __init__(self) -> None:
+        self._kept: dict[bytes, WholeState] = {}
+        self._behind: dict[bytes, list[WholeState]] = {}  # by key of the last full block, or the salt
+
+    def __contains__(self, state: object) -> bool:
+        return isinstance(state, WholeState) and self._kept.get(state.key) is state
+
+    def __iter__(self) -> Iterator[WholeState]:
+        return iter(tuple(self._kept.values()))
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in tuple(self._kept.values()))
+
+    def add(self, state: WholeState) -> None:
+        """None is kept behind the same tokens."""
+        self._kept[state.key] = state
+        self._behind.setdefault(_place(state), []).append(state)
+
+    def drop(self, state: WholeState) -> None:
+        """Does nothing where it is not kept."""
+        if state in self:
+            del self._kept[state.key]
+            state.let_go()  # the index may remember it for a while
+            place = _place(state)
+            self._behind[place].remove(state)
+            if not self._behind[place]:
+                del self._behind[place]
+
+    def clear(self) -> None:
+        for state in self:
+            self.drop(state)
+
+    def behind(self, place: bytes) -> Sequence[WholeState]:
+        """Those behind that block and before the end of the next; of a salt, those before the end of the first."""
+        return tuple(self._behind.get(place, ()))
+
+    def longest(self, prompt: array[int], places: Sequence[bytes]) -> WholeState | None:
+        """With which a prompt begins. `places`: the salt, and keys of its full blocks, as far as they are needed."""
+        for place in reversed(places):
+            fitting = [state for state in self._behind.get(place, ()) if state.ids == prompt[: len(state.ids)]]
+            if fitting:
+                return max(fitting, key=lambda state: len(state.ids))
+        return None
+
+
+def _place(state: WholeState) -> bytes:
+    return state.blocks[-1] if state.blocks else state.salt

@@ -1,0 +1,110 @@
+"""The forwards of one request to a model whose layers keep a state: how many tokens they have read, and the state where
+the prompt ends.
+
+Note [Where the prompt ends]
+    What a request has said is often changed before it comes again: templates leave out what a model thought, or write
+    an answer in another way. But the prompt comes again as it was. So its state is kept beside that of the end. It is
+    copied when the forward that has read the last token of the prompt returns.
+
+Note [Models of states alone]
+    Such a model (Mamba) is given the whole prompt, whatever its cache holds: who holds its cache by hand passes only
+    what is new. So does the request here, in front of the first forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ...allocator.interrupts import Farewell
+from ..compat import cache_name
+from ..forwards import Hook
+from .whole import WholeState
+
+_BY_TOKEN: Final = ("input_ids", "attention_mask")  # arguments with a column for each token
+
+
+class Watch:
+    """Of the forwards that are given one cache, until `end`, or until it is collected."""
+
+    def __init__(self, model: Any, cache: Any, prompt: Sequence[int], salt: bytes) -> None:
+        """`prompt`: tokens."""
+        self.read = 0  # tokens that the layers stand behind
+        self.at_prompt: WholeState | None = None
+        self._model = model
+        self._name = cache_name(model)
+        self._cache = weakref.ref(cache)
+        self.prompt = prompt
+        self._salt = salt
+        self._surplus = 0  # tokens at the start of the next forward that the cache has already
+        self._handles: list[RemovableHandle] = []
+        self._remove = Farewell(self, partial(_remove, self._handles))
+
+    def begin(self, columns: int) -> None:
+        """The cache holds so many tokens, and what comes next is the first forward."""
+        self.read = columns
+        self._surplus = columns if self._name != "past_key_values" else 0
+        before, after = _Before(self), _After(self)
+        self._handles.append(self._model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(self._model.register_forward_hook(after, with_kwargs=True))
+
+    def end(self) -> None:
+        """Again: does nothing."""
+        self._remove()
+
+    def cut(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What the forward is called with instead."""
+        if not self._surplus or not self._ours(kwargs):
+            return kwargs
+        surplus, self._surplus = self._surplus, 0
+        return kwargs | {name: kwargs[name][:, surplus:] for name in _BY_TOKEN if kwargs.get(name) is not None}
+
+    def note(self, kwargs: dict[str, Any]) -> None:
+        """It has returned."""
+        cache, ids = self._cache(), kwargs.get("input_ids")
+        if cache is None or ids is None or not self._ours(kwargs):
+            return
+        self.read += ids.shape[1]
+        if self.read == len(self.prompt):
+            with suppress(torch.OutOfMemoryError), torch.no_grad():
+                self.at_prompt = WholeState.of(cache.layers, self.prompt, self._salt, move=False)
+
+    def _ours(self, kwargs: dict[str, Any]) -> bool:
+        """Other threads may run the model as well."""
+        cache = kwargs.get(self._name)
+        return cache is not None and cache is self._cache()
+
+
+class _Before(Hook):
+    """A forward. While another thread removes the hook, it may be called without arguments by name."""
+
+    def __init__(self, watch: Watch) -> None:
+        """Does not keep it alive."""
+        self._watch = weakref.ref(watch)
+
+    def __call__(self, *given: Any) -> Any:
+        watch = self._watch()
+        if torch.compiler.is_compiling() or watch is None or len(given) < 3:
+            return None
+        _, args, kwargs = given
+        return args, watch.cut(kwargs)
+
+
+class _After(_Before):
+    """A forward that has returned."""
+
+    def __call__(self, *given: Any) -> None:
+        watch = self._watch()
+        if not torch.compiler.is_compiling() and watch is not None and len(given) == 4:
+            watch.note(given[2])
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -1,0 +1,59 @@
+"""KV on a second place of device memory: it is read there, goes on to the host and comes home, while layers compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ballonet.offload.decide.layer_stream import Choice, Way
+from ballonet.offload.govern import kv_way
+from ballonet.offload.govern.governor import Governor
+
+from .scene import Lane, Place, everywhere, play
+from .test_kv_stream import AWAY, LAYERS, Cache
+from .test_weights_streaming import streams_here
+
+IN_PLACE = Choice(Way.IN_PLACE, AWAY, 0, 0, 0.0, 0.0, 0.0)
+
+
+def up_and_down(place: Place, rounds: int) -> None:
+    """The older pages of each layer leave for the peer, those that find no room there for the host; then some go on to
+    the host, behind copies that run beside attention; then all come home."""
+    shown = place.device.snapshot()
+    assert shown["peer"], place.device.peer_refused
+    room = shown["peer_budget"] // place.page
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_way, "choose", lambda *args, **kw: IN_PLACE)
+        patch.setattr(Governor, "homecoming", lambda *args: 0)
+        cache, lanes = Cache(place), [place.lane() for _ in range(2)]
+        before: Lane | None = None
+        for _ in range(rounds):
+            for home in cache.homes:
+                assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+            near = cache.tier.near
+            cache.tier.demote(room // 4)
+            for lane in lanes:
+                for number in range(LAYERS):
+                    lane.follow(before)
+                    with lane():
+                        cache.update(number)
+                    before = lane
+            assert before is not None
+            before.lead()
+            place.device.synchronize()
+            cache.tier.write_behind(0)
+            assert cache.tier.leaving == 0
+            assert cache.tier.near == near - min(near, room // 4)
+            assert cache.tier.bring_back(AWAY * LAYERS, cache.homes[0].pages.stream) == AWAY * LAYERS
+        assert near < room <= AWAY * LAYERS
+        copied = place.device.snapshot()["copied"]
+        assert min(copied["kv_d2p"], copied["kv_p2d"], copied["kv_p2h"], copied["kv_d2h"]) > 0
+        cache.finish()
+
+
+@everywhere
+@pytest.mark.parametrize("peer", ["same", "auto"])
+def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(kind: str, peer: str) -> None:
+    """`auto`: to another device, where there is one."""
+    streams_here(kind)
+    play(up_and_down, kind, pages=256, host_pages=64, peer=peer, peer_pages=12, rounds=4)

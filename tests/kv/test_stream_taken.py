@@ -1,0 +1,186 @@
+"""Buffers that layers of a cache take turns in, while somebody needs their pages in the middle of an operator."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ballonet.allocator._native import Device
+from ballonet.allocator.errors import PoolExhausted
+from ballonet.hooks.lease import ForwardLease
+from ballonet.offload.govern import kv_way
+from ballonet.offload.move.kv_twin import available
+
+from ..test_kv import tokens
+from .pressure import poison, two_thirds
+from .test_stream import LAYERS, PAGE, Layers, device, fly, room, small, streamed  # noqa: F401 (fixtures)
+
+pytestmark = [
+    pytest.mark.usefixtures("small"),
+    pytest.mark.parametrize("device", [{"spill": False}], indirect=True, ids=[""]),  # nothing else helps
+]
+
+
+def at_home(layers: Layers) -> int:
+    """Full pages that the cache has on the device, beside its buffers."""
+    return sum(twin.held - twin.away for twin in (home.pages._twin for home in layers.homes))
+
+
+def in_buffers(layers: Layers) -> int:
+    return layers.way().buffers * layers.way().buffer_pages
+
+
+@pytest.fixture
+def blocks(device: Device) -> Iterator[list[int]]:  # noqa: F811
+    """What operators have allocated."""
+    found: list[int] = []
+    yield found
+    for address in found:
+        device.deallocate(address)
+
+
+def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
+    streamed: Layers,  # noqa: F811
+    device: Device,  # noqa: F811
+    blocks: list[int],
+) -> None:
+    """Where nobody could take a buffer, an activation died while two of them held pages."""
+    streamed.update()
+    others = available(device) + at_home(streamed) + 1  # one that no layer reads
+    buffers = in_buffers(streamed)
+    assert buffers > 4
+    blocks.append(device.allocate((others - 1) * PAGE))
+    assert streamed.flying == LAYERS
+    assert sum(each.range.backed for each in streamed.tier.way._buffers._buffers) >= buffers - 2
+    kv = device.snapshot()["pages"]["kv"]
+    blocks.append(device.allocate(4 * PAGE))
+    assert device.snapshot()["pages"]["kv"] <= kv - 4
+    streamed.update()
+    device.check()
+    rest = sum(each.range.backed for each in streamed.tier.way._buffers._buffers)
+    if rest:
+        blocks.append(device.allocate((available(device) + rest) * PAGE))
+    for _ in range(3):
+        streamed.update()  # in place
+    assert streamed.flying == 0
+    device.check()
+    streamed.check()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_it_may_be_the_attention_of_a_layer_that_flies_itself(
+    streamed: Layers,  # noqa: F811
+    device: Device,  # noqa: F811
+    blocks: list[int],
+    layer: int,
+) -> None:
+    """Between what `update` has returned and the last time that it is read."""
+    streamed.update(only=layer - 1)
+    elastic, stock = streamed.pairs[layer]
+    new = tokens(1, 99)
+    ours, theirs = elastic.update(*new), stock.update(*new)
+    blocks.append(device.allocate((available(device) + at_home(streamed) + in_buffers(streamed) - 1) * PAGE))
+    poison(device)
+    assert all(map(torch.equal, ours, theirs)), "it reads the same bytes on the host"
+    assert sum(each.range.backed for each in streamed.tier.way._buffers._buffers) <= 1
+    del ours, theirs
+    for elastic, stock in streamed.pairs[layer + 1 :]:
+        new = tokens(1, 98)
+        assert all(map(torch.equal, elastic.update(*new), stock.update(*new)))
+    device.check()
+    streamed.check()
+    while blocks:
+        device.deallocate(blocks.pop())
+    device.trim()
+    fly(streamed)
+    streamed.check()
+
+
+def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, device: Device) -> None:  # noqa: F811
+    """It is demanded: who streams leases its cache."""
+    lease = ForwardLease().open()
+    streamed.update()
+    wanted = (available(device) + at_home(streamed) + 3) * PAGE
+    asked: list[Any] = []
+
+    def ask() -> None:
+        try:
+            asked.append(device.allocate(wanted))
+        except PoolExhausted as error:
+            asked.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert isinstance(asked.pop(), PoolExhausted)
+    assert device.demand > 0
+    assert device.obey() >= 3
+    lease.close()
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    device.deallocate(asked.pop())
+    for _ in range(3):
+        streamed.update()
+    streamed.check()
+    device.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
+    device: Device,  # noqa: F811
+    blocks: list[int],
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_way, "AGAIN", 1)
+    monkeypatch.setattr(kv_way, "LOOK", 4)
+    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
+    draw, hog, taken = random.Random(seed), room(device, 26), 0
+    layers = Layers(100)
+    fly(layers)
+
+    def between() -> None:
+        nonlocal taken
+        buffers = layers.tier.way._buffers
+        before = sum(each.range.backed for each in buffers._buffers)
+        if blocks and draw.random() < 0.4:
+            device.deallocate(blocks.pop(draw.randrange(len(blocks))))
+            device.trim()
+        elif draw.random() < 0.5:
+            try:
+                blocks.append(device.allocate(draw.randint(1, 12) * PAGE))
+            except PoolExhausted:
+                poison(device)
+        taken += before - sum(each.range.backed for each in buffers._buffers)
+        device.check()
+
+    def append(index: int, elastic: Any, stock: Any, new: Any) -> None:
+        try:
+            ours = elastic.update(*new)
+        except torch.OutOfMemoryError:  # operators have it all
+            while blocks:
+                device.deallocate(blocks.pop())
+            ours = elastic.update(*new)
+        theirs = stock.update(*new)
+        between()
+        assert all(map(torch.equal, ours, theirs)), index
+
+    layers.append = append
+    steps = 0
+    while steps < 60 or (taken < 20 and steps < 1000):
+        steps += 1
+        layers.update(draw.choice((1, 1, 1, 9)))
+        if layers.pairs[0][1].get_seq_length() > 220:
+            layers.both(lambda layer: layer.crop(-100))
+        if draw.random() < 0.1:
+            layers.check()
+    assert taken >= 20
+    layers.check()
+    layers.both(lambda layer: layer.reset())
+    hog.close()

@@ -1,0 +1,494 @@
+"""Lives of models that talk: requests and whatever else may happen, drawn at random, each request compared with stock.
+
+What a request begins with was computed for these very tokens, by token and to the bit; what it leaves behind, and its
+tokens, are those of stock with the same cache held by hand, to the bit, and those of computing all anew, to rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import BudgetError
+from ballonet.hooks import governors
+from ballonet.hooks.kv import range as kv_range
+from ballonet.hooks.prefix import sessions
+from ballonet.offload.decide.ladder import LISTED, Rung
+
+from ..kv.pressure import poison, press
+from ..models import VOCABULARY, build
+from .conversations import HELD, outside
+
+PAGE: Final = 4096
+BLOCK: Final = 8  # tokens
+CONTEXT: Final = 72  # tokens; a model with learned positions knows no more
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def chained(ids: Sequence[int], salt: int) -> list[int]:
+    """One number per token, of it and all before it."""
+    found = []
+    for each in ids:
+        salt = hash((salt, each))
+        found.append(salt)
+    return found
+
+
+def digests(layers: Sequence[Pair], row: int, start: int, end: int) -> list[int]:
+    """One number per column [start, end), of its keys and values in all layers."""
+    parts = [each[row, :, start:end].transpose(0, 1).flatten(1) for pair in layers for each in pair]
+    return [hash(each.tobytes()) for each in torch.cat(parts, 1).numpy()]
+
+
+class Talker:
+    """A managed model with a store, and its stock twin."""
+
+    def __init__(self, name: str, adapters: bool, folder: Path | None) -> None:
+        with install.stock():
+            self.model = build(name, num_hidden_layers=2, max_position_embeddings=CONTEXT)
+            if adapters:
+                add_adapters(self.model)
+            self.stock = copy.deepcopy(self.model)
+        self.folder = folder
+        self.adapter = 0
+        self.epoch = 0  # of its weights
+        self.known: dict[int, set[int]] = {}  # by chained tokens, what was computed for the last one
+        self.began: list[Pair] | None = None
+        self.left: tuple[list[Pair], list[int], int] | None = None  # pads, and columns that are filled
+        self.talks: deque[list[int]] = deque(maxlen=10)
+        self.sessions: list[ballonet.Session] = []
+        self.pins: list[list[bytes]] = []
+        self.hits = self.moves = self.copies = self.on_host = self.on_disk = 0
+        self.manage(None)
+
+    @property
+    def salt(self) -> int:
+        return hash((self.adapter, self.epoch))
+
+    def manage(self, chaos: int | None, directory: bool = True) -> None:
+        where = self.folder if directory else None
+        self.managed = ballonet.manage(self.model, chaos=chaos, prefix_cache=True, prefix_dir=where)
+        assert self.managed.prefixes is not None
+        self.store = self.managed.prefixes
+        self.store._shelf.block = BLOCK
+        if self.store.saver is not None:
+            self.store.saver._block = BLOCK
+
+    def release(self) -> None:
+        self.count()
+        self.sessions.clear()
+        self.pins.clear()
+        self.managed.release()
+
+    def count(self) -> None:
+        counts = self.store.counts
+        assert not {reason for reason in counts.why_not if not reason.startswith("storing failed")}, counts.why_not
+        self.hits += counts.hits
+        self.moves += counts.moves
+        self.copies += counts.copies
+        self.on_host += counts.on_host
+        self.on_disk += counts.on_disk
+
+    # -- one request
+
+    def ask(self, rows: Sequence[Sequence[int]], act: Callable[..., torch.Tensor] | None = None, **options: Any) -> Any:
+        """The tokens, int64[sequences, tokens]; None where the model and stock refuse alike. `act`: in the place of
+        `generate`. torch.OutOfMemoryError, which is the model's."""
+        columns = max(map(len, rows))
+        ids = torch.tensor([[0] * (columns - len(row)) + [*row] for row in rows])
+        mask = torch.tensor([[0] * (columns - len(row)) + [1] * len(row) for row in rows])
+        settings = {"do_sample": False, "attention_mask": mask, **options}
+        self.began = self.left = None
+        torch.manual_seed(5)
+        error: type[BaseException] | None = None
+        try:
+            result = self.model.generate(ids, **settings) if act is None else act()
+        except (IndexError, ValueError) as caught:
+            error = type(caught)
+        began, left = self.began, self.left
+        with install.stock(), torch.no_grad():
+            if began is not None:
+                self.is_known(rows, began, columns)
+            cache = DynamicCache(config=self.stock.config)
+            for layer, pair in zip(cache.layers, began or [], strict=began is not None):
+                layer.update(*(each.clone() for each in pair))
+            torch.manual_seed(5)
+            wanted: type[BaseException] | None = None
+            try:
+                want = self.stock.generate(ids, **settings, past_key_values=cache)
+            except (IndexError, ValueError) as caught:
+                wanted = type(caught)
+            assert error is wanted, f"{error} where stock says {wanted}"
+            if error is not None:
+                return None
+            result, want = (each if isinstance(each, torch.Tensor) else each.sequences for each in (result, want))
+            result = torch.tensor(result.tolist())
+            assert torch.equal(result, want), "other tokens than with the same cache held by hand"
+            assert left is not None
+            self.is_by_hand(left, cache)
+            if options.get("num_beams", 1) == 1:
+                self.is_recomputed(left, result, not options.get("do_sample"))
+            self.note(left, result if options.get("num_beams", 1) == 1 else ids)
+        return result
+
+    def is_known(self, rows: Sequence[Sequence[int]], began: Sequence[Pair], columns: int) -> None:
+        filled, expand = began[0][0].shape[2], len(began[0][0]) // len(rows)
+        assert filled < columns
+        for number in range(len(rows) * expand):
+            row = rows[number // expand]
+            pad = columns - len(row)
+            if filled > pad:
+                keys = chained(row[: filled - pad], self.salt)
+                for at, (key, found) in enumerate(zip(keys, digests(began, number, pad, filled), strict=True)):
+                    assert found in self.known.get(key, ()), f"token {at} of row {number} was never computed like that"
+
+    def is_by_hand(self, left: tuple[list[Pair], list[int], int], cache: DynamicCache) -> None:
+        layers, pads, columns = left
+        for layer, pair in zip(cache.layers, layers, strict=True):
+            for ours, theirs in zip(pair, (layer.keys, layer.values), strict=True):
+                for row, pad in enumerate(pads):
+                    same = torch.equal(ours[row, :, pad:columns], theirs[row, :, pad:columns])
+                    assert same, "other keys and values than with the same cache held by hand"
+
+    def is_recomputed(self, left: tuple[list[Pair], list[int], int], result: torch.Tensor, greedy: bool) -> None:
+        """As if nothing had been kept: one forward over all of it."""
+        layers, pads, columns = left
+        mask = torch.ones_like(result[:, :columns])
+        for row, pad in enumerate(pads):
+            mask[row, :pad] = 0
+        where = {} if not any(pads) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        found = self.stock(result[:, :columns], attention_mask=mask, use_cache=True, **where)
+        for layer, pair in zip(found.past_key_values.layers, layers, strict=True):
+            for ours, theirs in zip(pair, (layer.keys, layer.values), strict=True):
+                for row, pad in enumerate(pads):
+                    torch.testing.assert_close(ours[row, :, pad:], theirs[row, :, pad:], rtol=1e-3, atol=1e-3)
+        if greedy and columns == result.shape[1] - 1:
+            last = found.logits[:, -1]
+            chosen = last.gather(1, result[:, -1:])
+            assert bool((chosen[:, 0] >= last.amax(1) - 1e-2).all()), "another token than all computed anew"
+
+    def note(self, left: tuple[list[Pair], list[int], int], ids: torch.Tensor) -> None:
+        layers, pads, columns = left
+        step = len(pads) // len(ids)
+        for number, row in enumerate(ids.tolist()):
+            pad = pads[number * step]
+            end = min(columns, len(row))
+            found = digests(layers, number * step, pad, end)
+            for key, each in zip(chained(row[pad:end], self.salt), found, strict=True):
+                self.known.setdefault(key, set()).add(each)
+
+    # -- between requests
+
+    def check(self) -> None:
+        """Whatever is said to be stored is there, once, and was computed for its tokens."""
+        shelf = self.store._shelf
+        for sequence, pages in shelf.at_rest.items():
+            assert not sequence.out
+            assert not sequence.readers
+            assert sequence.keys
+            assert pages == sequence.held
+            assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
+            assert shelf.index.owner(sequence.keys[-1]) is sequence
+            assert sequence.missing <= sequence.first
+        has = {(key, sequence) for sequence in shelf.at_rest for key in sequence.keys}
+        for key in shelf.index:
+            assert (key, shelf.index.owner(key)) in has, "a key that leads to other tokens"
+
+    def read_all(self) -> None:
+        """Of what is stored for the model as it is now, each token."""
+        now = self.store.identity()
+        for home in (home for sequence in self.store._shelf.at_rest for home in sequence.homes):
+            assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home._most + 2))
+        if now.weights != self.store._weights:
+            return
+        with install.stock():
+            for sequence in tuple(self.store._shelf.at_rest):
+                start, end = sequence.missing, len(sequence.ids)
+                if sequence.salt != now.settings or start >= end:
+                    continue
+                pairs = [tuple(map(outside, layer.part(start, end))) for layer in sequence.used]
+                keys = chained(sequence.ids, self.salt)[start:]
+                for key, found in zip(keys, digests(pairs, 0, 0, end - start), strict=True):
+                    assert found in self.known.get(key, ()), "what is stored is not what was computed"
+
+
+def add_adapters(model: Any) -> None:
+    """Two, of which none is on."""
+    from peft import LoraConfig
+
+    target = "c_attn" if hasattr(model, "transformer") else "v_proj"
+    for number in (1, 2):
+        torch.manual_seed(number)
+        model.add_adapter(LoraConfig(r=2, target_modules=[target], init_lora_weights=False), f"adapter{number}")
+    model.disable_adapters()
+    model.eval()
+
+
+@contextmanager
+def watched(talkers: list[Talker], meanwhile: Callable[[], None]) -> Iterator[None]:
+    """What requests begin with and leave behind is noted, and between any two layers something may happen."""
+    prepared, ended, append = sessions._Request.prepared, sessions._Request.ended, kv_range.KVRange.append
+
+    def copied(layers: Any) -> list[Pair]:
+        with install.stock():
+            return [(outside(each.keys), outside(each.values)) for each in layers]
+
+    def begin(request: Any, given: dict[str, Any]) -> None:
+        prepared(request, given)
+        if request._lookup.columns:
+            talker = next(each for each in talkers if each.model is request.model)
+            talker.began = copied(given["model_kwargs"]["past_key_values"].layers)
+
+    def end(request: Any, result: Any) -> None:
+        if request._layers:
+            talker = next(each for each in talkers if each.model is request.model)
+            talker.left = copied(request._layers), list(request._pads), request._layers[0].get_seq_length()
+        ended(request, result)
+
+    def appended(home: Any, *args: Any) -> Any:
+        meanwhile()
+        return append(home, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions._Request, "prepared", begin)
+        patch.setattr(sessions._Request, "ended", end)
+        patch.setattr(kv_range.KVRange, "append", appended)
+        yield
+
+
+class Life:
+    """Of some models on one device."""
+
+    def __init__(self, seed: int, names: Sequence[str], *, adapters: bool = False, folder: Path | None = None) -> None:
+        self.draw = random.Random(seed)
+        self.done: Counter[str] = Counter()
+        self.device = runtime.require()
+        self.budget = self.device.budget
+        self.talkers = [
+            Talker(name, adapters, None if folder is None else folder / str(number))
+            for number, name in enumerate(names)
+        ]
+        self._asking = False
+
+    def live(self, steps: int) -> None:
+        """So many steps, most of them requests; then everything goes."""
+        with watched(self.talkers, self._meanwhile):
+            for number in range(steps):
+                talker = self.draw.choice(self.talkers)
+                between = self.draw.random() < 0.25
+                what = self.draw.choice(self._BETWEEN if between else ("one", "one", "one", "batch", "by_hand"))
+                self.done[what] += 1
+                with suppress(torch.OutOfMemoryError):
+                    self._asking = not between
+                    try:
+                        getattr(self, f"_{what}")(talker)
+                    except torch.OutOfMemoryError:
+                        self.done["out of memory"] += 1
+                        ballonet.set_budget(self.budget)
+                    finally:
+                        self._asking = False
+                for each in self.talkers:
+                    each.check()
+                    if number % 8 == 0:
+                        each.read_all()
+                if number % 8 == 0:
+                    self.device.check()
+        ballonet.set_budget(self.budget)
+        while self.talkers:
+            self.talkers.pop().release()
+        gc.collect()
+        self.device.reap(wait=True)
+        self.device.check()
+        assert self.device.snapshot()["pages"]["kv"] == 0
+
+    # -- requests
+
+    def _words(self, count: int) -> list[int]:
+        return [self.draw.randrange(2, VOCABULARY) for _ in range(count)]
+
+    def _prompt(self, talker: Talker) -> list[int]:
+        draw = self.draw
+        old = draw.choice(talker.talks) if talker.talks else []
+        kind = draw.choice(("on", "on", "on", "branch", "branch", "edit", "first", "again", "fresh", "long", "short"))
+        self.done["sessions"] += kind != "on"
+        if kind == "fresh" or len(old) < 2 or (kind != "long" and len(old) > CONTEXT - 10):
+            return self._words(draw.randint(4, 40))
+        if kind == "branch":
+            old = old[: draw.randint(1, len(old))]
+        elif kind == "edit":
+            old = [*old]
+            old[draw.randrange(len(old))] = draw.randrange(2, VOCABULARY)
+        elif kind == "first":
+            return [draw.randrange(2, VOCABULARY), *old[1:]]
+        elif kind == "again":
+            return old[: draw.randint(1, len(old))]
+        elif kind == "long":  # than the model's context
+            return (old + self._words(CONTEXT))[: CONTEXT + draw.randint(-2, 2)]
+        elif kind == "short":
+            return self._words(1)
+        return old + self._words(draw.randint(1, 5))
+
+    def _options(self) -> dict[str, Any]:
+        new = self.draw.randint(1, 4)
+        ways: tuple[dict[str, Any], ...] = ({"do_sample": True}, {"num_beams": 2}, {"num_return_sequences": 2})
+        kind = dict(self.draw.choice(({}, {}, {}, {}, {}, *ways)))
+        if "num_return_sequences" in kind:
+            kind |= {"do_sample": True, "return_dict_in_generate": True}
+        return {"max_new_tokens": new, "min_new_tokens": new, **kind}
+
+    def _one(self, talker: Talker) -> None:
+        self._said(talker, talker.ask([self._prompt(talker)], **self._options()))
+
+    def _batch(self, talker: Talker) -> None:
+        rows = [self._prompt(talker) for _ in range(self.draw.randint(2, 3))]
+        self._said(talker, talker.ask(rows, **self._options()), max(map(len, rows)), [len(row) for row in rows])
+
+    def _said(self, talker: Talker, result: Any, columns: int = 0, lengths: Sequence[int] = ()) -> None:
+        if result is None:
+            self.done["refused"] += 1
+            return
+        for number, row in enumerate(result.tolist()):
+            self.done["answers"] += 1
+            pad = columns - lengths[number * len(lengths) // len(result)] if lengths else 0
+            talker.talks.append(row[pad:])
+
+    def _by_hand(self, talker: Talker) -> None:
+        draw = self.draw
+        if not talker.sessions or draw.random() < 0.2:
+            talker.sessions.append(ballonet.Session(talker.model))
+        session = draw.choice(talker.sessions)
+        if draw.random() < 0.2:
+            talker.sessions.append(session := session.fork())
+        if draw.random() < 0.2 or len(session.tokens) > CONTEXT - 12:
+            session.close()
+            talker.sessions.remove(session)
+            return
+        said, new = self._words(draw.randint(1, 6)), draw.randint(1, 4)
+        options = {"max_new_tokens": new, "min_new_tokens": new}
+
+        def act() -> torch.Tensor:
+            session.generate(said, do_sample=False, **options)
+            return torch.tensor([session.tokens])
+
+        self._said(talker, talker.ask([[*session.tokens, *said]], act, **options))
+
+    # -- whatever else happens, also in the middle of a request
+
+    def _meanwhile(self) -> None:
+        if self._asking and self.draw.random() < 0.12:
+            self._asking = False
+            try:
+                what = self.draw.choice(self._ANYTIME)
+                self.done[what] += 1
+                getattr(self, f"_{what}")(self.draw.choice(self.talkers))
+            finally:
+                self._asking = True
+
+    def _pull(self, _: Talker) -> None:
+        rung = self.draw.choice(LISTED)
+        self.done[f"pulled {rung.label}"] += governors.of(self.device).pull(rung, self.draw.randint(1, 12))
+
+    def _home(self, _: Talker) -> None:
+        governors.of(self.device).revert(self.draw.choice((Rung.PREFIX, Rung.IDLE_KV)), self.draw.randint(1, 12))
+
+    def _press(self, _: Talker) -> None:
+        self.done["pressed"] += press(self.device, self.draw.randint(1, 9))
+
+    def _poison(self, _: Talker) -> None:
+        poison(self.device)
+
+    def _behind(self, talker: Talker) -> None:
+        for sequence in tuple(talker.store._shelf.at_rest):
+            for tier in sequence._tiers():
+                tier.write_behind(self.draw.randint(0, 3))
+
+    def _evict(self, talker: Talker) -> None:
+        self.done["evicted"] += talker.store.give_up(self.device, self.draw.randint(1, 20))
+
+    def _limit(self, talker: Talker) -> None:
+        talker.store.limit = self.draw.choice((None, None, 40 * PAGE, 150 * PAGE))
+        if talker.store.limit is not None and not talker.store._shelf._pinned:
+            assert talker.store.nbytes <= talker.store.limit
+
+    def _pin(self, talker: Talker) -> None:
+        if talker.talks and len(talker.pins) < 4:
+            talker.pins.append(talker.store.pin(self.draw.choice(talker.talks)))
+
+    def _unpin(self, talker: Talker) -> None:
+        if talker.pins:
+            talker.store.unpin_keys(talker.pins.pop(self.draw.randrange(len(talker.pins))))
+
+    def _shrink(self, _: Talker) -> None:
+        pages = self.budget // PAGE
+        with suppress(BudgetError):
+            ballonet.set_budget(self.draw.randint(pages // 8, pages) * PAGE, timeout="0.1s")
+            self.done["shrunk"] += 1
+
+    def _clear(self, talker: Talker) -> None:
+        if self.draw.random() < 0.2:
+            talker.store.clear()
+
+    _ANYTIME = (
+        *("pull", "pull", "pull", "home", "press", "poison", "behind", "behind", "evict", "limit", "pin", "unpin"),
+        *("shrink", "clear"),
+    )
+
+    # -- only between requests
+
+    def _switch(self, talker: Talker) -> None:
+        """To another adapter, if there are any."""
+        if not getattr(talker.model, "_hf_peft_config_loaded", False):
+            return
+        talker.adapter = self.draw.randrange(3)
+        for model in (talker.model, talker.stock):
+            if talker.adapter:
+                model.enable_adapters()
+                model.set_adapter(f"adapter{talker.adapter}")
+                model.eval()
+            else:
+                model.disable_adapters()
+
+    def _write(self, talker: Talker) -> None:
+        """To a weight."""
+        if self.draw.random() < 0.3:
+            talker.epoch += 1
+            for model in (talker.model, talker.stock):
+                with torch.no_grad():
+                    model.get_input_embeddings().weight[3:9].mul_(1.25)
+
+    def _anew(self, talker: Talker) -> None:
+        """Released and managed again, with files or without, with chaos or without."""
+        talker.release()
+        talker.manage(self.draw.choice((None, self.draw.randrange(99))), self.draw.random() < 0.7)
+
+    def _flush(self, talker: Talker) -> None:
+        assert talker.store.flush(60)
+
+    def _break(self, talker: Talker) -> None:
+        """A request is broken off in the middle, by an error or as by Ctrl-C."""
+        error, count = self.draw.choice((ZeroDivisionError, KeyboardInterrupt)), iter(range(99))
+        at, append = self.draw.randrange(8), kv_range.KVRange.append
+
+        def fails(home: Any, *args: Any) -> Any:
+            if next(count) == at:
+                raise error
+            return append(home, *args)
+
+        prompt = torch.tensor([self._prompt(talker)])[:, : CONTEXT - 8]
+        with pytest.MonkeyPatch.context() as patch, suppress(error):
+            patch.setattr(kv_range.KVRange, "append", fails)
+            talker.model.generate(prompt, do_sample=False, max_new_tokens=4)
+
+    _BETWEEN = (*_ANYTIME, "switch", "switch", "switch", "write", "anew", "flush", "break", "break")

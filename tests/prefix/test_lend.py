@@ -1,0 +1,333 @@
+"""Models that lend each other pages: tokens stay, keys go before pages, what is in use stays, and who comes back finds
+what is its own (SwiftCache §3.4, §3.5)."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.errors import BallonetError
+from ballonet.hooks import governors
+from ballonet.hooks.kv.pages import KVPages
+from ballonet.hooks.lease import Holding
+from ballonet.hooks.prefix.store import PrefixStore
+from ballonet.offload.decide.lending import unit_within
+from ballonet.offload.govern.governor import Governor
+from ballonet.offload.govern.lend import PART, Lending, Lent
+from ballonet.offload.move.kv_twin import available
+
+from ..models import build
+from ..pool import bytes_that_exist, tiny_layers
+from .conversations import BLOCK, HELD, outside, words
+
+PAGE: Final = 4096
+# In float64, where no rounding decides a token. A page holds 4 tokens of one of 6 layers, and 8 of one of 4: most of
+# what a request takes is KV.
+MODELS: Final[dict[str, dict[str, Any]]] = {
+    "llama": {"num_key_value_heads": 4, "head_dim": 16, "num_hidden_layers": 6},
+    "qwen2": {"num_key_value_heads": 4, "num_hidden_layers": 4},
+}
+
+
+@cache
+def stock(name: str) -> Any:
+    return build(name, **MODELS[name]).double()
+
+
+class Turn(NamedTuple):
+    """A prompt, and the tokens that stock makes of it. Made before anything is installed: stock takes no pages."""
+
+    prompt: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, name: str, prompt: torch.Tensor, new: int = 3) -> Turn:
+        return cls(prompt, stock(name).generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False))
+
+
+def turns(name: str, seed: int, lengths: Sequence[int]) -> list[Turn]:
+    """Unlike each other."""
+    generator = torch.Generator().manual_seed(seed)
+    return [Turn.of(name, words(generator, length)) for length in lengths]
+
+
+def talk(name: str, seed: int, count: int) -> list[Turn]:
+    """They go on from each other at random."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    found: list[Turn] = []
+    for _ in range(count):
+        before = draw.choice([words(generator, 20), words(generator, 60), *(each.tokens for each in found)])
+        prompt = torch.cat([before[:, : draw.randint(8, before.shape[1])], words(generator, draw.randint(9, 150))], 1)
+        found.append(Turn.of(name, prompt[:, :200], draw.randint(1, 4)))
+    return found
+
+
+class One:
+    """A managed model that keeps prefixes."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        self.model = build(name, **MODELS[name]).double()
+        self.managed = ballonet.manage(self.model, prefix_cache=True, **options)
+        self.store._shelf.block = BLOCK
+
+    @property
+    def store(self) -> PrefixStore:
+        assert self.managed.prefixes is not None
+        return self.managed.prefixes
+
+    @property
+    def lent(self) -> Lent:
+        return self.managed.report().lending
+
+    def ask(self, turn: Turn, **options: Any) -> None:
+        """The tokens are those of stock."""
+        new = turn.tokens.shape[1] - turn.prompt.shape[1]
+        tokens = self.model.generate(turn.prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options)
+        assert torch.equal(tokens, turn.tokens), "other tokens than stock's"
+
+    def check(self) -> None:
+        """Each key that is stored leads to pages, and no page is kept without one."""
+        store = self.store
+        for key in store._shelf.index:
+            owner: Any = store._shelf.index.owner(key)
+            assert owner.out or owner in store._shelf.at_rest
+            start = owner.keys.index(key) * store.block
+            end = min(start + store.block, len(owner.ids))
+            for home in owner.homes:
+                pieces = range(start * home.geometry.token_bytes // PAGE, home.geometry.pieces(end))
+                assert all(home.range.backing(piece) in HELD for piece in pieces), "a key leads to pages that are gone"
+        for sequence, pages in store._shelf.at_rest.items():
+            assert sequence.keys, "pages are kept without keys"
+            assert pages == sequence.held
+
+
+@contextmanager
+def models(
+    monkeypatch: pytest.MonkeyPatch, pages: int, host: int, window: float, *names: str, **options: Any
+) -> Iterator[list[One]]:
+    """Managed on a device with so many pages, and so many on the host, where a reserve outlasts its use by so many
+    seconds."""
+    monkeypatch.setenv("BALLONET_HOST_BUDGET", str(host * PAGE))
+    with tiny_layers(monkeypatch, pages * PAGE, PAGE), ExitStack() as stack:
+        found = []
+        for name in names:
+            found.append(One(name, **options))
+            stack.callback(found[-1].managed.release)
+        governors.of(runtime.require())._lending = Lending(window)
+        yield found
+        runtime.require().check()
+        assert bytes_that_exist() <= pages * PAGE
+        del found
+
+
+def pulled() -> int:
+    """Pages that were taken back so far."""
+    found = ballonet.stats().events.get("lend", {})
+    return found["pull"].pages if "pull" in found else 0
+
+
+def copied() -> int:
+    """Bytes, in any direction."""
+    return sum(ballonet.stats().copied.values())
+
+
+class Counted:
+    """The device as the governor has it, and how often it was told to take something."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.device, name)
+
+    def take(self, keys: list[int]) -> int:
+        self.calls += 1
+        return self.device.take(keys)
+
+
+def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reserve was lent. What it lacks comes in one exchange and one call, and no byte moves; what the host has is
+    not forgotten."""
+    first, back = turns("llama", 1, (40, 200))
+    others = turns("qwen2", 2, [200] * 9)
+    exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
+    take_back = Governor._take_back
+    with models(monkeypatch, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
+        governor = governors.of(runtime.require())
+        counted = Counted(runtime.require())
+
+        def watch(self: Governor, owed: Any, by: str) -> None:
+            before = copied(), counted.calls, pulled()
+            take_back(self, owed, by)
+            exchanges.append((copied() - before[0], counted.calls - before[1], pulled() - before[2]))
+
+        worker.ask(first)
+        worker.store.clear()
+        for turn in others:
+            master.ask(turn)
+        assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // PART).size == 12
+        assert worker.lent.lent >= 48
+        assert master.lent.borrowed > 200
+        keys = len(master.store._shelf.index)
+        with monkeypatch.context() as patched:
+            patched.setattr(governor, "_device", counted)
+            patched.setattr(Governor, "_take_back", watch)
+            worker.ask(back)
+        assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
+        assert sum(pages for *_, pages in exchanges) > 100
+        assert len(master.store._shelf.index) == keys
+        master.check()
+        worker.check()
+        for turn in others[-3:]:  # what is a hit yet is right, and what is none is computed
+            master.ask(turn)
+        master.check()
+
+
+@pytest.mark.parametrize("wanted", [18, 36])
+def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+    """Keys from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
+    and what somebody reads stays until he is done."""
+    first, *others = [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
+    calls = [0]
+    retire = KVPages.retire
+
+    def count(self: KVPages, first: int, end: int) -> None:
+        calls[0] += 1
+        retire(self, first, end)
+
+    with models(monkeypatch, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
+        device, cache = runtime.require(), ballonet.KVCache(worker.model.config)
+        worker.ask(first, past_key_values=cache)
+        for turn in others:
+            master.ask(turn)
+        kept, store = master.store._shelf.here, master.store
+        assert kept >= 60
+        device.trim()
+        hog = device.reserve(900 * PAGE, "weights", device.group())
+        hog.map(0, available(device))
+        before, keys = copied(), len(store._shelf.index)
+        prompts = [turn.tokens[0].tolist() for turn in others]
+        found = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
+        with monkeypatch.context() as patched:
+            patched.setattr(KVPages, "retire", count)
+            (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
+            with Holding(tier._group):
+                with ExitStack() as reads:
+                    for ids, tokens in zip(prompts, found, strict=True):
+                        if tokens:
+                            reads.enter_context(store.read(ids, store.identity(), 0, tokens))
+                    tier.iteration(0, 1, wanted // tier.block)
+                    assert pulled() == 0
+                    assert len(store._shelf.index) == keys
+                tier.iteration(0, 1, wanted // tier.block)
+        assert pulled() >= wanted
+        assert pulled() - wanted < 4 * 12, "and little more: blocks of a sequence, and units"
+        assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
+        assert copied() == before
+        device.reap(wait=True)
+        assert available(device) >= wanted
+        assert len(store._shelf.index) < keys
+        now = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
+        assert all(after <= before for after, before in zip(now, found, strict=True))
+        assert sum(now) < sum(found)
+        master.check()
+        hog.close()
+        for turn in others:
+            master.ask(turn)
+        cache.reset()
+        del hog, cache, tier
+
+
+def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is away for a while finds its pages free: nobody keeps anything there, as the kernel counts it."""
+    first, back = turns("llama", 3, (200, 200))
+    others = turns("qwen2", 2, [200] * 9)
+    with models(monkeypatch, 1000, 2000, 1e9, "llama", "qwen2") as (worker, master):
+        worker.ask(first)
+        worker.store.clear()
+        reserve = worker.lent.reserve
+        assert reserve >= 300
+        assert worker.lent.lent == 0
+        for turn in others:
+            master.ask(turn)
+            gc.collect()
+            runtime.require().trim()
+            assert bytes_that_exist() <= (1000 - reserve) * PAGE
+        assert master.lent.borrowed > 100
+        master.check()
+        worker.ask(back)
+
+
+def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there when its reader is done, whoever wants pages meanwhile."""
+    (back,) = turns("llama", 4, (200,))
+    others = turns("qwen2", 2, [200] * 9)
+    with models(monkeypatch, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
+        for turn in others:
+            master.ask(turn)
+        store, ids = master.store, others[-1].tokens[0].tolist()
+        with store.read(ids, store.identity(), 0, 160) as parts:
+            assert parts is not None
+            before = [[outside(each) for each in parts(layer)] for layer in parts.layers]
+            with ThreadPoolExecutor(1) as other:
+                other.submit(worker.ask, back).result()
+            assert pulled() > 40
+            for layer, pair in zip(parts.layers, before, strict=True):
+                assert all(torch.equal(*each) for each in zip(parts(layer), pair, strict=True))
+            assert store.get_num_new_matched_tokens([*ids, 1]) >= 160
+            del parts
+        master.check()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Two models talk on threads of their own, others come and go, pages move at random: nothing is ever another's, and
+    a request gets its tokens, or where all is in use is told so."""
+    talks = {name: talk(name, 10 * seed + n, 6) for n, name in enumerate(MODELS)}
+    guests = turns("qwen2", seed, (80, 60))
+    failed = threading.Event()
+
+    def say(one: One, said: Sequence[Turn]) -> int:
+        answered = 0
+        try:
+            for turn in said:
+                if not failed.is_set():
+                    with suppress(torch.OutOfMemoryError):
+                        one.ask(turn)
+                        answered += 1
+        except BaseException:
+            failed.set()
+            raise
+        return answered
+
+    with models(monkeypatch, 900, 500, 0.0, *MODELS, chaos=seed) as both:
+        with ThreadPoolExecutor(2) as threads:
+            running = [threads.submit(say, one, talks[name]) for name, one in zip(talks, both, strict=True)]
+            while not all(each.done() for each in running):
+                try:
+                    guest = One("qwen2")
+                except (BallonetError, torch.OutOfMemoryError):  # it comes another time
+                    wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+                    continue
+                say(guest, guests)
+                guest.check()
+                del guest  # and it is collected, as there may be no room beside the pool for what it would take out
+                gc.collect()
+            assert sum(each.result() for each in running) > 7
+        for one in both:
+            one.check()
+        assert pulled() > 0
+        del one

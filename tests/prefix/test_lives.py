@@ -1,0 +1,45 @@
+"""Hundreds of random conversations of several models, with chaos, adapters, files, and pages that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import transformers
+
+from ballonet.hooks.kv import room
+
+from ..pool import tiny_layers
+from .lives import PAGE, Life
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Small enough that pages run out now and then, which is not waited for."""
+    monkeypatch.setattr(room, "PATIENCE", 0.1)
+    monkeypatch.setattr(transformers.logging.get_logger("transformers.generation.utils"), "disabled", True)
+    with tiny_layers(monkeypatch, 1024 * PAGE, PAGE):
+        yield
+
+
+@pytest.mark.parametrize(
+    ("seed", "names", "adapters", "files"),
+    [
+        (0, ("llama", "gpt2"), True, True),
+        (1, ("falcon",), False, False),
+        (2, ("qwen2", "llama"), True, False),
+        (3, ("gpt2",), False, True),
+    ],
+)
+def test_whatever_happens_tokens_are_right(
+    seed: int, names: tuple[str, ...], adapters: bool, files: bool, tmp_path: Path
+) -> None:
+    life = Life(seed, names, adapters=adapters, folder=tmp_path if files else None)
+    talkers = list(life.talkers)
+    life.live(90)
+    assert life.done["sessions"] > 50
+    assert life.done["answers"] > 3 * life.done["out of memory"] + 60
+    assert sum(each.hits for each in talkers) > 100
+    assert sum(each.moves for each in talkers) > 3
+    assert sum(each.copies for each in talkers) > 3

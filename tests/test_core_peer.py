@@ -1,0 +1,284 @@
+"""Pages of the peer: what is taken of KV goes there first, and from there to the host, under everything that looks."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ballonet.allocator import _native
+from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+
+from .core import PAGE, PLACES, Core, arm, behind, disarm, faults_fired, holds, make, opened, physical, shim, write
+
+PEER = {"peer": 1, "peer_budget": 3 * PAGE}
+
+
+class KV:
+    """Pages of KV, each full of a byte of its own, with a twin and a spare range."""
+
+    def __init__(self, core: Core, pieces: int = 8) -> None:
+        self.core, self.group = core, core.device.group()
+        self.home, self.twin, self.spare = (core.range(pieces, "kv", self.group) for _ in range(3))
+        self.home.map(0, pieces)
+        for piece in range(pieces):
+            write(self.home.address + piece * PAGE, piece + 1)
+
+    def entry(self, first: int, count: int) -> _native.Entry:
+        return first, self.group, [(self.home, first, count, self.twin, first, [])]
+
+    def places(self) -> str:
+        """Of each page, as the kernel says: d, h or p."""
+        return "".join((behind(self.home.address + n * PAGE)[0] or "?")[0] for n in range(self.home.pieces))
+
+    def intact(self) -> None:
+        assert all(holds(self.home.address + n * PAGE, n + 1) for n in range(self.home.pieces))
+        self.core.device.check()
+        numbers = self.core.device.snapshot()
+        assert physical() == numbers["created"] * PAGE
+        assert physical("host") == numbers["host_pages"] * PAGE
+        assert physical("peer") == numbers["peer_pages"] * PAGE <= numbers["peer_budget"]
+
+    def demote(self, first: int, count: int) -> bool:
+        """With the bytes in the spare range first."""
+        self.spare.map_host(first, count)
+        at = first * PAGE
+        parts = [(self.spare.address + at, self.twin.address + at, count * PAGE)]
+        _native.Transfer(self.core.device).copy(parts, after=0, owner="kv", to="host").wait()
+        return self.twin.take_over(first, self.spare, first, count, self.home)
+
+
+def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None:
+    with opened(**PEER) as core:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
+        assert core.device.take([0]) == 2
+        assert kv.places() == "ppdddddd"
+        assert core.device.take([2]) == 3
+        assert kv.places() == "ppphhddd"
+        assert [kv.home.place(n) for n in (0, 3, 5)] == ["peer", "host", "device"]
+        assert [kv.twin.backing(n) for n in (0, 3, 5)] == ["peer", "host", "none"]
+        assert core.copied() == {"kv_d2p": 3 * PAGE, "kv_d2h": 2 * PAGE}
+        kv.intact()
+        numbers = core.device.snapshot()
+        assert (numbers["peer"], numbers["peer_pages"], numbers["peer_free"]) == ("device 1", 3, 0)
+        assert kv.home.own(0, 1)
+        core.device.synchronize()
+        address = kv.twin.address
+        _native.Transfer(core.device).copy([(kv.home.address, address, PAGE)], after=0, owner="kv", to="device").wait()
+        assert core.copied()["kv_p2d"] == PAGE
+        kv.intact()
+
+
+def test_weights_do_not_go_there() -> None:
+    with opened(**PEER) as core:
+        group = core.device.group()
+        home, twin = (core.range(2, "weights", group) for _ in range(2))
+        home.map(0, 2)
+        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
+        assert core.device.take([1]) == 2
+        assert (physical("peer"), physical("host")) == (0, 2 * PAGE)
+
+
+@pytest.mark.parametrize("lacking", ["host", "peer"])
+def test_what_fits_in_neither_place_stays(lacking: str) -> None:
+    budgets = {"host_budget": 1, "peer": 1, "peer_budget": 1 * PAGE}
+    with opened(**budgets) as core:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 3), kv.entry(3, 2)])
+        assert core.device.take([0]) == 0
+        assert core.device.take([3]) == 2
+        assert sorted(kv.places()) == sorted("ddddddhp")
+        hog = core.range(1)
+        with pytest.raises(PoolExhausted):
+            hog.map_host(0, 1) if lacking == "host" else hog.map_peer(0, 1)
+        kv.intact()
+
+
+def test_pages_leave_the_peer_under_what_leads_there_and_what_is_published_stays() -> None:
+    with opened(**PEER) as core:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 3)])
+        core.device.take([0])
+        kv.twin.map_host(4, 1)  # clean, and at home
+        core.device.publish([kv.entry(4, 1)])
+        assert kv.demote(1, 2)
+        assert kv.places() == "phhddddd"
+        assert [kv.twin.backing(n) for n in range(3)] == ["peer", "host", "host"]
+        assert kv.spare.backed == 0
+        assert core.copied()["kv_p2h"] == 2 * PAGE
+        assert core.device.snapshot()["peer_free"] == 2
+        assert core.device.published == [4]
+        kv.intact()
+        write(kv.home.address + PAGE, 2)  # through the alias, which leads to the twin's page
+        assert holds(kv.twin.address + PAGE, 2)
+
+
+def test_a_clean_page_at_home_may_be_taken_after_its_twin_has_left_the_peer() -> None:
+    with opened(**PEER) as core:
+        kv = KV(core)
+        kv.twin.map_peer(5, 1)
+        _native.Transfer(core.device).copy(
+            [(kv.twin.address + 5 * PAGE, kv.home.address + 5 * PAGE, PAGE)], after=0, owner="kv", to="peer"
+        ).wait()
+        core.device.publish([kv.entry(5, 1)])
+        assert kv.demote(5, 1)
+        assert kv.places() == "dddddddd"
+        assert core.device.take([5]) == 1
+        assert kv.places() == "dddddhdd"
+        kv.intact()
+
+
+def test_nothing_leaves_the_peer_while_another_thread_holds_a_lease() -> None:
+    with opened(**PEER) as core:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 2)])
+        core.device.take([0])
+        held, done = threading.Event(), threading.Event()
+
+        def lease() -> None:
+            kv.group.enter()
+            held.set()
+            done.wait()
+            kv.group.leave()
+
+        thread = threading.Thread(target=lease)
+        thread.start()
+        held.wait()
+        assert not kv.demote(0, 2)
+        assert kv.places().startswith("pp")
+        done.set()
+        thread.join()
+        assert kv.twin.take_over(0, kv.spare, 0, 2, kv.home)
+        assert kv.places().startswith("hh")
+        kv.intact()
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with opened(**PEER) as core:
+        kv, other = KV(core, 4), core.range(4)
+        core.device.publish([kv.entry(0, 1)])
+        core.device.take([0])
+        with pytest.raises(BallonetError, match="no page of its own"):
+            kv.twin.take_over(0, kv.spare, 0, 1, kv.home)
+        kv.spare.map_host(0, 1)
+        with pytest.raises(BallonetError, match="another group"):
+            kv.twin.take_over(0, kv.spare, 0, 1, other)
+        assert kv.spare.alias(1, kv.twin, 0, 1)
+        assert not kv.twin.take_over(0, kv.spare, 0, 1, kv.home), "somebody else leads there"
+        kv.intact()
+    with opened() as core, pytest.raises(BallonetError, match="no peer"):
+        core.range(1).map_peer(0, 1)
+
+
+CALLS = ("cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemcpyAsync", "cuEventRecord")
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_fault_at_any_call_leaves_every_page_where_it_was_or_goes_on_with_the_host(call: str) -> None:
+    struck = 0
+    for ahead in range(1, 7):
+        with opened(**PEER) as core:
+            kv = KV(core)
+            core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
+            before = faults_fired()
+            arm(call, ahead)
+            for key in (0, 2):
+                taken = core.device.take([key])  # what fails is tried once more, without the peer
+                kv.intact()
+                assert taken or (call == "cuMemCreate" and core.device.take([key])), "the host had none, once"
+                kv.intact()
+            for piece in range(3):
+                if kv.twin.backing(piece) != "peer":
+                    continue
+                with suppress(DriverError, PoolExhausted):
+                    kv.demote(piece, 1)
+                kv.intact()
+                kv.spare.retire(piece, 1)
+            core.device.reap(wait=True)
+            core.device.trim()
+            kv.intact()
+            struck += faults_fired() - before
+            disarm()
+    assert struck > 1
+
+
+def test_a_driver_without_memory_there_means_the_host() -> None:
+    with opened(**PEER) as core:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 2)])
+        arm("cuMemCreate")
+        assert core.device.take([0]) == 2
+        assert set(kv.places()[:2]) <= {"h", "p"}
+        assert "h" in kv.places()
+        kv.intact()
+
+
+def test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own() -> None:
+    with opened(budget=8, peer=0, peer_budget=3 * PAGE) as core:
+        kv = KV(core)  # all of the device's budget
+        core.device.publish([kv.entry(0, 5)])
+        assert core.device.take([0]) == 5
+        numbers = core.device.snapshot()
+        assert (numbers["peer"], core.device.peer, numbers["peer_pages"]) == ("second pool", 0, 3)
+        assert kv.places() == "dddhhddd"
+        assert [kv.home.place(n) for n in range(5)] == ["peer", "peer", "peer", "host", "host"]
+        assert physical() == (numbers["created"] + 3) * PAGE
+        assert physical("peer") == 0
+        assert all(holds(kv.home.address + n * PAGE, n + 1) for n in range(8))
+        core.device.check()
+
+
+REFUSING = "int cuDeviceCanAccessPeer(int* can, int device, int peer) { *can = 0; return 0; }"
+
+
+@pytest.mark.parametrize(("peer", "why"), [(1, "cannot reach"), (7, "does not exist")])
+def test_a_peer_that_cannot_be_reached_is_none(tmp_path: Path, peer: int, why: str) -> None:
+    path = shim(tmp_path, REFUSING) if peer == 1 else None
+    device = make(peer=peer, peer_budget=4 * PAGE, path=path)
+    assert device.peer is None
+    assert why in device.peer_refused
+    assert device.snapshot()["peer_budget"] == 0
+    device.close()
+
+
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuDeviceCanAccessPeer"])
+def test_a_peer_that_does_not_work_is_none(call: str) -> None:
+    made = make(**PEER)
+    made.close()
+    arm(call)
+    device = make(**PEER)
+    assert device.peer is None
+    assert call in device.peer_refused
+    device.check()
+    device.close()
+    assert not any(map(physical, PLACES))
+
+
+def test_the_bytes_stay_when_everything_moves() -> None:
+    """Random moves of pages of all three places, checked after each."""
+    drawn = random.Random(5)
+    with opened(budget=12, **PEER) as core:
+        kv = KV(core)
+        for _ in range(60):
+            piece = drawn.randrange(8)
+            kind = kv.home.backing(piece)
+            if kind == "alias":
+                if kv.twin.backing(piece) == "peer" and drawn.random() < 0.5:
+                    assert kv.demote(piece, 1)
+                else:
+                    data = ctypes.string_at(kv.home.address + piece * PAGE, PAGE)
+                    if kv.home.own(piece, 1):
+                        ctypes.memmove(kv.home.address + piece * PAGE, data, PAGE)
+                        kv.twin.retire(piece, 1)
+            elif drawn.random() < 0.5:
+                kv.home.move(piece, drawn.choice(["device", "host", "peer"]))
+            elif kind == "device" and kv.twin.backing(piece) == "none":
+                core.device.publish([kv.entry(piece, 1)])
+                core.device.take([piece])
+            core.device.reap(wait=True)
+            kv.intact()
