@@ -376,3 +376,9 @@ def test_the_same_requests_have_the_same_blocks_evicted() -> None:
         return gone
 
     assert evicted() == evicted()
+
+
+def test_keys_go_on_from_those_that_are_known() -> None:
+    ids = random.Random(3).choices(range(1000), k=43)
+    whole = chain(ids, 4, b"salt")
+    assert all(chain(ids, 4, b"salt", whole[:count]) == whole for count in range(len(whole) + 1))

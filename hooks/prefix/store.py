@@ -360,7 +360,7 @@ class PrefixStore:
             sources = self._begin_reading(lookup, runs)
             self._shelf.done()
         try:
-            if found < end or self._weights != now.weights:
+            if not runs or found < end or self._weights != now.weights:
                 yield None
                 return
             with ExitStack() as held:

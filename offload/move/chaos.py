@@ -31,6 +31,7 @@ WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to
     "down": ("alias",),
     "home": ("alias",),
 }
+OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
 MOVES: Final = 2  # attempts per boundary and kind
 SELDOM: Final = 8  # boundaries for one at which a lever is pulled, as a rule
 MOST: Final = 32  # pages that it is asked for
@@ -64,7 +65,8 @@ class Chaos:
         self.seed = seed
         self._ways: tuple[Way, ...] = ("device", "host", "away", "home") if host else ("device",)
         if peer:
-            self._ways += ("peer", "down")
+            self._ways += OF_A_PEER
+        self._shown = [way for way in WHERE if peer or way not in OF_A_PEER]
         self._random = random.Random(seed)
         self._levers = random.Random(seed)  # of its own: which pages move does not depend on what else there is
         self._moved: Counter[str] = Counter()
@@ -75,9 +77,9 @@ class Chaos:
     def moved(self) -> Mapping[str, int]:
         """Pages moved so far: `weights` (to another device page), `kv_device`, `kv_host`, `kv_peer` (to a page of the
         device, the host, the peer), `kv_away` and `kv_home` (to their twin, and back), `kv_down` (with it to the
-        host)."""
+        host). `kv_peer` and `kv_down` only where there is a peer."""
         with self._lock:
-            return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in WHERE))}
+            return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in self._shown))}
 
     @property
     def pulled(self) -> Mapping[tuple[str, str], int]:

@@ -224,15 +224,11 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
             (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
-            with Holding(tier._group):
-                with ExitStack() as reads:
-                    for ids, tokens in zip(prompts, found, strict=True):
-                        if tokens:
-                            reads.enter_context(store.read(ids, store.identity(), 0, tokens))
-                    tier.iteration(0, 1, wanted // tier.block)
-                    assert pulled() == 0
-                    assert len(store._shelf.index) == keys
+            read = next(n for n, tokens in enumerate(found) if tokens > 96)
+            with store.read(prompts[read], store.identity(), 0, 96) as parts, Holding(tier._group):
+                assert parts is not None
                 tier.iteration(0, 1, wanted // tier.block)
+            assert store.get_num_new_matched_tokens([*prompts[read], 1]) == found[read]
         assert pulled() >= wanted
         assert pulled() - wanted < 4 * 12, "and little more: blocks of a sequence, and units"
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
@@ -247,6 +243,38 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         hog.close()
         for turn in others:
             master.ask(turn)
+        cache.reset()
+        del hog, cache, tier
+
+
+def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads has it in use, which outlasts him by the window: it is taken the next time but one."""
+    first, *others = [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
+    with models(monkeypatch, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
+        device, cache, store = runtime.require(), ballonet.KVCache(worker.model.config), master.store
+        worker.ask(first, past_key_values=cache)
+        for turn in others:
+            master.ask(turn)
+        device.trim()
+        hog = device.reserve(900 * PAGE, "weights", device.group())
+        hog.map(0, available(device))
+        (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
+        found = [store.get_num_new_matched_tokens([*turn.tokens[0].tolist(), 1]) for turn in others]
+        with Holding(tier._group):
+            with ExitStack() as readers:
+                for turn, tokens in zip(others, found, strict=True):
+                    if tokens:
+                        ids = turn.tokens[0].tolist()
+                        assert readers.enter_context(store.read(ids, store.identity(), 0, tokens)) is not None
+                kept = store._shelf.here
+                tier.iteration(0, 1, 36 // tier.block)
+                assert pulled() == 0
+                assert store._shelf.here == kept > 36
+            tier.iteration(0, 1, 36 // tier.block)
+            tier.iteration(0, 1, 36 // tier.block)
+        assert pulled() >= 36
+        master.check()
+        hog.close()
         cache.reset()
         del hog, cache, tier
 

@@ -28,7 +28,7 @@ from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.fingerprint import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.decide.stored import Reading, reading
-from ballonet.offload.move import prefix_file, prefix_files
+from ballonet.offload.move import prefix_file
 from ballonet.offload.move.prefix_files import PrefixFiles
 
 from .. import models
@@ -357,18 +357,19 @@ def test_a_folder_that_may_only_be_read_is_used(tmp_path: Path, monkeypatch: pyt
     with talking(model, tmp_path):
         say(model, FIRST)
     before = [(path.name, path.stat().st_mtime_ns) for path in files_of(tmp_path)]
-    real = os.open
+    writing = os.O_CREAT | os.O_RDWR
 
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
+    def guarded(real: Any) -> Any:
+        def act(path: Any, *given: Any, **named: Any) -> Any:
+            if str(tmp_path) in str(path) and (real is not opening or given[0] & writing):
+                raise OSError(errno.EROFS, "Read-only file system")
+            return real(path, *given, **named)
 
-    def only_read(path: Any, flags: int, *given: Any, **named: Any) -> int:
-        return (
-            refuse() if flags & (os.O_CREAT | os.O_RDWR) and str(tmp_path) in str(path) else real(path, flags, *given)
-        )
+        return act
 
-    for name, act in (("open", only_read), ("utime", refuse), ("unlink", refuse), ("replace", refuse)):
-        monkeypatch.setattr(prefix_files.os, name, act)
+    opening = os.open
+    for name in ("open", "utime", "unlink", "replace"):
+        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
     with talking(model, tmp_path) as store, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert say(model, FIRST) == wanted
@@ -383,7 +384,7 @@ PROGRAM = """
 import sys
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
-from ballonet.offload.move import prefix_file, prefix_files
+from ballonet.offload.move import prefix_file
 prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 torch.manual_seed(0)
