@@ -8,6 +8,8 @@ PY := $(VENV)/bin/python
 LOG := build/setup.log
 JOBS ?= 2
 RESULTS ?= benchmarks/results
+# Many tests and benchmarks are processes of their own: without bytecode each would compile torch and transformers anew.
+unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help

@@ -142,7 +142,9 @@ std::optional<Place> Mapper::place_at(CUdeviceptr at) {
   return {};
 }
 
+// What stays on the host, as from a file to the pages of its twin, is none.
 void Mapper::count_copy(Owner owner, Place from, Place to, std::size_t size) {
+  if (from == to) return;
   const bool down = to == Place::kHost;
   if (owner == Owner::kWeights) (down ? copied_.weights_d2h : copied_.weights_h2d) += size;
   if (owner != Owner::kKv) return;
