@@ -35,7 +35,7 @@ RECURRENT = (
 FORGETFUL = ("zamba", "jamba", "mamba", "falcon_mamba")  # stock does not go on from their states with several tokens
 LEFT = ("recurrent_gemma", "glm_moe_dsa", "deepseek_v4", "minimax")  # what they keep is not in layers of known classes
 WITH_MORE = ("gemma3", "aya_vision", "llama4", "t5gemma")  # made of these, with images or an encoder
-ONE_OF_EACH = ("gemma2", "mistral-window", "falcon_h1", "qwen3_next", "mamba2")
+ONE_OF_EACH = ("gemma2", "qwen3_next", "mamba2")
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_a_state_outside_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert both.store.counts.why_not == {"a layer keeps its state outside of the cache": 1}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_conversations_that_branch_under_a_limit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """States and tokens go in the middle of conversations; what is left is right, and no more than may be."""
     draw = random.Random(seed)
