@@ -188,6 +188,7 @@ class Elastic(Captured):
         PoolExhausted, ManageError, DriverError: what streams is valid then, at rest."""
         self._ready.clear()
         self._cleared.clear()
+        self._wanted = tuple(layer for layer in self._wanted if layer < len(layers))
         order = [id(layer) for layer in layers]
         if order != self._order:
             self._weights.ring.forget()  # another layer has the number of one that streams
@@ -483,20 +484,24 @@ class Elastic(Captured):
                         self._give_up(layer)
 
     def _prepare(self, layer: int) -> bool:
-        """While no forward runs. False where someone else has the lock: who has the turn does not wait for that, as who
-        has it may wait for the turn, in a finalizer."""
+        """While no forward runs. False where that has to wait: someone else has the lock (whoever has the turn does not
+        wait for it, as who has it may wait for the turn, in a finalizer), or the model has other layers by now."""
+        done = True
 
         def prepare() -> None:
+            nonlocal done
             if self._governed and (model := self._model()) is not None:
-                with self._streaming.unseen():
-                    self._clear(model)
-                    self._copy_home(layer, self._tenants(model, layer), self._find)
+                done = self._follows(decoder_layers(model))
+                if done:
+                    with self._streaming.unseen():
+                        self._clear(model)
+                        self._copy_home(layer, self._tenants(model, layer), self._find)
 
         with self._turns.at_rest(or_flying=True):
             free = if_free(self._lock, prepare)
-        if not free:
+        if not (free and done):
             threading.Event().wait(BETWEEN)
-        return free
+        return free and done
 
     def _copy_home(self, layer: int, tenants: Sequence[Tenant], find: Finder) -> None:
         """Makes the twins of a layer if it is still cleared. Refers to no tensor but `tenants`, so that a forward may
@@ -556,10 +561,14 @@ class Elastic(Captured):
         """What holds the weights of a layer. Takes it for cleared no more where another one has its number by now."""
         model = self._model()
         layers = () if model is None else decoder_layers(model)
-        if list(map(id, layers)) != self._order:
+        if not self._follows(layers):
             self._cleared.discard(layer)
             return []
         return list(layers[layer].modules())
+
+    def _follows(self, layers: Sequence[nn.Module]) -> bool:
+        """Are these the layers of the last `follow`?"""
+        return list(map(id, layers)) == self._order
 
     def _strangers(self) -> bool:
         return self._weights.storages != self._storages

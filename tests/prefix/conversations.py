@@ -92,7 +92,8 @@ class Sides:
             assert index.owner(sequence.keys[-1]) is sequence
             assert sequence.missing <= sequence.first
             for home in sequence.homes:
-                assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home._most + 2))
+                there = [home.range.backing(piece) for piece in range(home._most)]
+                assert home.held == sum(each in HELD for each in there), (home._first, there)
         for key in index:
             owner = index.owner(key)
             start = owner.keys.index(key) * store.block

@@ -357,5 +357,4 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, seed
             assert sum(each.result() for each in running) > 7
         for one in both:
             one.check()
-        assert pulled() > 0
         del one

@@ -294,6 +294,29 @@ def test_a_model_that_is_collected_while_a_twin_of_it_is_made(
     assert gone() is None
 
 
+def test_layers_that_go_before_the_thread_comes_to_them(
+    original: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next forward tells which are left."""
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: failed.append(arguments.exc_type))
+    governor.pages.scarce = False
+    it, other = _copy(original), _copy(original)
+    with ballonet.manage(it) as managed:
+        logits(it)
+        for each in (it, other):
+            del each.model.layers[LAYERS:]
+        managed._elastic.cover(range(2 * LAYERS))
+        (worker,) = [thread for thread in threading.enumerate() if thread.name == "ballonet-twins"]
+        worker.join(0.1)  # it looks, and looks again
+        assert worker.is_alive()
+        assert torch.equal(logits(it), stock(other))
+        managed._elastic._wanted = ()
+        worker.join(60)
+        assert not worker.is_alive()
+    assert not failed
+
+
 def _copy(model: Any) -> Any:
     with install.stock():
         return copy.deepcopy(model)
