@@ -128,7 +128,7 @@ def test_a_state_outside_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert both.store.counts.why_not == {"a layer keeps its state outside of the cache": 1}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_conversations_that_branch_under_a_limit(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """States and tokens go in the middle of conversations; what is left is right, and no more than may be."""
     draw = random.Random(seed)
