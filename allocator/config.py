@@ -151,6 +151,7 @@ class Config:
     prefix_cache: int | bool = False  # are prefixes kept? bytes of pages that they may take; True: any number
     prefix_dir: Path | None = None  # where they outlive the process; None: nowhere
     prefix_dir_limit: int = 16 * 2**30  # bytes of files there
+    reserve: float = 60.0  # seconds that pages which a model's KV had in use are kept free for it beside other models
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
     control: bool = True  # may `python -m ballonet budget` ask this process?
     cache_dir: Path | None = None  # of what was compiled or measured once; None: the user's cache folder
@@ -215,6 +216,7 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_PREFIX_CACHE": ("prefix_cache", parse_prefix_cache),
     "BALLONET_PREFIX_DIR": ("prefix_dir", lambda text, name: Path(text).expanduser()),
     "BALLONET_PREFIX_DIR_LIMIT": ("prefix_dir_limit", parse_size),
+    "BALLONET_RESERVE": ("reserve", parse_time),
     "BALLONET_FAULT": ("faults", _parse_faults),
     "BALLONET_CONTROL": ("control", _parse_switch),
     "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),

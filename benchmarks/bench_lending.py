@@ -31,7 +31,6 @@ COLUMNS = [
     "beside, ms to the first",
     "pages borrowed",
     "pages taken back",
-    "ms that took",
     "pages of a unit",
     "tokens that differ",
 ]
@@ -43,12 +42,12 @@ def main() -> None:
     if chosen.peer is not None:
         serve(functions(chosen.peer, chosen))
         return
-    with peers(__file__, chosen, (OURS,)) as found:
+    with peers(__file__, chosen, (OURS,), {OURS: {"BALLONET_RESERVE": "0s"}}) as found:
         found[OURS].ask("round")  # in which everything is for the first time
         rounds = [found[OURS].ask("round") for _ in range(ROUNDS[kind])]
-    alone, beside, first, first_beside, borrowed, back, took, differ = (
+    alone, beside, first, first_beside, borrowed, back, differ = (
         Figure.of([float(each[name]) for each in rounds])
-        for name in ("alone", "beside", "first", "first_beside", "borrowed", "back", "took", "differ")
+        for name in ("alone", "beside", "first", "first_beside", "borrowed", "back", "differ")
     )
     slower = Figure.ratio(beside, alone)
     row = [
@@ -59,7 +58,6 @@ def main() -> None:
         first_beside,
         borrowed,
         back,
-        took,
         rounds[-1]["unit"],
         differ.at_most(0),
     ]
@@ -81,15 +79,11 @@ class Pair:
         from llama import build, few
 
         import ballonet
-        from ballonet.allocator import runtime
-        from ballonet.hooks import governors
-        from ballonet.offload.govern.lend import Lending
 
         self._chosen, self._kind = chosen, kind_of(chosen)
         ballonet.install(unlimited(chosen), page_size=page_size(chosen))
         self._models = [build(few(chosen, layers), chosen.device) for layers in LAYERS[self._kind]]
         self._managed = [ballonet.manage(each, prefix_cache=True) for each in self._models]
-        governors.of(runtime.require())._lending = Lending(window=0.0)  # a reserve is lent as soon as it is not used
         weights = ballonet.stats().pages.weights * ballonet.stats().page_size
         ballonet.set_budget(weights + ROOM[self._kind])
         self._said = 0
@@ -112,21 +106,23 @@ class Pair:
             before = other.pages
             self._said += 1
             self._say(1, self._text(self._said))
-        borrowed = self._managed[1].report().lending.borrowed
-        given = _given()
+        borrowed, held = self._managed[1].report().lending.borrowed, self._held()
         beside, first_beside, same = self._say(0, prompt)
-        back = _given()
         return {
             "alone": alone,
             "beside": beside,
             "first": first,
             "first_beside": first_beside,
             "borrowed": borrowed,
-            "back": back[0] - given[0],
-            "took": (back[1] - given[1]) * 1e3,
+            "back": held - self._held(),
             "unit": self._managed[0].report().lending.unit,
             "differ": sum(a != b for a, b in zip(tokens, same, strict=True)),
         }
+
+    def _held(self) -> int:
+        """Pages that caches of the other have, its own and what it borrowed."""
+        found = self._managed[1].report().lending
+        return found.reserve + found.borrowed
 
     def _say(self, which: int, prompt: Any) -> tuple[float, float, list[int]]:
         """ms per token, ms to the first, the tokens."""
@@ -152,14 +148,6 @@ class Pair:
         generator = torch.Generator().manual_seed(seed)
         vocabulary = self._models[0].config.vocab_size
         return torch.randint(1, vocabulary, (1, PROMPT[self._kind]), generator=generator)
-
-
-def _given() -> tuple[int, float]:
-    """Pages that were taken back so far, and the seconds of it."""
-    import ballonet
-
-    found = ballonet.stats().events.get("lend", {})
-    return (found["pull"].pages, found["pull"].seconds) if "pull" in found else (0, 0.0)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,7 @@ __all__ = [
     "layer_classes",
     "layer_count",
     "layer_types",
+    "length_of_positions",
     "load_config",
     "loaded_names",
     "longest_sequence",
@@ -139,6 +140,22 @@ def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: in
 def takes_positions(model: Any) -> bool:
     """Does the model take positions of tokens that are not those of their columns?"""
     return "position_ids" in inspect.signature(model.forward).parameters
+
+
+def length_of_positions(model: Any) -> int | None:
+    """So many tokens a sequence may have that rotary positions are still those of short ones; None for any number. In
+    longer ones they depend on how long it is, even those of its first tokens."""
+    config = model.config.get_text_config(decoder=True)
+    given = getattr(config, "rope_parameters", None)
+    found = [given, *given.values()] if isinstance(given, Mapping) else []  # one, or one for each type of layers
+    lengths = []
+    for each in found:
+        kind = str(each.get("rope_type")) if isinstance(each, Mapping) else ""
+        if "dynamic" in kind:
+            lengths.append(config.max_position_embeddings - 1)  # from there on they do not go back
+        elif kind == "longrope":
+            lengths.append(each["original_max_position_embeddings"])
+    return min(lengths, default=None)
 
 
 def cache_name(model: Any) -> str:

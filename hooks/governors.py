@@ -32,7 +32,8 @@ def of(device: Device) -> Governor:
         for each, governor in _governors:
             if each is device:
                 return governor
-        governor = Governor(device, received=_received(device), events=runtime.events())
+        settings = runtime.settings()
+        governor = Governor(device, received=_received(device), events=runtime.events(), window=settings.reserve)
         _governors[:] = [(device, governor)]  # one device is installed at a time
         return governor
 

@@ -550,7 +550,9 @@ def _attach_prefixes(
         from .prefix.saving import Saver
 
         record, governor = (lambda: elastic.record), governors.of(device)
-        store.saver = Saver(model, device, *folder, store.read, store.block, governor, store.counts, record)
+        store.saver = Saver(
+            model, device, *folder, store.read, store.identity, store.block, governor, store.counts, record
+        )
     detach = sessions.attach(model, store)
 
     def undo() -> None:

@@ -11,6 +11,7 @@ from ballonet.offload.govern import governor as governor_module
 from ballonet.offload.govern import overview
 from ballonet.offload.govern.governor import Governor
 from ballonet.offload.govern.overview import DWELL, PAUSE
+from ballonet.offload.govern.pages import FORGET
 from ballonet.offload.measured.record import Point
 from ballonet.offload.measured.traffic import Traffic, sent
 
@@ -88,6 +89,29 @@ def test_twins_are_prepared_only_once_pages_are_scarce() -> None:
     other.add(d)
     d.step(other)
     assert d.covered == [(0, 4, 2, 6, 1), (0, 4, 2)], "somebody has an SLO"
+
+
+def test_twins_are_given_up_once_pages_have_been_ample_for_long() -> None:
+    device, governor, clock, (a,) = governed(160, {})
+
+    def after(seconds: float, kv: int) -> bool:
+        clock.now, device.kv = clock.now + seconds, kv
+        a.step(governor)
+        return governor.prepares
+
+    home = a.here
+    assert not after(0, 0)
+    assert after(1, 160 - home - 39), "short"
+    assert after(10 * FORGET, 160 - home - 41), "not short, and not ample"
+    assert after(1, 0)
+    assert after(FORGET - 1, 0)
+    assert after(0.5, 160 - home - 41), "not ample for a moment"
+    assert after(1, 0)
+    assert after(FORGET - 1, 0)
+    assert not after(1, 0)
+    covered = len(a.covered)
+    assert after(1, 160 - home - 39)
+    assert len(a.covered) == covered + 1, "again"
 
 
 def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:

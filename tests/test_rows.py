@@ -90,6 +90,7 @@ LADDER = (  # of the design, not of a paper
             "test_ladder.py::test_no_floor_is_ever_crossed",
             "test_ladder.py::test_what_costs_most_comes_home_first",
             "test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing",
+            "streaming/test_levers.py::test_a_square_wave_of_hundreds_of_cycles",
             "streaming/test_levers.py::test_four_verbs",
         ),
         ("gpu/test_balloon_tokens.py::test_several_models_and_threads", "figure:recover"),
@@ -257,6 +258,7 @@ SWIFTCACHE = (
         (
             "gpu/test_kv_stream.py::test_layers_take_turns_in_buffers",
             "gpu/test_kv_buffers.py::test_tokens_are_stocks",
+            "gpu/test_kv_taken.py::test_buffers_are_taken_in_the_middle_of_a_forward",
             "figure:kv_stream",
         ),
     ),
@@ -283,7 +285,11 @@ SWIFTCACHE = (
             "prefix/test_lend.py::test_what_is_read_is_not_taken",
             "prefix/test_lend.py::test_random_lending_while_all_generate",
         ),
-        ("figure:lending",),
+        (
+            "gpu/test_prefix_lending.py::test_a_model_takes_its_pages_back",
+            "gpu/test_prefix_lending.py::test_models_that_lend_while_both_talk",
+            "figure:lending",
+        ),
     ),
     Row(
         "tiers: a peer's pages first, then the host's, and all comes home",

@@ -1,23 +1,27 @@
 """What stored keys and values depend on beside their tokens.
 
 Note [Weights and settings]
-    Weights do not come back: once one was written to, replaced or removed, all that was stored before is void
-    (`weights`). Found out by address and version of each, as autograd does, so that what is written through `.data` is
-    not seen; adapters that are merged that way say so. What is switched to and fro is part of the salt instead
+    Weights do not come back: once one was written to, replaced or removed, or a module was, all that was stored before
+    is void (`weights`). Found out by storage, address and version of each, as autograd does, so that what is written
+    through `.data` is not seen; adapters that are merged that way say so, and so do optimizers, as kernels that take
+    all of a step at once count no version. Memory that is new may lie where old memory lay, so storages are told apart
+    by weak references, under which none is made again. What is switched to and fro is part of the salt instead
     (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer computes. A
     stored prefix is then found again when the switch is where it was.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from ..compat import StorageWeakRef
 from ..forwards import Hook
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -40,35 +44,69 @@ class Looks:
         self._found: list[weakref.ref[nn.Module]] = []  # all that modules() finds
         self._children: list[int] = []  # ids of the children of all of these
         self._adapted: list[int] = []  # which of them adapters have wrapped
+        self._storages: list[StorageWeakRef] = []  # of the weights that have one
+        self._changes = 0  # of modules and storages, and steps of optimizers
+        self._lock = threading.RLock()
 
     def now(self) -> Identity:
         """Of the model, which is about to generate; changes nothing, and looks at no weight in a way that would be
         noticed. Empty once it is collected."""
+        with self._lock:
+            return self._now()
+
+    def stepped(self, parameters: Collection[int]) -> None:
+        """An optimizer has written to some of these, by id."""
+        model = self._model()
+        if model is not None and any(id(each) in parameters for each in _tensors([*map(vars, model.modules())])):
+            with self._lock:
+                self._changes += 1
+
+    def _now(self) -> Identity:
         model = self._model()
         if model is None:
             return Identity((), b"")
         states = [module.__dict__ for reference in self._found if (module := reference()) is not None]
         if not states or len(states) < len(self._found) or _children(states) != self._children:
+            self._changes += 1
             found = list(model.modules())
             states = [module.__dict__ for module in found]
             self._found, self._children = [weakref.ref(module) for module in found], _children(states)
             self._adapted = [n for n, state in enumerate(states) if "merged_adapters" in state]
         adapted = [(number, states[number]) for number in self._adapted]
-        weights = (*_weights(states), *(tuple(state["merged_adapters"]) for _, state in adapted))
+        weights = (*self._weights(_tensors(states)), *(tuple(state["merged_adapters"]) for _, state in adapted))
         return Identity(weights, repr([*_settings(model, states), *_adapters(adapted)]).encode())
+
+    def _weights(self, tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
+        storages = [found for each in tensors if (found := _storage(each)) is not None]
+        if [each._cdata for each in storages] != [each.cdata for each in self._storages]:
+            self._changes += 1
+            self._storages = [*map(StorageWeakRef, storages)]
+        return self._changes, *_weights(tensors)
 
 
 def _children(states: Iterable[dict[str, Any]]) -> list[int]:
     return [id(each) for state in states if (held := state["_modules"]) for each in held.values()]
 
 
-def _weights(states: Sequence[dict[str, Any]]) -> tuple[object, ...]:
-    """Addresses and versions of the parameters and of the buffers that are saved."""
+def _tensors(states: Sequence[dict[str, Any]]) -> list[torch.Tensor]:
+    """The parameters, and the buffers that are saved."""
     tensors = [each for state in states for each in dict.values(state["_parameters"]) if each is not None]
     for state in states:
         if held := state["_buffers"]:
             left_out = state["_non_persistent_buffers_set"]
             tensors += [each for name, each in dict.items(held) if each is not None and name not in left_out]
+    return tensors
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # a wrapper without memory of its own
+        return None
+
+
+def _weights(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Addresses and versions."""
     try:
         return tuple([each.data_ptr() for each in tensors]), tuple([each._version for each in tensors])
     except (RuntimeError, NotImplementedError):  # not all of them have both

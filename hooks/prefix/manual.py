@@ -80,6 +80,8 @@ class Session:
 
     def _say(self, ids: array[int], options: dict[str, Any]) -> torch.Tensor:
         self._check_open()
+        if not ids:
+            raise ManageError("a Session begins with at least one token")
         prompt = torch.frombuffer(ids, dtype=torch.int64)[None].to(self._model.device)
         options.setdefault("attention_mask", torch.ones_like(prompt))
         with self._store.pinning(self._pinned):

@@ -17,6 +17,7 @@ from ..compat import (
     DynamicCache,
     NoAttention,
     cache_name,
+    length_of_positions,
     slices_prompt,
     takes_positions,
 )
@@ -64,6 +65,9 @@ def why_not(
         return "position_ids was given"
     if unknown := sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN):
         return f"{unknown[0]} was given"
+    length = length_of_positions(model)
+    if length is not None and max(ids.shape[1], int(given.get("max_cache_length") or 0)) > length:
+        return "the positions depend on how long the sequence gets"
     if model.training:
         return "the model is in training mode"
     if _prompt_learning(model):
@@ -86,7 +90,9 @@ def why_not(
 def _mask(model: Any, mask: torch.Tensor, ids: torch.Tensor, expand: int) -> str:
     if tuple(mask.shape) != (ids.shape[0] * expand, ids.shape[1]):
         return "the attention mask has another shape"
-    ones = mask != 0
+    ones = mask == 1
+    if not bool((ones | (mask == 0)).all()):
+        return "the attention mask says more than which tokens count"
     if not bool((ones[:, 1:] >= ones[:, :-1]).all()) or not bool(ones[:, -1].all()):
         return "the attention mask is more than padding on the left"
     if not bool(ones.all()) and not takes_positions(model):

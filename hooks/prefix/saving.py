@@ -44,7 +44,7 @@ from ..measure.marks import relaxed
 from ..weights.moving import torch_device
 from .counts import Counts
 from .fingerprint import fingerprint
-from .identity import Identity, Looks
+from .identity import Identity
 from .sequence import Gone, Pair, Run
 
 BLOCKS: Final = 16  # in one file, at most: what is read or evicted at once
@@ -74,6 +74,7 @@ class Parts(Protocol):
 
 
 clock = time.perf_counter
+Look = Callable[[], Identity]
 Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[Parts | None]]  # (ids, now, start, end)
 
 
@@ -122,18 +123,20 @@ class Saver:
         directory: str | os.PathLike[str],
         limit: int | None,
         read: Read,
+        look: Look,
         block: int,
         governor: Governor,
         counts: Counts,
         record: Callable[[], Record | None],
     ) -> None:
-        """`read`: what gives tokens of the store; `block`: tokens; `governor`: of the device; `record`: what iterations
-        of the model took so far."""
+        """`read`, `look`: what gives tokens of the store, and what they depend on now; `block`: tokens; `governor`: of
+        the device; `record`: what iterations of the model took so far."""
         self._model = weakref.ref(model)
         self._device = device
         self._directory = directory
         self._limit = limit
         self._read = read
+        self._look = look
         self._block = block
         self._governor = governor
         self._counts = counts
@@ -319,7 +322,7 @@ class Saver:
         with self._naming:
             if self._known is None or self._known[0] != now.weights:
                 found = fingerprint(model, self._device)
-                if Looks(model).now().weights != now.weights:
+                if self._look().weights != now.weights:
                     return None
                 self._known = now.weights, found
             salt = self._known[1] + now.settings

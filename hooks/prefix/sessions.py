@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import Farewell
@@ -53,6 +54,7 @@ def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
     with _lock:
         if not _undo:
             _undo.append(_patch())
+            _undo.append(register_optimizer_step_post_hook(_stepped).remove)
         _stores[id(model)] = store
     return Farewell(model, partial(_detach, id(model)))
 
@@ -64,6 +66,13 @@ def _detach(key: int) -> None:
             while _undo:
                 _undo[-1]()
                 _undo.pop()
+
+
+def _stepped(optimizer: Any, *_: Any) -> None:
+    """See identity.py, Note [Weights and settings]."""
+    parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for store in tuple(_stores.values()):
+        store.stepped(parameters)
 
 
 def _patch() -> Callable[[], None]:
@@ -100,6 +109,7 @@ class _Request:
     def __init__(self, store: PrefixStore, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.model = model
         self._store = store
+        store.called()
         self._user = kwargs
         self._ids: Any = next(
             (each for each in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if each is not None), None

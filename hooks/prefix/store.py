@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -146,7 +146,15 @@ class PrefixStore:
         """What keys and values depend on now, beside their tokens."""
         return self._looks.now()
 
+    def stepped(self, parameters: Collection[int]) -> None:
+        """An optimizer has written to some of these, by id."""
+        self._looks.stepped(parameters)
+
     # -- for requests
+
+    def called(self) -> None:
+        """A request of this thread begins, which may never ask."""
+        self._thread.reused = 0
 
     def take(
         self,
@@ -377,7 +385,6 @@ class PrefixStore:
 
     def _asked(self, rows: Sequence[Sequence[int]], now: Identity) -> None:
         """Of a request with these prompts. What was stored of other weights is forgotten."""
-        self._thread.reused = 0
         self._shelf.begin()
         if now.weights != self._weights:
             self._shelf.clear()
@@ -531,8 +538,10 @@ class PrefixStore:
 
 
 def numbers(ids: Ids) -> array[int]:
-    """Tokens on the host. ValueError for more than one sequence."""
+    """Tokens on the host. ValueError for more than one sequence, TypeError for what are no whole numbers."""
     if isinstance(ids, torch.Tensor):
+        if ids.is_floating_point() or ids.is_complex():
+            raise TypeError(f"tokens are whole numbers, not {ids.dtype}")
         if ids.numel() != ids.shape[-1]:
             raise ValueError(f"tokens of one sequence are needed, not of shape {tuple(ids.shape)}")
         return array("q", ids.detach().to("cpu", torch.int64).numpy().tobytes())

@@ -318,6 +318,8 @@ class Elastic(Captured):
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
         if self._missing() and self._weights.group.leases == 1 and if_free(self._lock, self._clear_missing):
             self.cover(self._wanted)  # a thread that was to do it may have ended
+        if self._ready and not self.plan.streamed and not self._governor.prepares and self._weights.group.leases == 1:
+            if_free(self._lock, self._forget_spare)
         if self._patience:
             self._patience -= 1
         elif decision.plan != self.plan and self._weights.group.leases == 1 and not self._turns.sections:
@@ -502,6 +504,19 @@ class Elastic(Captured):
         if not (free and done):
             threading.Event().wait(BETWEEN)
         return free and done
+
+    def _forget_spare(self) -> None:
+        """Pages have been ample for long: its layers at home have no twins any more, and nobody watches them."""
+        with suppress(_Later), self._streaming.unseen(), self._governor.changing(self) as taken:
+            if taken:
+                raise _Later  # they are arranged before the next iteration
+            self._wanted = ()
+            self._cleared.clear()
+            spare = self._streaming.watched - self._kept
+            self._ready -= spare
+            for layer in sorted(spare):
+                self._weights.uncover(layer)
+                self._unwatch(layer)
 
     def _copy_home(self, layer: int, tenants: Sequence[Tenant], find: Finder) -> None:
         """Makes the twins of a layer if it is still cleared. Refers to no tensor but `tenants`, so that a forward may

@@ -73,6 +73,8 @@ class Streaming:
         self._touched = True
         self.leaving = False  # may layers be about to fly, or to come home?
         self._versions = 0  # of the weights of that layer, when it began to run
+        self._looked = object()  # another one each time somebody looks
+        self._known: dict[int, tuple[object, int]] = {}  # who had looked when a layer had run, and versions
         self._blind = _Blind()
         self._census: dict[int, Census] = {}
         self._watches: dict[int, Callable[[], None]] = {}  # what ends each
@@ -87,6 +89,7 @@ class Streaming:
         if not self._watches and "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # what was compiled before reads weights and asks nobody
         held = holders(module, tensors)
+        self._looked = object()
         self._census[layer] = Census(held, tensors)
         self._watches[layer] = watch(held, functools.partial(self._look, layer))
         self._touched = True
@@ -157,38 +160,45 @@ class Streaming:
         if layer in self._watches and self._turns.running():
             self._ring.enter(layer, self._stream())
             self._inside = layer, identity(call_frame())
-            census = self._census.get(layer)  # None where it is watched no more
-            self._versions = census.versions() if census is not None else 0
+            looked, self._versions = self._known.get(layer, (None, 0))
+            if looked is not self._looked and (census := self._census.get(layer)) is not None:
+                self._versions = census.versions()  # None where it is watched no more
 
     def leave(self, layer: int) -> None:
         """It has run. WeightsFileChanged, DriverError."""
         if self._inside is None or self._inside[0] != layer or not self._turns.mine():
             return  # others have run inside of it
         self._inside = None
-        census = self._census.get(layer)
-        written = census is not None and census.versions() != self._versions
+        census, looked = self._census.get(layer), self._looked
+        others, versions = (False, self._versions) if census is None else census.look()
+        written = versions != self._versions
         if written and layer in self._ring.flying:
             self._touched = True
             self._ring.rest()
             raise ManageError(_WRITTEN.format(layer))
-        if census is not None and (written or census.others()):
+        if written or others:
             self._look(layer)
             if written and layer not in self._ring.streamed and layer in self._away():
                 raise ManageError(_TAKEN.format(layer))
         else:
+            self._known[layer] = looked, versions
             self._ring.leave(layer, self._stream())
 
     def _look(self, layer: int) -> None:
         """Someone is about to look at what the modules of the layer hold."""
         inside = self._inside
         if self._blind.now:
+            self._looked = object()
             return
-        if self._capturing():
-            self._captured(layer)
-        if inside and inside[0] == layer and self._turns.inside(inside[1]):
-            if not self._turns.mine():  # a thread of the layer's own
+        if inside and inside[0] == layer and (turn := self._turns.inside(inside[1])) is not None:
+            if turn.thread != threading.get_ident():  # a thread of the layer's own
+                if self._capturing():
+                    self._captured(layer)
                 self._ring.join(layer, self._stream())
             return
+        self._looked = object()
+        if self._capturing():
+            self._captured(layer)
         self._touched = True
         while True:
             if self._ring.show(layer):

@@ -131,10 +131,10 @@ class Turns:
         turn = self._turn
         return turn is not None and turn.thread == threading.get_ident() and not turn.abandoned()
 
-    def inside(self, call: Call) -> bool:
-        """Has the thread whose turn it is not returned from this call?"""
+    def inside(self, call: Call) -> Turn | None:
+        """The turn of the thread that has not returned from this call."""
         turn = self._turn
-        return turn is not None and turn.runs(call)
+        return turn if turn is not None and turn.runs(call) else None
 
     def at_rest(self, *, or_flying: bool = False) -> Guarded[None]:
         """Within it nobody else has the turn, and all layers are at rest to begin with, or `or_flying` as

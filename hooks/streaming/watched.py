@@ -11,7 +11,7 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 REFERRED: Final = "someone outside of the model refers to it"
 _KINDS = ("_parameters", "_buffers")
+_PLAIN = (nn.Parameter, torch.Tensor)
+Counts = tuple[int, int, int, int]  # references from Python, from torch (a graph of autograd), to the memory; which
 _REASON = (
     "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
     "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
@@ -55,24 +57,36 @@ class Watched(dict[str, Any]):
         return super().__iter__()
 
 
-def _asking(method: Callable[..., Any], writes: bool) -> Callable[..., Any]:
-    def answer(self: Watched, *args: Any, **kwargs: Any) -> Any:
-        if writes:
-            held = self.plain()  # what is replaced lives until whoever has to know does
-            self._asked()
-            found = method(self, *args, **kwargs)
-            del held
-        else:
-            found = method(self, *args, **kwargs)
-            self._asked()
+def _reading(method: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(self: Watched, *args: Any) -> Any:
+        found = method(self, *args)
+        self._asked()
         return found
 
-    def ask(self: Watched, *args: Any, **kwargs: Any) -> Any:
+    def read(self: Watched, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return opaquely(answer, self, *args)
+        found = method(self, *args)
+        self._asked()
+        return found
+
+    return read
+
+
+def _writing(method: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(self: Watched, *args: Any, **kwargs: Any) -> Any:
+        held = self.plain()  # what is replaced lives until whoever has to know does
+        self._asked()
+        found = method(self, *args, **kwargs)
+        del held
+        return found
+
+    def write(self: Watched, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return opaquely(answer, self, *args, **kwargs)
         return answer(self, *args, **kwargs)
 
-    return ask
+    return write
 
 
 @torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
@@ -89,9 +103,9 @@ _READS |= {
 }
 _WRITES = ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update", "clear")
 for _name, _method in _READS.items():
-    setattr(Watched, _name, _asking(_method, writes=False))
+    setattr(Watched, _name, _reading(_method))
 for _name in _WRITES:
-    setattr(Watched, _name, _asking(getattr(dict, _name), writes=True))
+    setattr(Watched, _name, _writing(getattr(dict, _name)))
 
 
 def watch(modules: Iterable[nn.Module], asked: Callable[[], None]) -> Callable[[], None]:
@@ -136,43 +150,41 @@ class Census:
         names = Counter(id(tensor) for _, tensor in found)
         distinct = {id(tensor): (place, tensor) for place, tensor in found}
         shared = Counter(storage for _, tensor in distinct.values() if (storage := _storage(tensor)))
-        self._expected = [
-            (place, names[key], storage and shared[storage], storage)
-            for key, (place, tensor) in distinct.items()
+        self._places = [place for place, _ in distinct.values()]
+        self._expected: list[Counts | None] = [
+            (names[key], 1, storage and shared[storage], storage)
+            for key, (_, tensor) in distinct.items()
             for storage in (_storage(tensor),)
         ]
 
     def others(self) -> bool:
         """Does anyone else hold one of them, or a view of one? True too where one is gone or has other memory."""
-        own, own_uses = _calibrate()
-        for place, names, shared, storage in self._expected:
-            tensor = place.find()
-            expected = own + names, 1, storage and own_uses + shared, storage
-            if tensor is None or _counts(tensor) != expected:
-                return True
-        return False
+        return self.look()[0]
 
     def versions(self) -> int:
         """Another number once one of them has been written to, as far as torch counts that: not through `data`."""
-        tensors = [place.find() for place, *_ in self._expected]
-        return sum(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
+        return self.look()[1]
+
+    def look(self) -> tuple[bool, int]:
+        """`others()` and `versions()`. Asked after each layer of each pass."""
+        found, versions = _counts(self._places)
+        return found != self._expected, versions
 
     def held(self) -> Iterator[tuple[Place, str]]:
         """Which of them someone else holds, and how."""
-        own, own_uses = _calibrate()
-        for place, names, shared, storage in self._expected:
-            tensor = place.find()
-            if tensor is None:
+        for place, expected, found in zip(self._places, self._expected, _counts(self._places)[0], strict=True):
+            assert expected is not None
+            if found is None:
                 yield place, "it is gone"
                 continue
-            references, of_torch, uses, now = _counts(tensor)
-            if now != storage:
+            references, of_torch, uses, storage = found
+            if storage != expected[3]:
                 yield place, "it has been given other memory"
             elif of_torch != 1:  # which counts as a reference from Python, too
                 yield place, "torch holds it, as an autograd graph does"
-            elif references != own + names:
+            elif references != expected[0]:
                 yield place, REFERRED
-            elif uses != (storage and own_uses + shared):
+            elif uses != expected[2]:
                 yield place, "someone holds a view of it, or its memory"
 
 
@@ -217,30 +229,37 @@ def _parts(place: Place, tensor: Any) -> Iterator[tuple[Place, torch.Tensor]]:
 def _storage(tensor: torch.Tensor) -> int:
     """What tells its memory apart, 0 where it has none of its own."""
     it: Any = tensor
-    if is_traceable_wrapper_subclass(it) or tensor.layout is not torch.strided:
+    if type(it) not in _PLAIN and is_traceable_wrapper_subclass(it):
         return 0
-    return int(tensor.untyped_storage()._cdata)
+    return int(it.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
-def _counts(tensor: torch.Tensor) -> tuple[int, int, int, int]:
-    """References from Python, from torch (a graph of autograd), and to the memory; which memory."""
-    storage = _storage(tensor)
-    uses: int = storage and torch._C._storage_Use_Count(storage)
-    return sys.getrefcount(tensor), _of_torch(tensor), uses, storage
+def _counts(places: Sequence[Place]) -> tuple[list[Counts | None], int]:
+    """Of each tensor what refers to it, None where it is gone, and the sum of their versions. References that are there
+    because this looks are not counted. They are more while frames are run for a compiler or a debugger: so each time it
+    looks at a tensor that only its module has, too."""
+    found: list[Counts | None] = []
+    versions = 0
+    for module, kind, name, path in (_SAMPLE, *places):
+        holder = module()
+        tensor = None if holder is None else dict.get(holder.__dict__[kind], name)
+        for attribute in path:
+            tensor = getattr(tensor, attribute, None)
+        if tensor is None:
+            found.append(None)
+            continue
+        storage = _storage(tensor)
+        uses = storage and torch._C._storage_Use_Count(storage)
+        found.append((sys.getrefcount(tensor), _of_torch(tensor), uses, storage))
+        versions += 0 if tensor.is_inference() else tensor._version
+    assert found[0] is not None
+    own, own_uses = found[0][0] - 1, found[0][2] - 1
+    return [each and (each[0] - own, each[1], each[3] and each[2] - own_uses, each[3]) for each in found[1:]], versions
 
 
 def _of_torch(tensor: torch.Tensor) -> int:
     """References from torch, of which Python as a whole has one."""
     return tensor._use_count()  # type: ignore[attr-defined,no-any-return]
-
-
-def _calibrate() -> tuple[int, int]:
-    """What `_counts` finds beyond the references that a module has, when it is called as `others` does. It is more
-    while frames are run for a compiler or a debugger, so this is asked each time."""
-    tensor = _SAMPLE.find()
-    assert tensor is not None
-    references, _, uses, _ = _counts(tensor)
-    return references - 1, uses - 1
 
 
 _sample = nn.Linear(1, 1, bias=False, device="meta")  # in nobody's memory

@@ -16,7 +16,6 @@ from typing import Final
 
 from ..decide.lending import Account, Window, due, master_of, resized, unit_within
 
-WINDOW: Final = 60.0  # seconds that a reserve outlasts its use, as in the paper
 CHECK: Final = 1.0  # seconds between looks whether it has
 PART: Final = 8  # of the pool: a unit is no larger; see lending.py, Note [Units of a pool]
 

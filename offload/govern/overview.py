@@ -1,10 +1,11 @@
 """What is known of a device's models, KV caches and pages, kept up to date, and the reclaim list that is made of it.
 
 Note [What is prepared]
-    The list has whatever `entry` offers, always. Twins cost host memory, so they are prepared (`cover`) only once free
-    pages have been below a quarter of the budget, or somebody has an SLO: a model alone in a large pool never pays. KV
-    is copied ahead (`write_behind`) only while they are, and only so much that those that are taken first are clean, or
-    as much as is borrowed.
+    The list has whatever `entry` offers, always. Twins cost host memory, and at each layer a look whether anyone could
+    have written what they hold. So they are prepared (`cover`) only once free pages have been below a quarter of the
+    budget, or somebody has an SLO: a model alone in a large pool never pays. They are given up once pages have been
+    ample for a minute. KV is copied ahead (`write_behind`) only while they are short, and only so much that those that
+    are taken first are clean, or as much as is borrowed.
 
 Note [Locks]
     One lock, held while numbers are looked at, never while a model or cache prepares anything or the core waits for a
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from ...allocator.config import Config
 from ...allocator.events import Events
 from ..decide.ladder import Lot
 from ..decide.ledger import Settled
@@ -30,7 +32,7 @@ from ..measured.traffic import Traffic, sent
 from .clients import Clients
 from .decision import Decision
 from .homecoming import Back, coming_home
-from .lend import WINDOW, Lending
+from .lend import Lending
 from .lots import Held, listed, of_models, to_clean
 from .pages import Pages
 from .published import Pool, Published
@@ -59,7 +61,7 @@ class Overview:
         clock: Callable[[], float] = time.monotonic,
         dwell: float = DWELL,
         pause: float = PAUSE,
-        window: float = WINDOW,
+        window: float = Config().reserve,
         events: Events | None = None,
     ) -> None:
         self._device = device
@@ -128,8 +130,13 @@ class Overview:
 
     @property
     def scarce(self) -> bool:
-        """Have pages been short, so that it is worth host memory to prepare for that?"""
+        """Have pages been short not long ago?"""
         return self.pages.scarce
+
+    @property
+    def prepares(self) -> bool:
+        """Is it worth host memory to have twins?"""
+        return self.pages.scarce or any(seat.has_slo for seat in self._clients.seats)
 
     # -- what happened; the caller holds the lock
 
@@ -174,12 +181,12 @@ class Overview:
     def _look(self, now: float) -> int:
         """At the pages: how many are free, and can some go back to whoever gave theirs?"""
         self._rest(now)
-        scarce = self._prepares
+        scarce = self.prepares
         free, spare = self.pages.look(now, self._waited)
         self._waited = False
         if spare:
             self._send_home(coming_home(self._situation(now, free), self._clients.held(now), spare))
-        if scarce != self._prepares:
+        if scarce != self.prepares:
             self._list.stale = True
         if self._wanting and free.bit_length() + 1 != self._wanting:
             self._wanting = 0
@@ -193,11 +200,6 @@ class Overview:
             seat.home = back.pages.get(seat.number, 0)
         if back.plans:
             self._moved()
-
-    @property
-    def _prepares(self) -> bool:
-        """Is it worth host memory to have twins?"""
-        return self.pages.scarce or any(seat.has_slo for seat in self._clients.seats)
 
     def _listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Lot]:
         if self._lots is None:
@@ -287,7 +289,9 @@ class Overview:
     def _to_cover(self, seat: Seat, lots: Sequence[Lot]) -> tuple[int, ...]:
         """Layers whose twins are to be prepared now, the first first. The caller holds the lock."""
         layers = tuple(lot.index for lot in lots if lot.client == seat.number)
-        if not self._prepares or layers == seat.covered:
+        if not self.prepares:
+            layers = ()
+        elif layers == seat.covered:
             return ()
         seat.covered = layers
         return layers

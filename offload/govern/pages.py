@@ -12,6 +12,8 @@ from .published import Pool
 
 SPARE: Final = 32  # of the budget, a part that never goes back to who gave it, so that the next tokens find room
 SHORT: Final = 4  # of the budget, the part of free pages below which it is worth host memory to prepare for less
+AMPLE: Final = 5 / 16  # of the budget, the part of free pages from which on it is not
+FORGET: Final = 60.0  # seconds that pages have to be ample
 POLL: Final = 0.005  # seconds between looks for pages that were freed without a word
 
 
@@ -21,7 +23,8 @@ class Pages:
 
     def __init__(self, device: Pool, dwell: float) -> None:
         self.short = False  # were few free when it was looked last?
-        self.scarce = False  # or ever?
+        self.scarce = False  # or not long ago?
+        self._ample: float | None = None  # since when
         self._device = device
         self._dwell = dwell
         self._calm: Calm | None = None
@@ -56,9 +59,17 @@ class Pages:
         look?"""
         free = self.free
         self.short = free * SHORT < self.total
-        self.scarce |= self.short
+        self.scarce = self._scarce(now, free)
         self._calm, spare = observe(self._calm, now, free, waited or self._device.demand > 0, self.mark, self._dwell)
         return free, spare
+
+    def _scarce(self, now: float, free: int) -> bool:
+        """It is once pages are short, and until they have been ample for long enough."""
+        if self.short or free < AMPLE * self.total or not self.scarce:
+            self._ample = None
+        elif self._ample is None:
+            self._ample = now
+        return self.short or (self.scarce and (self._ample is None or now - self._ample < FORGET))
 
     def went_back(self) -> None:
         """Some did, which is no use that grows: the dwell begins anew."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -193,12 +194,14 @@ class Talker:
 
     def check(self) -> None:
         """Whatever is said to be stored is there, once, and was computed for its tokens."""
-        shelf = self.store._shelf
-        for sequence, pages in shelf.at_rest.items():
+        shelf, saver = self.store._shelf, self.store.saver
+        for sequence in tuple(shelf.at_rest):
             assert not sequence.out
+            while sequence.readers and saver is not None and saver._busy:  # which reads behind
+                time.sleep(1e-3)
             assert not sequence.readers
             assert sequence.keys
-            assert pages == sequence.held
+            assert shelf.at_rest[sequence] == sequence.held
             assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
             assert shelf.index.owner(sequence.keys[-1]) is sequence
             assert sequence.missing <= sequence.first

@@ -25,7 +25,7 @@ from ballonet.hooks.lease import Holding
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.decide.lending import unit_within
 from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.lend import PART, Lending, Lent
+from ballonet.offload.govern.lend import PART, Lent
 from ballonet.offload.move.kv_twin import available
 
 from ..models import build
@@ -120,12 +120,12 @@ def models(
     """Managed on a device with so many pages, and so many on the host, where a reserve outlasts its use by so many
     seconds."""
     monkeypatch.setenv("BALLONET_HOST_BUDGET", str(host * PAGE))
+    monkeypatch.setenv("BALLONET_RESERVE", f"{window} s")
     with tiny_layers(monkeypatch, pages * PAGE, PAGE), ExitStack() as stack:
         found = []
         for name in names:
             found.append(One(name, **options))
             stack.callback(found[-1].managed.release)
-        governors.of(runtime.require())._lending = Lending(window)
         yield found
         runtime.require().check()
         assert bytes_that_exist() <= pages * PAGE

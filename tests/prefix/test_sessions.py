@@ -6,7 +6,7 @@ import copy
 import gc
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ from transformers.generation.utils import GenerationMixin
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import ManageError
+from ballonet.hooks.weights import follow
 
 from ..models import build
 from ..pool import tiny_layers
+from . import conversations
 from .conversations import sides, words
 
 PAGE = 4096
@@ -76,6 +78,8 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch, template: bool) -> None:
             both.check()
             assert session.generate([7], **FEW).shape == (1, 4)
             assert session.reused >= len(session.tokens) - 6, "it is pinned"
+        assert session.generate([7], use_cache=False, **FEW).shape == (1, 4)
+        assert session.reused == 0, "it never asked"
         del other
         session.close()
         session.close()
@@ -101,6 +105,25 @@ def test_a_session_stays_whole_above_the_limit_of_the_store(monkeypatch: pytest.
                 assert session.reused == max(0, before - 1)
             assert both.store.nbytes > PAGE
         assert both.store.nbytes <= PAGE
+
+
+def test_what_a_session_cannot_say_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(monkeypatch) as both, ballonet.Session(both.model) as session:
+        with pytest.raises(ManageError, match="at least one"):
+            session.generate([])
+        for wrong, error in (
+            (torch.tensor([5.5, 6.0]), TypeError),
+            ([5.5], TypeError),
+            (torch.ones(2, 3, dtype=torch.int64), ValueError),
+        ):
+            with pytest.raises(error):
+                session.generate(wrong)
+        assert session.tokens == ()
+        session.generate([5, 6], **FEW)
+        said = session.tokens
+        session.generate([], **FEW)
+        assert session.tokens[: len(said)] == said
+        assert session.reused == len(said) - 1
 
 
 def test_what_is_pinned_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +181,7 @@ def test_generate_is_left_as_it_was() -> None:
         ({"attention_mask": "holes"}, "the attention mask is more than padding on the left"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states was given"),
         ({"position_ids": "positions"}, "position_ids was given"),
+        ({"attention_mask": "twos"}, "the attention mask says more than which tokens count"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -171,6 +195,7 @@ def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch, options: dict[str, 
             "cache": lambda: DynamicCache(config=both.stock.config),
             "embeds": lambda: both.stock.get_input_embeddings()(ids).detach(),
             "holes": lambda: torch.tensor([[1, 0] + [1] * (length - 2)]),
+            "twos": lambda: torch.full((1, length), 2),  # that positions are counted by
             "positions": lambda: torch.arange(length)[None] + 1,
         }
 
@@ -218,7 +243,44 @@ def change_hook(model: Any) -> None:
     model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
 
 
-@pytest.mark.parametrize("change", [change_in_place, change_load, change_assign, change_resize, change_hook])
+def change_fused(model: Any) -> None:
+    """By a kernel that counts no version."""
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.grad = torch.ones_like(weight)
+    version = weight._version
+    torch.optim.SGD([weight], lr=0.5, fused=True).step()
+    assert weight._version == version
+    weight.grad = None
+
+
+def change_round(model: Any) -> None:
+    """The forwards have it moved to ranges, the last one to where it was before."""
+    for dtype in (torch.bfloat16, torch.float32):
+        model.to(dtype)
+        with torch.no_grad():
+            model(words(torch.Generator().manual_seed(2), 5))
+
+
+def change_module(model: Any) -> None:
+    """That has no weights."""
+    config = copy.deepcopy(model.config)
+    config.rope_parameters["rope_theta"] = 77.0
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+
+
+CHANGES: Final = (
+    change_in_place,
+    change_load,
+    change_assign,
+    change_resize,
+    change_hook,
+    change_fused,
+    change_round,
+    change_module,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_another_model_is_another_prefix(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     with sides(monkeypatch) as both:
         ids = both.ask(words(torch.Generator().manual_seed(1), 20))
@@ -230,6 +292,54 @@ def test_another_model_is_another_prefix(monkeypatch: pytest.MonkeyPatch, change
         again = both.ask(again)  # before the first forward memory of what is new was another
         both.ask(again)
         assert both.reused == again.shape[1] - 1
+
+
+def test_memory_that_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is replaced often lies where torch puts it, which may be where it was before."""
+    with sides(monkeypatch) as both:
+        ids = words(torch.Generator().manual_seed(1), 20)
+        for _ in range(follow.OFTEN + 4):
+            weight = both.model.model.layers[0].mlp.up_proj.weight
+            for _ in range(2):
+                weight.data = weight.data * 1.1
+            for fresh in (True, False):
+                both.model.generate(ids, **FEW)
+                assert not fresh or not both.store.reused
+        assert both.store.reused == ids.shape[1] - 1
+
+
+def test_an_optimizer_of_another_model_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(monkeypatch) as both:
+        ids = both.ask(words(torch.Generator().manual_seed(1), 20))
+        change_fused(both.stock)
+        both.model.generate(ids, **FEW)
+        assert both.store.reused == ids.shape[1] - 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 39),
+        ({"rope_type": "longrope", "short_factor": [1.0], "long_factor": [4.0], "factor": 4.0}, 40),
+    ],
+    ids=lambda value: value["rope_type"] if isinstance(value, dict) else "",
+)
+def test_positions_that_depend_on_the_length(monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], last: int) -> None:
+    """Keys of a long sequence are not those of a short one that it begins with: what may get longer is left alone, and
+    of the others the tokens are those of a model that begins anew."""
+    plain = build("llama").config
+    for name in ("short_factor", "long_factor"):
+        kind = kind | ({name: kind[name] * (plain.head_dim // 2)} if name in kind else {})
+    rope = {"rope_theta": 1e4, "original_max_position_embeddings": 40, **kind}
+    changes = {"rope_parameters": rope, "max_position_embeddings": 40}
+    monkeypatch.setattr(conversations, "build", lambda name: build(name, **changes))
+    with sides(monkeypatch) as both:
+        ids = words(torch.Generator().manual_seed(1), 80)
+        for length, reused in ((70, 0), (20, 0), (last - 3, 20), (last - 2, 0), (50, 0), (last - 4, last - 5)):
+            tokens = both.model.generate(ids[:, :length], **FEW)
+            assert torch.equal(tokens, copy.deepcopy(both.stock).generate(ids[:, :length], **FEW))
+            assert both.store.reused == reused, length
+        assert both.store.counts.why_not == {"the positions depend on how long the sequence gets": 3}
 
 
 def test_whoever_holds_the_cache_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:

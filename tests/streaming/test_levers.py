@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator import install, runtime
@@ -22,6 +23,9 @@ from ..pool import bytes_that_exist
 from .conftest import BUDGET, LAYERS, PAGE
 from .test_remapping import IDS, full, until
 from .test_streaming import Output, say
+
+CYCLES = 200
+HELD = 64  # tokens of the cache
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +129,7 @@ def test_a_load_that_comes_and_goes_leaves_nothing_behind(
     left, gone = [], []
     with ballonet.manage(model) as active, ballonet.manage(idle) as other:
         for _ in range(3):
+            governor.pages.scarce = True  # pages have been ample for long
             say(idle)
             now[0] += 5
             say(model)
@@ -146,6 +151,79 @@ def test_a_load_that_comes_and_goes_leaves_nothing_behind(
             left.append({owner: found["pages"][owner] for owner in ("weights", "kv", "retiring")})
     assert min(gone) > 0
     assert left[1:] == left[:-1]
+
+
+def test_a_square_wave_of_hundreds_of_cycles(
+    model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
+    now = [0.0]
+    monkeypatch.setattr(governor, "_clock", lambda: now[0])
+    device = runtime.require()
+
+    def logits(of: Any, cache: Any = None) -> torch.Tensor:
+        """With a cache of the token after those that it holds; it holds as many afterwards."""
+        now[0] += 4
+        ids = IDS[:, :8] if cache is None else IDS[:, HELD : HELD + 1]
+        with torch.no_grad():
+            found: torch.Tensor = of(ids, past_key_values=cache, use_cache=cache is not None).logits
+        if cache is not None:
+            cache.crop(HELD - cache.get_seq_length())
+        return found
+
+    def filled(cache: Any) -> Any:
+        with torch.no_grad():
+            model(IDS[:, :HELD], past_key_values=cache)
+        return cache
+
+    def moved(rungs: tuple[str, ...], *verbs: str) -> int:
+        """Pages so far."""
+        counts = runtime.events().counts()
+        them = [counts[rung] for rung in rungs if rung in counts]
+        return sum(each[verb].pages for each in them for verb in verbs if verb in each)
+
+    with install.stock():
+        idle = copy.deepcopy(larger)
+        held = filled(DynamicCache(config=model.config))
+        expected = [logits(model), logits(idle), logits(model, held)]
+    gc.collect()
+    gc.freeze()  # or `full` looks through all of torch each time
+    weights, kv = ("idle weights", "hidden weights"), ("idle KV", "running KV")
+    taken, owners = set(), set()
+    try:
+        with ballonet.manage(model) as active, ballonet.manage(idle) as other:
+            cache = filled(ballonet.KVCache(config=model.config))
+            logits(idle)
+            logits(model)
+            until(lambda: other.twins[0] > 0)
+            logits(model, cache)
+            home = (active.pages, other.pages)
+            for cycle in range(CYCLES):
+                before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
+                lots = governor.lots()
+                with full(but=2):
+                    torch.empty(sum(lot.pages for lot in lots) * PAGE, dtype=torch.uint8)
+                    assert torch.equal(logits(model), expected[0])
+                    gone = sum(home) - active.pages - other.pages
+                    assert bytes_that_exist() <= BUDGET
+                for _ in range(4):
+                    assert torch.equal(logits(idle), expected[1])
+                    assert torch.equal(logits(model, cache), expected[2])
+                after = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
+                pulled, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
+                assert pulled == back == gone, cycle
+                assert kv_pulled == kv_back, cycle
+                assert (active.pages, other.pages) == home, cycle
+                device.trim()
+                device.reap(wait=True)
+                found = device.snapshot()["pages"]
+                taken.add((gone, kv_pulled))
+                owners.add(tuple(found[owner] for owner in ("weights", "kv", "retiring")))
+                device.check()
+    finally:
+        gc.unfreeze()
+    assert min(min(each) for each in taken) > 0
+    assert len(owners) == 1, owners
 
 
 def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from ballonet.allocator.errors import ManageError
 from ballonet.hooks import governors
 from ballonet.hooks.streaming import elastic
 from ballonet.offload.decide.plan import spread, streaming
+from ballonet.offload.govern.pages import FORGET
 from ballonet.offload.move.twins import Twin
 
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
@@ -220,7 +221,6 @@ def test_a_model_that_is_collected_while_its_thread_asks_the_governor(
         logits(model)
         logits(other)
         object.__setattr__(other, "itself", other)  # only the garbage collector finds it
-        del other
 
         def clock() -> float:
             if governor._lock.locked() and not managed.released:  # a thread that makes its twins may still hold it
@@ -234,6 +234,7 @@ def test_a_model_that_is_collected_while_its_thread_asks_the_governor(
 
         monkeypatch.setattr(governor, "_clock", clock)
         gc.disable()
+        del other
         try:
             done = threading.Thread(target=use, daemon=True)
             done.start()
@@ -315,6 +316,44 @@ def test_layers_that_go_before_the_thread_comes_to_them(
         worker.join(60)
         assert not worker.is_alive()
     assert not failed
+
+
+def test_once_pages_have_been_ample_nothing_is_left_of_what_was_prepared(
+    original: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No twin, and nobody who watches; when pages are scarce again there are."""
+    it = _copy(original)
+    expected = stock(it)
+    runtime.require().trim()
+    before = ballonet.stats().host_pages
+    plain = type(it.model.layers[0].__dict__["_parameters"])
+
+    def prepared() -> bool:
+        assert torch.equal(logits(it), expected)
+        return managed.twins[0] > 0
+
+    with ballonet.manage(it) as managed:
+        streaming = managed._elastic.streaming
+        for now in (0.0, 2 * FORGET):
+            monkeypatch.setattr(governor, "_clock", lambda now=now: now)
+            governor.pages.scarce = True
+            prepare(governor)
+            until(prepared)
+            until(lambda: managed.twins[0] == managed.twins[1])
+            assert ballonet.stats().host_pages > before
+            assert streaming.watched
+            monkeypatch.setattr(governor, "_clock", lambda now=now: now + 1)
+            assert prepared()
+            monkeypatch.setattr(governor, "_clock", lambda now=now: now + 1 + FORGET)
+            prepared()
+            assert not prepared()
+            runtime.require().reap(wait=True)
+            runtime.require().trim()
+            assert ballonet.stats().host_pages == before
+            assert not streaming.watched
+            assert all(type(each.__dict__["_parameters"]) is plain for each in it.modules())
+            assert managed._elastic._turns.passes is None
+    runtime.require().check()
 
 
 def _copy(model: Any) -> Any:

@@ -1,0 +1,339 @@
+"""Models that lend each other pages (SwiftCache §3.4, §3.5): one fills the pool with prefixes that it keeps, the other
+takes its pages back, in turns, at the same time, and while kernels read them. Tokens are those of stock with a cache
+that is held by hand."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import ballonet
+from ballonet.hooks import governors
+from ballonet.hooks.prefix.store import PrefixStore
+from ballonet.offload.govern.governor import Governor
+from ballonet.offload.govern.lend import Lending, Lent
+from ballonet.offload.move.chaos import Chaos
+
+from .. import models
+from .scene import Place, everywhere, play
+from .test_balloon_tokens import spilling as spilling
+from .test_weights_streaming import small_layers, streams_here
+
+PAGES = 1024
+HOST_PAGES = 1024
+TOKENS = 8  # of an answer
+MOST = 16  # conversations that one model begins until the pool is full
+# So many that KV takes several times what activations do, and numbers that have a unit of more than a block of either.
+LAYERS: Final = {"cuda": {"llama": 32, "qwen2": 24}, "cpu": {"llama": 6, "qwen2": 4}}
+Ids = list[int]
+
+
+class Asked(NamedTuple):
+    """Of a conversation: what was asked, how many tokens of it were not computed, and the answer."""
+
+    prompt: Ids
+    reused: int
+    answer: Ids
+
+
+class Speaker:
+    """A managed model that keeps prefixes, and all that it was asked, by conversation."""
+
+    def __init__(self, place: Place, name: str, chaos: int | None) -> None:
+        hidden, dim, length = (256, 128, 8192) if place.cuda else (64, 16, 4096)
+        sizes = {"hidden_size": hidden, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": dim}
+        layers = LAYERS["cuda" if place.cuda else "cpu"][name]
+        model = models.build(name, num_hidden_layers=layers, max_position_embeddings=length, **sizes)
+        self.model = model.to(place.kind, torch.bfloat16 if place.cuda else torch.float32)
+        with small_layers():  # who has none that may stream is nobody's client, and lends nothing
+            self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True, chaos=chaos)
+        self.asked: dict[int, list[Asked]] = defaultdict(list)
+        self.pages = 0  # of the KV of a first turn
+        self._place = place
+        self._random = torch.Generator().manual_seed(layers)
+
+    @property
+    def store(self) -> PrefixStore:
+        assert self.managed.prefixes is not None
+        return self.managed.prefixes
+
+    @property
+    def here(self) -> int:
+        """Pages of the device under what it keeps."""
+        return self.store._shelf.here
+
+    @property
+    def lent(self) -> Lent:
+        return self.managed.report().lending
+
+    def ask(self, talk: int, words: int) -> None:
+        """So many new tokens, in that conversation, on the current stream."""
+        before = self.asked[talk]
+        said = [*before[-1].prompt, *before[-1].answer] if before else []
+        prompt = said + torch.randint(2, models.VOCABULARY, (words,), generator=self._random).tolist()
+        answer = self._answer(prompt)
+        self.asked[talk].append(Asked(prompt, self.store.reused, answer))
+
+    def begin(self) -> int:
+        """A new conversation, which takes several pages of each layer. Returns its number."""
+        talk = len(self.asked)
+        self.ask(talk, 3000 if self._place.cuda else 600)
+        return talk
+
+    def compare(self) -> None:
+        """Stock says the same, once the model is stock. Of each cache that is held by hand it has as many tokens as the
+        managed model had, and computes the others: so kernels get the same sizes, and round the same."""
+        for talk, asked in self.asked.items():
+            cache = DynamicCache(config=self.model.config)
+            for turn, each in enumerate(asked):
+                if each.reused:
+                    more = cache.get_seq_length() - each.reused
+                    assert more >= 0
+                    if more:
+                        cache.crop(-more)
+                else:
+                    cache = DynamicCache(config=self.model.config)
+                right = self._answer(each.prompt, past_key_values=cache)
+                assert each.answer == right, f"conversation {talk}, turn {turn}: {each.answer}, by hand {right}"
+
+    def _answer(self, prompt: Ids, **more: Any) -> Ids:
+        ids = torch.tensor([prompt], device=self._place.kind)
+        settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS, **more}
+        found = self.model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        answer: Ids = found[0, len(prompt) :].tolist()
+        return answer
+
+
+class Pair:
+    """Two models in a budget in which both can answer at once, and that holds few of the prefixes that they keep. A
+    reserve that is not used is lent at once."""
+
+    def __init__(self, place: Place, chaos: int | None = None) -> None:
+        self._place = place
+        self.speakers = [Speaker(place, name, chaos) for name in ("llama", "qwen2")]
+        governors.of(place.device)._lending = Lending(0.0)
+        weights = budget = self._quiet()
+        for speaker in self.speakers:
+            place.device.reset_peaks()
+            with calm():
+                speaker.begin()
+            speaker.pages = speaker.here
+            budget += place.device.snapshot()["physical_peak"] // place.page - weights
+            speaker.store.clear()
+            self._quiet()
+        ballonet.set_budget(budget * place.page)
+
+    def _quiet(self) -> int:
+        """Pages that are left when nothing of what came before is."""
+        gc.collect()
+        self._place.synchronize()
+        self._place.device.reap(wait=True)
+        self._place.empty_cache()
+        return sum(count for owner, count in self._place.device.snapshot()["pages"].items() if owner != "free")
+
+    @property
+    def unused(self) -> int:
+        """Pages that nobody has, or has in blocks that are free."""
+        return governors.of(self._place.device).pages.unused
+
+    def fill(self, borrower: Speaker, worker: Speaker) -> list[int]:
+        """One keeps so many prefixes that what is free is less than the other, which keeps none, needs for one. Returns
+        its conversations."""
+        worker.store.clear()
+        talks = []
+        for _ in range(MOST):
+            with calm():
+                talks.append(borrower.begin())
+            if self.unused < worker.pages:
+                assert worker.lent.lent >= worker.lent.unit > 1
+                return talks
+        raise AssertionError(f"{MOST} conversations of {borrower.pages} pages, and {self.unused} pages are free")
+
+    def finish(self) -> None:
+        """Nothing is left behind, and all that was said was right."""
+        self._place.synchronize()
+        self._place.device.check()
+        assert sum(ballonet.stats().pages.values()) * self._place.page <= self._place.device.budget
+        for speaker in self.speakers:
+            speaker.managed.release()
+        gc.collect()
+        ballonet.set_budget(PAGES * self._place.page)
+        for speaker in self.speakers:
+            speaker.compare()
+
+
+@contextmanager
+def calm() -> Iterator[None]:
+    """Without chaos: with it little of what is kept would be on the device."""
+    with mock.patch.object(Chaos, "act"), mock.patch.object(Chaos, "pull"):
+        yield
+
+
+def pulled() -> int:
+    """Pages that were taken back so far."""
+    found = ballonet.stats().events.get("lend", {})
+    return sum(found[verb].pages for verb in ("pull", "obey") if verb in found)
+
+
+@contextmanager
+def exchanges() -> Iterator[list[tuple[int, int, int]]]:
+    """Whenever a cache that is about to grow finds too few pages: how many it needs, how many nobody has, and how many
+    nobody has once it has been told that it may grow."""
+    found: list[tuple[int, int, int]] = []
+    needs = Governor.needs
+
+    def watched(self: Governor, number: int, pages: int) -> None:
+        before = self.pages.unused
+        needs(self, number, pages)
+        if before < pages:
+            found.append((pages, before, self.pages.unused))
+
+    with mock.patch.object(Governor, "needs", watched):
+        yield found
+
+
+def takes_its_pages_back(place: Place, chaos: int | None) -> None:
+    """Each of them is once the one that comes back. What the other keeps yet is right, and what it lost it computes
+    again; each time on another stream than before."""
+    pair = Pair(place, chaos)
+    lanes = [place.lane() for _ in range(3)]
+    for borrower, worker in (pair.speakers, pair.speakers[::-1]):
+        talks = pair.fill(borrower, worker)
+        before, here = pulled(), borrower.here
+        with lanes[0](), exchanges() as found:
+            place.sleep()
+            back = worker.begin()
+        place.device.check()
+        assert borrower.here < here
+        if chaos is None:  # which takes and brings back pages as well
+            assert found
+            assert all(after >= needed for needed, _, after in found), f"needed, free before, free after: {found}"
+            assert pulled() > before
+            assert worker.lent.reserve >= worker.pages
+            assert worker.here > 0
+        for number, talk in enumerate(talks):
+            with lanes[(number + 1) % len(lanes)]():
+                place.sleep()
+                borrower.ask(talk, 40)
+        with lanes[1]():
+            worker.ask(back, 40)
+        place.device.check()
+    for speaker in pair.speakers:
+        assert any(each.reused for asked in speaker.asked.values() for each in asked), "all was computed again"
+        assert speaker.managed.chaos is None or speaker.managed.chaos.moved["kv_device"] > 0
+    pair.finish()
+
+
+@everywhere
+@pytest.mark.parametrize("chaos", [None, 3])
+def test_a_model_takes_its_pages_back(kind: str, chaos: int | None) -> None:
+    streams_here(kind)
+    play(takes_its_pages_back, kind, PAGES, HOST_PAGES, chaos=chaos)
+
+
+def together(*acts: Callable[[], None]) -> None:
+    """Each on a thread of its own, from the same moment on."""
+    failed: list[BaseException] = []
+    start = threading.Barrier(len(acts))
+
+    def run(act: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            act()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+def at_once(place: Place, chaos: int | None, rounds: int) -> None:
+    """Both talk at the same time, on streams of their own, and each begins conversations for which it needs the
+    other's pages."""
+    pair = Pair(place, chaos)
+    borrower, worker = pair.speakers
+    pair.fill(borrower, worker)
+    before = pulled()
+
+    def talk(speaker: Speaker) -> None:
+        lane = place.lane()
+        lane.follow()
+        with lane():
+            for _ in range(rounds):
+                begun = speaker.begin()
+                speaker.ask(begun, 40)
+                speaker.ask(begun - 1, 40)
+        lane.lead()
+
+    together(lambda: talk(borrower), lambda: talk(worker))
+    assert chaos is not None or pulled() > before
+    pair.finish()
+
+
+@everywhere
+@pytest.mark.parametrize("chaos", [None, 5])
+def test_models_that_lend_while_both_talk(kind: str, chaos: int | None) -> None:
+    streams_here(kind)
+    rounds = 6 if kind == "cuda" and chaos is None else 3  # chaos waits for the device at each layer
+    play(at_once, kind, PAGES, HOST_PAGES, chaos=chaos, rounds=rounds)
+
+
+def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
+    """Some tokens of all pages that are kept of these conversations: the current stream reads them all. When this
+    returns nobody says any more that they are in use."""
+    store, found = borrower.store, []
+    for asked in (borrower.asked[talk][-1] for talk in talks):
+        ids = [*asked.prompt, *asked.answer]
+        with store.read(ids, store.identity(), 0, len(ids) - 1) as parts:
+            for layer in () if parts is None else parts.layers:
+                found += [each[:, :, ::64].clone() for each in parts(layer)]
+    return found
+
+
+def while_kernels_read(place: Place, forgotten: bool) -> None:
+    """What a stream has been given to read is what was there, whoever has the page by the time that it does.
+    `forgotten`: keys go, and then pages, as where the host has no bytes of them; else keys stay, and lead there."""
+    pair = Pair(place)
+    borrower, worker = pair.speakers
+    talks = pair.fill(borrower, worker)
+    lane = place.lane()
+    lane.follow()
+    with torch.no_grad(), lane():
+        right = read(borrower, talks)
+        assert right
+        place.synchronize()
+        place.sleep()
+        found = read(borrower, talks)
+    before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
+    with ExitStack() as stack:
+        if forgotten:
+            stack.enter_context(mock.patch.object(Governor, "lots", return_value=[]))
+        worker.begin()
+    assert pulled() > before
+    assert borrower.here < here
+    assert borrower.store.counts.evicted > evicted or not forgotten
+    lane.lead()
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
+    del found, right
+    pair.finish()
+
+
+@everywhere
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_pages_that_kernels_read_change_hands(kind: str, forgotten: bool) -> None:
+    streams_here(kind)
+    play(while_kernels_read, kind, PAGES, HOST_PAGES, forgotten=forgotten)
