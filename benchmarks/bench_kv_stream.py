@@ -49,7 +49,7 @@ def main() -> None:
             rows += rows_of(found, batch, held, chosen)
     title = f"decoding with KV on the host: ms per token, {what}"
     report(
-        chosen, "kv_stream", title if chosen.cuda else f"{title}, link of the stand-in slowed to 2 GB/s", COLUMNS, rows
+        chosen, "kv-stream", title if chosen.cuda else f"{title}, link of the stand-in slowed to 2 GB/s", COLUMNS, rows
     )
 
 

@@ -3,8 +3,8 @@
 Two models are managed on one device. In each round the one that lends answers a prompt twice: once alone, when all
 pages that it needs are free, and once after the other has answered so many prompts that what it keeps of them fills the
 pool, and the reserve has run out, so that the answer begins with taking pages back. They speak in turns: computing side
-by side is not what is measured. A token takes the time of the whole answer, the exchange and the first token included,
-divided by its tokens.
+by side is not what is measured. As in the paper (§5.2) the first token, before which the pages come back, and those
+after it are told apart.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ COLUMNS = [
     "beside / alone",
     "alone, ms to the first",
     "beside, ms to the first",
+    "beside / alone",
     "pages borrowed",
     "pages taken back",
     "pages of a unit",
@@ -56,6 +57,7 @@ def main() -> None:
         slower if chosen.tiny else slower.at_most(SLOWER),
         first,
         first_beside,
+        Figure.ratio(first_beside, first),
         borrowed,
         back,
         rounds[-1]["unit"],
@@ -125,7 +127,7 @@ class Pair:
         return found.reserve + found.borrowed
 
     def _say(self, which: int, prompt: Any) -> tuple[float, float, list[int]]:
-        """ms per token, ms to the first, the tokens."""
+        """ms per token after the first, ms to that, the tokens."""
         import time
 
         from generating import Clock
@@ -139,8 +141,8 @@ class Pair:
         found = self._models[which].generate(
             ids, max_new_tokens=TOKENS[self._kind], do_sample=False, stopping_criteria=[clock]
         )
-        took = (clock.times[-1] - begin) * 1e3
-        return took / len(clock.times), (clock.times[0] - begin) * 1e3, found[0, prompt.shape[1] :].tolist()
+        first, later = clock.times[0] - begin, clock.times[-1] - clock.times[0]
+        return later * 1e3 / (len(clock.times) - 1), first * 1e3, found[0, prompt.shape[1] :].tolist()
 
     def _text(self, seed: int) -> Any:
         import torch

@@ -23,7 +23,7 @@ from common import Figure, Options, describe, interleaved, options, report
 from peer import Peer, PeerFailed, peers, serve
 from streamed import LINK, MIB
 
-HISTORY = {"cuda": (2048, 8192, 32768), "cpu": (512, 2048), "tiny": (512,)}  # tokens
+HISTORY = {"cuda": (2048, 8192, 32768), "cpu": (1024, 2048, 4096), "tiny": (512,)}  # tokens
 QUESTION = {"cuda": 64, "cpu": 32, "tiny": 8}  # tokens that are asked beside it
 TOKENS = 4  # of an answer
 ROUNDS = {"cuda": 5, "cpu": 3, "tiny": 1}

@@ -21,6 +21,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = {
     ROOT / "README.md": (
         "prefix",
+        "kv-stream",
+        "lending",
         "hit-rate",
         "oom",
         "context",

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
 PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "bench_slo"}
 # In this process, one peer after the other: each process of its own would load transformers anew.
-INSIDE = ("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_recover", "bench_fragmentation")
+INSIDE = ("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation")
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 
 

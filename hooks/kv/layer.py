@@ -128,6 +128,13 @@ class ElasticLayer(DynamicLayer):
         elif tokens_to_remove:
             home.cut(self._place, cropped(self.get_seq_length(), tokens_to_remove))
 
+    def cut(self, length: int, then: int) -> None:
+        """Forgets the tokens from `length` on. `then`: so many there will be soon."""
+        if (home := self._changeable()) is None:
+            ElasticLayer.crop(self, length - self.get_seq_length())
+        else:
+            home.cut(self._place, length, then)
+
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] is (int64[sequences])."""
         home = self._changeable()

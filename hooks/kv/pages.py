@@ -169,11 +169,12 @@ class KVPages:
         if self._tier is None or self._twin is None:
             return
         full = self._full(lengths)
-        if full > self._twin.full:
+        more = full - self._twin.full
+        if more > 0:
             self._tier.wrote(self.stream)
             self._twin.raise_to(full)
             self._count(self._twin)
-            self._tier.grown(soon)
+            self._tier.grown(more, soon)
 
     def lower(self, lengths: Iterable[int]) -> None:
         """The layers are about to have no more tokens than that, or to write behind them."""

@@ -226,21 +226,26 @@ class KVRange:
             _settle(self.pages)
         return self._values_in((self._mapped or self._open()).flat, place, self._latest[place].length)
 
-    def cut(self, place: int, length: int) -> None:
-        """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back."""
+    def cut(self, place: int, length: int, then: int = 0) -> None:
+        """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back, as in `fit`."""
         latest = self._latest[place]
         self.pages.lower((*self._lengths(place), length))
         latest.length, latest.keys, latest.values = length, None, None
-        if not self.fit():
+        if not self.fit(then):
             self._show(place)
 
-    def fit(self) -> bool:
-        """Gives the pages back that no token lies on, as an extension that failed leaves some; were there any?"""
+    def fit(self, then: int = 0) -> bool:
+        """Gives the pages back that no token lies on, as an extension that failed leaves some; were there any? Those
+        stay on which tokens will lie when there are `then`, which are on their way."""
         pieces = self._needed()
+        soon = min(self._most, self.geometry.pieces(min(then, self.geometry.tokens)))
+        if all(self.range.backing(piece) == "device" for piece in range(pieces, soon)):
+            pieces = max(pieces, soon)
         if pieces >= self._most:
             return False
-        self._drop()
-        self._open()
+        if self._mapped is not None and self._mapped.pieces > pieces:
+            self._mapped = None
+        self.exclusive()  # as its own views are dropped
         self.pages.retire(pieces, self._most)
         self._most, self._first = pieces, min(self._first, pieces)
         for each in range(self._joined):
@@ -346,9 +351,10 @@ class KVRange:
 
         See Note [Who else looks].
         """
+        pieces = None if self._mapped is None else self._mapped.pieces
         self._drop()
         alone = all(storage.expired() for storage in self._storages)
-        self._open()
+        self._open(pieces)
         if alone:
             self._shown = [latest.length for latest in self._latest]
         return alone

@@ -169,13 +169,13 @@ class KeptSequence:
         found = {id(layer.ranges): layer.ranges.tier for layer in self.used}
         return [tier for tier in found.values() if tier is not None]
 
-    def trim(self) -> None:
-        """Its ranges hold no more tokens than it has, and no page beyond them."""
+    def trim(self, then: int = 0) -> None:
+        """Its ranges hold no more tokens than it has, and no page beyond them, but where it is about to have `then`."""
         for layer in self.used:
-            if (more := layer.get_seq_length() - len(self.ids)) > 0:
-                ElasticLayer.crop(layer, -more)  # of a hybrid one that half alone
+            if layer.get_seq_length() > len(self.ids):
+                layer.cut(len(self.ids), then)  # of a hybrid one that half alone
         for home in self.homes:
-            home.fit()
+            home.fit(then)
 
     def let_go(self) -> None:
         """Its pages go back."""

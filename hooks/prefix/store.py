@@ -474,7 +474,7 @@ class PrefixStore:
         sequence.after_reads()
         away, near = sequence.away, sequence.near
         try:
-            sequence.trim()
+            sequence.trim(len(row))
             fill_in(sequence, [run for run in runs if run.source is not sequence])
         except (Gone, torch.OutOfMemoryError):
             sequence.readers.discard(lookup)

@@ -153,10 +153,9 @@ class Elastic(Captured):
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
         if layer not in self._ready or layer in self._kept or self._turns.sections:
             return None
-        parts = self._weights.covered().get(layer, ())
         return self._weights.group, [
             (part.home, first, count, part.twin.pages, first, part.twin.sources(first, count))
-            for part in parts
+            for part in self._weights.parts(layer)
             for first, count in spans(part)
         ]
 
@@ -556,7 +555,7 @@ class Elastic(Captured):
         is not what it should be."""
         with suppress(_Later), self._governor.changing(self) as taken:
             if layer in taken:  # it is at rest, and what is written there stays
-                for part in self._weights.covered()[layer]:
+                for part in self._weights.parts(layer):
                     part.twin.check()
                     part.twin.shown = True
             else:

@@ -189,21 +189,21 @@ class Weights:
 
     def covered(self) -> dict[int, tuple[Part, ...]]:
         """The layers all of whose large tensors have twins, each with those of its ranges."""
-        found: dict[int, tuple[Part, ...]] = {}
-        present = list(self.ranges.items())  # which a finalizer may empty at any moment
-        for layer, ranges in sorted((layer, ranges) for layer, ranges in present if layer is not None):
-            there = [(opened, self._twins.get(opened.address)) for opened in list(ranges) if opened.backed]
-            parts: list[Part] = []
-            for opened, twin in there:
-                if twin is None:  # perhaps since a moment ago
-                    parts.clear()
-                    break
-                for first, count in live(opened, 0, opened.pieces):
-                    offset = sum(part.count for part in parts)
-                    parts.append(Part(opened, twin, offset, first, count))
-            if parts:
-                found[layer] = tuple(parts)
-        return found
+        layers = sorted(layer for layer in list(self.ranges) if layer is not None)
+        return {layer: parts for layer in layers if (parts := self.parts(layer))}
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        """The ranges of a layer with their twins, where all of its large tensors have one."""
+        ranges = self.ranges.get(layer, ())  # which a finalizer may empty at any moment
+        there = [(opened, self._twins.get(opened.address)) for opened in list(ranges) if opened.backed]
+        parts: list[Part] = []
+        for opened, twin in there:
+            if twin is None:  # perhaps since a moment ago
+                return ()
+            for first, count in live(opened, 0, opened.pieces):
+                offset = sum(part.count for part in parts)
+                parts.append(Part(opened, twin, offset, first, count))
+        return tuple(parts)
 
     def away(self) -> tuple[int, ...]:
         """The layers whose addresses lead to a twin or a slot."""

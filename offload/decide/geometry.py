@@ -27,6 +27,7 @@ Note [int32]
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal
 
 ALIGNMENT: Final = 16  # bytes; what the widest vector load of an attention kernel asks for
@@ -39,7 +40,7 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Geometry:
     """The layout of one range. Sizes without a unit are bytes; strides and offsets for views are elements."""
 
@@ -59,26 +60,26 @@ class Geometry:
         if self.itemsize not in (1, 2, 4, 8, 16) or self.page % 4096:
             raise ValueError(f"itemsize must divide 16 and page be a multiple of 4096: {self}")
 
-    @property
+    @cached_property
     def side_by_side(self) -> int:
         """Sequences inside one token."""
         return self.batch if self.kind == "inner" else 1
 
-    @property
+    @cached_property
     def k_bytes(self) -> int:
         """The section of keys, padded to `ALIGNMENT`."""
         return _up(self.side_by_side * self.heads * self.k_dim * self.itemsize, ALIGNMENT)
 
-    @property
+    @cached_property
     def v_bytes(self) -> int:
         return _up(self.side_by_side * self.heads * self.v_dim * self.itemsize, ALIGNMENT)
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """From one token to the next."""
         return self.layers * (self.k_bytes + self.v_bytes)
 
-    @property
+    @cached_property
     def sequence_bytes(self) -> int:
         """From one page-aligned part of the range to the next: the whole range, or with `slots` one sequence's part."""
         return _up(self.tokens * self.token_bytes, self.page)
@@ -93,7 +94,7 @@ class Geometry:
         """Bytes of addresses that the range takes."""
         return self.parts * self.sequence_bytes
 
-    @property
+    @cached_property
     def token_stride(self) -> int:
         """Elements from one token to the next."""
         return self.token_bytes // self.itemsize
@@ -107,12 +108,12 @@ class Geometry:
         sequence = self.heads * dim if self.kind == "inner" else self.sequence_bytes // self.itemsize
         return sequence, dim, self.token_stride, 1
 
-    @property
+    @cached_property
     def k_strides(self) -> tuple[int, int, int, int]:
         """Of a layer's keys as [batch, heads, tokens, k_dim]."""
         return self._strides(self.k_dim)
 
-    @property
+    @cached_property
     def v_strides(self) -> tuple[int, int, int, int]:
         return self._strides(self.v_dim)
 

@@ -36,6 +36,7 @@ from .kv_way import KVWay, Streamed
 from .seat import LAYERS, Offer
 
 AHEAD: Final = 2  # layers of a prefill for which pages are made ready
+UNSAID: Final = 64  # of the budget, the part of new full pages in a prefill of which the governor is told at once
 
 
 class Host(Protocol):
@@ -88,7 +89,7 @@ class KVTier:
         self._reclaimed = 0
         self._leader: tuple[int, int] | None = None
         self._since = 0  # appends since its last
-        self._news = False
+        self._unsaid = 0  # pages that are full, which the governor does not know
         self._behind = Lock()  # of whoever is about to copy what is marked
         self._next = count()
         self._runs: dict[int, Run | Slice] = {}  # by index of the offer
@@ -216,8 +217,8 @@ class KVTier:
             self._see()
         with self.lock:
             settled = not self._behind.locked() and self._settle()
-        if settled or self._news:
-            self._news = False
+        if settled or self._unsaid:
+            self._unsaid = 0
             self.governor.cache_changed(self.number)
         pages = self.governor.homecoming(self.number) if self.displaced else 0
         self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
@@ -229,12 +230,13 @@ class KVTier:
             self.governor.needs(self.number, more * self.block)
         self._arrange(stream, rows)
 
-    def grown(self, soon: bool) -> None:
-        """More pages are full. `soon`: the governor is told before the next iteration, where pages are scarce."""
-        if soon and self.governor.scarce:
+    def grown(self, pages: int, soon: bool) -> None:
+        """So many pages more are full. `soon`: where pages are scarce the governor is told before the next iteration,
+        once they are a part of the budget that is worth a new list."""
+        self._unsaid += pages
+        if soon and self.governor.scarce and self._unsaid * self._device.page_size * UNSAID >= self._device.budget:
+            self._unsaid = 0
             self.governor.cache_changed(self.number)
-        else:
-            self._news = True
 
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
         """A token came to the range of this number; see `ahead`."""

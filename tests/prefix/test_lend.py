@@ -269,6 +269,7 @@ def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -
                 kept = store._shelf.here
                 tier.iteration(0, 1, 36 // tier.block)
                 assert pulled() == 0
+                assert store.give_up(device, 36) == 0, "nor where it is due"
                 assert store._shelf.here == kept > 36
             tier.iteration(0, 1, 36 // tier.block)
             tier.iteration(0, 1, 36 // tier.block)

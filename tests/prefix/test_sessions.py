@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import ManageError
+from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.weights import follow
 
 from ..models import build
@@ -124,6 +125,31 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was(monkeypatch: pytest.Monke
         session.generate([], **FEW)
         assert session.tokens[: len(said)] == said
         assert session.reused == len(said) - 1
+
+
+@pytest.mark.parametrize(("asked", "changes"), [(4, []), (1, ["retire", "map"])])
+def test_pages_stay_that_the_rest_of_the_prompt_will_lie_on(
+    monkeypatch: pytest.MonkeyPatch, asked: int, changes: list[str]
+) -> None:
+    """A prompt leaves a sequence behind its last full block, with 32 tokens on a page. The last page stays where the
+    prompt is as long; else it goes back, and the answer gets another one."""
+    generator = torch.Generator().manual_seed(1)
+    changed: list[str] = []
+    with sides(monkeypatch) as both:
+        ids = both.ask(words(generator, 190))  # whose last token is in no cache: 195 are on 7 pages, 191 on 6
+        for name in ("map", "retire"):
+            act = getattr(KVPages, name)
+
+            def noted(pages: KVPages, first: int, end: int, *more: Any, act: Any = act, name: str = name) -> None:
+                if pages._tier is not None:
+                    changed.append(name)
+                act(pages, first, end, *more)
+
+            monkeypatch.setattr(KVPages, name, noted)
+        both.ask(torch.cat([ids[:, :191], words(generator, asked)], 1), **FEW)
+        assert both.store.counts.moves == 1
+        assert list(dict.fromkeys(changed)) == changes
+        both.check()
 
 
 def test_what_is_pinned_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
