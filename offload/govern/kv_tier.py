@@ -220,15 +220,23 @@ class KVTier:
         if settled or self._unsaid:
             self._unsaid = 0
             self.governor.cache_changed(self.number)
-        pages = self.governor.homecoming(self.number) if self.displaced else 0
+        away = self.displaced
+        pages = self.governor.homecoming(self.number) if away else 0
         self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
         if pages:
             self.bring_back(pages, stream)
+            away = self.displaced
         self._goal = 0
         if more:
             self._goal = self.held + more * self.block
             self.governor.needs(self.number, more * self.block)
-        self._arrange(stream, rows)
+        if away or self.way.buffers:
+            self._arrange(stream, rows)
+        else:
+            self.way.at_home(rows)
+        if self.way.changes != self._buffered:
+            self._buffered = self.way.changes
+            self.governor.cache_changed(self.number)
 
     def grown(self, pages: int, soon: bool) -> None:
         """So many pages more are full. `soon`: where pages are scarce the governor is told before the next iteration,
@@ -292,9 +300,6 @@ class KVTier:
             now = self.streamed
             verb, pages = "pull" if now.buffers else "revert", now.buffers * now.buffer_pages
             self.decided("layer stream", verb, pages, chosen.exposed, time.monotonic() - began)
-        if self.way.changes != self._buffered:
-            self._buffered = self.way.changes
-            self.governor.cache_changed(self.number)
 
     def _in_order(self) -> list[KVTwin]:
         """The ranges as their layers appended in the last iteration, then those that did not."""

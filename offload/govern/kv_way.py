@@ -82,6 +82,10 @@ class KVWay:
         return self._buffers.copied
 
     @property
+    def buffers(self) -> int:
+        return self._buffers.buffers
+
+    @property
     def changes(self) -> int:
         """How often what may be taken of buffers became another."""
         return self._buffers.changes
@@ -126,6 +130,13 @@ class KVWay:
                 self._buffers.close()
             self._wait = AGAIN
         return pages
+
+    def at_home(self, rows: int) -> None:
+        """As `arrange`, where nothing is away and there are no buffers."""
+        now = time.monotonic()
+        if self._rows == 1:
+            self._computes = now - self._since
+        self._since, self._rows = now, rows
 
     def arrange(self, twins: Sequence[KVTwin], rows: int, link: float | None, stream: int) -> Choice | None:
         """Between two iterations, the next of which has so many `rows` of each sequence. `twins`: of all ranges, in the
