@@ -12,6 +12,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.hooks import governors
 from ballonet.offload.decide import layout
 
 from ..models import build, prompts
@@ -38,6 +39,12 @@ def installed() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+
+
+@pytest.fixture(autouse=True)
+def another_clock(installed: None) -> None:
+    """Tests of one device tell its governor different times: how long pages have been ample begins anew."""
+    governors.of(runtime.require()).pages._ample = None
 
 
 @pytest.fixture(scope="module")
