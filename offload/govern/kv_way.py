@@ -135,7 +135,7 @@ class KVWay:
         """As `arrange`, where nothing is away and there are no buffers."""
         now = time.monotonic()
         if self._rows == 1:
-            self._computes = now - self._since
+            self._learn(now - self._since, 0, LINK)
         self._since, self._rows = now, rows
 
     def arrange(self, twins: Sequence[KVTwin], rows: int, link: float | None, stream: int) -> Choice | None:
