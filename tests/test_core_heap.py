@@ -518,6 +518,48 @@ def test_the_child_of_a_fork_has_copies_and_allocates_elsewhere() -> None:
     )
 
 
+def test_a_fork_copies_live_blocks_and_neither_what_is_free_nor_what_was_given_up() -> None:
+    entry(
+        """
+        def present(address, size):  # pages that the process has memory for, of a private mapping
+            with open("/proc/self/pagemap", "rb") as file:
+                file.seek(address // 4096 * 8)
+                entries = file.read(size // 4096 * 8)
+            return sum(entries[7::8][i] >> 7 for i in range(size // 4096))
+        live, cached, last = allocate(8192), allocate(24 * 4096), allocate(8192)
+        kv = device.reserve(20 * 4096, "kv", device.group())
+        kv.map(0, 20)
+        held = kv.tensor(0, (4096,), (1,), 1, 8)
+        for address, size in ((live, 8192), (cached, 24 * 4096), (last, 8192), (kv.address, 20 * 4096)):
+            ctypes.memset(address, 7, size)
+        core.deallocate(cached)  # its pages stay with the heap
+        again = allocate(4096)  # cut out of it
+        ctypes.memset(again, 9, 4096)
+        kv.retire(1, 19)  # still mapped: nothing has waited for the streams
+        child = os.fork()
+        if child == 0:
+            first = present(live, 8192), present(last, 8192), present(again, 4096)
+            assert first == (2, 2, 1), first
+            assert ctypes.string_at(live, 8192) == ctypes.string_at(last, 8192) == b"\7" * 8192
+            assert ctypes.string_at(again, 4096) == b"\11" * 4096
+            assert ctypes.string_at(kv.address, 4096) == b"\7" * 4096
+            idle = present(cached, 24 * 4096) - present(again, 4096), present(kv.address + 4096, 19 * 4096)
+            assert idle == (0, 0), idle
+            ctypes.memset(cached, 1, 24 * 4096)  # it may be written to all the same
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ctypes.string_at(cached + 4096, 4096) == b"\7" * 4096
+        again_too = allocate(23 * 4096)
+        ctypes.memset(again_too, 3, 23 * 4096)
+        child = os.fork()  # what was idle at the fork before is live now
+        if child == 0:
+            assert ctypes.string_at(again_too, 23 * 4096) == b"\3" * (23 * 4096)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """
+    )
+
+
 def test_a_graphs_pool_keeps_its_pages_until_it_is_released() -> None:
     entry(
         """

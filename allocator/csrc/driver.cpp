@@ -109,6 +109,10 @@ void Driver::configure(const BallonetStandinConfig& config) const {
   if (is_standin()) standin_.ballonet_standin_configure(&config);
 }
 
+void Driver::idle_at_fork(CUdeviceptr address, std::size_t size) const {
+  if (standin_.ballonet_standin_idle != nullptr) standin_.ballonet_standin_idle(address, size);
+}
+
 void Driver::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const {
   if (standin_.ballonet_standin_use == nullptr) return;
   const CUresult code = standin_.ballonet_standin_use(address, size, stream, write ? 1 : 0);

@@ -84,6 +84,8 @@ class Driver {
 
   // Stand-in only; nothing elsewhere.
   void configure(const BallonetStandinConfig& config) const;
+  // For the fork that is about to happen: these bytes are not worth a copy in the child. Stand-in only.
+  void idle_at_fork(CUdeviceptr address, std::size_t size) const;
   // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const;
 

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -15,20 +16,24 @@ std::mutex g_held_mutex;
 std::atomic<unsigned> g_forks{0};
 thread_local bool t_holding = false;  // handlers that were registered more than once do their work once
 
-std::set<std::pair<ForkRank, std::mutex*>>& held_locks() {
-  static auto* all = new std::set<std::pair<ForkRank, std::mutex*>>;
+// Each lock, and what runs ahead of a fork once all of them are held.
+std::map<std::pair<ForkRank, std::mutex*>, std::function<void()>>& held_locks() {
+  static auto* all = new std::map<std::pair<ForkRank, std::mutex*>, std::function<void()>>;
   return *all;
 }
 
 void lock_all() {
   if (std::exchange(t_holding, true)) return;
   g_held_mutex.lock();
-  for (const auto& [rank, mutex] : held_locks()) mutex->lock();
+  for (const auto& [key, before] : held_locks()) key.second->lock();
+  for (const auto& [key, before] : held_locks()) {
+    if (before) before();
+  }
 }
 
 void unlock_all() {
   if (!std::exchange(t_holding, false)) return;
-  for (const auto& [rank, mutex] : held_locks()) mutex->unlock();
+  for (const auto& [key, before] : held_locks()) key.second->unlock();
   g_held_mutex.unlock();
 }
 
@@ -40,9 +45,10 @@ void unlock_in_child() {
 
 }  // namespace
 
-HeldOverFork::HeldOverFork(ForkRank rank, std::mutex& mutex) : rank_(rank), mutex_(mutex) {
+HeldOverFork::HeldOverFork(ForkRank rank, std::mutex& mutex, std::function<void()> before)
+    : rank_(rank), mutex_(mutex) {
   std::lock_guard<std::mutex> lock(g_held_mutex);
-  held_locks().insert({rank_, &mutex_});
+  held_locks().emplace(std::make_pair(rank_, &mutex_), std::move(before));
 }
 
 HeldOverFork::~HeldOverFork() {

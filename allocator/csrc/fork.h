@@ -7,6 +7,7 @@
 // are registered anew whenever a library was loaded.
 #pragma once
 
+#include <functional>
 #include <mutex>
 #include <string>
 
@@ -16,10 +17,11 @@ namespace ballonet {
 enum class ForkRank { kRegistry, kBudget, kHeap, kReclaim, kGroup, kThreads, kMapper, kRequests, kLast };
 // kLast: nothing else is taken under these.
 
-// While it lives, a fork takes the lock.
+// While it lives, a fork takes the lock. `before` runs in the parent ahead of the fork, once every lock is held; it
+// throws nothing.
 class HeldOverFork {
  public:
-  HeldOverFork(ForkRank rank, std::mutex& mutex);
+  HeldOverFork(ForkRank rank, std::mutex& mutex, std::function<void()> before = {});
   ~HeldOverFork();
   HeldOverFork(const HeldOverFork&) = delete;
   HeldOverFork& operator=(const HeldOverFork&) = delete;

@@ -152,10 +152,11 @@ class Heap {
   std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after);
   void release(Blocks::Block* block);
   void reuse_passed();
+  void tell_idle() const;
   bool held(const Arena& arena) const;
   std::uint64_t allowance() const;
 
-  const HeldOverFork held_{ForkRank::kHeap, mutex};
+  const HeldOverFork held_{ForkRank::kHeap, mutex, [this] { tell_idle(); }};
   std::shared_ptr<Mapper> mapper_;
   Reclaim& reclaim_;
   const bool spill_;

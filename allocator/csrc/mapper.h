@@ -263,6 +263,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // See Transfer::copy. Returns a fence behind the copies.
   Fence copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to);
   bool capturing();
+  // See Driver.
+  void idle_at_fork(CUdeviceptr address, std::size_t size) const { driver_.idle_at_fork(address, size); }
   // See HostMemory.
   void register_host(const void* memory, std::size_t size);
   void unregister_host(const void* memory);
@@ -426,6 +428,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool clear_scratch();
   void check_span(const Range& range, std::size_t first, std::size_t count) const;
   void forget(Range& range);
+  void tell_idle();
   void count_copy(Owner owner, Place from, Place to, std::size_t size);
 
   Driver driver_;
@@ -450,7 +453,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::size_t ahead_ = 0;      // pages mapped ahead and not claimed
   std::mutex requests_mutex_;  // held for moments, so that asking never waits for the driver
   std::deque<Ahead> requests_;
-  const HeldOverFork held_{ForkRank::kMapper, mutex}, requests_held_{ForkRank::kRequests, requests_mutex_};
+  const HeldOverFork held_{ForkRank::kMapper, mutex, [this] { tell_idle(); }};
+  const HeldOverFork requests_held_{ForkRank::kRequests, requests_mutex_};
   Background background_{[this] {
     count_as_background();
     return work();

@@ -126,4 +126,17 @@ void Mapper::release_page(Pool& pool, PageId page) {
   if (pool.owner(page) == Owner::kRetiring && pool.mappings(page) == 0) pool.give(page);
 }
 
+// Ahead of a fork: a child needs no page that its owner has given up, although it is still mapped.
+void Mapper::tell_idle() {
+  const auto tell = [this](const Stretch& stretch) {
+    for (std::size_t i = 0; i < stretch.table.size(); ++i) {
+      const Backing backing = stretch.table[i].backing;
+      if (backing == Backing::kRetiring || backing == Backing::kKept)
+        idle_at_fork(stretch.base + i * page_size, page_size);
+    }
+  };
+  for (const Range* range : ranges_) tell(range->held_);
+  for (const Stretch& slot : slots_) tell(slot);
+}
+
 }  // namespace ballonet

@@ -5,8 +5,9 @@
 // So the child copies every visible page before fork() returns in it, and the parent waits for that inside its own
 // fork(), holding the lock: nothing is remapped meanwhile. Other threads of the parent go on, and so does a copy that
 // is under way; what they write during that time may or may not be seen. Aliases part: two addresses of one page become
-// two pages. Where RAM does not suffice for the copies the child's pages are inaccessible: a child that only calls exec
-// does not notice, another faults rather than computing with its parent's later bytes.
+// two pages. What is idle (ballonet_standin_idle: free blocks of the caching allocator, pages that were given up) is
+// not copied: the child has zeros there. Where RAM does not suffice for the copies the child's pages are inaccessible:
+// a child that only calls exec does not notice, another faults rather than computing with its parent's later bytes.
 //
 // The pipe tells the parent that the child is done, or dead: it reads the end of file. Nothing here allocates, so that
 // the child stays within what is allowed after a fork of a process with several threads.
@@ -46,6 +47,7 @@ void in_parent() {
     }
   }
   close_both();
+  state().mappings.no_longer_idle();
   state().mutex.unlock();
 }
 
@@ -54,7 +56,7 @@ void in_child() {
   if (!all.forked) {
     all.forked = true;
     const bool parent_waits = done_pipe[0] >= 0;
-    all.mappings.privatize(parent_waits && ram_available() > all.mappings.visible_bytes() + ram_margin());
+    all.mappings.privatize(parent_waits && ram_available() > all.mappings.private_bytes() + ram_margin());
     close_both();
   }
   all.mutex.unlock();

@@ -241,6 +241,30 @@ CUresult Mappings::locate(std::uint64_t address, std::uint64_t size, CUresult co
                 function, ull{address}, ull{size}, ull{missing});
 }
 
+template <class Visitor>
+bool Mappings::visit_needed(std::uint64_t address, const Run& run, Visitor visit) const {
+  const std::uint64_t end = address + run.size;
+  std::uint64_t at = address;
+  auto next = idle_.upper_bound(address);
+  if (next != idle_.begin() && std::prev(next)->first + std::prev(next)->second > address) --next;
+  for (; at < end; ++next) {
+    const bool last = next == idle_.end() || next->first >= end;
+    const std::uint64_t until = last ? end : std::max(at, next->first);
+    if (until > at && !visit(at, Run{run.store, run.offset + (at - address), until - at})) return false;
+    if (last) break;
+    at = next->first + next->second;
+  }
+  return true;
+}
+
+std::uint64_t Mappings::private_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const auto& [address, run] : visible_.runs()) {
+    visit_needed(address, run, [&](std::uint64_t, const Run& part) { return bytes += part.size, true; });
+  }
+  return bytes;
+}
+
 void Mappings::privatize(bool copy) {
   for (const auto& [address, mapping] : mappings_) {
     if (!mapping.accessible && !cover(address, mapping.size)) ::munmap(pointer(address), mapping.size);
@@ -250,9 +274,11 @@ void Mappings::privatize(bool copy) {
     constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
     if (::mmap(pointer(address), run.size, access, kFlags, -1, 0) == MAP_FAILED) {
       ::munmap(pointer(address), run.size);  // a fault in the child is better than writing into its parent's memory
-    } else if (copy && !read_all(fd(run.store), address, run)) {
-      ::mprotect(pointer(address), run.size, PROT_NONE);
+      continue;
     }
+    const int from = fd(run.store);
+    const auto read = [from](std::uint64_t at, const Run& part) { return read_all(from, at, part); };
+    if (copy && !visit_needed(address, run, read)) ::mprotect(pointer(address), run.size, PROT_NONE);
   }
   cushion_.burst();
   for (Extents& store : stores_) store.forget_fd();

@@ -42,9 +42,14 @@ class Mappings {
   std::uint64_t bytes(Store store) const { return stores_[static_cast<int>(store)].taken(); }
   int fd(Store store) const { return stores_[static_cast<int>(store)].fd(); }
 
-  // In the child of a fork: every mapped page becomes private to it, a copy where `copy`, inaccessible otherwise.
+  // In the child of a fork: every mapped page becomes private to it, where `copy` a copy (zeros for what is idle),
+  // inaccessible otherwise.
   void privatize(bool copy);
-  std::uint64_t visible_bytes() const { return visible_.bytes(); }
+  // What that copies.
+  std::uint64_t private_bytes() const;
+  // These bytes are not copied by the next fork. Whatever of them is not visible does not matter.
+  void idle(std::uint64_t address, std::uint64_t size) { idle_[address] = size; }
+  void no_longer_idle() { idle_.clear(); }
 
  private:
   struct Handle {
@@ -59,6 +64,9 @@ class Mappings {
 
   Extents& extents(Store store) { return stores_[static_cast<int>(store)]; }
   bool reserved(std::uint64_t address, std::uint64_t size) const;
+  // Calls `visit(address, run)` for each part of a visible run that is not idle; ends where that says false.
+  template <class Visitor>
+  bool visit_needed(std::uint64_t address, const Run& run, Visitor visit) const;
 
   Extents stores_[kStores];
   Cushion cushion_;
@@ -67,6 +75,7 @@ class Mappings {
   std::map<std::uint64_t, std::uint64_t> reservations_;  // address -> bytes
   std::map<std::uint64_t, Mapping> mappings_;            // by address
   Visible visible_;
+  std::map<std::uint64_t, std::uint64_t> idle_;  // address -> bytes, of the next fork; none overlap
 };
 
 }  // namespace ballonet::standin
