@@ -289,8 +289,9 @@ class Transfer:
     """A stream of copies between host and device, carried out in the order of their submission."""
 
     def __init__(self, device: Device) -> None: ...
-    def copy(self, parts: list[tuple[int, int, int]], *, after: int, owner: Owner, to: Place) -> Done:
-        """Copies (to, from, nbytes) by address once what the stream `after` was given so far has passed.
+    def copy(self, parts: list[tuple[int, int, int]], *, after: int | None, owner: Owner, to: Place) -> Done:
+        """Copies (to, from, nbytes) by address once what the stream `after` was given so far has passed; with None what
+        every stream was given that was ever seen.
 
         Counted in `Stats.copied` for `owner`, by where the addresses lead; `to` says it of those that no range has.
         Raises BallonetError while `after` is being captured, DriverError.

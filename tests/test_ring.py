@@ -249,3 +249,16 @@ def test_a_failure_anywhere_leaves_a_ring_that_works(function: str, ahead: int) 
             it.core.device.check()
             assert all(it.reads_right(layer) for layer in it.layers if layer not in it.ring.flying)
         assert failed <= 1
+
+
+def test_a_twin_is_made_once_every_stream_has_written() -> None:
+    """Weights may be loaded on a stream of somebody's own, which the thread that makes the twin knows nothing of."""
+    with opened(budget=20, host_budget=20) as core:
+        group, lane = core.device.group(), core.stream()
+        home = core.range(2, "weights", group)
+        home.map(0, 2)
+        home.note_use(lane, True)
+        twin = Twin(core.device, group, home)
+        twin.copy_home([(0, 2)])
+        assert twin.pages.backed == 2
+        twin.close()

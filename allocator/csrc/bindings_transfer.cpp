@@ -65,11 +65,13 @@ void bind_transfer(py::module_& module) {
       .def(
           "copy",
           [](TransferHandle& t, const std::vector<std::tuple<std::uint64_t, std::uint64_t, std::size_t>>& parts,
-             std::uint64_t after, const std::string& owner, const std::string& to) {
+             std::optional<std::uint64_t> after, const std::string& owner, const std::string& to) {
+            std::optional<CUstream> stream;
+            if (after) stream = stream_at(*after);
             std::vector<Copy> copies;
             copies.reserve(parts.size());
             for (const auto& [target, source, size] : parts) copies.push_back({target, source, size});
-            return ends_without_gil(t.transfer->copy(copies, stream_at(after), owner_named(owner), place_named(to)));
+            return ends_without_gil(t.transfer->copy(copies, stream, owner_named(owner), place_named(to)));
           },
           py::arg("parts"), py::kw_only(), py::arg("after"), py::arg("owner"), py::arg("to"), ReleaseGil());
 

@@ -261,7 +261,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // What `stream` is given from now on waits for the fence.
   void stream_waits(CUstream stream, const Fence& fence);
   // See Transfer::copy. Returns a fence behind the copies.
-  Fence copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to);
+  Fence copy(const std::vector<Copy>& parts, CUstream stream, std::optional<CUstream> after, Owner owner, Place to);
   bool capturing();
   // See Driver.
   void idle_at_fork(CUdeviceptr address, std::size_t size) const { driver_.idle_at_fork(address, size); }

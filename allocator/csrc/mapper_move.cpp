@@ -101,13 +101,14 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   return true;
 }
 
-Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, CUstream after, Owner owner, Place to) {
+Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, std::optional<CUstream> after, Owner owner,
+                   Place to) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  streams_.note(after);
-  Fence before = streams_.fence({after});
+  if (after) streams_.note(*after);
+  Fence before = after ? streams_.fence({*after}) : streams_.fence();
   // Asked once there is an event: one that belongs to a capture would draw the copies into its graph.
-  if (streams_.capturing({after})) {
+  if (after ? streams_.capturing({*after}) : streams_.capturing()) {
     streams_.recycle(before);
     throw UsageError("nothing can be copied for a stream that is being captured");
   }

@@ -8,7 +8,8 @@ Transfer::Transfer(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)),
 
 Transfer::~Transfer() { mapper_->destroy_stream(stream_); }
 
-std::shared_ptr<Transfer::Done> Transfer::copy(const std::vector<Copy>& parts, CUstream after, Owner owner, Place to) {
+std::shared_ptr<Transfer::Done> Transfer::copy(const std::vector<Copy>& parts, std::optional<CUstream> after,
+                                               Owner owner, Place to) {
   return std::make_shared<Done>(shared_from_this(), mapper_->copy(parts, stream_, after, owner, to));
 }
 

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "mapper.h"
@@ -41,10 +42,11 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
-  // Submits copies that start when what `after` was given so far has passed. Host memory is given by its address.
-  // The bytes are counted for `owner` as going to the host or to the device. Throws UsageError while `after` is
-  // being captured, DriverError; nothing was copied, or what was is waited for.
-  std::shared_ptr<Done> copy(const std::vector<Copy>& parts, CUstream after, Owner owner, Place to);
+  // Submits copies that start when what `after` was given so far has passed, without it what every stream was given
+  // that was ever seen. Host memory is given by its address.
+  // The bytes are counted for `owner` as going to the host or to the device. Throws UsageError while `after`,
+  // or any of these, is being captured, DriverError; nothing was copied, or what was is waited for.
+  std::shared_ptr<Done> copy(const std::vector<Copy>& parts, std::optional<CUstream> after, Owner owner, Place to);
 
  private:
   const std::shared_ptr<Mapper> mapper_;

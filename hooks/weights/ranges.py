@@ -174,7 +174,7 @@ class Weights:
                 twin = Twin(self.device, self._twin_group, opened, self._file_twin(at, files))
                 undo.callback(twin.close)
                 if twin.file is None:
-                    twin.copy_home(live(opened, 0, opened.pieces), self.stream())
+                    twin.copy_home(live(opened, 0, opened.pieces))
                 self._twins[opened.address] = twin
                 undo.callback(self._drop_twin, opened.address)
                 if opened.closed:  # by a finalizer, which does not come by again

@@ -61,9 +61,9 @@ class Twin:
         if self._file is not None:
             self._file.check()
 
-    def copy_home(self, spans: Spans, stream: int) -> None:
-        """Fills the pages of a page twin with what the range holds: the only time that weights go to the host.
-        PoolExhausted, DriverError: it has no pages then."""
+    def copy_home(self, spans: Spans) -> None:
+        """Fills the pages of a page twin with what the range holds, once every stream has passed that may have written
+        there: the only time that weights go to the host. PoolExhausted, DriverError: it has no pages then."""
         with ExitStack() as undo:
             for first, count in spans:
                 undo.callback(self.pages.retire, first, count)
@@ -73,7 +73,7 @@ class Twin:
                 (self.pages.address + first * self._page, self.home.address + first * self._page, count * self._page)
                 for first, count in spans
             ]
-            Transfer(self._device).copy(copies, after=stream, owner="weights", to="host").wait()
+            Transfer(self._device).copy(copies, after=None, owner="weights", to="host").wait()
             undo.pop_all()
 
     def ground(self, spans: Spans, transfer: Transfer, stream: int) -> None:

@@ -256,13 +256,13 @@ def test_a_model_that_is_collected_while_a_twin_of_it_is_made(
     begun, go = threading.Event(), threading.Event()
     copy_home = Twin.copy_home
 
-    def slow(self: Twin, spans: Any, stream: int) -> None:
+    def slow(self: Twin, spans: Any) -> None:
         if late:
-            copy_home(self, spans, stream)
+            copy_home(self, spans)
         begun.set()
         assert go.wait(60)
         if not late:
-            copy_home(self, spans, stream)
+            copy_home(self, spans)
 
     def wait() -> None:
         assert begun.wait(60)
