@@ -51,6 +51,8 @@ figures: build  ## puts what was measured, benchmarks/results, into the README a
 	@$(PY) benchmarks/figures.py
 
 gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's own Python; PART=core, kv, weights, remap or balloon, RESULTS=folder
+	@$(PYTHON) -c 'import importlib.util as i, sys; missing = [n for n in ("setuptools", "pybind11") if i.find_spec(n) is None]; \
+		sys.exit(f"make gpu needs {chr(32).join(missing)} in {sys.executable}: pip install {chr(32).join(missing)}" if missing else 0)'
 	@$(PYTHON) setup.py -q build_ext --inplace
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
 

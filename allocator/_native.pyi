@@ -47,6 +47,7 @@ class Device:
         link_latency_ns: int = 0,
         peer_bandwidth: int = 0,
         spill: bool = False,
+        host_pages: bool = True,
         faults: list[tuple[str, int]] = ...,
     ) -> None: ...
     @property

@@ -141,6 +141,7 @@ class Config:
     host_budget: int | None = None  # bytes of host pages
     peer: str | None = None  # none | auto | same | cuda:N; None: auto where there is a budget for it, else none
     peer_budget: int | None = None  # bytes of pages of the peer
+    host_pages: bool | None = None  # may bytes lie on host pages? None: unless a preflight found that they cannot
     spill: bool | None = None  # may what fits nowhere else lie on host pages? None: yes
     device: str = "auto"  # auto | cpu | cuda | cuda:N
     libcuda: str | None = None  # path of the driver's library
@@ -206,6 +207,7 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_HOST_BUDGET": ("host_budget", parse_size),
     "BALLONET_PEER": ("peer", _parse_peer),
     "BALLONET_PEER_BUDGET": ("peer_budget", parse_size),
+    "BALLONET_HOST_PAGES": ("host_pages", _parse_switch),
     "BALLONET_SPILL": ("spill", _parse_switch),
     "BALLONET_DEVICE": ("device", _parse_device),
     "BALLONET_LIBCUDA": ("libcuda", lambda text, name: text),

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from . import _native, ram, runtime
+from . import _native, findings, ram, runtime
 from .config import Config, cache_dir
 from .errors import BallonetError, DriverUnavailable
 from .units import format_size
@@ -102,6 +102,7 @@ def _defaults(config: Config, target: runtime.Target | None) -> Facts:
     if target is None:
         asked = {"peer": config.peer, "peer_budget": config.peer_budget}
         return {"page_size": None, "budget": config.budget, "host_budget": config.host_budget, **asked}
+    config = findings.applied(config, target.facts)
     page = runtime.page_size(config, target.kind)
     host = runtime.host_budget(config, target.kind, page)
     peer = runtime.peer_ordinal(config, target)
@@ -123,8 +124,8 @@ def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iter
         yield "pages on a device", True, where
     yield "CUDA", *_cuda(config)
     if target is not None:
-        host = target.facts["host_pages"]
-        yield "host pages at device addresses", host, "" if host else "weights and KV on the host are copied from, only"
+        yield "host pages at device addresses", *_host_pages(config, target)
+        yield "preflight", *_preflight(config, target)
         others = ", ".join(f"device {each}" for each in target.facts["peers"])
         yield "a peer for KV", True, others or "no other device can be reached: a second pool on this one, only"
         shared = target.facts["posix_handles"]
@@ -132,6 +133,25 @@ def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iter
     yield "companion for torch", *_companion(config)
     yield "transformers", *_at_least("transformers", (5, 17))
     yield "torch", *_at_least("torch", (2, 11))
+
+
+def _host_pages(config: Config, target: runtime.Target) -> tuple[bool, str]:
+    if not target.facts["host_pages"]:
+        return False, "the driver offers none: nothing streams or spills, and KV stays on the device"
+    found = findings.load(cache_dir(config), findings.key_of(target.facts))
+    if config.host_pages is False:
+        return False, "turned off (BALLONET_HOST_PAGES)"
+    if config.host_pages is None and found is not None and found.settings.get("host_pages") is False:
+        return False, found.reasons.get("host_pages", "")
+    return True, ""
+
+
+def _preflight(config: Config, target: runtime.Target) -> tuple[bool, str]:
+    found = findings.load(cache_dir(config), findings.key_of(target.facts))
+    if found is None:
+        return False, "not done on this device and driver: python -m ballonet preflight"
+    chosen = ", ".join(f"{name}={value}" for name, value in found.settings.items())
+    return True, f"{found.when}: {chosen or 'nothing had to be changed'} ({found.path})"
 
 
 def _cuda(config: Config) -> tuple[bool, str]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from . import _native, ram
+from . import _native, findings, ram
 from .config import Config, format_size
 from .errors import ConfigError, DriverUnavailable, InstallError, NotInstalled
 from .events import Events
@@ -102,6 +102,7 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
     `spill`: may its blocks be spilled, where the settings allow it? Raises ConfigError, DriverUnavailable, DriverError.
     """
     target = choose(config, torch_has_cuda)
+    config = findings.applied(config, target.facts)
     page = page_size(config, target.kind)
     given = None if config.budget is None else whole_pages(config.budget, page, "the budget")
     if given is not None and target.kind == "cuda" and given > target.facts["total_memory"]:
@@ -123,6 +124,7 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
         link_latency_ns=round(config.link_latency * 1e9),
         peer_bandwidth=config.peer_bandwidth,
         spill=spill and config.spill is not False,
+        host_pages=config.host_pages is not False,
         faults=list(config.faults),
     )
     if device.peer_refused:

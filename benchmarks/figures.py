@@ -67,7 +67,8 @@ def main() -> None:
 
 def load(folder: Path = RESULTS) -> list[dict[str, Any]]:
     """What was kept, machines with a GPU first."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    results = [each for each in found if "figures" in each]  # a preflight has none
     return sorted(results, key=lambda result: "gpu" not in result["machine"])
 
 

@@ -29,13 +29,14 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT
-from figures import RESULTS
+from common import ROOT, machine
+from figures import RESULTS, slug
 from record import Outcome, Record
 
 PART_SECONDS = 455  # of the 8 minutes, so that the file is written and the table printed
 STEP_SECONDS = 240  # that a step of a GPU part may take
 LEAST_SECONDS = 5  # a step that would have less is not begun
+PREFLIGHT_SECONDS = 300  # its probes may take 240 together
 TESTS_AT_ONCE = 4  # most of their time goes into starting Python and loading kernels
 
 
@@ -138,8 +139,19 @@ def main() -> None:
     parts = given.parts or [name for name, part in PARTS.items() if part.gpu]
     if unknown := [name for name in parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: there are {', '.join(PARTS)}")
+    if any(PARTS[name].gpu for name in parts) and not no_gpu():
+        preflight(given.results)
     passed = [run(name, PARTS[name], given.results, given.tiny, given.traces) for name in parts]
     sys.exit(0 if all(passed) else 1)
+
+
+def preflight(results: Path) -> None:
+    """What the driver does, before anything relies on it. The parts run whatever comes of it: they show the rest."""
+    out = results / f"{slug(machine())}-preflight.json"
+    print(f"preflight, to {out}", flush=True)
+    command = [sys.executable, "-m", "ballonet", "preflight", "--out", str(out)]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, cwd=ROOT, check=False, timeout=PREFLIGHT_SECONDS)
 
 
 def run(name: str, part: Part, results: Path, tiny: bool = False, traces: list[Path] | None = None) -> bool:

@@ -360,3 +360,30 @@ def test_it_is_said_whether_a_gpu_has_run_it(figures: ModuleType) -> None:
     assert "`make gpu PART=kv`**: 5 passed, 1 skipped" in both
     assert "- not run: flash: not here" in both
     assert "| 1,234 |" in both
+
+
+def test_make_gpu_says_what_the_machine_s_python_lacks() -> None:
+    bare = f"PYTHON={sys.executable} -I -S"  # no site-packages
+    done = subprocess.run(["make", "-s", "gpu", bare], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "pip install setuptools pybind11" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_on_a_gpu_begins_with_a_preflight(
+    run: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(run, "no_gpu", lambda: "")
+    monkeypatch.setattr(run, "run", lambda name, *_: begun.append(name) or True)
+    monkeypatch.setattr(run.subprocess, "run", lambda command, **_: begun.append(" ".join(command[1:])))
+    for parts, expected in ((["kv"], ["preflight", "kv"]), (["cpu"], ["cpu"])):
+        begun.clear()
+        monkeypatch.setattr(sys, "argv", ["run.py", *parts, "--results", str(tmp_path)])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            run.main()
+        asked = [each for each in begun if "nvidia-smi" not in each and "git" not in each]
+        assert [each.split(" --out ")[0].removeprefix("-m ballonet ") for each in asked] == expected
+        if "preflight" in expected:
+            assert asked[0].endswith("-preflight.json")
+            assert str(tmp_path) in asked[0]

@@ -24,7 +24,7 @@ SOURCES = [
 ]
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 # modules that need no torch
-LIGHT = ("config", "control", "errors", "events", "info", "ram", "replay", "runtime", "stats", "units")
+LIGHT = ("config", "control", "errors", "events", "findings", "info", "ram", "replay", "runtime", "stats", "units")
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[str]:

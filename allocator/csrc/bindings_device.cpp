@@ -8,7 +8,7 @@ namespace {
 std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std::size_t page_size, std::size_t budget,
                                     std::size_t host_budget, std::optional<int> peer, std::size_t peer_budget,
                                     std::uint64_t link_bandwidth, std::uint64_t link_latency_ns,
-                                    std::uint64_t peer_bandwidth, bool spill,
+                                    std::uint64_t peer_bandwidth, bool spill, bool host_pages,
                                     const std::vector<std::pair<std::string, unsigned long long>>& faults) {
   if (page_size == 0) throw UsageError("the page size must not be 0");
   arm_faults(faults);
@@ -21,6 +21,7 @@ std::shared_ptr<Device> make_device(const std::string& library, int ordinal, std
   options.peer = peer;
   options.peer_budget = peer_budget / page_size;
   options.standin = {0, link_bandwidth, link_latency_ns, peer_bandwidth};
+  options.host_pages = host_pages;
   py::gil_scoped_release release;
   return ends_without_gil(std::make_shared<Device>(options, spill));
 }
@@ -142,7 +143,8 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def(py::init(&make_device), py::kw_only(), py::arg("library"), py::arg("ordinal"), py::arg("page_size"),
            py::arg("budget"), py::arg("host_budget"), py::arg("peer") = py::none(), py::arg("peer_budget") = 0,
            py::arg("link_bandwidth") = 0, py::arg("link_latency_ns") = 0, py::arg("peer_bandwidth") = 0,
-           py::arg("spill") = false, py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
+           py::arg("spill") = false, py::arg("host_pages") = true,
+           py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
       .def_property_readonly("kind", [](Device& d) { return d.mapper->is_standin() ? "standin" : "cuda"; })
       .def_property_readonly("ordinal", [](Device& d) { return d.mapper->ordinal; })
       .def_property_readonly("page_size", [](Device& d) { return d.mapper->page_size; })

@@ -14,7 +14,7 @@ int attribute(const Driver& driver, int which, CUdevice device) {
 }  // namespace
 
 Context::Context(const Driver& driver_, int ordinal, std::size_t page_size_, const BallonetStandinConfig& standin,
-                 std::optional<int> peer)
+                 std::optional<int> peer, bool wants_host_pages)
     : driver(driver_), page_size(page_size_) {
   driver.configure(standin);
   driver.cuInit(0U).or_throw("starting the driver");
@@ -32,7 +32,7 @@ Context::Context(const Driver& driver_, int ordinal, std::size_t page_size_, con
   device_place.location = {cuda::kLocationDevice, device};
   host_place = device_place;
   host_place.location = {cuda::kLocationHostNuma, std::max(0, attribute(driver, cuda::kAttributeHostNumaId, device))};
-  host_pages = attribute(driver, cuda::kAttributeHostNumaVirtualMemory, device) != 0;
+  host_pages = wants_host_pages && attribute(driver, cuda::kAttributeHostNumaVirtualMemory, device) != 0;
   access[0] = {device_place.location, cuda::kAccessReadWrite};
   access[1] = {host_place.location, cuda::kAccessReadWrite};
 

@@ -27,8 +27,9 @@ struct Context {
   // Throws DriverUnavailable where the device cannot map memory, UsageError for a page size that it cannot have,
   // DriverError.
   // `peer`: of which device the peer's pages are; where that cannot be `peer_refused` says why, and there is none.
+  // `wants_host_pages`: false where the driver's word for them is not to be believed.
   Context(const Driver& driver, int ordinal, std::size_t page_size, const BallonetStandinConfig& standin,
-          std::optional<int> peer = {});
+          std::optional<int> peer = {}, bool wants_host_pages = true);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;

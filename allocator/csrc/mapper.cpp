@@ -8,7 +8,7 @@ Mapper::Mapper(const Options& options)
     : page_size(options.page_size),
       ordinal(options.ordinal),
       driver_(options.library),
-      context_(driver_, options.ordinal, options.page_size, options.standin, options.peer),
+      context_(driver_, options.ordinal, options.page_size, options.standin, options.peer, options.host_pages),
       device_(driver_, context_.device_place, options.page_size, options.budget, &journal),
       host_(driver_, context_.host_place, options.page_size, options.host_budget, nullptr),
       peer_(driver_, context_.peer_place, options.page_size, context_.peer_pages ? options.peer_budget : 0, nullptr),

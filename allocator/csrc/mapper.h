@@ -173,6 +173,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
     std::size_t page_size = 0;
     std::size_t budget = 0;       // pages
     std::size_t host_budget = 0;  // pages
+    bool host_pages = true;       // may pages of the host stand behind addresses of the device?
     std::optional<int> peer;      // the device of the peer's pages
     std::size_t peer_budget = 0;  // pages
     BallonetStandinConfig standin{};

@@ -1,4 +1,4 @@
-"""The command line: `python -m ballonet run | budget | replay | info | profile | simulate | prefix-sim`.
+"""The command line: `python -m ballonet run | budget | replay | info | preflight | profile | simulate | prefix-sim`.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage or bad input. Those of `run` are the program's own once it has started.
 """
@@ -79,6 +79,27 @@ def _info(args: argparse.Namespace) -> None:
         print(json.dumps(facts))
     else:
         show(facts)
+
+
+def _preflight(args: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from .allocator import findings, runtime
+    from .allocator.config import cache_dir
+    from .allocator.display import steps
+    from .allocator.preflight import run, show
+
+    config = Config.from_env()
+    target = runtime.choose(config)
+    with steps("asking", len(run.PROBES)) as tell:
+        found = run.preflight(target, begun=tell)
+    kept = None if args.no_save else findings.save(cache_dir(config), found["key"], found)
+    if args.out is not None:
+        run.write(found, Path(args.out))
+    if args.json:
+        print(json.dumps(found))
+    else:
+        show.show(found, kept)
 
 
 def _profile(args: argparse.Namespace) -> None:
@@ -174,6 +195,16 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     info.add_argument("--batch", metavar="N", type=_count, default=1, help="sequences side by side (default: 1)")
     info.add_argument("--tokens", metavar="N", type=_count, default=4096, help="tokens of each (default: 4096)")
+
+    preflight = _command(
+        commands, "preflight", _preflight, "try what ballonet assumes of the device and its driver; a minute or two"
+    )
+    preflight.description = f"""{preflight.description} Whatever fails is told, and does not end the others. What
+        differs is gone round where that can be: `install()` keeps to what was chosen, on this device and driver, until
+        the next preflight."""
+    preflight.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    preflight.add_argument("--out", metavar="FILE", help="and write it there")
+    preflight.add_argument("--no-save", action="store_true", help="choose nothing: install() stays as it is")
 
     _add_profile(commands)
     _add_simulate(commands)

@@ -1,0 +1,84 @@
+"""The settings that `python -m ballonet preflight` chose for a machine: a small JSON file that `install()` reads.
+
+There is one file per device and driver, in the cache folder. A setting given by hand, as an argument or in the
+environment, comes first; another device or another driver makes the file say nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from .config import Config, cache_dir
+
+FORMAT: Final = 1
+SETTINGS: Final[Mapping[str, type]] = {"host_pages": bool, "page_size": int}  # fields of Config that may be chosen
+_NVIDIA: Final = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """`settings`: values for fields of `Config`; `reasons`: why each; `when`: ISO date and time; `path`: the file."""
+
+    settings: Mapping[str, Any]
+    reasons: Mapping[str, str]
+    when: str
+    path: Path
+
+
+def key_of(facts: Mapping[str, Any], nvidia: Path = _NVIDIA) -> dict[str, str]:
+    """What a file is for: the device and its driver, from what `_native.probe` says of them."""
+    try:
+        found = re.search(r"\b\d{3,}\.[\d.]+", nvidia.read_text())
+    except OSError:
+        found = None
+    return {
+        "device": str(facts.get("name", "")),
+        "memory": str(facts.get("total_memory", "")),
+        "driver": f"CUDA {facts['driver_version']}{f', {found[0]}' if found and facts['kind'] == 'cuda' else ''}",
+    }
+
+
+def path_of(folder: Path, key: Mapping[str, str]) -> Path:
+    """The file of a device and driver in the cache folder."""
+    name = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"preflight-{name}.json"
+
+
+def save(folder: Path, key: Mapping[str, str], found: Mapping[str, Any]) -> Path:
+    """Writes a preflight's result, which has `settings`, `reasons` and `when`, at once or not at all. OSError."""
+    path = path_of(folder, key)
+    folder.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps({"format": FORMAT, "key": dict(key), **found}, indent=1) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def load(folder: Path, key: Mapping[str, str]) -> Findings | None:
+    """What was found of this device under this driver; None where nothing was, or the file is not whole."""
+    path = path_of(folder, key)
+    try:
+        found = json.loads(path.read_text())
+        settings, reasons = found["settings"], found["reasons"]
+        whole = found["format"] == FORMAT and found["key"] == key and set(settings) <= set(SETTINGS)
+        whole = whole and all(type(value) is SETTINGS[name] for name, value in settings.items())
+        return Findings(settings, reasons, found["when"], path) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def applied(config: Config, facts: Mapping[str, Any]) -> Config:
+    """The settings, with those that a preflight chose for this device wherever nothing was said."""
+    found = load(cache_dir(config), key_of(facts))
+    chosen = {} if found is None else found.settings
+    return replace(config, **{name: value for name, value in chosen.items() if getattr(config, name) is None})

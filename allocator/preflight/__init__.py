@@ -1,0 +1,9 @@
+"""First contact with a machine: does the driver do what ballonet assumes, and what is to be done where it does not?
+
+    python -m ballonet preflight
+
+Each *probe* asks one question of the driver or of torch, in a process of its own with a time limit, so that a crash or
+a hang of one ends nothing else (`run`). What the probes told, the *facts*, is judged by pure functions (`judge`):
+*differences* from what the code assumes, and *settings* that `install()` keeps to from then on
+(`ballonet.allocator.findings`).
+"""

@@ -1,0 +1,144 @@
+"""Runs the probes one after the other, each in a process of its own, and puts together what they told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Final, Literal
+
+from .. import findings, runtime
+from ..config import Config
+from .judge import judge
+
+SAID = 2000  # characters of what a probe said that failed
+SECONDS: Final = 240  # that all probes may take together
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Where a probe's function is, which has its name; and how long it may take."""
+
+    module: str
+    seconds: float = 60
+    uses_torch: bool = False
+    needs_gpu: bool = False  # the stand-in, on which torch computes on the CPU, has no answer
+
+
+PROBES: Final[Mapping[str, Probe]] = {
+    "device": Probe("memory_probes"),
+    "granularity": Probe("memory_probes"),
+    "handles": Probe("memory_probes"),
+    "host_pages": Probe("memory_probes"),
+    "numa": Probe("memory_probes"),
+    "aliases": Probe("memory_probes"),
+    "page_tables": Probe("memory_probes"),
+    "beside_work": Probe("memory_probes"),
+    "pinning": Probe("memory_probes", 120),
+    "copies": Probe("copy_probes", 120),
+    "several_handles": Probe("copy_probes"),
+    "pieces": Probe("copy_probes"),
+    "graphs": Probe("copy_probes"),
+    "torch_copies": Probe("torch_probes", 120, uses_torch=True),
+    "torch_at_once": Probe("torch_probes", 120, uses_torch=True, needs_gpu=True),
+    "kernels": Probe("torch_probes", 120, uses_torch=True),
+    "torch_graphs": Probe("torch_probes", 120, uses_torch=True, needs_gpu=True),
+    "traffic": Probe("torch_probes", 120, uses_torch=True, needs_gpu=True),
+}
+
+Status = Literal["answered", "failed", "crashed", "no end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a probe. `facts` is what it told before it ended, however that was; `said`: the end of its stderr
+    where it did not end well."""
+
+    status: Status
+    seconds: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    said: str = ""
+
+
+def run_probe(name: str, library: str, ordinal: int, seconds: float | None = None) -> Outcome:
+    """In a process of its own, which is killed after the probe's time."""
+    command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.child", name, library, str(ordinal)]
+    limit = PROBES[name].seconds if seconds is None else seconds
+    begin = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+        try:
+            code = process.wait(limit)
+            status: Status = "answered" if code == 0 else "crashed" if code < 0 else "failed"
+            why = "" if code == 0 else _signal(-code) if code < 0 else f"exit status {code}"
+        except subprocess.TimeoutExpired:
+            status, why = "no end", f"no end within {limit:g} s"
+        finally:
+            process.kill()
+            process.wait()
+        facts = _facts(out)
+        err.seek(0)
+        said = f"{why}\n{err.read()[-SAID:]}".strip() if status != "answered" else ""
+    return Outcome(status, round(time.monotonic() - begin, 2), facts, said)
+
+
+def _facts(told: IO[str]) -> dict[str, Any]:
+    """The facts among what a probe printed; a last line that was cut off is none."""
+    told.seek(0)
+    facts = {}
+    for line in told:
+        try:
+            fact = json.loads(line)
+            facts[fact["fact"]] = fact["value"]
+        except (ValueError, KeyError, TypeError):
+            continue
+    return facts
+
+
+def _signal(number: int) -> str:
+    try:
+        return f"died of {signal.Signals(number).name}"
+    except ValueError:
+        return f"died of signal {number}"
+
+
+def preflight(
+    target: runtime.Target, names: tuple[str, ...] = tuple(PROBES), begun: Callable[[str], object] = lambda name: None
+) -> dict[str, Any]:
+    """Asks all, and judges; plain values, ready for JSON. `begun` is told the name of each probe before it runs.
+
+    Keys: when, key (of the device and its driver), probes (name → status, seconds, facts, said), settings, reasons,
+    differences (what, assumed, found, effect), answers (question, answer).
+    """
+    outcomes, deadline = {}, time.monotonic() + SECONDS
+    for name in names:
+        if PROBES[name].needs_gpu and target.kind != "cuda":
+            outcomes[name] = Outcome("answered", 0, {"skipped": "the stand-in has no such thing"})
+            continue
+        left = deadline - time.monotonic()
+        if left <= 0:
+            outcomes[name] = Outcome("failed", 0, {}, "no time was left")
+            continue
+        begun(name)
+        outcomes[name] = run_probe(name, target.library, target.ordinal, min(left, PROBES[name].seconds))
+    plain = {name: asdict(outcome) for name, outcome in outcomes.items()}
+    judged = judge(plain, runtime.page_size(Config(), target.kind))
+    return {
+        "when": datetime.now().isoformat(timespec="seconds"),
+        "key": findings.key_of(target.facts),
+        **asdict(judged),
+        "probes": plain,
+    }
+
+
+def write(found: Mapping[str, Any], path: Path) -> None:
+    """The whole result as JSON. OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")

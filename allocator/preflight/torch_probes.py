@@ -1,0 +1,258 @@
+"""Probes of torch over ballonet's own pages: its copies, its kernels and its graphs, where pages lie on the host.
+
+They open a device of the core and install nothing. On the stand-in torch computes on the CPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from .. import runtime
+from .._native import Device, Range
+from ..config import Config
+from .measure import MIB, Tell, answered
+
+_BYTES = 1, 8  # DLPack: unsigned integers of 8 bits
+PAGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Pages of one place behind an address, as torch sees them."""
+
+    range: Range
+    tensor: torch.Tensor  # bytes
+
+
+@contextmanager
+def opened(library: str, ordinal: int) -> Iterator[Device]:
+    """A device of the core with a few pages, whatever an earlier preflight chose. DriverUnavailable where torch cannot
+    use it."""
+    given = Config.from_env().merge(budget=64 * 8 * MIB, host_budget=64 * 8 * MIB)
+    named = replace(given, device=f"cuda:{ordinal}", libcuda=library)
+    settings = replace(named, host_pages=True, peer="none", peer_budget=None, faults=())
+    device = runtime.open_device(settings, torch.version.cuda is not None and torch.cuda.is_available())
+    if device.kind == "cuda":
+        torch.cuda.init()
+        torch.cuda.set_device(device.ordinal)
+    yield device
+
+
+def place(device: Device, where: str, pages: int = PAGES) -> Place:
+    nbytes = pages * device.page_size
+    made = device.reserve(nbytes, "activations", device.group(), reuse=False)
+    (made.map_host if where == "host" else made.map)(0, pages)
+    return Place(made, from_dlpack(made.tensor(0, (nbytes,), (1,), *_BYTES)))
+
+
+def wait(device: Device) -> None:
+    if device.kind == "cuda":
+        torch.cuda.synchronize()
+    device.synchronize()
+
+
+def _random(nbytes: int, seed: int) -> torch.Tensor:
+    """Bytes in memory of the CPU's."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def torch_copies(tell: Tell, library: str, ordinal: int) -> None:
+    """Are torch's copies to and from pages of the host right? To torch they are memory of the device, so it says so to
+    the driver."""
+    with opened(library, ordinal) as device:
+        host, other, here = place(device, "host"), place(device, "host"), place(device, "device")
+        nbytes = host.tensor.numel()
+        data = _random(nbytes, 1)
+        pinned = data.pin_memory() if device.kind == "cuda" else data.clone()
+
+        def same(tensor: torch.Tensor) -> bool:
+            wait(device)
+            return torch.equal(tensor.cpu(), data)
+
+        def moved(to: torch.Tensor, source: torch.Tensor) -> Callable[[], bool]:
+            def ask() -> bool:
+                to.zero_()
+                wait(device)
+                to.copy_(source, non_blocking=True)
+                return same(to)
+
+            return ask
+
+        host.tensor.copy_(data)
+        here.tensor.copy_(data)
+        wait(device)
+        tell("filled", bool(same(host.tensor) and same(here.tensor)))
+        answered(tell, "host_to_device", moved(here.tensor, host.tensor))
+        answered(tell, "device_to_host", moved(host.tensor, here.tensor))
+        answered(tell, "host_to_host", moved(other.tensor, host.tensor))
+        answered(tell, "pinned_to_host", moved(host.tensor, pinned))
+        answered(tell, "host_to_pinned", moved(pinned.clone(), host.tensor))
+        answered(tell, "clone", lambda: same(host.tensor.clone()))
+        answered(
+            tell,
+            "storage_clone",
+            lambda: same(
+                torch.tensor([], dtype=torch.uint8, device=host.tensor.device).set_(
+                    host.tensor.untyped_storage().clone()
+                )[:nbytes]
+            ),
+        )
+        rows = host.tensor.view(-1, 4096)[::3]
+        answered(tell, "strided", lambda: bool(torch.equal(rows.clone().cpu(), data.view(-1, 4096)[::3])))
+
+
+def torch_at_once(tell: Tell, library: str, ordinal: int) -> None:
+    """Do torch's copies to and from pages of the host return while the stream is busy?"""
+    with opened(library, ordinal) as device:
+        host, here = place(device, "host"), place(device, "device")
+        square = torch.randn(4096, 4096, device="cuda")
+        done = torch.cuda.Event()
+
+        def behind(to: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+            wait(device)
+            for _ in range(40):
+                square @ square
+            done.record()
+            busy = not done.query()
+            begin = time.perf_counter()
+            to.copy_(source, non_blocking=True)
+            taken = time.perf_counter() - begin
+            return {"at_once": not done.query() if busy else None, "behind_work_us": round(taken * 1e6, 1)}
+
+        answered(tell, "host_to_device", lambda: behind(here.tensor, host.tensor))
+        answered(tell, "device_to_host", lambda: behind(host.tensor, here.tensor))
+
+
+def kernels(tell: Tell, library: str, ordinal: int) -> None:
+    """Do kernels that read pages of the host give the same bits, and how fast do they read?"""
+    with opened(library, ordinal) as device:
+        host, here = place(device, "host"), place(device, "device")
+        dtype = torch.bfloat16
+        values = torch.randn(here.tensor.numel() // 2, generator=torch.Generator().manual_seed(2)).to(dtype)
+        columns = 2048
+        for each in (host, here):
+            each.tensor.view(dtype).copy_(values)
+        weights = [each.tensor.view(dtype).view(-1, columns) for each in (here, host)]
+        wait(device)
+        for rows in (1, 16, 64, 512):
+
+            def ask(rows: int = rows) -> dict[str, Any]:
+                given = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)).to(dtype)
+                given = given.to(weights[0].device)
+                answers = [given @ weight.T for weight in weights]
+                wait(device)
+                seconds = _seconds(device, lambda: given @ weights[1].T)
+                nbytes = weights[1].numel() * 2
+                return {"equal": torch.equal(*answers), "gb_per_s": round(nbytes / seconds / 1e9, 2)}
+
+            answered(tell, f"matmul_{rows}", ask)
+
+        def attention() -> dict[str, Any]:
+            heads, size = 8, 128
+            tokens = values.numel() // 2 // (heads * size)
+            query = torch.randn(1, heads, 1, size, generator=torch.Generator().manual_seed(3)).to(dtype)
+            query = query.to(weights[0].device)
+
+            def run(each: Place) -> torch.Tensor:
+                keys, rest = each.tensor.view(dtype).view(2, 1, tokens, heads, size).transpose(2, 3)
+                return torch.nn.functional.scaled_dot_product_attention(query, keys, rest)
+
+            answers = [run(each) for each in (here, host)]
+            wait(device)
+            seconds = _seconds(device, lambda: run(host))
+            return {"equal": torch.equal(*answers), "gb_per_s": round(values.numel() * 2 / seconds / 1e9, 2)}
+
+        answered(tell, "attention", attention)
+        answered(tell, "sum", lambda: torch.equal(here.tensor.sum(), host.tensor.sum()))
+
+
+def _seconds(device: Device, run: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(4):
+        wait(device)
+        begin = time.perf_counter()
+        run()
+        wait(device)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
+
+
+def torch_graphs(tell: Tell, library: str, ordinal: int) -> None:
+    """Is a graph of torch's right that is replayed after the page it reads moved to the host and back?"""
+    with opened(library, ordinal) as device:
+        here = place(device, "device", 1)
+        weight = here.tensor.view(torch.bfloat16).view(-1, 1024)
+        weight.copy_(torch.randn(weight.shape))
+        given = torch.randn(4, 1024, device="cuda", dtype=torch.bfloat16)
+        graph = torch.cuda.CUDAGraph()
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            expected = given @ weight.T  # loads the kernel
+        wait(device)
+        with torch.cuda.graph(graph):
+            answer = given @ weight.T
+
+        def replay() -> bool:
+            answer.zero_()
+            graph.replay()
+            wait(device)
+            return torch.equal(answer, expected)
+
+        answered(tell, "as_captured", replay)
+        places: tuple[Literal["host", "device"], ...] = ("host", "device")
+        for where in places:
+            moved = answered(tell, f"moved_to_{where}", partial(here.range.move, 0, where))
+            if moved:
+                answered(tell, f"on_{where}", replay)
+
+
+def traffic(tell: Tell, library: str, ordinal: int) -> None:
+    """Does NVML count what really comes over the link? Copies are made all the while, and counted beside it."""
+    with opened(library, ordinal) as device:
+        pynvml = import_module("pynvml")
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device.ordinal).uuid}"
+        gpu = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+
+        def received() -> float:
+            return float(pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES)) * 1024 / 1e9
+
+        tell("idle_gb_per_s", [round(received(), 3) for _ in range(5)])
+        host, here = place(device, "host"), place(device, "device")
+        for name, pause in (("steady", 0.0), ("in_bursts", 0.05)):
+            tell(name, _beside(host.tensor, here.tensor, received, pause))
+
+
+def _beside(source: torch.Tensor, to: torch.Tensor, received: Callable[[], float], pause: float) -> dict[str, Any]:
+    """GB/s that were copied, and that the counter gave meanwhile, of each of ten looks."""
+    stop, copied = threading.Event(), [0]
+
+    def copy() -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not stop.is_set():
+                to.copy_(source, non_blocking=True)
+                torch.cuda.current_stream().synchronize()
+                copied[0] += source.numel()
+                time.sleep(pause)
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    time.sleep(0.1)
+    before, begin = copied[0], time.perf_counter()
+    looks = [round(received(), 2) for _ in range(10)]
+    rate = (copied[0] - before) / (time.perf_counter() - begin) / 1e9
+    stop.set()
+    thread.join()
+    return {"copied_gb_per_s": round(rate, 2), "counted_gb_per_s": looks}

@@ -1,0 +1,327 @@
+"""The preflight finds what a driver does otherwise than assumed, survives it, and what it chose is kept to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ballonet import __main__
+from ballonet.allocator import findings, info, runtime
+from ballonet.allocator.config import Config
+from ballonet.allocator.preflight import run
+from ballonet.allocator.preflight.judge import Verdict, judge
+
+from .core import shim
+
+PAGE = 2**21
+HEAD = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <unistd.h>
+typedef unsigned long long u64;
+struct prop { int type, handles, location, node; };
+"""
+
+
+def creating(instead: str) -> str:
+    """A driver that does something else where a page of the host is created."""
+    return f"""{HEAD}
+int cuMemCreate(u64* handle, unsigned long size, struct prop* wanted, u64 flags) {{
+  if (wanted->location == 3) {instead};
+  return ((int (*)(u64*, unsigned long, struct prop*, u64))dlsym(RTLD_NEXT, "cuMemCreate"))(
+      handle, size, wanted, flags);
+}}"""
+
+
+def copying(size: str, first: str = "") -> str:
+    """A driver whose copies do something else first, or carry fewer bytes."""
+    return f"""{HEAD}
+int cuMemcpyAsync(u64 to, u64 from, unsigned long size, void* stream) {{
+  {first};
+  return ((int (*)(u64, u64, unsigned long, void*))dlsym(RTLD_NEXT, "cuMemcpyAsync"))(to, from, {size}, stream);
+}}"""
+
+
+REFUSES, CRASHES, HANGS = creating("return 304"), creating("abort()"), creating("pause()")
+SHORT = copying("size > 1 << 21 ? 1 << 21 : size")  # as if a driver looked at the first page alone
+WAITS = copying("size", '((int (*)(void*))dlsym(RTLD_NEXT, "cuStreamSynchronize"))(stream)')
+COARSE = f"""{HEAD}
+int cuMemGetAllocationGranularity(unsigned long* size, struct prop* wanted, int option) {{
+  *size = wanted->location == 3 ? 3 << 20 : 4096;
+  return 0;
+}}"""
+FIRST = ("device", "granularity", "handles", "host_pages")
+
+
+def preflight(library: str, *names: str) -> dict[str, Any]:
+    return run.preflight(runtime.choose(Config(libcuda=library, device="cuda:0")), names)
+
+
+def test_nothing_differs_on_the_stand_in() -> None:
+    names = ("device", "granularity", "handles", "host_pages", "numa", "aliases", "page_tables", "beside_work",
+             "pinning", "several_handles", "pieces", "graphs")  # fmt: skip
+    found = preflight(runtime.standin_library(), *names)
+    assert {name: each["status"] for name, each in found["probes"].items()} == dict.fromkeys(names, "answered")
+    timed = ("mapping while", "the driver's call to")  # depends on what else runs here
+    others = [each for each in found["differences"] if not each["what"].startswith(timed)]
+    assert (found["settings"], others) == ({}, [])
+    told = found["probes"]
+    assert told["host_pages"]["facts"]["cpu_reads"] is True
+    assert told["aliases"]["facts"] == {"rounds": 50, "right": 50}
+    assert set(told["several_handles"]["facts"].values()) == {True}
+    assert "no cuStreamBeginCapture" in told["graphs"]["facts"]["skipped"]
+
+
+def test_copies_of_every_kind_of_memory_are_tried() -> None:
+    found = preflight(runtime.standin_library(), "copies")
+    facts = found["probes"]["copies"]["facts"]
+    for kind in ("pages", "one_handle", "registered", "pageable"):
+        for way in ("to_device", "from_device"):
+            assert facts[f"{kind}_{way}_by_address"]["right"] is True, (kind, way)
+    assert facts["registered_file_to_device_by_address"]["right"] is True
+    assert "no cuMemHostAlloc" in facts["allocated_to_device_by_address"]["error"]
+    assert found["settings"] == {}
+
+
+def test_torch_is_asked_over_pages_of_the_core() -> None:
+    found = preflight(runtime.standin_library(), "torch_copies", "kernels", "torch_graphs")
+    assert set(found["probes"]["torch_copies"]["facts"].values()) == {True}
+    facts = found["probes"]["kernels"]["facts"]
+    assert [facts[name]["equal"] for name in ("matmul_1", "matmul_512", "attention")] == [True] * 3
+    assert "skipped" in found["probes"]["torch_graphs"]["facts"]
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "why"),
+    [(REFUSES, "answered", "304"), (CRASHES, "crashed", "SIGABRT"), (HANGS, "no end", "no end within 3 s")],
+    ids=["refused", "crashes", "hangs"],
+)
+def test_host_pages_that_fail_are_not_used(
+    source: str, status: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = {name: dataclasses.replace(probe, seconds=3) for name, probe in run.PROBES.items()}
+    monkeypatch.setattr(run, "PROBES", quick)
+    found = preflight(shim(tmp_path, source), *FIRST)
+    assert found["probes"]["host_pages"]["status"] == status
+    assert found["probes"]["device"]["facts"]["name"] == "ballonet host stand-in"
+    assert found["settings"] == {"host_pages": False}
+    assert why in found["reasons"]["host_pages"]
+
+
+def test_a_copy_over_several_pages_that_is_wrong_is_found(tmp_path: Path) -> None:
+    found = preflight(shim(tmp_path, SHORT), "host_pages", "several_handles", "copies")
+    assert found["probes"]["host_pages"]["facts"]["to_device"] is True, "a page alone is right"
+    assert found["settings"] == {"host_pages": False}
+    assert "several_handles, to_device: not the same bytes" in found["reasons"]["host_pages"]
+
+
+def test_a_copy_that_waits_is_told_and_changes_nothing(tmp_path: Path) -> None:
+    found = preflight(shim(tmp_path, WAITS), "copies")
+    assert found["settings"] == {}
+    told = [each["at_once"] for each in found["probes"]["copies"]["facts"].values() if "at_once" in each]
+    assert len(told) == 9
+    assert False in told
+    assert True not in told
+    assert "waits for the work in front of it" in [each["found"] for each in found["differences"]]
+
+
+def test_a_coarser_granularity_chooses_the_page_size(tmp_path: Path) -> None:
+    found = preflight(shim(tmp_path, COARSE), "granularity")
+    assert found["settings"] == {"page_size": 3 * PAGE}
+
+
+# -- what the facts mean
+
+
+def outcome(facts: dict[str, Any], status: str = "answered", said: str = "") -> dict[str, Any]:
+    return {"status": status, "seconds": 1.0, "facts": facts, "said": said}
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "device": outcome({"attributes": {"posix_handles": 1}}),
+    "granularity": outcome({"device": PAGE, "host": PAGE}),
+    "handles": outcome({"device_posix": True, "device_fabric": {"error": "801"}}),
+    "host_pages": outcome(
+        dict.fromkeys(("create", "map", "open_for_both", "copied_there", "copied_back", "to_device"), True)
+        | {"from_device": True}
+    ),
+    "aliases": outcome({"rounds": 50, "right": 50}),
+    "copies": outcome(
+        {
+            f"{kind}_{way}_{call}": {"right": True, "at_once": True, "gb_per_s": 50, "call_us": 5}
+            for kind in ("pages", "allocated", "registered")
+            for way in ("to_device", "from_device")
+            for call in ("by_address", "with_direction")
+        }
+    ),
+    "beside_work": outcome({call: {"at_once": True, "behind_work_us": 3} for call in ("map", "open", "unmap")}),
+    "pinning": outcome({"longest_map_meanwhile_us": 900}),
+    "several_handles": outcome({"to_device": True, "on_host": True}),
+    "torch_copies": outcome({"host_to_device": True}),
+    "torch_at_once": outcome({"host_to_device": {"at_once": True}}),
+    "kernels": outcome({"matmul_1": {"equal": True, "gb_per_s": 48}}),
+    "graphs": outcome({"as_captured": True, "another_page": True, "host_page": True}),
+    "torch_graphs": outcome({"as_captured": True, "on_host": True, "on_device": True}),
+    "traffic": outcome({"steady": {"copied_gb_per_s": 50, "counted_gb_per_s": [49, 51, 50]}}),
+}
+
+
+def judged(name: str, facts: dict[str, Any], status: str = "answered", said: str = "") -> Verdict:
+    """With one probe that told something else."""
+    return judge({**GOOD, name: outcome({**GOOD[name]["facts"], **facts}, status, said)}, PAGE)
+
+
+def test_where_nothing_differs_nothing_is_chosen() -> None:
+    verdict = judge(GOOD, PAGE)
+    assert (verdict.settings, verdict.differences) == ({}, [])
+    assert all(each.answer and each.answer != "not asked" for each in verdict.answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "facts"),
+    [
+        ("host_pages", {"create": {"error": "cuMemCreate answered 304"}}),
+        ("host_pages", {"copied_back": False}),
+        ("host_pages", {"from_device": False}),
+        ("host_pages", {"open_for_both": {"error": "1"}, "open_for_device": {"error": "801"}}),
+        ("copies", {"pages_to_device_by_address": {"right": False}}),
+        ("several_handles", {"on_host": {"error": "700"}}),
+        ("torch_copies", {"host_to_device": False}),
+        ("kernels", {"attention": {"equal": False, "gb_per_s": 1}}),
+        ("graphs", {"host_page": False}),
+        ("torch_graphs", {"on_host": False}),
+    ],
+)
+def test_whatever_is_wrong_with_host_pages_turns_them_off(name: str, facts: dict[str, Any]) -> None:
+    verdict = judged(name, facts)
+    assert verdict.settings == {"host_pages": False}
+    assert verdict.reasons["host_pages"] in [each.found for each in verdict.differences]
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "found"),
+    [
+        ("aliases", {"right": 49}, "right in 49 of 50 rounds"),
+        ("copies", {"pages_from_device_with_direction": {"at_once": False}}, "waits for the work in front of it"),
+        ("copies", {"pages_to_device_by_address": {"gb_per_s": 20, "at_once": True}}, "20 GB/s against 50"),
+        ("torch_at_once", {"device_to_host": {"at_once": False}}, "waits for the work in front of it"),
+        ("beside_work", {"unmap": {"at_once": False, "behind_work_us": 31000}}, "waited (31000 us)"),
+        ("pinning", {"longest_map_meanwhile_us": 410_000}, "410.0 ms"),
+        ("graphs", {"another_page": False}, "other bytes"),
+        ("traffic", {"steady": {"copied_gb_per_s": 50, "counted_gb_per_s": [20, 24, 90]}}, "24 GB/s for 50"),
+        ("handles", {"device_posix": {"error": "801"}}, "801"),
+    ],
+)
+def test_what_nothing_goes_round_is_told(name: str, facts: dict[str, Any], found: str) -> None:
+    verdict = judged(name, facts)
+    assert verdict.settings == {}
+    assert [found in each.found for each in verdict.differences] == [True]
+
+
+def test_a_probe_that_broke_off_decides_nothing_unless_it_crashed_over_host_pages() -> None:
+    verdict = judged("kernels", {}, "failed", "exit status 1\nModuleNotFoundError: No module named 'torch'")
+    assert verdict.settings == {}
+    assert [each.effect for each in verdict.differences] == ["ModuleNotFoundError: No module named 'torch'"]
+    assert judged("beside_work", {}, "crashed", "died of SIGSEGV").settings == {}
+    assert judged("kernels", {}, "crashed", "died of SIGSEGV").settings == {"host_pages": False}
+    # All was right before the CPU looked at the page, which nothing needs.
+    assert judged("host_pages", {}, "crashed", "died of SIGBUS").settings == {}
+
+
+# -- what install() keeps to
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(device="cpu", budget=8 * PAGE, host_budget=8 * PAGE, cache_dir=tmp_path / "cache")
+
+
+def kept(config: Config, **settings: Any) -> Path:
+    key = findings.key_of(runtime.choose(config).facts)
+    assert config.cache_dir is not None
+    found = {"settings": settings, "reasons": dict.fromkeys(settings, "because"), "when": "2026-01-01T00:00:00"}
+    return findings.save(config.cache_dir, key, found)
+
+
+def host_pages(config: Config) -> bool:
+    device = runtime.open_device(config)
+    try:
+        return device.host_pages
+    finally:
+        device.close()
+
+
+def test_what_was_chosen_is_kept_to_unless_somebody_says_otherwise(config: Config) -> None:
+    assert host_pages(config)
+    kept(config, host_pages=False, page_size=PAGE // 2)
+    assert not host_pages(config)
+    assert host_pages(dataclasses.replace(config, host_pages=True))
+    device = runtime.open_device(config)
+    assert device.page_size == PAGE // 2
+    range_ = device.reserve(PAGE, "weights", device.group())
+    with pytest.raises(Exception, match="host"):
+        range_.map_host(0, 1)
+    range_.close()
+    device.close()
+
+
+def test_what_was_found_of_another_driver_says_nothing(config: Config) -> None:
+    path = kept(config, host_pages=False)
+    found = json.loads(path.read_text())
+    found["key"]["driver"] = "CUDA 12000"
+    path.write_text(json.dumps(found))
+    assert host_pages(config)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"format": 1}', '{"format": 2, "settings": {}, "reasons": {}, "when": ""}']
+)
+def test_a_file_that_is_not_whole_says_nothing(config: Config, text: str) -> None:
+    kept(config, host_pages=False).write_text(text)
+    assert host_pages(config)
+
+
+@pytest.mark.parametrize("settings", [{"host_pages": "no"}, {"page_size": True}, {"budget": 1}])
+def test_settings_that_no_preflight_chooses_say_nothing(config: Config, settings: dict[str, Any]) -> None:
+    kept(config, **settings)
+    assert host_pages(config)
+
+
+def test_the_key_has_the_driver_s_own_version(tmp_path: Path) -> None:
+    nvidia = tmp_path / "version"
+    nvidia.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC 12\n")
+    facts = {"kind": "cuda", "name": "H200", "total_memory": 1, "driver_version": 13000}
+    assert findings.key_of(facts, nvidia)["driver"] == "CUDA 13000, 580.95.05"
+    assert findings.key_of(facts, tmp_path / "none")["driver"] == "CUDA 13000"
+
+
+def test_info_says_what_was_chosen(config: Config) -> None:
+    def checks() -> dict[str, tuple[bool, str]]:
+        return {each["name"]: (each["works"], each["detail"]) for each in info.gather(config, "0")["checks"]}
+
+    assert not checks()["preflight"][0]
+    kept(config, host_pages=False)
+    assert checks()["host pages at device addresses"] == (False, "because")
+    assert "host_pages=False" in checks()["preflight"][1]
+
+
+def test_the_command_writes_keeps_and_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "PROBES", {name: run.PROBES[name] for name in ("granularity", "host_pages")})
+    monkeypatch.setattr(run.preflight, "__defaults__", (("granularity", "host_pages"), lambda name: None))
+    monkeypatch.setenv("BALLONET_LIBCUDA", shim(tmp_path, REFUSES))
+    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    assert __main__.main(["preflight", "--out", str(tmp_path / "out.json"), "--no-save"]) == 0
+    assert not (tmp_path / "cache").exists()
+    assert __main__.main(["preflight"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "host_pages = False" in said
+    assert json.loads((tmp_path / "out.json").read_text())["settings"] == {"host_pages": False}
+    (saved,) = (tmp_path / "cache").glob("preflight-*.json")
+    assert json.loads(saved.read_text())["settings"] == {"host_pages": False}
