@@ -110,6 +110,11 @@ class Device:
     def allocate(self, nbytes: int, stream: int = 0) -> int: ...
     def deallocate(self, address: int) -> None: ...
     def record_stream(self, address: int, stream: int) -> None: ...
+    def begin_pool(self, pool: tuple[int, int], streams: list[int] | None = None) -> None:
+        """From now on what is allocated on these streams (None: on any) comes from `pool`, which keeps its pages until
+        `release_pool` was called as often as this. BallonetError where it is being filled already."""
+    def end_pool(self, pool: tuple[int, int]) -> None: ...
+    def release_pool(self, pool: tuple[int, int]) -> None: ...
     def block_size(self, address: int) -> int:
         """Bytes of the live block at `address`, 0 where there is none."""
     def group(self) -> Group: ...
@@ -355,8 +360,8 @@ def core_table() -> int:
     """Address of the `BallonetCore` table (entry.h) for the companion."""
 
 def entry_points() -> dict[str, int]:
-    """Addresses of the functions alloc, segment, free, record_stream and trim, for a pluggable allocator without the
-    companion."""
+    """Addresses of what torch's pluggable allocator calls: alloc, segment, free, record_stream, trim, begin_pool,
+    end_pool, release_pool, memory_fraction and base_allocation."""
 
 def bench_hit_path(device: Device, nbytes: int, rounds: int) -> float:
     """ns per allocate+deallocate pair of one size on the hit path, measured inside the core."""

@@ -108,11 +108,11 @@ def parse_prefix_cache(value: SupportsIndex | str | bool, name: str = "prefix_ca
 def _parse_faults(text: str, name: str) -> tuple[tuple[str, int], ...]:
     faults = []
     for entry in filter(None, (part.strip() for part in text.split(","))):
-        match = re.fullmatch(r"(cu[A-Z]\w*):([1-9][0-9]*)", entry)
+        match = re.fullmatch(r"(cu[A-Z]\w*(?:=[1-9][0-9]*)?):([1-9][0-9]*)", entry)
         if match is None:
             raise ConfigError(
-                f"{name} has {entry!r}: write FUNCTION:N, such as 'cuMemMap:7' for the seventh call of it, several "
-                "separated by commas"
+                f"{name} has {entry!r}: write FUNCTION:N, such as 'cuMemMap:7' for the seventh call of it, or "
+                "FUNCTION=CODE:N for a CUresult other than the usual, several separated by commas"
             )
         faults.append((match[1], int(match[2])))
     return tuple(faults)

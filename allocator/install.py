@@ -303,7 +303,7 @@ def _companion(settings: Config, device: _native.Device) -> Companion | None:
         return load(cache_dir(settings), _native.core_table(), device.ordinal)
     except CompanionUnavailable as error:
         lost = {
-            "cuda": "running out of memory is a RuntimeError, not torch.OutOfMemoryError, and CUDA graphs have no pool",
+            "cuda": "running out of memory is a RuntimeError, not torch.OutOfMemoryError",
             "standin": "what torch allocates on the CPU (activations) stays outside the pool; weights and KV are in it",
         }[device.kind]
         warnings.warn(f"ballonet runs without its companion: {error}. So {lost}.", RuntimeWarning, stacklevel=4)

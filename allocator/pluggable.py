@@ -13,7 +13,7 @@ from .errors import InstallError
 from .mempool import MemPoolRoute
 from .torch_stats import TorchStatistics
 
-# What torch's pluggable allocator lets one set, and to what: a function of the companion, without it of the core.
+# What torch's pluggable allocator lets one set, and to which function of the core.
 HOOKS: Final = {
     "set_reset_fn": "trim",
     "set_record_stream_fn": "record_stream",
@@ -33,8 +33,7 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
         make: Callable[[int, int], Any] = torch._C._cuda_customAllocator
         pluggable = make(functions["alloc"], functions["free"])
         for setter, function in HOOKS.items():
-            if function in functions:
-                getattr(pluggable, setter)(functions[function])
+            getattr(pluggable, setter)(functions[function])
         super().__init__(pluggable)
         self._statistics = statistics
 
@@ -80,7 +79,8 @@ def mem_pool_route(companion: Companion | None, ordinal: int) -> MemPoolRoute:
 
 
 def _functions(companion: Companion | None) -> dict[str, int]:
-    """The functions torch's CUDA allocator is to call, and their addresses."""
-    if companion is None:
-        return _native.entry_points()
-    return {name: companion.address(f"ballonet_cuda_{name}") for name in ("alloc", "segment", "free", *HOOKS.values())}
+    """Addresses of what torch's CUDA allocator is to call. Those of the companion raise torch's own errors."""
+    functions = _native.entry_points()
+    if companion is not None:
+        functions |= {name: companion.address(f"ballonet_cuda_{name}") for name in ("alloc", "segment")}
+    return functions

@@ -100,6 +100,9 @@ class TorchStatistics:
             self._patches.replace(torch._C, name, self._reset_peak)
         for name in ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"):
             self._patches.replace(torch._C, name, self._reset_accumulated)
+        # torch.accelerator asks the allocator that is registered, torch's own, which nobody uses now.
+        self._patches.replace(torch._C, "_accelerator_isAllocatorInitialized", torch.cuda.is_initialized)
+        self._patches.replace(torch._C, "_accelerator_emptyCache", self._empty_cache)
         accelerator_info = torch._C._accelerator_getMemoryInfo
         self._patches.replace(
             torch._C, "_accelerator_getMemoryInfo", lambda index: self._memory_info(index, accelerator_info)
@@ -118,6 +121,9 @@ class TorchStatistics:
         self._patches.restore()
 
     # Nothing can be allocated on another device while this is torch's allocator: its numbers are those of an empty one.
+
+    def _empty_cache(self) -> None:
+        self.device.trim()
 
     def _stats(self, index: int) -> dict[str, Any]:
         if index != self.device.ordinal:

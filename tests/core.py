@@ -158,9 +158,9 @@ def _any_device() -> _native.Device:
 
 
 def arm(function: str, ahead: int = 1) -> None:
-    """The `ahead`th call of the function from now on fails."""
-    nth = calls()[function] + ahead
-    _armed.append((function, nth))
+    """The `ahead`th call of the function from now on fails; "cuMemMap=700" with that error."""
+    nth = calls()[function.partition("=")[0]] + ahead
+    _armed.append((function.partition("=")[0], nth))
     # Faults are armed before the library is looked for, and stay armed.
     with pytest.raises(DriverUnavailable):
         make(page=PAGE, budget=0, path="/nonexistent", faults=[(function, nth)])

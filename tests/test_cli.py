@@ -138,7 +138,7 @@ def test_replay_obeys_page_size_and_budget(tmp_path: Path) -> None:
     assert small["peak_physical"] < 4 * 2**20
     done = ballonet("replay", str(trace), "--page-size", "64KiB", "--budget", "1MiB")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("ballonet: tried to allocate 3.00 MiB. Budget 1.00 MiB")
+    assert done.stderr.startswith("ballonet: CPU out of memory. Tried to allocate 3.00 MiB. ballonet: budget 1.00 MiB")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 
+from .core import arm
+
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, companion.COMPILERS)), reason="no C++ compiler: the companion cannot be built here"
 )
@@ -33,11 +35,17 @@ PROBE = r"""
 using Filter = std::function<bool(struct CUstream_st*)>;
 using PoolId = std::pair<unsigned long long, unsigned long long>;
 static char text[4096];
+static int code = 0;
 static std::weak_ptr<int> held;
 template <class Call> static int caught(Call call) {
   std::strcpy(text, "");
   try { call(); return 0; }
   catch (const c10::OutOfMemoryError& e) { std::strncpy(text, e.what_without_backtrace(), sizeof text - 1); return 1; }
+  catch (const c10::AcceleratorError& e) {
+    std::strncpy(text, e.what_without_backtrace(), sizeof text - 1);
+    code = e.get_error_code();
+    return 4;
+  }
   catch (const c10::Error& e) { std::strncpy(text, e.what_without_backtrace(), sizeof text - 1); return 2; }
   catch (const std::exception& e) { std::strncpy(text, e.what(), sizeof text - 1); return 3; }
 }
@@ -52,6 +60,7 @@ extern "C" bool stock_in_place() { return c10::GetCPUAllocator() == c10::GetDefa
 extern "C" void displace() { other.below = c10::GetCPUAllocator(); c10::SetCPUAllocator(&other); }
 extern "C" void give_way() { c10::SetCPUAllocator(other.below); }
 extern "C" const char* message() { return text; }
+extern "C" int error_code() { return code; }
 extern "C" bool filter_alive() { return !held.expired(); }
 extern "C" int allocate(void* (*f)(size_t, int, void*), size_t size, int device, void* stream, void** out) {
   return caught([&] { *out = f(size, device, stream); });
@@ -118,6 +127,10 @@ def loaded(cache: Path) -> Iterator[Companion]:
 
 def _pointer(loaded: Companion, function: str) -> ctypes.c_void_p:
     return ctypes.c_void_p(loaded.address(function))
+
+
+def _plain(function: str) -> ctypes.c_void_p:
+    return ctypes.c_void_p(_native.entry_points()[function])
 
 
 def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,14 +238,15 @@ def test_another_librarys_cpu_allocator_is_left_alone(probe: ctypes.CDLL) -> Non
     assert probe.stock_in_place()
 
 
-def test_every_hook_has_its_function(loaded: Companion) -> None:
-    addresses = {loaded.address(f"ballonet_cuda_{function}") for function in HOOKS.values()}
-    assert len(addresses) == len(HOOKS)
-    assert 0 not in addresses
+def test_every_hook_has_its_function() -> None:
+    functions = _native.entry_points()
+    assert set(functions) == {"alloc", "segment", "free", *HOOKS.values()}
+    assert len(set(functions.values())) == len(functions)
+    assert 0 not in functions.values()
 
 
 def test_cuda_entry_points_allocate_and_free(loaded: Companion, probe: ctypes.CDLL) -> None:
-    alloc, free = _pointer(loaded, "ballonet_cuda_alloc"), _pointer(loaded, "ballonet_cuda_free")
+    alloc, free = _pointer(loaded, "ballonet_cuda_alloc"), _plain("free")
     block = ctypes.c_void_p()
     assert probe.allocate(alloc, ctypes.c_size_t(1000), 0, None, ctypes.byref(block)) == 0
     device = runtime.require()
@@ -251,44 +265,81 @@ def test_cuda_out_of_memory_is_torchs_own_error(loaded: Companion, probe: ctypes
     alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
     assert probe.allocate(alloc, ctypes.c_size_t(2**30), 0, None, ctypes.byref(block)) == 1
     assert b"set_budget" in probe.message()
+    # Torch's own words, by which programs know it: accelerate's `should_reduce_batch_size` looks for " out of memory.".
+    assert probe.message().startswith(b"CPU out of memory. Tried to allocate 1.00 GiB. ballonet: ")
     assert probe.allocate(alloc, ctypes.c_size_t(1000), 63, None, ctypes.byref(block)) == 2
     assert b"install" in probe.message()
 
 
-def test_the_stream_filter_decides_and_is_dropped_at_the_end(loaded: Companion, probe: ctypes.CDLL) -> None:
-    begin, end = _pointer(loaded, "ballonet_cuda_begin_pool"), _pointer(loaded, "ballonet_cuda_end_pool")
+def test_cuda_errors_that_last_are_no_want_of_memory(loaded: Companion, probe: ctypes.CDLL) -> None:
     alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
-    number = ctypes.c_ulonglong(5)
+    for code in (4, 700, 719, 999):
+        arm(f"cuMemCreate={code}")
+        assert probe.allocate(alloc, ctypes.c_size_t(2**20), 0, None, ctypes.byref(block)) == 4
+        assert probe.error_code() == code
+        assert b"not for want of memory" in probe.message()
+        assert b"out of memory" not in probe.message()
+        assert b"new process" in probe.message()
+    device = runtime.require()
+    assert device.snapshot()["heap"]["live"] == 0
+    device.check()
+    assert probe.allocate(alloc, ctypes.c_size_t(2**20), 0, None, ctypes.byref(block)) == 0
+    assert block.value is not None
+    device.deallocate(block.value)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_stream_filter_decides_and_is_dropped_at_the_end(
+    loaded: Companion, probe: ctypes.CDLL, compiled: bool
+) -> None:
+    """What a graph's capture allocates keeps its addresses until the graph is gone, with or without a compiler at run
+    time: else a replay would write into tensors that came later."""
+    begin, end, release = _plain("begin_pool"), _plain("end_pool"), _plain("release_pool")
+    alloc = _pointer(loaded, "ballonet_cuda_alloc") if compiled else _plain("alloc")
+    number, device = ctypes.c_ulonglong(5), runtime.require()
+
+    def allocate() -> int:
+        block = ctypes.c_void_p()
+        assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 0
+        assert block.value is not None
+        return block.value
+
     assert probe.begin(begin, number, None, ctypes.c_bool(False)) == 0
     assert probe.filter_alive()
-    assert probe.begin(begin, number, None, ctypes.c_bool(False)) == 2
+    assert probe.begin(begin, number, None, ctypes.c_bool(False)) == 3
     assert b"being filled" in probe.message()
-    assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 0
-    assert block.value is not None
-    runtime.require().deallocate(block.value)
+    captured = allocate()
+    device.deallocate(captured)
+    assert allocate() == captured  # within its pool
+    device.deallocate(captured)
     probe.end(end, number)
     assert not probe.filter_alive()
-    probe.end(_pointer(loaded, "ballonet_cuda_release_pool"), number)
+    later = [allocate() for _ in range(20)]
+    assert captured not in later
+    probe.end(release, number)
+    for block in later:
+        device.deallocate(block)
 
 
 def test_an_error_of_the_stream_filter_reaches_torch(loaded: Companion, probe: ctypes.CDLL) -> None:
     alloc, block = _pointer(loaded, "ballonet_cuda_alloc"), ctypes.c_void_p()
     number = ctypes.c_ulonglong(6)
     live = runtime.require().snapshot()["heap"]["live"]
-    assert probe.begin(_pointer(loaded, "ballonet_cuda_begin_pool"), number, None, ctypes.c_bool(True)) == 0
-    assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 3
+    assert probe.begin(_plain("begin_pool"), number, None, ctypes.c_bool(True)) == 0
+    assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 2
     assert probe.message() == b"the filter failed"
-    probe.end(_pointer(loaded, "ballonet_cuda_end_pool"), number)
+    probe.end(_plain("end_pool"), number)
     assert runtime.require().snapshot()["heap"]["live"] == live
     assert probe.allocate(alloc, ctypes.c_size_t(512), 0, None, ctypes.byref(block)) == 0
     assert block.value is not None
     runtime.require().deallocate(block.value)
+    probe.end(_plain("release_pool"), number)
 
 
 def test_what_has_no_meaning_here_is_refused(loaded: Companion, probe: ctypes.CDLL) -> None:
-    fraction = _pointer(loaded, "ballonet_cuda_memory_fraction")
-    assert probe.fraction(fraction, ctypes.c_double(0.5)) == 2
+    fraction = _plain("memory_fraction")
+    assert probe.fraction(fraction, ctypes.c_double(0.5)) == 3
     assert b"set_budget" in probe.message()
     assert probe.fraction(fraction, ctypes.c_double(1.0)) == 0
-    assert probe.base(_pointer(loaded, "ballonet_cuda_base_allocation"), None) == 2
+    assert probe.base(_plain("base_allocation"), None) == 3
     assert b"cudaIpc" in probe.message()

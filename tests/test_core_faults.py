@@ -207,7 +207,7 @@ def test_faults_have_names_and_strike_once() -> None:
         make(path="/nonexistent")
     device = make(PAGE, 8, faults=[("cuMemMap", calls()["cuMemMap"] + 1)])
     one = device.reserve(PAGE, "kv", device.group())
-    with pytest.raises(BallonetError, match="cuMemMap failed with CUDA_ERROR_UNKNOWN"):
+    with pytest.raises(BallonetError, match="cuMemMap failed with CUDA_ERROR_OPERATING_SYSTEM"):
         one.map(0, 1)
     one.map(0, 1)
     one.close()

@@ -241,8 +241,8 @@ def test_the_message_names_the_budget_the_owners_and_what_to_do() -> None:
             core.device.allocate(8 * 65536)
         said = str(caught.value)
         for part in (
-            "tried to allocate 512.00 KiB",
-            "Budget 1.00 MiB in pages of 64.00 KiB",
+            "Tried to allocate 512.00 KiB",
+            "budget 1.00 MiB in pages of 64.00 KiB",
             "weights 192.00 KiB",
             "activations 128.00 KiB (of which 128.00 KiB in live tensors)",
             "KV cache 320.00 KiB",
@@ -430,11 +430,6 @@ ENTRY = """
 import ctypes, os, sys
 from ballonet.allocator import _native, runtime
 
-class Pool(ctypes.Structure):
-    _fields_ = [("first", ctypes.c_uint64), ("second", ctypes.c_uint64)]
-
-FILTER = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_void_p)
-
 class Core(ctypes.Structure):
     P, I, C = ctypes.c_void_p, ctypes.c_int, ctypes.CFUNCTYPE
     _fields_ = [
@@ -443,9 +438,6 @@ class Core(ctypes.Structure):
         ("deallocate", C(None, P)),
         ("record_stream", C(None, P, P)),
         ("trim", C(None, I)),
-        ("begin_pool", C(None, I, Pool, FILTER, P)),
-        ("end_pool", C(None, I, Pool)),
-        ("release_pool", C(None, I, Pool)),
         ("owns", C(ctypes.c_bool, P)),
         ("serving", C(ctypes.c_bool)),
         ("last_error", C(ctypes.c_char_p)),
@@ -563,12 +555,11 @@ def test_a_fork_copies_live_blocks_and_neither_what_is_free_nor_what_was_given_u
 def test_a_graphs_pool_keeps_its_pages_until_it_is_released() -> None:
     entry(
         """
-        pool = Pool(1, 2)
-        everything = FILTER(lambda context, stream: True)
+        pool = (1, 2)
         outside = allocate(4096)
-        core.begin_pool(0, pool, everything, None)
+        device.begin_pool(pool)
         inside = allocate(5 * 4096)
-        core.end_pool(0, pool)
+        device.end_pool(pool)
         assert abs(inside - outside) > 64 * 4096  # an arena of its own
         core.deallocate(inside)
         core.trim(0)
@@ -576,7 +567,7 @@ def test_a_graphs_pool_keeps_its_pages_until_it_is_released() -> None:
         other = allocate(4096)
         assert abs(other - outside) < 64 * 4096
         core.deallocate(other)
-        core.release_pool(0, pool)
+        device.release_pool(pool)
         core.trim(0)
         assert pages() == 1
         assert not core.owns(inside)  # its addresses went, too
@@ -590,12 +581,11 @@ def test_a_graphs_pool_keeps_its_pages_until_it_is_released() -> None:
 def test_a_released_pool_with_a_live_block_goes_with_the_block() -> None:
     entry(
         """
-        pool = Pool(3, 4)
-        everything = FILTER(lambda context, stream: True)
-        core.begin_pool(0, pool, everything, None)
+        pool = (3, 4)
+        device.begin_pool(pool)
         inside = allocate(4096)
-        core.end_pool(0, pool)
-        core.release_pool(0, pool)
+        device.end_pool(pool)
+        device.release_pool(pool)
         core.trim(0)
         ctypes.memset(inside, 1, 4096)
         assert core.owns(inside)
@@ -611,13 +601,12 @@ def test_a_released_pool_with_a_live_block_goes_with_the_block() -> None:
 def test_thousands_of_graphs_do_not_use_up_the_addresses() -> None:
     entry(
         """
-        everything = FILTER(lambda context, stream: True)
         for n in range(1, 5000):
-            pool = Pool(n, 0)
-            core.begin_pool(0, pool, everything, None)
+            pool = (n, 0)
+            device.begin_pool(pool)
             core.deallocate(allocate(4096))
-            core.end_pool(0, pool)
-            core.release_pool(0, pool)
+            device.end_pool(pool)
+            device.release_pool(pool)
         device.check()
         device.unbind()
         device.close()
@@ -630,7 +619,7 @@ def test_reasons_of_failures_reach_the_caller() -> None:
         """
         out = ctypes.c_void_p()
         assert core.allocate(65 * 4096, 0, None, ctypes.byref(out)) == 1
-        assert b"Budget 256.00 KiB" in core.last_error()
+        assert b"budget 256.00 KiB" in core.last_error()
         assert core.allocate(512, 1, None, ctypes.byref(out)) == 2
         assert b"one device" in core.last_error()
         assert not core.owns(id(out))

@@ -162,16 +162,15 @@ def test_not_during_a_capture(tmp_path: Path) -> None:
 
 def test_not_in_the_pool_of_a_graph() -> None:
     code = """
-        everything = FILTER(lambda context, stream: True)
-        pool = Pool(1, 2)
-        core.begin_pool(0, pool, everything, None)
+        pool = (1, 2)
+        device.begin_pool(pool)
         out = ctypes.c_void_p()
         assert core.allocate(65 * 4096, 0, None, ctypes.byref(out)) == 1
-        core.end_pool(0, pool)
+        device.end_pool(pool)
         spilled = allocate(65 * 4096)
         assert device.snapshot()["spilled"] == 65
         core.deallocate(spilled)
-        core.release_pool(0, pool)
+        device.release_pool(pool)
         device.check()
     """
     entry = ENTRY.replace("host_budget=0", "host_budget=80 * 4096, spill=True")

@@ -115,14 +115,6 @@ py::dict replayed(Device& device, const py::bytes& ops) {
 }  // namespace
 }  // namespace ballonet
 
-extern "C" {
-void* ballonet_plain_alloc(std::ptrdiff_t size, int device, void* stream);
-void* ballonet_plain_segment(std::ptrdiff_t size, int device, void* stream);
-void ballonet_plain_free(void* pointer, std::ptrdiff_t size, int device, void* stream);
-void ballonet_plain_record_stream(void* pointer, void* stream);
-void ballonet_plain_trim();
-}
-
 PYBIND11_MODULE(_native, module) {
   using namespace ballonet;
   py::register_exception_translator(&translate);
@@ -136,11 +128,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("core_table", [] { return reinterpret_cast<std::uintptr_t>(core_table()); });
   module.def("entry_points", [] {
     py::dict points;
-    points["alloc"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_alloc);
-    points["segment"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_segment);
-    points["free"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_free);
-    points["record_stream"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_record_stream);
-    points["trim"] = reinterpret_cast<std::uintptr_t>(&ballonet_plain_trim);
+    for (const auto& [name, address] : plain_entry_points()) points[name] = address;
     return points;
   });
   module.def("bench_hit_path", &time_hit_path, py::arg("device"), py::arg("nbytes"), py::arg("rounds"), ReleaseGil());

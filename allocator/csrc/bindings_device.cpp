@@ -1,4 +1,6 @@
 // The device: its numbers, blocks, and ranges made of it.
+#include <algorithm>
+
 #include "bindings.h"
 #include "registry.h"
 
@@ -195,6 +197,26 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           "block_size",
           [](Device& d, std::uint64_t address) { return d.heap.block_size(reinterpret_cast<void*>(address)); },
           py::arg("address"), ReleaseGil())
+      .def(
+          "begin_pool",
+          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool,
+             std::optional<std::vector<std::uint64_t>> streams) {
+            d.heap.begin_pool({pool.first, pool.second}, [streams = std::move(streams)](CUstream stream) {
+              const auto handle = reinterpret_cast<std::uint64_t>(stream);
+              return !streams || std::find(streams->begin(), streams->end(), handle) != streams->end();
+            });
+          },
+          py::arg("pool"), py::arg("streams") = py::none(), ReleaseGil())
+      .def(
+          "end_pool",
+          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool) { d.heap.end_pool({pool.first, pool.second}); },
+          py::arg("pool"), ReleaseGil())
+      .def(
+          "release_pool",
+          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool) {
+            d.heap.release_pool({pool.first, pool.second});
+          },
+          py::arg("pool"), ReleaseGil())
       .def("group", [](Device&) { return std::make_shared<Group>(); })
       .def(
           "reserve",

@@ -15,14 +15,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
-#include <functional>
 #include <limits>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <tuple>
-#include <utility>
 
 #include "entry.h"
 
@@ -36,42 +29,13 @@ int ordinal = 0;                     // of the device that the core serves
 [[noreturn]] void fail(int reason) {
   const c10::SourceLocation here{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
   if (reason == BALLONET_EXHAUSTED) throw c10::OutOfMemoryError(here, core->last_error());
+  if (reason == BALLONET_BROKEN) throw c10::AcceleratorError(here, core->last_code(), core->last_error());
   throw c10::Error(here, core->last_error());
-}
-
-[[noreturn]] void refuse(const char* why) {
-  throw c10::Error({__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)}, why);
-}
-
-// -- Pools of CUDA graphs and of torch.cuda.MemPool -------------------------------------------------------------------
-
-using CudaStream = struct CUstream_st*;
-using StreamPredicate = std::function<bool(CudaStream)>;
-using PoolId = std::pair<unsigned long long, unsigned long long>;  // c10::MempoolId_t
-using PoolKey = std::tuple<int, unsigned long long, unsigned long long>;
-
-std::mutex filling_mutex;
-std::map<PoolKey, std::unique_ptr<StreamPredicate>> filling;  // pools between begin and end, with their filters
-thread_local std::exception_ptr filter_error;
-
-// Asks torch's filter. It may throw; the core is left in the ordinary way and `take` throws what was kept.
-bool belongs(void* context, void* stream) {
-  try {
-    return (*static_cast<const StreamPredicate*>(context))(static_cast<CudaStream>(stream));
-  } catch (...) {
-    filter_error = std::current_exception();
-    return false;
-  }
 }
 
 void* take(std::size_t size, int device, void* stream) {
   void* block = nullptr;
-  const int failed = core->allocate(size, device, stream, &block);
-  if (C10_UNLIKELY(filter_error != nullptr)) {
-    if (!failed) core->deallocate(block);
-    std::rethrow_exception(std::exchange(filter_error, nullptr));
-  }
-  if (C10_UNLIKELY(failed)) fail(failed);
+  if (const int failed = core->allocate(size, device, stream, &block); C10_UNLIKELY(failed)) fail(failed);
   return block;
 }
 
@@ -202,51 +166,15 @@ BALLONET_EXPORT void ballonet_cpu_stock_end() { cpu.stock_end(); }
 
 // -- What torch's CUDAPluggableAllocator calls -----------------------------------------------------------------------
 
-BALLONET_EXPORT void* ballonet_cuda_alloc(std::size_t size, int device, CudaStream stream) {
+BALLONET_EXPORT void* ballonet_cuda_alloc(std::size_t size, int device, void* stream) {
   return size == 0 ? nullptr : take(size, device, stream);
 }
 
 // A segment for torch's own caching allocator (torch.cuda.MemPool), to which a null pointer is memory that ran out: it
 // gives back what it caches and asks once more.
-BALLONET_EXPORT void* ballonet_cuda_segment(std::size_t size, int device, CudaStream stream) {
+BALLONET_EXPORT void* ballonet_cuda_segment(std::size_t size, int device, void* stream) {
   void* block = nullptr;
   const int failed = size == 0 ? 0 : core->allocate(size, device, stream, &block);
   if (failed && failed != BALLONET_EXHAUSTED) fail(failed);
   return block;
-}
-
-BALLONET_EXPORT void ballonet_cuda_free(void* block, std::size_t, int, CudaStream) {
-  if (block != nullptr) core->deallocate(block);
-}
-
-BALLONET_EXPORT void ballonet_cuda_record_stream(void* block, CudaStream stream) {
-  if (block != nullptr) core->record_stream(block, stream);
-}
-
-BALLONET_EXPORT void ballonet_cuda_trim() { core->trim(ordinal); }
-
-BALLONET_EXPORT void ballonet_cuda_begin_pool(int device, PoolId id, StreamPredicate filter) {
-  const std::lock_guard<std::mutex> lock(filling_mutex);
-  auto [place, fresh] = filling.try_emplace({device, id.first, id.second});
-  if (!fresh) refuse("this memory pool is being filled already: end the other capture or use_mem_pool first");
-  place->second = std::make_unique<StreamPredicate>(std::move(filter));
-  core->begin_pool(device, {id.first, id.second}, &belongs, place->second.get());
-}
-
-BALLONET_EXPORT void ballonet_cuda_end_pool(int device, PoolId id) {
-  const std::lock_guard<std::mutex> lock(filling_mutex);
-  core->end_pool(device, {id.first, id.second});
-  filling.erase({device, id.first, id.second});
-}
-
-BALLONET_EXPORT void ballonet_cuda_release_pool(int device, PoolId id) {
-  core->release_pool(device, {id.first, id.second});
-}
-
-BALLONET_EXPORT void ballonet_cuda_memory_fraction(double fraction, int) {
-  if (fraction < 1.0) refuse("a memory fraction cannot be set here: call ballonet.set_budget(size) instead");
-}
-
-BALLONET_EXPORT void* ballonet_cuda_base_allocation(void*, std::size_t*) {
-  refuse("ballonet's memory cannot be shared through cudaIpc: copy the tensor to the CPU and share that");
 }

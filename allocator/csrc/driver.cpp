@@ -2,8 +2,9 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <map>
 #include <mutex>
-#include <set>
 
 namespace ballonet {
 namespace {
@@ -17,9 +18,9 @@ constexpr const char* kNames[] = {
 using Counts = std::array<std::atomic<unsigned long long>, kFnCount>;
 Counts g_calls{}, g_background_calls{};
 
-// Faults that are still to come: (function, nth call of it).
+// Faults that are still to come: (function, nth call of it), and the error.
 std::mutex g_faults_mutex;
-std::set<std::pair<Fn, unsigned long long>> g_faults;
+std::map<std::pair<Fn, unsigned long long>, CUresult> g_faults;
 std::atomic<bool> g_any_armed{false};
 std::atomic<unsigned long long> g_fired{0};
 
@@ -46,11 +47,17 @@ Fn function_named(const std::string& name) {
 const char* name_of(Fn function) { return kNames[static_cast<unsigned>(function)]; }
 
 void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& faults) {
-  std::set<std::pair<Fn, unsigned long long>> parsed;
-  for (const auto& [name, nth] : faults) parsed.insert({function_named(name), nth});
+  std::map<std::pair<Fn, unsigned long long>, CUresult> parsed;
+  for (const auto& [text, nth] : faults) {
+    const std::size_t sign = text.find('=');
+    const Fn function = function_named(text.substr(0, sign));
+    const CUresult usual = function == Fn::cuMemCreate ? cuda::kOutOfMemory : cuda::kOperatingSystem;
+    parsed[{function, nth}] =
+        sign == std::string::npos ? usual : static_cast<CUresult>(std::atoi(text.c_str() + sign + 1));
+  }
   std::lock_guard<std::mutex> lock(g_faults_mutex);
-  for (const auto& [function, nth] : parsed) {
-    if (nth > g_calls[static_cast<unsigned>(function)]) g_faults.insert({function, nth});
+  for (const auto& [call, code] : parsed) {
+    if (call.second > g_calls[static_cast<unsigned>(call.first)]) g_faults[call] = code;
   }
   g_any_armed = !g_faults.empty();
 }
@@ -71,16 +78,19 @@ std::array<unsigned long long, kFnCount> driver_calls() { return loaded(g_calls)
 
 std::array<unsigned long long, kFnCount> background_calls() { return loaded(g_background_calls); }
 
-bool Driver::counted_fault(Fn function) {
+CUresult Driver::counted_fault(Fn function) {
   const unsigned index = static_cast<unsigned>(function);
   const auto call = g_calls[index].fetch_add(1, std::memory_order_relaxed) + 1;
   if (t_background) g_background_calls[index].fetch_add(1, std::memory_order_relaxed);
-  if (!g_any_armed.load(std::memory_order_relaxed)) return false;
+  if (!g_any_armed.load(std::memory_order_relaxed)) return cuda::kSuccess;
   std::lock_guard<std::mutex> lock(g_faults_mutex);
-  const bool fires = g_faults.erase({function, call}) == 1;
-  if (fires) ++g_fired;
+  const auto armed = g_faults.find({function, call});
+  if (armed == g_faults.end()) return cuda::kSuccess;
+  const CUresult code = armed->second;
+  g_faults.erase(armed);
+  ++g_fired;
   g_any_armed = !g_faults.empty();
-  return fires;
+  return code;
 }
 
 Driver::Driver(const std::string& library) : library_(library) {

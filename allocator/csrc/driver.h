@@ -27,7 +27,8 @@ constexpr unsigned kFnCount = static_cast<unsigned>(Fn::kCount);
 const char* name_of(Fn function);
 
 // Arms faults: the nth call of a function since the process started fails, once. One that lies in the past never comes.
-// Throws UsageError where a name is not a driver function.
+// "cuMemMap" fails with an error that may pass (cuMemCreate: for want of memory), "cuMemMap=700" with that one. Throws
+// UsageError where a name is not a driver function.
 void arm_faults(const std::vector<std::pair<std::string, unsigned long long>>& faults);
 unsigned long long faults_fired();
 
@@ -101,8 +102,8 @@ class Driver {
 #undef BALLONET_X
   };
 
-  // Counts the call; true where an armed fault says that it fails.
-  static bool counted_fault(Fn function);
+  // Counts the call; with what it fails where an armed fault says so, else success.
+  static CUresult counted_fault(Fn function);
 
   static constexpr bool changes_page_tables(Fn function) {
     switch (function) {
@@ -122,7 +123,7 @@ class Driver {
 
   template <class F, class... A>
   CUresult invoke(Fn function, F pointer, A... arguments) const {
-    if (counted_fault(function)) return function == Fn::cuMemCreate ? cuda::kOutOfMemory : cuda::kUnknown;
+    if (const CUresult fault = counted_fault(function); fault != cuda::kSuccess) return fault;
     if (!changes_page_tables(function)) return pointer(arguments...);
     const std::int64_t began = now_ns();
     const CUresult result = pointer(arguments...);

@@ -60,6 +60,7 @@ enum Result : CUresult {
   kInvalidContext = 201,
   kAlreadyMapped = 208,
   kNotMapped = 211,
+  kOperatingSystem = 304,
   kInvalidHandle = 400,
   kIllegalState = 401,
   kNotReady = 600,

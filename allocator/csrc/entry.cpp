@@ -1,9 +1,10 @@
-// Where torch's calls arrive: the table that the companion uses, and plain entry points for a pluggable allocator where
-// there is no companion. Nothing thrown leaves the table.
+// Where torch's calls arrive: the table that the companion uses, and plain entry points for a pluggable allocator,
+// which need nothing of torch. Nothing thrown leaves the table.
 #include "entry.h"
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "registry.h"
 
@@ -11,25 +12,39 @@ namespace ballonet {
 namespace {
 
 thread_local std::string t_error;
+thread_local int t_code = 0;
 
-int fail(int code, const char* message) {
-  t_error = message;
-  return code;
+int fail(int reason, std::string message, int code = 0) {
+  t_error = std::move(message);
+  t_code = code;
+  return reason;
+}
+
+// What the user is told where the driver fails for good, which no smaller batch repairs.
+std::string broken(const DriverError& error) {
+  return format(
+      "CUDA error: %s (%d), found by ballonet in %s. This is not for want of memory: an earlier kernel failed, and the "
+      "CUDA context of this process can no longer be used. To go on: start a new process; CUDA_LAUNCH_BLOCKING=1 or "
+      "compute-sanitizer shows which kernel it was",
+      error.name.c_str(), static_cast<int>(error.code), error.function.c_str());
 }
 
 int allocate(std::size_t size, int device, void* stream, void** out) {
   try {
     Device* const bound = bound_device(device);
     if (bound == nullptr)
-      return fail(2,
+      return fail(BALLONET_FAILED,
                   "ballonet serves one device, and not this one: show torch no other (CUDA_VISIBLE_DEVICES), or "
                   "install() for it");
     *out = bound->heap.allocate(size, static_cast<CUstream>(stream));
     return 0;
   } catch (const PoolExhausted& error) {
     return fail(BALLONET_EXHAUSTED, error.what());
+  } catch (const DriverError& error) {
+    if (is_sticky(error.code)) return fail(BALLONET_BROKEN, broken(error), static_cast<int>(error.code));
+    return fail(BALLONET_FAILED, error.what(), static_cast<int>(error.code));
   } catch (const std::exception& error) {
-    return fail(2, error.what());
+    return fail(BALLONET_FAILED, error.what());
   }
 }
 
@@ -41,82 +56,100 @@ void record_stream(void* pointer, void* stream) {
   if (Heap* heap = heap_of(pointer)) heap->record_stream(pointer, static_cast<CUstream>(stream));
 }
 
-// The callers below have no way to report a failure: what fails here leaves pages cached, and the next call tries
-// again.
+// The callers have no way to report a failure: what fails here leaves pages cached, and the next call tries again.
 void trim(int ordinal) {
   try {
     if (Device* device = bound_device(ordinal)) device->trim();
   } catch (const std::exception& error) {
-    t_error = error.what();
+    fail(BALLONET_FAILED, error.what());
   }
-}
-
-void begin_pool(int ordinal, BallonetMempool pool, BallonetStreamFilter filter, void* context) {
-  if (Device* device = bound_device(ordinal)) {
-    device->heap.begin_pool({pool.first, pool.second}, [=](CUstream stream) { return filter(context, stream); });
-  }
-}
-
-void end_pool(int ordinal, BallonetMempool pool) {
-  if (Device* device = bound_device(ordinal)) device->heap.end_pool({pool.first, pool.second});
-}
-
-void release_pool(int ordinal, BallonetMempool pool) {
-  if (Device* device = bound_device(ordinal)) device->heap.release_pool({pool.first, pool.second});
 }
 
 constexpr BallonetCore kCore = {
-    kBallonetCoreVersion,
-    allocate,
-    deallocate,
-    record_stream,
-    trim,
-    begin_pool,
-    end_pool,
-    release_pool,
-    owns,
-    serving,
-    [] { return t_error.c_str(); },
+    kBallonetCoreVersion,  allocate, deallocate, record_stream, trim, owns, serving, [] { return t_error.c_str(); },
+    [] { return t_code; },
 };
 
-}  // namespace
+using TorchPool = std::pair<unsigned long long, unsigned long long>;  // c10::MempoolId_t
 
-const BallonetCore* core_table() { return &kCore; }
-
-}  // namespace ballonet
-
-extern "C" {
+MempoolId id_of(const TorchPool& pool) { return {pool.first, pool.second}; }
 
 // torch turns a null pointer into a null tensor, so a failure has to be thrown.
-__attribute__((visibility("default"))) void* ballonet_plain_alloc(std::ptrdiff_t size, int device, void* stream) {
+void* plain_alloc(std::ptrdiff_t size, int device, void* stream) {
   if (size <= 0) return nullptr;
   void* out = nullptr;
-  if (ballonet::kCore.allocate(static_cast<std::size_t>(size), device, stream, &out) != 0) {
-    throw std::runtime_error(ballonet::kCore.last_error());
+  if (kCore.allocate(static_cast<std::size_t>(size), device, stream, &out) != 0) {
+    throw std::runtime_error(kCore.last_error());
   }
   return out;
 }
 
 // A segment for torch's own caching allocator (torch.cuda.MemPool), to which a null pointer is memory that ran out: it
 // gives back what it caches and asks once more.
-__attribute__((visibility("default"))) void* ballonet_plain_segment(std::ptrdiff_t size, int device, void* stream) {
+void* plain_segment(std::ptrdiff_t size, int device, void* stream) {
   if (size <= 0) return nullptr;
   void* out = nullptr;
-  const int failed = ballonet::kCore.allocate(static_cast<std::size_t>(size), device, stream, &out);
+  const int failed = kCore.allocate(static_cast<std::size_t>(size), device, stream, &out);
   if (failed == 0 || failed == BALLONET_EXHAUSTED) return out;
-  throw std::runtime_error(ballonet::kCore.last_error());
+  throw std::runtime_error(kCore.last_error());
 }
 
-__attribute__((visibility("default"))) void ballonet_plain_free(void* pointer, std::ptrdiff_t, int, void*) {
-  ballonet::kCore.deallocate(pointer);
+void plain_free(void* pointer, std::ptrdiff_t, int, void*) { kCore.deallocate(pointer); }
+
+void plain_record_stream(void* pointer, void* stream) { kCore.record_stream(pointer, stream); }
+
+void plain_trim() {
+  for (int ordinal = 0; ordinal < kMaxDevices; ++ordinal) kCore.trim(ordinal);
 }
 
-__attribute__((visibility("default"))) void ballonet_plain_record_stream(void* pointer, void* stream) {
-  ballonet::kCore.record_stream(pointer, stream);
+// Note [Pools of CUDA graphs]
+// Without these three a graph's temporaries would come from the common heap, and what is allocated later would get
+// their addresses, which every replay writes to. So they must not depend on a compiler at run time: they are here,
+// and take what torch passes, `std::function` and `std::pair`, whose layout is libstdc++'s and that of no torch.
+void plain_begin_pool(int ordinal, TorchPool pool, std::function<bool(CUstream)> filter) {
+  if (Device* device = bound_device(ordinal)) device->heap.begin_pool(id_of(pool), std::move(filter));
 }
 
-__attribute__((visibility("default"))) void ballonet_plain_trim() {
-  for (int ordinal = 0; ordinal < ballonet::kMaxDevices; ++ordinal) ballonet::kCore.trim(ordinal);
+void plain_end_pool(int ordinal, TorchPool pool) {
+  if (Device* device = bound_device(ordinal)) device->heap.end_pool(id_of(pool));
 }
 
-}  // extern "C"
+void plain_release_pool(int ordinal, TorchPool pool) {
+  if (Device* device = bound_device(ordinal)) device->heap.release_pool(id_of(pool));
+}
+
+void plain_memory_fraction(double fraction, int) {
+  if (fraction < 1.0)
+    throw std::runtime_error("a memory fraction cannot be set here: call ballonet.set_budget(size) instead");
+}
+
+void* plain_base_allocation(void*, std::size_t*) {
+  throw std::runtime_error(
+      "ballonet's memory cannot be shared through cudaIpc: copy the tensor to the CPU and share that");
+}
+
+template <class Function>
+std::pair<const char*, std::uintptr_t> entry(const char* name, Function* function) {
+  return {name, reinterpret_cast<std::uintptr_t>(function)};
+}
+
+}  // namespace
+
+const BallonetCore* core_table() { return &kCore; }
+
+std::vector<std::pair<const char*, std::uintptr_t>> plain_entry_points() {
+  return {
+      entry("alloc", &plain_alloc),
+      entry("segment", &plain_segment),
+      entry("free", &plain_free),
+      entry("record_stream", &plain_record_stream),
+      entry("trim", &plain_trim),
+      entry("begin_pool", &plain_begin_pool),
+      entry("end_pool", &plain_end_pool),
+      entry("release_pool", &plain_release_pool),
+      entry("memory_fraction", &plain_memory_fraction),
+      entry("base_allocation", &plain_base_allocation),
+  };
+}
+
+}  // namespace ballonet

@@ -35,11 +35,11 @@ std::string format(const char* pattern, ...) {
   return text.data();
 }
 
-std::string in_units(unsigned long long bytes) {
+std::string in_units(unsigned long long bytes, unsigned largest) {
   static constexpr const char* kUnits[] = {"B", "KiB", "MiB", "GiB", "TiB"};
   double value = static_cast<double>(bytes);
   unsigned unit = 0;
-  while (value >= 1024 && unit < 4) {
+  while (value >= 1024 && unit < largest) {
     value /= 1024;
     ++unit;
   }

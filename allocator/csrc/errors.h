@@ -28,6 +28,9 @@ struct DriverError : std::runtime_error {
   std::string detail;
 };
 
+// After these the context fails every call, whatever it asks for (illegal addresses, failed launches, ...).
+constexpr bool is_sticky(CUresult code) { return code == 4 || (code >= 700 && code <= 720) || code == 999; }
+
 // No page could be had within the budget, or the driver has no memory left for one.
 struct PoolExhausted : std::runtime_error {
   explicit PoolExhausted(const std::string& message, std::size_t wanted_ = 0, std::size_t missing_ = 0)
@@ -52,7 +55,7 @@ struct InvariantBroken : std::runtime_error {
 // Printf into a std::string; for messages only.
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 
-// "24 B", "1.5 MiB", "12.25 GiB".
-std::string in_units(unsigned long long bytes);
+// "24 B", "1.50 MiB", "12.25 GiB"; in units up to the `largest`, of which 0 is B.
+std::string in_units(unsigned long long bytes, unsigned largest = 4);
 
 }  // namespace ballonet

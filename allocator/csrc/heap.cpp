@@ -114,9 +114,10 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
   if (size <= mapper_->numbers().budget * page_) {
     try {
       return fit(arenas, key, size, arena);
-    } catch (const std::runtime_error&) {
-      // Exhausted, or a driver call that failed once: both deserve a second try with all that can be had, and then with
-      // what can be reclaimed.
+    } catch (const DriverError& error) {
+      if (is_sticky(error.code)) throw;  // no memory repairs that; else a call that failed once deserves a second try
+    } catch (const PoolExhausted&) {
+      // It is tried again with all that can be had, and then with what can be reclaimed.
     }
     try {
       if (!mapper_->capturing()) settle();
@@ -125,6 +126,7 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
       reason = error.what();
       missing = error.missing;
     } catch (const DriverError& error) {
+      if (is_sticky(error.code)) throw;
       reason = error.what();
     }
   }
@@ -150,6 +152,7 @@ Blocks::Block* Heap::spill(const Key& key, std::uint64_t size, Arena*& arena, st
       reason += std::string(". Nor has the host room for it: ") + error.what();
       return nullptr;
     } catch (const DriverError& error) {
+      if (is_sticky(error.code)) throw;
       if (attempt > 0) reason += std::string(". Nor could it lie on the host: ") + error.what();
     }
   }
@@ -175,6 +178,10 @@ Blocks::Block* Heap::fit(Arenas& arenas, const Key& key, std::uint64_t size, Are
 
 void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
   std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& entry : filling_) {
+    if (entry.first == pool)
+      throw UsageError("this memory pool is being filled already: end the other capture or use_mem_pool first");
+  }
   ++pools_[pool];
   filling_.emplace_back(pool, std::move(filter));
 }
@@ -205,6 +212,22 @@ void Heap::drop_released() {
   hot_[0] = hot_[1] = nullptr;
 }
 
+// The words of torch's own error, by which programs recognise it: accelerate looks for " out of memory.".
+std::string Heap::out_of_memory(std::size_t asked) {
+  constexpr unsigned kGiB = 3;
+  const std::string tried = in_units(asked, kGiB);
+  if (mapper_->is_standin()) return format("CPU out of memory. Tried to allocate %s.", tried.c_str());
+  std::string room;
+  try {
+    const auto [free, total] = mapper_->free_memory();
+    room = format(" GPU %d has a total capacity of %s of which %s is free.", mapper_->ordinal,
+                  in_units(total, kGiB).c_str(), in_units(free, kGiB).c_str());
+  } catch (const DriverError&) {
+    // The driver cannot say it now; the error is raised without.
+  }
+  return format("CUDA out of memory. Tried to allocate %s.%s", tried.c_str(), room.c_str());
+}
+
 std::string Heap::exhausted(std::size_t asked, const std::string& reason, std::size_t missing) {
   const auto pages = mapper_->numbers();
   const std::size_t enough = (pages.budget + missing) * page_;
@@ -212,11 +235,11 @@ std::string Heap::exhausted(std::size_t asked, const std::string& reason, std::s
                                      : std::string("(ballonet.set_budget");
   const auto bytes = [&](Owner owner) { return in_units(pages.pages[static_cast<std::size_t>(owner)] * page_); };
   return format(
-      "ballonet: tried to allocate %s. Budget %s in pages of %s: weights %s, activations %s (of which %s in live "
+      "%s ballonet: budget %s in pages of %s: weights %s, activations %s (of which %s in live "
       "tensors), KV cache %s, retiring %s, free %s, not created %s; spilled to the host %s. %s. To go on: raise the "
       "budget %s, or BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and "
       "caches that are no longer needed",
-      in_units(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
+      out_of_memory(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
       bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(), in_units(numbers_.live).c_str(),
       bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(), bytes(Owner::kFree).c_str(),
       in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(),

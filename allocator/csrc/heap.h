@@ -138,6 +138,7 @@ class Heap {
   };
   using Arenas = std::vector<std::unique_ptr<Arena>>;
 
+  std::string out_of_memory(std::size_t asked);
   Arenas& arenas_for(const Key& key);
   Arena& add_arena(Arenas& arenas, const Key& key, std::uint64_t size);
   MempoolId pool_for(CUstream stream) const;

@@ -51,7 +51,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     allow_access(context_.scratch, 1, to);
     driver_.cuMemcpyAsync(context_.scratch, here, page_size, context_.copy_stream).or_throw("copying a page");
     if (!clear_scratch()) {
-      throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure",
+      throw DriverError("cuMemUnmap", cuda::kOperatingSystem, "a failure",
                         "waiting for the copy of a page and clearing its addresses");
     }
     driver_.cuMemUnmap(here, page_size).or_throw("taking a page from its address");

@@ -64,7 +64,8 @@ bool Mapper::let_go(Stretch& stretch, std::size_t index) {
 
 void Mapper::unkeep(Range& range, std::size_t index) {
   if (!let_go(range.held_, index) && !let_go(range.held_, index)) {
-    throw DriverError("cuMemUnmap", cuda::kUnknown, "a failure", "taking a page that was kept from its address");
+    throw DriverError("cuMemUnmap", cuda::kOperatingSystem, "a failure",
+                      "taking a page that was kept from its address");
   }
 }
 

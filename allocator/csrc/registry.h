@@ -2,7 +2,10 @@
 // allocation and every free; a bound device lives until the process ends, because its blocks may.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "device.h"
 #include "entry.h"
@@ -26,5 +29,7 @@ bool owns(const void* pointer);
 bool serving();
 
 const BallonetCore* core_table();
+// Name and address of each function that a pluggable allocator of torch's may call.
+std::vector<std::pair<const char*, std::uintptr_t>> plain_entry_points();
 
 }  // namespace ballonet

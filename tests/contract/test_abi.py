@@ -24,6 +24,7 @@ CONSTANTS = {
     "CUDA_ERROR_INVALID_CONTEXT": "kInvalidContext",
     "CUDA_ERROR_ALREADY_MAPPED": "kAlreadyMapped",
     "CUDA_ERROR_NOT_MAPPED": "kNotMapped",
+    "CUDA_ERROR_OPERATING_SYSTEM": "kOperatingSystem",
     "CUDA_ERROR_INVALID_HANDLE": "kInvalidHandle",
     "CUDA_ERROR_ILLEGAL_STATE": "kIllegalState",
     "CUDA_ERROR_NOT_READY": "kNotReady",

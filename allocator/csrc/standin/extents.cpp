@@ -90,7 +90,7 @@ CUresult Extents::take(std::uint64_t size, std::uint64_t* offset) {
 CUresult Extents::give(std::uint64_t offset, std::uint64_t size) {
   const int failed = fallocate_retrying(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, size);
   if (failed != 0) {
-    return refuse(cuda::kUnknown, "cuMemRelease: punching out %llu bytes failed: %s",
+    return refuse(cuda::kOperatingSystem, "cuMemRelease: punching out %llu bytes failed: %s",
                   static_cast<unsigned long long>(size), std::strerror(failed));
   }
   free_range(offset, size);

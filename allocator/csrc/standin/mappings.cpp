@@ -28,7 +28,7 @@ CUresult refuse_errno(const char* function, const char* call, int error) {
         "use a larger page size or raise it (sysctl vm.max_map_count)",
         function, call);
   }
-  return refuse(cuda::kUnknown, "%s: %s failed: %s", function, call, std::strerror(error));
+  return refuse(cuda::kOperatingSystem, "%s: %s failed: %s", function, call, std::strerror(error));
 }
 
 // Reserved, inaccessible memory over whatever is there.
