@@ -113,15 +113,15 @@ CUresult cuDeviceCanAccessPeer(int* can, CUdevice device, CUdevice peer) {
 
 CUresult cuDeviceTotalMem(std::size_t* bytes, CUdevice device) {
   return enter(Needs::kInit, "cuDeviceTotalMem", [&](State& all, auto&) {
-    *bytes = device == kPeerDevice ? ram_total() : all.device_bytes;
+    *bytes = device == kPeerDevice ? ram_total() : all.memory.limit(Store::kDevice);
     return check_known(device, "cuDeviceTotalMem");
   });
 }
 
 CUresult cuMemGetInfo(std::size_t* free, std::size_t* total) {
   return enter(Needs::kContext, "cuMemGetInfo", [&](State& all, auto&) {
-    *total = all.device_bytes;
-    *free = all.device_bytes - std::min(all.device_bytes, all.mappings.bytes(Store::kDevice));
+    *total = all.memory.limit(Store::kDevice);
+    *free = all.memory.available(Store::kDevice);
     return CUresult{cuda::kSuccess};
   });
 }
@@ -132,7 +132,8 @@ CUresult cuGetErrorString(CUresult result, const char** text) { return text_of(r
 
 CUresult ballonet_standin_configure(const BallonetStandinConfig* config) {
   return enter(Needs::kNothing, "ballonet_standin_configure", [&](State& all, auto&) {
-    all.device_bytes = config->device_bytes == 0 ? ram_total() : config->device_bytes;
+    all.memory.limits[static_cast<int>(Store::kDevice)] =
+        config->device_bytes == 0 ? ram_total() : config->device_bytes;
     all.engine.configure(config->link_bandwidth, config->link_latency_ns, config->peer_bandwidth);
     return CUresult{cuda::kSuccess};
   });

@@ -1,9 +1,10 @@
-// Entry points for physical memory and addresses: the arguments are checked here, the work is done in mappings.cpp.
-#include "state.h"
+#include "memory.h"
 
-using namespace ballonet::standin;
-namespace cuda = ballonet::cuda;
+#include <algorithm>
 
+#include "refusal.h"
+
+namespace ballonet::standin {
 namespace {
 
 using ull = unsigned long long;
@@ -27,17 +28,6 @@ CUresult check_properties(const CUmemAllocationProp& wanted, const char* functio
   return check_location(wanted.location, function);
 }
 
-Store store_of(const CUmemLocation& location) {
-  if (location.type != cuda::kLocationDevice) return Store::kHost;
-  return location.id == kPeerDevice ? Store::kPeer : Store::kDevice;
-}
-
-CUresult check_size(std::uint64_t size, const char* function) {
-  if (size != 0 && size % kGranularity == 0) return cuda::kSuccess;
-  return refuse(cuda::kInvalidValue, "%s: size %llu is not a positive multiple of the granularity %llu", function,
-                ull{size}, ull{kGranularity});
-}
-
 CUresult check_flags(ull flags, const char* function) {
   return flags == 0 ? CUresult{cuda::kSuccess} : refuse(cuda::kInvalidValue, "%s: flags must be 0", function);
 }
@@ -52,116 +42,95 @@ CUresult first_refusal(Checks... checks) {
 
 }  // namespace
 
-CUresult cuMemGetAllocationGranularity(std::size_t* granularity, const CUmemAllocationProp* wanted, int option) {
-  return enter(Needs::kInit, "cuMemGetAllocationGranularity", [&](State&, auto&) {
-    *granularity = kGranularity;
-    if (option != cuda::kGranularityMinimum && option != 1) {
-      return refuse(cuda::kInvalidValue, "cuMemGetAllocationGranularity: option %d is neither minimum nor recommended",
-                    option);
-    }
-    return check_properties(*wanted, "cuMemGetAllocationGranularity");
-  });
+Store store_of(const CUmemLocation& location) {
+  if (location.type != cuda::kLocationDevice) return Store::kHost;
+  return location.id == kPeerDevice ? Store::kPeer : Store::kDevice;
 }
 
-CUresult cuMemAddressReserve(CUdeviceptr* address, std::size_t size, std::size_t alignment, CUdeviceptr hint,
-                             ull flags) {
-  return enter(Needs::kContext, "cuMemAddressReserve", [&](State& all, auto&) {
-    const char* const function = "cuMemAddressReserve";
-    return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
-                         [&] {
-                           if ((alignment & (alignment - 1)) == 0) return CUresult{cuda::kSuccess};
-                           return refuse(cuda::kInvalidValue, "%s: alignment %zu is not a power of two", function,
-                                         alignment);
-                         },
-                         [&] {
-                           std::uint64_t reserved = 0;
-                           const CUresult failed = all.mappings.reserve(size, alignment, hint, &reserved);
-                           if (failed == cuda::kSuccess) *address = reserved;
-                           return failed;
-                         });
-  });
+CUresult Memory::check_size(std::uint64_t size, const char* function) const {
+  if (size != 0 && size % page == 0) return cuda::kSuccess;
+  return refuse(cuda::kInvalidValue, "%s: size %llu is not a positive multiple of the granularity %llu", function,
+                ull{size}, ull{page});
 }
 
-CUresult cuMemAddressFree(CUdeviceptr address, std::size_t size) {
-  return enter(Needs::kContext, "cuMemAddressFree",
-               [&](State& all, auto&) { return all.mappings.free(address, size); });
+std::uint64_t Memory::available(Store store) const {
+  return limit(store) - std::min(limit(store), mappings.bytes(store));
 }
 
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t size, const CUmemAllocationProp* wanted,
-                     ull flags) {
-  return enter(Needs::kContext, "cuMemCreate", [&](State& all, auto&) {
-    const char* const function = "cuMemCreate";
-    return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
-                         [&] { return check_properties(*wanted, function); },
-                         [&] {
-                           const std::uint64_t exist = all.mappings.bytes(Store::kDevice);
-                           if (store_of(wanted->location) != Store::kDevice ||
-                               (exist <= all.device_bytes && size <= all.device_bytes - exist))
-                             return CUresult{cuda::kSuccess};
-                           return refuse(cuda::kOutOfMemory,
-                                         "cuMemCreate: %zu bytes do not fit: %llu of the device's %llu bytes exist",
-                                         size, ull{exist}, ull{all.device_bytes});
-                         },
-                         [&] {
-                           std::uint64_t made = 0;
-                           const CUresult failed = all.mappings.create(size, store_of(wanted->location), &made);
-                           if (failed == cuda::kSuccess) *handle = made;
-                           return failed;
-                         });
-  });
+CUresult Memory::granularity(std::size_t* bytes, const CUmemAllocationProp& wanted, int option) const {
+  const char* const function = "cuMemGetAllocationGranularity";
+  *bytes = page;
+  if (option != cuda::kGranularityMinimum && option != 1) {
+    return refuse(cuda::kInvalidValue, "%s: option %d is neither minimum nor recommended", function, option);
+  }
+  return check_properties(wanted, function);
 }
 
-CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
-  return enter(Needs::kContext, "cuMemRelease", [&](State& all, auto&) { return all.mappings.release(handle); });
+CUresult Memory::reserve(CUdeviceptr* address, std::size_t size, std::size_t alignment, CUdeviceptr hint, Flags flags) {
+  const char* const function = "cuMemAddressReserve";
+  return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
+                       [&] {
+                         if ((alignment & (alignment - 1)) == 0) return CUresult{cuda::kSuccess};
+                         return refuse(cuda::kInvalidValue, "%s: alignment %zu is not a power of two", function,
+                                       alignment);
+                       },
+                       [&] {
+                         std::uint64_t reserved = 0;
+                         const std::uint64_t aligned = std::max<std::uint64_t>(alignment, page);
+                         const CUresult failed = mappings.reserve(size, aligned, hint, &reserved);
+                         if (failed == cuda::kSuccess) *address = reserved;
+                         return failed;
+                       });
 }
 
-CUresult cuMemMap(CUdeviceptr address, std::size_t size, std::size_t offset, CUmemGenericAllocationHandle handle,
-                  ull flags) {
-  return enter(Needs::kContext, "cuMemMap", [&](State& all, auto&) {
-    const char* const function = "cuMemMap";
-    return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
-                         [&] {
-                           if (offset == 0) return CUresult{cuda::kSuccess};
-                           return refuse(cuda::kInvalidValue, "%s: offset %zu must be 0", function, offset);
-                         },
-                         [&] { return all.mappings.map(address, size, handle); });
-  });
+CUresult Memory::create(CUmemGenericAllocationHandle* handle, std::size_t size, const CUmemAllocationProp& wanted,
+                        Flags flags) {
+  const char* const function = "cuMemCreate";
+  return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
+                       [&] { return check_properties(wanted, function); },
+                       [&] {
+                         const Store store = store_of(wanted.location);
+                         if (size <= available(store)) return CUresult{cuda::kSuccess};
+                         return refuse(cuda::kOutOfMemory,
+                                       "cuMemCreate: %zu bytes do not fit: %llu of the device's %llu bytes exist", size,
+                                       ull{mappings.bytes(store)}, ull{limit(store)});
+                       },
+                       [&] {
+                         std::uint64_t made = 0;
+                         const CUresult failed = mappings.create(size, store_of(wanted.location), &made);
+                         if (failed == cuda::kSuccess) *handle = made;
+                         return failed;
+                       });
 }
 
-CUresult cuMemSetAccess(CUdeviceptr address, std::size_t size, const CUmemAccessDesc* wanted, std::size_t count) {
-  return enter(Needs::kContext, "cuMemSetAccess", [&](State& all, auto&) {
-    bool for_device = false, for_cpu = false, other = false;
-    for (std::size_t i = 0; i < count; ++i) {
-      const bool device = wanted[i].location.type == cuda::kLocationDevice && wanted[i].location.id == 0;
-      const bool cpu = wanted[i].location.type == cuda::kLocationHostNuma;  // whatever its id
-      for_device |= device;
-      for_cpu |= cpu;
-      other |= !(device || cpu) || wanted[i].flags != cuda::kAccessReadWrite;
-    }
-    if (other || !for_device) {
-      return refuse(cuda::kNotSupported,
-                    "cuMemSetAccess: the stand-in gives read and write access to device 0, to the CPU too where it is "
-                    "wanted, and nothing else");
-    }
-    return all.mappings.set_access(address, size, for_cpu);
-  });
+CUresult Memory::map(CUdeviceptr address, std::size_t size, std::size_t offset, CUmemGenericAllocationHandle handle,
+                     Flags flags) {
+  const char* const function = "cuMemMap";
+  return first_refusal([&] { return check_flags(flags, function); }, [&] { return check_size(size, function); },
+                       [&] {
+                         if (offset == 0) return CUresult{cuda::kSuccess};
+                         return refuse(cuda::kInvalidValue, "%s: offset %zu must be 0", function, offset);
+                       },
+                       [&] { return mappings.map(address, size, handle); });
 }
 
-CUresult cuMemUnmap(CUdeviceptr address, std::size_t size) {
-  return enter(Needs::kContext, "cuMemUnmap", [&](State& all, auto&) {
-    return first_refusal([&] { return all.mappings.whole(address, size, "cuMemUnmap"); },
-                         [&] { return all.order.may_unmap(address, size); },
-                         [&] {
-                           const CUresult failed = all.mappings.unmap(address, size);
-                           if (failed == cuda::kSuccess) all.order.unmapped(address, size);
-                           return failed;
-                         });
-  });
+CUresult Memory::set_access(CUdeviceptr address, std::size_t size, const CUmemAccessDesc* wanted, std::size_t count) {
+  bool for_device = false, for_cpu = false, other = false;
+  for (std::size_t i = 0; i < count; ++i) {
+    const CUmemLocation& location = wanted[i].location;
+    const bool device = location.type == cuda::kLocationDevice && location.id >= 0 && location.id < computing;
+    const bool cpu = location.type == cuda::kLocationHostNuma;  // whatever its id
+    for_device |= device;
+    for_cpu |= cpu;
+    other |= !(device || cpu) || wanted[i].flags != cuda::kAccessReadWrite;
+  }
+  if (other || !for_device) {
+    return refuse(
+        cuda::kNotSupported,
+        "cuMemSetAccess: read and write access is given to a device that computes, to the CPU too where it is "
+        "wanted, and nothing else");
+  }
+  return mappings.set_access(address, size, for_cpu);
 }
 
-CUresult ballonet_standin_idle(CUdeviceptr address, std::size_t size) {
-  return enter(Needs::kInit, "ballonet_standin_idle", [&](State& all, auto&) {
-    all.mappings.idle(address, size);
-    return CUresult{cuda::kSuccess};
-  });
-}
+}  // namespace ballonet::standin

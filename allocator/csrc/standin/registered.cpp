@@ -11,9 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine.h"
 #include "refusal.h"
-#include "state.h"
 
 namespace ballonet::standin {
 namespace {
@@ -71,9 +69,15 @@ Registered::Ranges::const_iterator Registered::touching(std::uint64_t from, std:
   return at != ranges_.end() && page_start(at->first) < page_end(to) ? at : ranges_.end();
 }
 
-CUresult Registered::add(std::unique_lock<std::mutex>& lock, std::uint64_t address, std::uint64_t size,
-                         unsigned flags) {
+CUresult Registered::add(std::unique_lock<std::mutex>& lock, const Mappings& mappings, std::uint64_t address,
+                         std::uint64_t size, unsigned flags) {
   const char* const function = "cuMemHostRegister";
+  std::vector<Run> runs;
+  const CUresult refused = mappings.locate(address, size, cuda::kInvalidValue, function, &runs);
+  if (refused != cuda::kSuccess) return refused;
+  if (runs.empty() || runs.front().store != Store::kPlain) {
+    return refuse(cuda::kInvalidValue, "%s: %#llx is an address of the device", function, ull{address});
+  }
   if ((flags & ~kFlags) != 0) return refuse(cuda::kInvalidValue, "%s: unknown flags %#x", function, flags);
   if ((flags & kIoMemory) != 0) return refuse(cuda::kNotSupported, "%s: there is no I/O memory here", function);
   if (address == 0 || size == 0 || size > ~address - page_size()) {
@@ -105,12 +109,12 @@ CUresult Registered::add(std::unique_lock<std::mutex>& lock, std::uint64_t addre
   return refuse(cuda::kNotSupported, "%s: process_vm_readv: %s", function, std::strerror(error));
 }
 
-CUresult Registered::remove(std::uint64_t address, const Engine& engine) {
+CUresult Registered::remove(std::uint64_t address, const std::function<bool(const Run&)>& in_use) {
   const auto found = ranges_.find(address);
   if (found == ranges_.end()) {
     return refuse(cuda::kNotRegistered, "cuMemHostUnregister: nothing was registered at %#llx", ull{address});
   }
-  if (engine.touched_by_pending({Run{Store::kPlain, address, found->second.size}})) {
+  if (in_use(Run{Store::kPlain, address, found->second.size})) {
     return refuse(cuda::kIllegalState, "cuMemHostUnregister: a copy from [%#llx, +%llu) is not done; wait for it first",
                   ull{address}, ull{found->second.size});
   }
@@ -150,25 +154,3 @@ bool read_guarded(char* to, const char* from, std::uint64_t size) {
 }
 
 }  // namespace ballonet::standin
-
-using namespace ballonet::standin;
-namespace cuda = ballonet::cuda;
-
-CUresult cuMemHostRegister(void* pointer, std::size_t size, unsigned flags) {
-  return enter(Needs::kContext, "cuMemHostRegister", [&](State& all, auto& lock) {
-    const auto address = reinterpret_cast<std::uint64_t>(pointer);
-    std::vector<Run> runs;
-    const CUresult refused = all.mappings.locate(address, size, cuda::kInvalidValue, "cuMemHostRegister", &runs);
-    if (refused != cuda::kSuccess) return refused;
-    if (runs.empty() || runs.front().store != Store::kPlain) {
-      return refuse(cuda::kInvalidValue, "cuMemHostRegister: %p is an address of the device", pointer);
-    }
-    return all.registered.add(lock, address, size, flags);
-  });
-}
-
-CUresult cuMemHostUnregister(void* pointer) {
-  return enter(Needs::kContext, "cuMemHostUnregister", [&](State& all, auto&) {
-    return all.registered.remove(reinterpret_cast<std::uint64_t>(pointer), all.engine);
-  });
-}

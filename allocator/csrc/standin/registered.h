@@ -12,20 +12,21 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 
-#include "../driver_abi.h"
+#include "mappings.h"
 
 namespace ballonet::standin {
-
-class Engine;
 
 class Registered {
  public:
   // Pages are touched, as pinning would. The lock is released meanwhile.
-  CUresult add(std::unique_lock<std::mutex>& lock, std::uint64_t address, std::uint64_t size, unsigned flags);
-  CUresult remove(std::uint64_t address, const Engine& engine);
+  CUresult add(std::unique_lock<std::mutex>& lock, const Mappings& mappings, std::uint64_t address, std::uint64_t size,
+               unsigned flags);
+  // Refused while the memory is in use.
+  CUresult remove(std::uint64_t address, const std::function<bool(const Run&)>& in_use);
   void clear() { ranges_.clear(); }
   // May a copy read, or write, this plain memory? `inside`: it is registered.
   CUresult may_copy(const char* function, std::uint64_t address, std::uint64_t size, bool write, bool* inside) const;

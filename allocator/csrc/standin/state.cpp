@@ -67,7 +67,7 @@ CUresult cuInit(unsigned flags) {
     CUresult failed = all.mappings.open();
     if (failed == cuda::kSuccess) failed = watch_forks();
     if (failed != cuda::kSuccess) return failed;
-    if (all.device_bytes == 0) all.device_bytes = ram_total();
+    if (all.memory.limits[0] == 0) all.memory.limits[0] = ram_total();
     all.initialized = true;
     return CUresult{cuda::kSuccess};
   });

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "engine.h"
-#include "mappings.h"
+#include "memory.h"
 #include "order.h"
 #include "refusal.h"
 #include "registered.h"
@@ -19,9 +19,9 @@ struct State {
   std::mutex mutex;
   bool initialized = false;
   bool forked = false;  // this is the child of a fork: everything is refused
-  std::uint64_t device_bytes = 0;
 
-  Mappings mappings;
+  Memory memory;
+  Mappings& mappings = memory.mappings;
   Order order;
   Engine engine{mutex};
   Registered registered;  // goes with the context
@@ -33,9 +33,6 @@ struct State {
   std::unordered_map<CUevent, std::shared_ptr<Marker>> events;  // the marker is null until it is recorded
   std::uint64_t next_event = 1;
 };
-
-constexpr int kDevices = 2;
-constexpr CUdevice kPeerDevice = 1;  // has memory that device 0 can reach, and does not compute
 
 State& state();  // made on first use, never destroyed: threads may outlive the program's destructors
 CUresult check_known(CUdevice device, const char* function);
