@@ -10,7 +10,7 @@ JOBS ?= 2
 RESULTS ?= benchmarks/results
 # Many tests and benchmarks are processes of their own: without bytecode each would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
-CSRC := $(shell find allocator/csrc tests/native -name '*.cpp' -o -name '*.h' 2>/dev/null)
+CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test build check format sanitize soak bench figures gpu clean

@@ -88,11 +88,15 @@ def standin_library() -> Path:
     raise FileNotFoundError(f"no _standin library in {list(ballonet.allocator.__path__)}: build the package first")
 
 
-def private_standin(folder: Path) -> Path:
-    """A copy of the stand-in: loaded from there it has a state of its own, apart from the one the core may be using."""
-    copy = folder / "_standin.so"
-    shutil.copy(standin_library(), copy)
+def private_copy(library: Path, folder: Path) -> Path:
+    """A copy of a library: loaded from there it has a state of its own, apart from the one the core may be using."""
+    copy = folder / library.name
+    shutil.copy(library, copy)
     return copy
+
+
+def private_standin(folder: Path) -> Path:
+    return private_copy(standin_library(), folder)
 
 
 class Driver:

@@ -4,11 +4,13 @@
 #include <cstdio>
 
 #include "ram.h"
+#include "results.h"
 #include "state.h"
 
 using namespace ballonet::standin;
 namespace cuda = ballonet::cuda;
 
+<<<<<<< HEAD
 namespace {
 
 struct ResultText {
@@ -54,6 +56,8 @@ CUresult text_of(CUresult result, const char* ResultText::* part, const char** t
 
 }  // namespace
 
+=======
+>>>>>>> 9ecb8b6 (Build a simulated CUDA device for tests)
 CUresult cuDriverGetVersion(int* version) {
   *version = 13000;
   return cuda::kSuccess;
@@ -126,9 +130,13 @@ CUresult cuMemGetInfo(std::size_t* free, std::size_t* total) {
   });
 }
 
-CUresult cuGetErrorName(CUresult result, const char** name) { return text_of(result, &ResultText::name, name); }
+CUresult cuGetErrorName(CUresult result, const char** name) {
+  return result_name(result, name) ? CUresult{cuda::kSuccess} : CUresult{cuda::kInvalidValue};
+}
 
-CUresult cuGetErrorString(CUresult result, const char** text) { return text_of(result, &ResultText::meaning, text); }
+CUresult cuGetErrorString(CUresult result, const char** text) {
+  return result_text(result, text) ? CUresult{cuda::kSuccess} : CUresult{cuda::kInvalidValue};
+}
 
 CUresult ballonet_standin_configure(const BallonetStandinConfig* config) {
   return enter(Needs::kNothing, "ballonet_standin_configure", [&](State& all, auto&) {

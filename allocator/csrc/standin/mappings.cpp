@@ -196,6 +196,14 @@ CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size, bool fo
   return cuda::kSuccess;
 }
 
+bool Mappings::mapping_at(std::uint64_t address, std::uint64_t* start, std::uint64_t* size) const {
+  const auto next = mappings_.upper_bound(address);
+  if (next == mappings_.begin() || address >= std::prev(next)->first + std::prev(next)->second.size) return false;
+  *start = std::prev(next)->first;
+  *size = std::prev(next)->second.size;
+  return true;
+}
+
 bool Mappings::open_for_cpu(std::uint64_t address, std::uint64_t size) const {
   auto first = mappings_.upper_bound(address);
   if (first != mappings_.begin() && std::prev(first)->first + std::prev(first)->second.size > address) --first;

@@ -36,6 +36,9 @@ class Mappings {
   CUresult locate(std::uint64_t address, std::uint64_t size, CUresult code, const char* function,
                   std::vector<Run>* runs) const;
 
+  // The mapping that holds `address`; false where there is none.
+  bool mapping_at(std::uint64_t address, std::uint64_t* start, std::uint64_t* size) const;
+
   // May the CPU use what host memory is mapped there?
   bool open_for_cpu(std::uint64_t address, std::uint64_t size) const;
 

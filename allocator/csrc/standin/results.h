@@ -1,0 +1,12 @@
+// The names and the meanings of the driver's results.
+#pragma once
+
+#include "../driver_abi.h"
+
+namespace ballonet::standin {
+
+// False, and null, for a result that is not known.
+bool result_name(CUresult result, const char** name);
+bool result_text(CUresult result, const char** text);
+
+}  // namespace ballonet::standin
