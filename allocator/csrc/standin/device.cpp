@@ -10,54 +10,6 @@
 using namespace ballonet::standin;
 namespace cuda = ballonet::cuda;
 
-<<<<<<< HEAD
-namespace {
-
-struct ResultText {
-  CUresult result;
-  const char *name, *meaning;
-};
-
-constexpr ResultText kResults[] = {
-    {cuda::kSuccess, "CUDA_SUCCESS", "no error"},
-    {cuda::kInvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
-    {cuda::kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
-    {cuda::kNotInitialized, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
-    {cuda::kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {cuda::kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
-    {cuda::kAlreadyMapped, "CUDA_ERROR_ALREADY_MAPPED", "resource already mapped"},
-    {cuda::kNotMapped, "CUDA_ERROR_NOT_MAPPED", "resource not mapped"},
-    {cuda::kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
-    {cuda::kIllegalState, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
-    {cuda::kOperatingSystem, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
-    {cuda::kNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
-    {cuda::kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
-    {cuda::kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",
-     "part or all of the requested memory range is already mapped"},
-    {cuda::kNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED",
-     "pointer does not correspond to a registered memory region"},
-    {cuda::kNotPermitted, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
-    {cuda::kNotSupported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
-    {cuda::kStreamCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
-     "operation not permitted when stream is capturing"},
-    {cuda::kStreamCaptureImplicit, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
-     "operation would make the legacy stream depend on a capturing blocking stream"},
-    {cuda::kCapturedEvent, "CUDA_ERROR_CAPTURED_EVENT",
-     "operation not permitted on an event last recorded in a capturing stream"},
-    {cuda::kUnknown, "CUDA_ERROR_UNKNOWN", "unknown error"},
-};
-
-CUresult text_of(CUresult result, const char* ResultText::* part, const char** text) {
-  const auto* found = std::find_if(std::begin(kResults), std::end(kResults),
-                                   [result](const ResultText& entry) { return entry.result == result; });
-  *text = found == std::end(kResults) ? nullptr : found->*part;
-  return *text == nullptr ? cuda::kInvalidValue : cuda::kSuccess;
-}
-
-}  // namespace
-
-=======
->>>>>>> 9ecb8b6 (Build a simulated CUDA device for tests)
 CUresult cuDriverGetVersion(int* version) {
   *version = 13000;
   return cuda::kSuccess;

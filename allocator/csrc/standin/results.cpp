@@ -22,6 +22,7 @@ constexpr ResultText kResults[] = {
     {cuda::kNotMapped, "CUDA_ERROR_NOT_MAPPED", "resource not mapped"},
     {cuda::kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {cuda::kIllegalState, "CUDA_ERROR_ILLEGAL_STATE", "the operation cannot be performed in the present state"},
+    {cuda::kOperatingSystem, "CUDA_ERROR_OPERATING_SYSTEM", "OS call failed or operation not supported on this OS"},
     {cuda::kNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
     {cuda::kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {cuda::kAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED",

@@ -1,8 +1,10 @@
 // libcudart: kernels of a GPU, which cannot run here. They are registered by name, so that a launch can say which one
 // nothing emulates; and what torch never needs on this device.
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 
 #include "runtime.h"
@@ -18,11 +20,30 @@ struct Dimensions {
 std::mutex* const mutex = new std::mutex;
 auto* const kernels = new std::unordered_map<const void*, const char*>;  // the host's function -> its name
 
-Error refuse_launch(const void* function) {
-  constexpr Error kNoImage = 209;
+thread_local StreamHandle configured = nullptr;  // the stream between the two halves of <<<...>>>
+
+std::string name_of(const void* function) {
   const std::lock_guard<std::mutex> lock(*mutex);
   const auto found = kernels->find(function);
-  const std::string name = found == kernels->end() ? "(unknown)" : found->second;
+  return found == kernels->end() ? "(unknown)" : found->second;
+}
+
+// torch.cuda._sleep(cycles): keeps the stream busy for that long at 2 GHz.
+Error spin(StreamHandle stream, std::int64_t cycles) {
+  const auto sleep = [](void* context) {
+    const auto ns = static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(context)) / 2;
+    std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
+  };
+  void* const context = reinterpret_cast<void*>(static_cast<std::intptr_t>(cycles));
+  return with_context([&] { return simgpu_launch(stream, "spin_kernel", sleep, nullptr, context, nullptr, 0); });
+}
+
+Error launch(const void* function, void** arguments, StreamHandle stream) {
+  constexpr Error kNoImage = 209;
+  const std::string name = name_of(function);
+  if (name.find("11spin_kernelEl") != std::string::npos) {
+    return spin(stream, *static_cast<std::int64_t*>(arguments[0]));
+  }
   simgpu_note(("a kernel was launched that nothing emulates: " + name).c_str());
   return remember(kNoImage);
 }
@@ -41,13 +62,16 @@ SIMGPU_RUNTIME void __cudaRegisterFunction(void**, const char* host, char*, cons
   kernels->emplace(host, name);
 }
 
-SIMGPU_RUNTIME unsigned __cudaPushCallConfiguration(Dimensions, Dimensions, std::size_t, void*) { return 0; }
+SIMGPU_RUNTIME unsigned __cudaPushCallConfiguration(Dimensions, Dimensions, std::size_t, void* stream) {
+  configured = static_cast<StreamHandle>(stream);
+  return 0;
+}
 
 SIMGPU_RUNTIME Error __cudaPopCallConfiguration(Dimensions* grid, Dimensions* block, std::size_t* shared,
                                                 StreamHandle* stream) {
   *grid = *block = Dimensions{1, 1, 1};
   *shared = 0;
-  *stream = nullptr;
+  *stream = configured;
   return 0;
 }
 
@@ -56,20 +80,24 @@ SIMGPU_RUNTIME Error __cudaGetKernel(const void** kernel, const void* function) 
   return 0;
 }
 
-SIMGPU_RUNTIME Error __cudaLaunchKernel(const void* kernel, Dimensions, Dimensions, void**, std::size_t, StreamHandle) {
-  return refuse_launch(kernel);
+SIMGPU_RUNTIME Error __cudaLaunchKernel(const void* kernel, Dimensions, Dimensions, void** arguments, std::size_t,
+                                        StreamHandle stream) {
+  return launch(kernel, arguments, stream);
 }
 
-SIMGPU_RUNTIME Error cudaLaunchKernel(const void* kernel, Dimensions, Dimensions, void**, std::size_t, StreamHandle) {
-  return refuse_launch(kernel);
+SIMGPU_RUNTIME Error cudaLaunchKernel(const void* kernel, Dimensions, Dimensions, void** arguments, std::size_t,
+                                      StreamHandle stream) {
+  return launch(kernel, arguments, stream);
 }
 
-SIMGPU_RUNTIME Error cudaLaunchCooperativeKernel(const void* kernel, Dimensions, Dimensions, void**, std::size_t,
-                                                 StreamHandle) {
-  return refuse_launch(kernel);
+SIMGPU_RUNTIME Error cudaLaunchCooperativeKernel(const void* kernel, Dimensions, Dimensions, void** arguments,
+                                                 std::size_t, StreamHandle stream) {
+  return launch(kernel, arguments, stream);
 }
 
-SIMGPU_RUNTIME Error cudaLaunchKernelExC(const void*, const void* kernel, void**) { return refuse_launch(kernel); }
+SIMGPU_RUNTIME Error cudaLaunchKernelExC(const void*, const void* kernel, void** arguments) {
+  return launch(kernel, arguments, nullptr);
+}
 
 SIMGPU_RUNTIME Error cudaFuncGetAttributes(void* attributes, const void*) {
   struct {
