@@ -27,7 +27,8 @@ def probe(library: str, ordinal: int) -> dict[str, Any]:
 
     Keys: library, kind ("cuda" | "standin"), driver_version (int), devices (int), name, total_memory,
     virtual_memory (bool), host_pages (bool), posix_handles (bool), context_active (bool), peers (the other devices
-    whose memory it can reach). Raises DriverUnavailable where it cannot be loaded.
+    whose memory it can reach). Raises DriverUnavailable where it cannot be loaded, or does not start (no device, or one
+    that cannot be used).
     """
 
 class Device:
@@ -66,7 +67,10 @@ class Device:
         """Why there is none although one was asked for; else empty."""
     @property
     def host_pages(self) -> bool:
-        """Whether a host page can be mapped in the place of a device page."""
+        """Whether a host page can be mapped in the place of a device page; tried with a page when this was opened."""
+    @property
+    def host_refused(self) -> str:
+        """Why it cannot; else empty."""
     def free_memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device as its driver counts them."""
     def set_budget(self, nbytes: int, wait_ns: int = 0) -> None:

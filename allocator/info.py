@@ -176,7 +176,10 @@ def _companion(config: Config) -> tuple[bool, str]:
         return True, f"{compiler}; kept in {cache_dir(config)}"
     if kept:
         return True, f"no C++ compiler, but one compiled before: {kept[-1]}"
-    return False, f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool"
+    return False, (
+        f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool; on a GPU there is no "
+        "torch.OutOfMemoryError, and CUDA graphs have no memory pool of their own, so do not capture any"
+    )
 
 
 def _at_least(name: str, oldest: tuple[int, int]) -> tuple[bool, str]:

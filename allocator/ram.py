@@ -1,12 +1,39 @@
-"""How much memory the machine can still give: what the defaults on the host are made from."""
+"""How much memory the machine, or the container that this process is in, can still give: what the defaults on the host
+are made from.
+
+Note [Limits of a container]
+    A control group limits the memory of all processes in it and in the groups below it, so the least limit on the way
+    from the process's own group to the root counts. Version 2 has one tree of groups, version 1 one for memory. In a
+    container the root of the tree that is mounted may be the container's own group, whatever `/proc/self/cgroup` calls
+    it: groups that are not there are passed over.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 _MEMINFO: Final = Path("/proc/meminfo")
 _CGROUP: Final = Path("/sys/fs/cgroup")
+_SELF: Final = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    """Where a version of control groups has its memory tree, and what its files are called."""
+
+    tree: str
+    limit: str
+    used: str
+    reclaimable: str  # a row of memory.stat
+
+
+_VERSIONS: Final = (
+    _Version("", "memory.max", "memory.current", "inactive_file"),
+    _Version("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 
 def _table(path: Path) -> dict[str, int]:
@@ -15,17 +42,33 @@ def _table(path: Path) -> dict[str, int]:
     return {row[0]: int(row[1]) for row in rows if len(row) >= 2 and row[1].isdecimal()}
 
 
-def total(meminfo: Path = _MEMINFO) -> int:
-    """Bytes of memory in the machine."""
-    return _table(meminfo)["MemTotal"] * 1024
+def _limits(cgroup: Path, membership: Path) -> Iterator[tuple[int, int]]:
+    """(limit, what is left of it) in bytes, of each control group that limits this process."""
+    try:
+        rows = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:  # no such file system: the root of what is mounted may still have a limit
+        rows = []
+    for version in _VERSIONS:
+        mine = [row[2] for row in rows if len(row) == 3 and version.tree in row[1].split(",")]
+        own = Path("/", *mine[:1]).relative_to("/")
+        for group in (own, *own.parents) if own != Path() else (own,):
+            folder = cgroup / version.tree / group
+            try:
+                text = (folder / version.limit).read_text().strip()
+                if not text.isdecimal():
+                    continue
+                used = int((folder / version.used).read_text())
+                reclaimable = _table(folder / "memory.stat").get(version.reclaimable, 0)
+            except OSError:
+                continue
+            yield int(text), max(0, int(text) - used + reclaimable)
 
 
-def available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+def total(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _SELF) -> int:
+    """Bytes of memory in the machine; in a container no more than its limit."""
+    return min([_table(meminfo)["MemTotal"] * 1024, *(limit for limit, _ in _limits(cgroup, membership))])
+
+
+def available(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, membership: Path = _SELF) -> int:
     """Bytes that a program can take without swapping; in a container no more than its limit leaves."""
-    free = _table(meminfo)["MemAvailable"] * 1024
-    limit = cgroup / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
-        used = int((cgroup / "memory.current").read_text())
-        reclaimable = _table(cgroup / "memory.stat").get("inactive_file", 0)
-        free = min(free, max(0, int(text) - used + reclaimable))
-    return free
+    return min([_table(meminfo)["MemAvailable"] * 1024, *(left for _, left in _limits(cgroup, membership))])

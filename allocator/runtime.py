@@ -127,6 +127,14 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
         host_pages=config.host_pages is not False,
         faults=list(config.faults),
     )
+    if device.host_refused and config.host_pages is not False:
+        warnings.warn(
+            f"ballonet runs without host pages: {device.host_refused}. Weights can stream from their files only, and "
+            "KV and activations cannot lie on the host. In a container it often helps to allow get_mempolicy "
+            "(docker run --cap-add SYS_NICE)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
     if device.peer_refused:
         warnings.warn(
             f"ballonet runs without a peer: {device.peer_refused}. KV that leaves the device goes to the host. "
@@ -203,11 +211,12 @@ def default_budget(device: _native.Device) -> int:
 
 
 def host_budget(config: Config, kind: Literal["cuda", "standin"], page: int) -> int:
-    """Bytes of host pages: a quarter of the machine's memory, on the stand-in half of what the device budget leaves."""
+    """Bytes of host pages: a quarter of the memory that this process may use and no more than half of what is left of
+    it; on the stand-in half of what the device budget leaves."""
     if config.host_budget is not None:
         return config.host_budget // page * page
     if kind == "cuda":
-        return ram.total() // 4 // page * page
+        return min(ram.total() // 4, ram.available() // 2) // page * page
     available = ram.available()
     return max(0, available - (config.budget or available // 2)) // 2 // page * page
 

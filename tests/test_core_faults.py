@@ -205,7 +205,7 @@ def test_faults_have_names_and_strike_once() -> None:
         make(faults=[("cuMemMapp", 1)])
     with pytest.raises(DriverUnavailable, match="cannot be loaded"):
         make(path="/nonexistent")
-    device = make(PAGE, 8, faults=[("cuMemMap", calls()["cuMemMap"] + 1)])
+    device = make(PAGE, 8, faults=[("cuMemMap", calls()["cuMemMap"] + 3)])  # after those that try host pages
     one = device.reserve(PAGE, "kv", device.group())
     with pytest.raises(BallonetError, match="cuMemMap failed with CUDA_ERROR_OPERATING_SYSTEM"):
         one.map(0, 1)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import ram, runtime
+from ballonet.allocator import info, ram, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, NotInstalled
+
+from .core import shim
 
 PAGE = 65536
 SMALL = Config(device="cpu", page_size=PAGE, budget=16 * PAGE, host_budget=4 * PAGE)
@@ -88,8 +90,6 @@ def test_the_default_budget_of_a_gpu_leaves_room_outside() -> None:
 
 def test_host_budgets() -> None:
     assert runtime.host_budget(Config(host_budget=3 * PAGE + 1), "standin", PAGE) == 3 * PAGE
-    quarter = runtime.host_budget(Config(), "cuda", PAGE)
-    assert 0 <= ram.total() // 4 - quarter < PAGE
     rest = runtime.host_budget(Config(budget=2**29), "standin", PAGE)
     assert rest == pytest.approx((ram.available() - 2**29) / 2, rel=0.25)
     assert runtime.host_budget(Config(budget=2**60), "standin", PAGE) == 0
@@ -123,17 +123,84 @@ def test_a_device_in_use_is_not_closed() -> None:
     runtime.stop()
 
 
-def test_a_container_s_limit_counts(tmp_path: Path) -> None:
-    meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
-    cgroup.mkdir()
-    meminfo.write_text("MemTotal:        8000 kB\nMemAvailable:    6000 kB\nHugePages_Total:       0\n")
-    assert ram.total(meminfo) == 8000 * 1024
-    assert ram.available(meminfo, cgroup) == 6000 * 1024
-    (cgroup / "memory.max").write_text("max\n")
-    assert ram.available(meminfo, cgroup) == 6000 * 1024
-    (cgroup / "memory.max").write_text(f"{4000 * 1024}\n")
-    (cgroup / "memory.current").write_text(f"{3000 * 1024}\n")
-    (cgroup / "memory.stat").write_text(f"anon 12\ninactive_file {500 * 1024}\n")
-    assert ram.available(meminfo, cgroup) == 1500 * 1024
-    (cgroup / "memory.current").write_text(f"{9000 * 1024}\n")
-    assert ram.available(meminfo, cgroup) == 0
+class Machine:
+    """The kernel's files about memory, as a container may show them."""
+
+    def __init__(self, folder: Path, membership: str) -> None:
+        self.meminfo, self.cgroup, self.membership = folder / "meminfo", folder / "cgroup", folder / "self"
+        self.meminfo.write_text("MemTotal:        8000 kB\nMemAvailable:    6000 kB\nHugePages_Total:       0\n")
+        self.membership.write_text(membership)
+
+    def limit(self, group: str, files: tuple[str, str, str], limit: str, used: int, cached: int) -> None:
+        folder = self.cgroup / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / files[0]).write_text(f"{limit}\n")
+        (folder / files[1]).write_text(f"{used * 1024}\n")
+        (folder / "memory.stat").write_text(f"anon 12\n{files[2]} {cached * 1024}\n")
+
+    def total(self) -> int:
+        return ram.total(self.meminfo, self.cgroup, self.membership) // 1024
+
+    def available(self) -> int:
+        return ram.available(self.meminfo, self.cgroup, self.membership) // 1024
+
+
+VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("membership", "root", "files"), [("0::/\n", "", VERSION_2), ("5:memory:/docker/12\n", "memory", VERSION_1)]
+)
+def test_a_container_s_limit_counts(membership: str, root: str, files: tuple[str, str, str], tmp_path: Path) -> None:
+    machine = Machine(tmp_path, membership)
+    assert (machine.total(), machine.available()) == (8000, 6000)
+    machine.limit(root, files, "max" if files is VERSION_2 else str(2**63 - 4096), 3000, 500)
+    assert (machine.total(), machine.available()) == (8000, 6000)
+    machine.limit(root, files, str(4000 * 1024), 3000, 500)
+    assert (machine.total(), machine.available()) == (4000, 1500)
+    machine.limit(root, files, str(4000 * 1024), 9000, 500)
+    assert machine.available() == 0
+
+
+@pytest.mark.parametrize(
+    ("membership", "root", "files"),
+    [
+        ("0::/user.slice/job.scope\n", "user.slice", VERSION_2),
+        ("7:cpu,cpuacct:/elsewhere\n5:memory:/user.slice/job.scope\n", "memory/user.slice", VERSION_1),
+    ],
+)
+def test_the_least_limit_on_the_way_to_the_root_counts(
+    membership: str, root: str, files: tuple[str, str, str], tmp_path: Path
+) -> None:
+    machine = Machine(tmp_path, membership)
+    machine.limit(root, files, str(3000 * 1024), 1000, 0)
+    machine.limit(f"{root}/job.scope", files, str(5000 * 1024), 1000, 0)
+    assert (machine.total(), machine.available()) == (3000, 2000)
+
+
+def test_the_default_host_budget_is_for_a_container_what_that_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram, "total", lambda: 64 * PAGE)
+    monkeypatch.setattr(ram, "available", lambda: 40 * PAGE)
+    assert runtime.host_budget(Config(), "cuda", PAGE) == 16 * PAGE
+    monkeypatch.setattr(ram, "available", lambda: 10 * PAGE)
+    assert runtime.host_budget(Config(), "cuda", PAGE) == 5 * PAGE
+
+
+NO_DEVICE = "int cuInit(unsigned flags) {{ return {0}; }}"
+
+
+@pytest.mark.parametrize("code", [100, 803, 999])
+def test_a_driver_that_does_not_start_is_none(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = shim(tmp_path, NO_DEVICE.format(code))
+    for device in ("auto", "cuda"):
+        with pytest.raises(DriverUnavailable, match=rf"does not start .*{code}.*BALLONET_DEVICE=cpu"):
+            runtime.choose(Config(device=device, libcuda=library))
+    monkeypatch.setattr(runtime, "LIBCUDA", library)
+    assert runtime.choose(Config()).library == runtime.standin_library()
+    facts = info.gather(Config(), "0")
+    assert facts["device"]["kind"] == "standin"
+    refused = {check["name"]: check["detail"] for check in facts["checks"] if not check["works"]}
+    assert f"{code})" in refused["CUDA"]

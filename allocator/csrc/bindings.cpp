@@ -56,7 +56,7 @@ void translate(std::exception_ptr thrown) {
 
 py::dict probe(const std::string& library, int ordinal) {
   const Driver driver(library);
-  driver.cuInit(0U).or_throw("starting the driver");
+  driver.start();
   py::dict facts;
   int version = 0, devices = 0;
   driver.cuDriverGetVersion(&version).or_throw();

@@ -155,6 +155,7 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           py::cpp_function([](Device& d) { return d.mapper->numbers().budget * d.mapper->page_size; }, ReleaseGil()))
       .def_property_readonly("peer", [](Device& d) { return d.mapper->peer(); })
       .def_property_readonly("peer_refused", [](Device& d) { return d.mapper->peer_refused(); })
+      .def_property_readonly("host_refused", [](Device& d) { return d.mapper->host_refused(); })
       .def_property_readonly("host_pages", [](Device& d) { return d.mapper->has_host_pages(); })
       .def(
           "free_memory", [](Device& d) { return d.mapper->free_memory(); }, ReleaseGil())

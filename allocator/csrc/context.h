@@ -13,6 +13,12 @@
 // kernels and copies are in this device's context, the other one has none and computes nothing. That is what CUDA asks
 // for (its vectorAddMMAP example); `cudaEnablePeerAccess` and the Peer variants of copies are for memory that is not
 // opened. Whether the driver really does it is tried once, with a page, when the device is opened.
+//
+// Note [Host pages are tried]
+// The attribute says what the driver can do, not what this process may: a container that blocks `get_mempolicy`, a NUMA
+// node without memory, or a driver that refuses at create are common. So one page is created, mapped, opened and copied
+// to and from when the device is opened. Where that fails there are no host pages, and `host_refused` says why, instead
+// of a failure when they are needed.
 #pragma once
 
 #include <array>
@@ -22,6 +28,10 @@
 #include "driver.h"
 
 namespace ballonet {
+
+// Drops one thing that is wanted of new memory and that a driver may refuse: first that network cards reach it, then
+// that other processes can open it. Everything else works without. False where there is nothing left to drop.
+bool ask_for_less(CUmemAllocationProp& place);
 
 struct Context {
   // Throws DriverUnavailable where the device cannot map memory, UsageError for a page size that it cannot have,
@@ -34,6 +44,9 @@ struct Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
+  // Opens mapped pages of one place for the device, those of the host for the CPU too. See Note [Host pages and the CPU].
+  void open_page(CUdeviceptr at, std::size_t size, bool host) const;
+
   const Driver& driver;
   CUdevice device = 0;
   CUcontext handle = nullptr;
@@ -41,6 +54,7 @@ struct Context {
   bool host_pages = false;
   CUmemAllocationProp device_place{};
   CUmemAllocationProp host_place{};
+  std::string host_refused;  // why there are no host pages
   bool peer_pages = false;
   CUmemAllocationProp peer_place{};
   std::string peer_refused;
@@ -50,8 +64,13 @@ struct Context {
   std::size_t page_size;
 
  private:
+  void place_pages(CUmemAllocationProp& place, CUdevice at) const;
+  void open_host(bool wanted);
   void open_peer(int ordinal);
-  void try_peer();
+  void check_granularity(const CUmemAllocationProp& place, const char* whose) const;
+  template <class Use>
+  void try_page(CUmemAllocationProp& place, CUdeviceptr at, const char* whose, Use use);
+  void copy_both_ways(CUdeviceptr there);
 };
 
 }  // namespace ballonet

@@ -115,6 +115,22 @@ Driver::Driver(const std::string& library) : library_(library) {
   // The library stays loaded for as long as the process lives: blocks outlive every object here.
 }
 
+void Driver::start() const {
+  const Outcome started = cuInit(0U);
+  if (started.ok()) return;
+  const char* name = nullptr;
+  if (table_.cuGetErrorName(started.code(), &name) != cuda::kSuccess || name == nullptr) name = "an unknown error";
+  const char* remedy =
+      started.code() == cuda::kNoDevice
+          ? "it finds no device: is CUDA_VISIBLE_DEVICES empty, or the container started without its GPUs?"
+      : started.code() == cuda::kSystemDriverMismatch || started.code() == cuda::kCompatNotSupported
+          ? "the library and the kernel's driver are of different versions: restart the machine after an update, or, in "
+            "a container, do not bring a libcuda of its own"
+          : "`nvidia-smi` and the kernel's log (dmesg) may say more";
+  throw DriverUnavailable(
+      format("the driver in '%s' does not start (cuInit: %s, %d); %s", library_.c_str(), name, started.code(), remedy));
+}
+
 void Driver::configure(const BallonetStandinConfig& config) const {
   if (is_standin()) standin_.ballonet_standin_configure(&config);
 }

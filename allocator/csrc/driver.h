@@ -83,6 +83,8 @@ class Driver {
   };
   PageTableTime page_table_time() const { return {time_[0].load(), time_[1].load()}; }
 
+  // Throws DriverUnavailable, with what to do, where the driver has no usable device or does not start.
+  void start() const;
   // Stand-in only; nothing elsewhere.
   void configure(const BallonetStandinConfig& config) const;
   // For the fork that is about to happen: these bytes are not worth a copy in the child. Stand-in only.

@@ -137,7 +137,11 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
 
 // A free block on host pages, or nullptr; `reason` then says why, where that is not for lack of permission.
 Blocks::Block* Heap::spill(const Key& key, std::uint64_t size, Arena*& arena, std::string& reason) {
-  if (!spill_ || !(key.pool == MempoolId{}) || !mapper_->has_host_pages() || mapper_->capturing()) return nullptr;
+  if (!spill_ || !(key.pool == MempoolId{}) || mapper_->capturing()) return nullptr;
+  if (!mapper_->has_host_pages()) {
+    reason += ". Nor can it lie on the host: " + mapper_->host_refused();
+    return nullptr;
+  }
   if (size > mapper_->numbers().host_budget * page_) {
     reason += ". Nor does it fit on the host";
     return nullptr;

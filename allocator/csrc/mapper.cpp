@@ -113,13 +113,7 @@ void Mapper::map_page(CUdeviceptr at, Pool& pool, PageId page) {
 }
 
 void Mapper::allow_access(CUdeviceptr at, std::size_t pages, Place place) {
-  const std::size_t size = pages * page_size;
-  const std::size_t count = place == Place::kHost ? 2 : 1;
-  auto opened = driver_.cuMemSetAccess(at, size, context_.access.data(), count);
-  // A driver that does not open it for the CPU copies there without the CPU.
-  const bool refused = opened.code() == cuda::kInvalidValue || opened.code() == cuda::kNotSupported;
-  if (refused && count > 1) opened = driver_.cuMemSetAccess(at, size, context_.access.data(), std::size_t{1});
-  opened.or_throw(format("opening %zu pages", pages));
+  context_.open_page(at, pages * page_size, place == Place::kHost);
 }
 
 // Puts pages behind unbacked pieces, in order. All or none: on a failure what was mapped is unmapped again, and the
@@ -181,8 +175,7 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   std::lock_guard<std::mutex> lock(mutex);
   check_span(range, first, count);
   if (place == Place::kHost && !context_.host_pages) {
-    throw UsageError(
-        "this driver cannot map host memory at a device address; `python -m ballonet info` says what it can");
+    throw UsageError("there are no host pages: " + context_.host_refused);
   }
   if (place == Place::kPeer && !context_.peer_pages) throw UsageError("there is no peer");
   const Backing wanted = backing_of(place);

@@ -303,7 +303,9 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   const std::size_t page_size;
   const int ordinal;
   bool is_standin() const { return driver_.is_standin(); }
+  // Can host memory be mapped at a device address? Where not, why.
   bool has_host_pages() const { return context_.host_pages; }
+  const std::string& host_refused() const { return context_.host_refused; }
   // The device of the peer's pages, none where there is no peer; why there is none although one was asked for.
   std::optional<int> peer() const {
     return context_.peer_pages ? std::optional<int>(context_.peer_place.location.id) : std::nullopt;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "context.h"
+
 namespace ballonet {
 
 Pool::Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t page_size, std::size_t budget,
@@ -84,12 +86,11 @@ void Pool::label(PageId page, Owner owner) {
 void Pool::create_one(std::size_t wanted) {
   CUmemGenericAllocationHandle handle = 0;
   auto made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
-  const bool refused = made.code() == cuda::kNotSupported || made.code() == cuda::kNotPermitted;
-  if (refused && place_.requestedHandleTypes != cuda::kHandleNone) {
-    // Some virtual GPUs refuse exportable memory; everything but sharing between processes works without.
-    place_.requestedHandleTypes = cuda::kHandleNone;
-    made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
-  }
+  const auto refused = [&] {
+    return made.code() == cuda::kNotSupported || made.code() == cuda::kNotPermitted ||
+           made.code() == cuda::kInvalidValue;
+  };
+  while (refused() && ask_for_less(place_)) made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
   if (made.code() == cuda::kOutOfMemory) {
     throw PoolExhausted(format("the driver has no memory for another page of %s, although the budget allows %zu more",
                                in_units(page_size_).c_str(), budget_ - created_),
