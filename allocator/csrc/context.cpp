@@ -90,12 +90,15 @@ void Context::open_host(bool wanted) {
     host_refused = "the driver cannot map host memory at a device address on this device";
     return;
   }
-  try {
-    check_granularity(host_place, "host memory");
-    try_page(host_place, scratch, "host memory", [&](CUdeviceptr there) { copy_both_ways(there); });
-    host_pages = true;
-  } catch (const std::runtime_error& error) {
-    host_refused = error.what();
+  for (int attempt = 0; attempt < 2 && !host_pages; ++attempt) {  // a driver call that failed once deserves a second try
+    try {
+      check_granularity(host_place, "host memory");
+      try_page(host_place, scratch, "host memory", [&](CUdeviceptr there) { copy_both_ways(there); });
+      host_pages = true;
+      host_refused.clear();
+    } catch (const std::runtime_error& error) {
+      host_refused = error.what();
+    }
   }
 }
 

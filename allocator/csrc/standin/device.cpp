@@ -50,6 +50,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
       case cuda::kAttributeComputeMajor:
       case cuda::kAttributeComputeMinor:
       case cuda::kAttributeHostNumaId:
+      case cuda::kAttributeRdmaVirtualMemory:
         *value = 0;
         break;
       default:
