@@ -143,7 +143,7 @@ def _host_pages(config: Config, target: runtime.Target) -> tuple[bool, str]:
         return False, "turned off (BALLONET_HOST_PAGES)"
     if config.host_pages is None and found is not None and found.settings.get("host_pages") is False:
         return False, found.reasons.get("host_pages", "")
-    return True, ""
+    return True, "install() tries one, which a container may refuse" if target.kind == "cuda" else ""
 
 
 def _preflight(config: Config, target: runtime.Target) -> tuple[bool, str]:
@@ -177,8 +177,8 @@ def _companion(config: Config) -> tuple[bool, str]:
     if kept:
         return True, f"no C++ compiler, but one compiled before: {kept[-1]}"
     return False, (
-        f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool; on a GPU there is no "
-        "torch.OutOfMemoryError, and CUDA graphs have no memory pool of their own, so do not capture any"
+        f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool; on a GPU there is "
+        "no torch.OutOfMemoryError, and CUDA graphs have no memory pool of their own, so do not capture any"
     )
 
 

@@ -85,9 +85,12 @@ def test_host_pages_that_do_not_work_are_none(machine: str, why: str, tmp_path: 
 
 
 def test_what_cannot_be_spilled_is_out_of_memory_and_says_why(tmp_path: Path) -> None:
-    with opened(budget=2, spill=True, path=shim(tmp_path, HEAD + NO_CREATE)) as core:
-        with pytest.raises(PoolExhausted, match=r"Nor can it lie on the host.*creating a page of host memory"):
-            core.device.allocate(3 * PAGE)
+    why = r"Nor can it lie on the host.*creating a page of host memory"
+    with (
+        opened(budget=2, spill=True, path=shim(tmp_path, HEAD + NO_CREATE)) as core,
+        pytest.raises(PoolExhausted, match=why),
+    ):
+        core.device.allocate(3 * PAGE)
 
 
 def test_a_program_is_told_once_that_there_are_no_host_pages(tmp_path: Path) -> None:
