@@ -191,9 +191,7 @@ NO_DEVICE = "int cuInit(unsigned flags) {{ return {0}; }}"
 
 
 @pytest.mark.parametrize("code", [100, 803, 999])
-def test_a_driver_that_does_not_start_is_none(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_does_not_start_is_none(code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = shim(tmp_path, NO_DEVICE.format(code))
     for device in ("auto", "cuda"):
         with pytest.raises(DriverUnavailable, match=rf"does not start .*{code}.*BALLONET_DEVICE=cpu"):

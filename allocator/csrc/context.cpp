@@ -76,8 +76,8 @@ void Context::check_granularity(const CUmemAllocationProp& place, const char* wh
   std::size_t granularity = 0;
   driver.cuMemGetAllocationGranularity(&granularity, &place, cuda::kGranularityMinimum).or_throw();
   if (granularity != 0 && page_size % granularity == 0) return;
-  throw DriverUnavailable(
-      format("pages of %s are multiples of %s, not %s", whose, in_units(granularity).c_str(), in_units(page_size).c_str()));
+  throw DriverUnavailable(format("pages of %s are multiples of %s, not %s", whose, in_units(granularity).c_str(),
+                                 in_units(page_size).c_str()));
 }
 
 // See Note [Host pages are tried].
@@ -90,7 +90,8 @@ void Context::open_host(bool wanted) {
     host_refused = "the driver cannot map host memory at a device address on this device";
     return;
   }
-  for (int attempt = 0; attempt < 2 && !host_pages; ++attempt) {  // a driver call that failed once deserves a second try
+  for (int attempt = 0; attempt < 2 && !host_pages;
+       ++attempt) {  // a driver call that failed once deserves a second try
     try {
       check_granularity(host_place, "host memory");
       try_page(host_place, scratch, "host memory", [&](CUdeviceptr there) { copy_both_ways(there); });
@@ -113,7 +114,8 @@ void Context::copy_both_ways(CUdeviceptr there) {
       try {
         driver.cuMemsetD8Async(here, kMark, page_size, copy_stream).or_throw("filling a page of the device");
         driver.cuMemcpyAsync(there, here, page_size, copy_stream).or_throw("copying to a page of host memory");
-        driver.cuMemsetD8Async(here, static_cast<unsigned char>(0), page_size, copy_stream).or_throw("clearing a page of the device");
+        driver.cuMemsetD8Async(here, static_cast<unsigned char>(0), page_size, copy_stream)
+            .or_throw("clearing a page of the device");
         driver.cuMemcpyAsync(here, there, page_size, copy_stream).or_throw("copying from a page of host memory");
         driver.cuStreamSynchronize(copy_stream).or_throw("waiting for copies to and from host memory");
         driver.cuMemcpyDtoH(&last, here + page_size - 1, std::size_t{1}).or_throw("reading what was copied");

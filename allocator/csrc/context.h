@@ -44,7 +44,8 @@ struct Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // Opens mapped pages of one place for the device, those of the host for the CPU too. See Note [Host pages and the CPU].
+  // Opens mapped pages of one place for the device, those of the host for the CPU too. See Note [Host pages and the
+  // CPU].
   void open_page(CUdeviceptr at, std::size_t size, bool host) const;
 
   const Driver& driver;

@@ -124,7 +124,8 @@ void Driver::start() const {
       started.code() == cuda::kNoDevice
           ? "it finds no device: is CUDA_VISIBLE_DEVICES empty, or the container started without its GPUs?"
       : started.code() == cuda::kSystemDriverMismatch || started.code() == cuda::kCompatNotSupported
-          ? "the library and the kernel's driver are of different versions: restart the machine after an update, or, in "
+          ? "the library and the kernel's driver are of different versions: restart the machine after an update, or, "
+            "in "
             "a container, do not bring a libcuda of its own"
           : "`nvidia-smi` and the kernel's log (dmesg) may say more";
   throw DriverUnavailable(
