@@ -19,7 +19,7 @@ from ..allocator.errors import DriverError
 from ..allocator.interrupts import if_free
 from ..offload.govern.governor import Governor
 from ..offload.measured import link
-from .measure.marks import relaxed
+from .measure.marks import marks_of, relaxed
 
 _governors: list[tuple[Device, Governor]] = []
 _lock = threading.Lock()
@@ -33,7 +33,13 @@ def of(device: Device) -> Governor:
             if each is device:
                 return governor
         settings = runtime.settings()
-        governor = Governor(device, received=_received(device), events=runtime.events(), window=settings.reserve)
+        governor = Governor(
+            device,
+            received=_received(device),
+            events=runtime.events(),
+            window=settings.reserve,
+            marks=None if device.kind == "standin" else marks_of(device),
+        )
         _governors[:] = [(device, governor)]  # one device is installed at a time
         return governor
 

@@ -249,6 +249,7 @@ class FakeCache:
         self.used = -math.inf
         self.kept = False
         self.block = 1
+        self.gave_buffers = 0
         self.pages = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()
@@ -282,6 +283,9 @@ class FakeCache:
         self.demoted.append(pages)
         self.on_peer -= pages
 
+    def give_buffers(self) -> None:
+        self.gave_buffers += 1
+
     def write_behind(self, pages: int) -> None:
         self.asked_to_copy.append(pages)
         dirty = [each for each in range(self.pages) if each not in self.clean]
@@ -299,13 +303,13 @@ class FakeCache:
         """An iteration with so many new pages, read in place where they are away. MemoryError."""
         self.running = True
         try:
+            assert self.governor.taken_of(self.number) >= set()
             home = self.governor.homecoming(self.number) if self.away else 0
             if home:
                 assert self.device.want(home, self), "the pages that it was promised"
                 back = sorted(self.away, reverse=True)[:home]
                 self.away.difference_update(back)
                 self.moved += home
-            assert self.governor.taken_of(self.number) >= set()
             if not self.device.want(pages, self):
                 self.governor.publish_now()
                 if not self.device.want(pages, self):

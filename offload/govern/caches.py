@@ -11,6 +11,7 @@ Note [Collected at any moment]
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ from .seat import LAYERS, Cache, Offer
 @dataclass(slots=True, eq=False)
 class CacheSeat:
     """`number`: never used again, of a model neither. `model`: the number of the seat whose cache it is, 0 of none.
-    `taken`: what the core took since anyone asked. `home`: pages that it may bring back."""
+    `taken`: what the core took since anyone asked. `home`: pages that it may bring back. `used`: when it was in use
+    last, as known when that was asked last; `waking`: it rested until the iteration that begins now."""
 
     number: int
     name: str
@@ -30,6 +32,8 @@ class CacheSeat:
     model: int = 0
     taken: set[int] = field(default_factory=set)
     home: int = 0
+    used: float = -math.inf
+    waking: bool = True
 
     def key(self, index: int) -> int:
         """In the reclaim list."""

@@ -116,9 +116,12 @@ class Governor(Exchange):
                 self._answers[seat.number, point] = replace(decision, notice=None)
             stale = self._list.stale
             tended = [cache for _, cache in self._clients.caches] if self.pages.short and not stale else []
+            resting = self._clients.resting(now) if self.pages.short and not stale else []
         if stale:
             self._publish()
             self._watch()
+        for cache in resting:
+            cache.give_buffers()
         for cache in tended:
             cache.write_behind(0)
         if tended:
@@ -126,7 +129,7 @@ class Governor(Exchange):
         return decision
 
     def after(self, model: Governed) -> None:
-        """The iteration has ended, however."""
+        """The iteration has been launched, or failed: the model is in use until the device has done it."""
         self._clients.ended(model, self._clock())
 
     def changing(self, model: Governed) -> Guarded[frozenset[int]]:
@@ -214,12 +217,17 @@ class Governor(Exchange):
             return tuple(cache.streamed for cache in caches)
 
     def taken_of(self, number: int) -> frozenset[int]:
-        """The indices that the core took since this was asked last: the cache does not offer them any more."""
+        """The indices that the core took since this was asked last: the cache does not offer them any more. Asked by
+        the thread that is about to use it, between two iterations."""
         with self._lock:
             self._hear()
             seat = self._clients.caches.get(number)
-            if seat is None:
+            cache = None if seat is None else seat.cache()
+            if seat is None or cache is None:
                 return frozenset()
+            now = self._clock()
+            seat.waking = self._clients.cache_rests(seat, cache, now)
+            self._clients.cache_began(number, now)
             taken, seat.taken = frozenset(seat.taken), set()
             return taken
 
@@ -234,7 +242,7 @@ class Governor(Exchange):
             self._hear()
             now = self._clock()
             spare = max(0, self._look(now) - self.pages.mark)
-            if now - cache.used >= self._pause:
+            if seat.waking:
                 pages = on_waking(cache.displaced, spare, self._clients.idle_pages(self._list.pages, now, number))
             else:
                 pages = min(seat.home, cache.displaced, spare)
@@ -281,7 +289,7 @@ class Governor(Exchange):
     # -- what happened; the caller holds the lock
 
     def _arrive(self, seat: Seat, point: Point, now: float) -> None:
-        if now - seat.used >= self._pause:
+        if self._clients.rests(seat, now):
             seat.waking = True
             self._moved()
         self._clients.began(seat, now)

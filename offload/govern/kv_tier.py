@@ -347,11 +347,14 @@ class KVTier:
         part = None if run is None or twin is None else twin.part(run.first, run.pieces)
         return None if part is None else (self._group, [part])
 
+    def give_buffers(self) -> None:
+        """Buffers go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on
+        its cache before its first layer, and none between two iterations."""
+        self.way.give_if_unused()
+
     def write_behind(self, pages: int) -> None:
         """Starts to copy up to so many full pages to the host, those first that would be taken first, and notices what
-        was copied before. See Note [Before it is copied]. Does nothing where the driver will not. Buffers of a cache
-        that nobody uses go back."""
-        self.way.idle()
+        was copied before. See Note [Before it is copied]. Does nothing where the driver will not."""
         if not self.lock.locked():  # perhaps by this very thread
             if_free(self._behind, partial(self._write_behind, pages))
 

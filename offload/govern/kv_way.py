@@ -14,8 +14,8 @@ Note [Somebody looks]
     at rest, twice as long each time; each iteration in which others fly makes that shorter again.
 
 Note [Whose turn]
-    The thread that uses the cache calls everything but `idle`, which may be called on any thread and in the middle of
-    anything, holds the lock for a moment or not at all, and does nothing while anyone leases the cache.
+    The thread that uses the cache calls everything but `give_if_unused`, which may be called on any thread and in the
+    middle of anything, holds the lock for a moment or not at all, and does nothing while anyone leases the cache.
 """
 
 from __future__ import annotations
@@ -222,8 +222,8 @@ class KVWay:
 
     # -- for the governor
 
-    def idle(self) -> None:
-        """Buffers go back where nobody uses the cache."""
+    def give_if_unused(self) -> None:
+        """Buffers go back, unless somebody leases the cache."""
         if self._buffers.buffers and not self._group.leases:
             if_free(self._lock, self._close)
 

@@ -29,6 +29,7 @@ from ..decide.ledger import Settled
 from ..decide.peer import Near, lacking, leaving
 from ..measured.record import Point
 from ..measured.traffic import Traffic, sent
+from .activity import Marks, Progress
 from .clients import Clients
 from .decision import Decision
 from .homecoming import Back, coming_home
@@ -40,7 +41,7 @@ from .seat import LAYERS, Cache, Seat
 from .situation import Situation
 
 DWELL: Final = 10.0  # seconds that pages are empty before they go back to who gave them
-PAUSE: Final = 1.0  # seconds after which a model that began no iteration is idle
+PAUSE: Final = 1.0  # seconds after its last iteration, on the device, after which a model is idle
 CLEAN: Final = 8  # of the budget, the part of KV that is kept clean ahead of need
 STEP: Final = 2**26  # bytes of a cache that are copied to the host at a time
 
@@ -50,7 +51,7 @@ class Overview:
     measured; needed before a model with an SLO is added. `received`: bytes per second that go over the link
     (link.received), None where nobody can say; it is asked in the background, while anything streams. `dwell`, `pause`:
     seconds, see DWELL and PAUSE. `window`: seconds that a model's reserve outlasts its use. `events`: the device's
-    log."""
+    log. `marks`: of its streams, None where operators are complete when they return."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Overview:
         pause: float = PAUSE,
         window: float = Config().reserve,
         events: Events | None = None,
+        marks: Marks | None = None,
     ) -> None:
         self._device = device
         self._bandwidth = bandwidth
@@ -70,7 +72,7 @@ class Overview:
         self._clock = clock
         self._pause = pause
         self._lock = threading.Lock()
-        self._clients = Clients(pause)
+        self._clients = Clients(pause, Progress(marks, clock))
         self._lending = Lending(window)
         self._traffic = 0.0
         self._watcher = None if received is None else Traffic(received, lambda: sent(device), self.set_traffic, clock)
@@ -257,6 +259,11 @@ class Overview:
     def _publish(self) -> None:
         """The reclaim list, if it is another one now. See Note [Locks]."""
         behind = self._published()
+        if behind:
+            with self._lock:
+                resting = self._clients.resting(self._clock())
+            for cache in resting:
+                cache.give_buffers()
         for cache, pages in behind:
             cache.write_behind(pages)
         if behind:

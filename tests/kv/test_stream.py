@@ -568,10 +568,10 @@ def test_an_idle_cache_gives_its_buffers_to_who_asks(device: Device) -> None:
     lease = ForwardLease().open()
     layers = Layers(100)
     fly(layers)
-    layers.tier.write_behind(0)  # as the governor does where pages are short
+    layers.tier.give_buffers()
     assert layers.way().buffers == 2, "it is used"
     lease.close()
-    layers.tier.write_behind(0)
+    layers.tier.give_buffers()
     assert layers.way().buffers == 0
     layers.check()
     hog.close()

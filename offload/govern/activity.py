@@ -1,0 +1,121 @@
+"""Whether a model or a cache is in use, by the progress of the device.
+
+Note [The end mark]
+    On a GPU a forward returns once it has been launched: a prefill of two seconds, or a decode step that takes longer
+    than the pause after which a client counts as idle, still runs when the host has long gone on. So each forward ends
+    with a mark on its stream, and its client is in use until that has passed, and for the pause after it. When a mark
+    passed is seldom seen at that moment: it is worked out from the device's own time between two marks. `_offset` is
+    what ties that to the host's clock: no mark passes before it is recorded, so each one recorded may raise it, and one
+    recorded while the device had nothing to do makes it exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class Marks(Protocol):
+    """Moments in the work of this thread's current stream."""
+
+    def capturing(self) -> bool:
+        """Is that work being captured?"""
+
+    def mark(self) -> Any:
+        """The moment at which all that was submitted so far is done."""
+
+    def passed(self, marks: Iterable[Any]) -> bool:
+        """All of them?"""
+
+    def seconds(self, first: Any, last: Any) -> float:
+        """Between two that have passed."""
+
+    def release(self, marks: Iterable[Any]) -> None:
+        """They are of no use any more."""
+
+
+@dataclass(slots=True, eq=False)
+class Mark:
+    """A mark, and when it was recorded, in seconds of the host's clock. `passed`: when it did, None while it has
+    not, as far as known; `since`: for the end of a forward, a mark that passed as it was recorded."""
+
+    moment: Any
+    recorded: float
+    since: Mark | None = None
+    passed: float | None = None
+
+
+class Progress:
+    """The progress of a device, on the host's clock. `marks`: None where an operator is complete when it returns.
+    `end` may be called on any thread, at any moment; whoever calls the others holds the governor's lock."""
+
+    def __init__(self, marks: Marks | None, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._marks = marks
+        self._clock = clock
+        self._idle: Mark | None = None  # recorded when the device had nothing to do
+        self._pending: list[Mark] = []
+
+    def begin(self) -> None:
+        """This thread is about to launch a forward."""
+        marks = self._marks
+        if marks is None or marks.capturing():
+            return
+        self.look()
+        if not self._pending:
+            before, self._idle = self._idle, Mark(marks.mark(), self._clock())
+            if before is not None:
+                marks.release((before.moment,))
+
+    def end(self) -> Mark | None:
+        """The end of what this thread has launched; None where that is done already, or is being captured."""
+        marks = self._marks
+        if marks is None or self._idle is None or marks.capturing():
+            return None
+        found = Mark(marks.mark(), self._clock(), self._idle)
+        self._pending.append(found)
+        return found
+
+    def look(self) -> None:
+        """Which ends have passed?"""
+        marks = self._marks
+        for end in tuple(self._pending):
+            assert marks is not None
+            assert end.since is not None
+            if marks.passed((end.since.moment, end.moment)):
+                at = end.since.recorded + marks.seconds(end.since.moment, end.moment)
+                end.passed = max(end.recorded, min(at, self._clock()))
+                self._pending.remove(end)
+                marks.release((end.moment,))
+
+
+class Activity:
+    """When a client was in use last. `ended` may be called on any thread, at any moment; whoever calls the others holds
+    the governor's lock."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._at = -math.inf
+        self._ends: list[Mark] = []  # that have not passed, as far as known
+
+    def began(self, now: float) -> None:
+        """An iteration begins."""
+        self._at = max(self._at, now)
+
+    def ended(self, now: float, end: Mark | None) -> None:
+        """An iteration has been launched, up to `end`."""
+        self._at = max(self._at, now)
+        if end is not None:
+            self._ends.append(end)
+
+    def last(self, now: float) -> float:
+        """When it was in use last: now, while the device has not done all of it."""
+        if self._ends:
+            self._progress.look()
+            for end in tuple(self._ends):
+                self._at = max(self._at, now if end.passed is None else end.passed)
+                if end.passed is not None:
+                    self._ends.remove(end)
+        return self._at

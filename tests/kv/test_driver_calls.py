@@ -1,0 +1,104 @@
+"""Driver calls per token: while a model decodes, KV through buffers is mapped once, and not torn down and rebuilt."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks import governors
+from ballonet.offload.decide import layer_stream, layout
+from ballonet.offload.decide.layer_stream import Way
+from ballonet.offload.govern import kv_way
+
+from .. import models
+from ..caches import installed
+from .pressure import two_thirds
+
+PAGE = 4096
+SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 64}  # four tokens on a page
+PROMPT, TOKENS = 400, 40
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers so small stream as large ones do, and pages so small are worth a copy of their own."""
+    monkeypatch.setattr(layout, "LARGE", 2**11)
+    monkeypatch.setattr(kv_way.KVWay, "_learn", lambda *_: None)  # what is decided does not depend on the time
+    monkeypatch.setattr(kv_way, "choose", functools.partial(layer_stream.choose, copy=0.0))
+
+
+@pytest.fixture
+def budget(request: pytest.FixtureRequest) -> Iterator[None]:
+    with installed(PAGE, budget=request.param * PAGE):
+        yield
+
+
+def prompt() -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, 60, (1, PROMPT), generator=torch.Generator().manual_seed(4))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+class Calls:
+    """What the driver was asked for by decode steps of a model, from the beginning of one to that of the next."""
+
+    def __init__(self, model: Any) -> None:
+        self.steps: list[tuple[int, int, int]] = []  # maps, unmaps, pages that the cache has got
+        self._before: tuple[int, int, int] | None = None
+        self.ways: list[Way] = []
+        self._model = model
+        model.register_forward_pre_hook(self._forward, with_kwargs=True)
+
+    def _forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        calls = runtime.require().snapshot()["driver_calls"]
+        held = sum(cache.held for _, cache in governors.of(runtime.require())._clients.caches)
+        now = calls["cuMemMap"], calls["cuMemUnmap"], held
+        if self._before is not None and kwargs["input_ids"].shape[1] == 1:
+            maps, unmaps, grown = (after - before for after, before in zip(now, self._before, strict=True))
+            self.steps.append((maps, unmaps, grown))
+            self.ways += [cache.streamed.way for _, cache in governors.of(runtime.require())._clients.caches]
+        self._before = now
+
+
+@pytest.mark.parametrize(
+    ("budget", "layers", "beside"), [(600, 4, False), (950, 7, False), (930, 4, True)], indirect=["budget"]
+)
+def test_a_token_maps_nothing_while_kv_goes_through_buffers(
+    budget: None, layers: int, beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But the page that it lies on. Pages are short, and the governor is asked before each forward."""
+    with install.stock():
+        model, other = (models.build("llama", num_hidden_layers=layers, **SHAPE) for _ in range(2))
+        expected = models.generate(model, "greedy", prompt(), TOKENS)
+    with ballonet.manage(model), ballonet.manage(other) if beside else install.stock():
+        if beside:
+            monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)  # whatever the other one's pages would allow
+            models.generate(other, "greedy", models.prompts(1, 8), 2)
+        calls = Calls(model)
+        found = models.generate(model, "greedy", prompt(), TOKENS, prefill_chunk_size=64)
+        governor = governors.of(runtime.require())
+        assert governor.pages.short, "else nobody would look for pages"
+        settled = calls.steps[-20:]
+        assert {*calls.ways[-20:]} == {Way.BUFFERS}
+        assert [unmaps for _, unmaps, _ in settled] == [0] * len(settled)
+        assert sum(maps for maps, *_ in settled) <= sum(grown for *_, grown in settled) + layers  # mapped ahead
+        assert sum(maps == 0 for maps, *_ in settled) >= 10
+    assert torch.equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("budget", [6000], indirect=True)
+def test_a_token_maps_nothing_where_all_is_resident(budget: None) -> None:
+    with install.stock():
+        model = models.build("llama", num_hidden_layers=4, **SHAPE)
+    with ballonet.manage(model):
+        calls = Calls(model)
+        models.generate(model, "greedy", prompt(), TOKENS)
+        settled = calls.steps[-20:]
+        assert {*calls.ways} == {Way.HOME}
+        assert sum(maps for maps, *_ in settled) <= sum(grown for *_, grown in settled) + 4
+        assert [unmaps for _, unmaps, _ in settled] == [0] * len(settled)

@@ -1,0 +1,208 @@
+"""Who is idle, by the progress of the device: forwards return long before they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from ballonet.offload.govern.activity import Activity, Progress
+from ballonet.offload.govern.governor import Governor
+from ballonet.offload.govern.overview import PAUSE
+from ballonet.offload.measured.record import Point
+
+from .governed import LINK, Clock, FakeCache, FakeDevice, FakeModel
+
+
+class LateMarks:
+    """A stream that does one thing after the other; `launch` gives it work of so many seconds. A mark is the moment at
+    which it is through with what it was given."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.free_at = 0.0
+        self.captures = False
+        self.in_use = 0
+
+    def launch(self, seconds: float) -> None:
+        self.free_at = max(self.free_at, self.clock.now) + seconds
+
+    def capturing(self) -> bool:
+        return self.captures
+
+    def mark(self) -> float:
+        assert not self.captures
+        self.in_use += 1
+        return max(self.free_at, self.clock.now) + 1000.0  # the device's own time is another one
+
+    def passed(self, marks: Iterable[float]) -> bool:
+        return all(each - 1000.0 <= self.clock.now for each in marks)
+
+    def seconds(self, first: float, last: float) -> float:
+        return last - first
+
+    def release(self, marks: Iterable[float]) -> None:
+        self.in_use -= len([*marks])
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def stream(clock: Clock) -> LateMarks:
+    return LateMarks(clock)
+
+
+@pytest.fixture
+def activity(clock: Clock, stream: LateMarks) -> Activity:
+    return Activity(Progress(stream, clock))
+
+
+def forward(activity: Activity, stream: LateMarks, seconds: float) -> None:
+    activity._progress.begin()
+    activity.began(stream.clock.now)
+    stream.launch(seconds)
+    activity.ended(stream.clock.now, activity._progress.end())
+
+
+def test_it_is_in_use_until_the_device_is_through(activity: Activity, stream: LateMarks, clock: Clock) -> None:
+    forward(activity, stream, 3.0)
+    for clock.now in (0.5, 1.5, 2.9):
+        assert activity.last(clock.now) == clock.now
+    clock.now = 3.2
+    assert activity.last(clock.now) == pytest.approx(3.0), "when it was done, and not when somebody looked"
+    clock.now = 50.0
+    assert activity.last(clock.now) == pytest.approx(3.0)
+
+
+def test_nobody_has_to_look_at_the_right_moment(activity: Activity, stream: LateMarks, clock: Clock) -> None:
+    """A model that is asked about an hour later has been idle for that long."""
+    forward(activity, stream, 0.01)
+    clock.now = 10.0
+    forward(activity, stream, 2.0)
+    forward(activity, stream, 2.0)  # the host runs ahead
+    clock.now = 3600.0
+    assert activity.last(clock.now) == pytest.approx(14.0)
+    assert stream.in_use == 1, "the one from which time is counted"
+    forward(activity, stream, 1.0)
+    clock.now = 3700.0
+    assert activity.last(clock.now) == pytest.approx(3601.0)
+    assert stream.in_use == 1
+
+
+def test_where_time_begins_in_the_middle_of_work(activity: Activity, stream: LateMarks, clock: Clock) -> None:
+    """The mark that is to pass at once does not. What comes out is too early, until the device has nothing to do."""
+    stream.launch(7.0)
+    forward(activity, stream, 1.0)
+    clock.now = 7.5
+    assert activity.last(clock.now) == clock.now
+    clock.now = 20.0
+    assert activity.last(clock.now) == 7.5
+    forward(activity, stream, 1.0)
+    clock.now = 23.0
+    assert activity.last(clock.now) == pytest.approx(21.0)
+
+
+def test_what_is_captured_has_no_mark(activity: Activity, stream: LateMarks, clock: Clock) -> None:
+    stream.captures = True
+    forward(activity, stream, 5.0)
+    stream.captures = False
+    clock.now = 1.0
+    assert activity.last(clock.now) == 0.0
+
+
+def test_where_operators_are_complete_when_they_return(clock: Clock) -> None:
+    activity = Activity(Progress(None, clock))
+    activity.began(1.0)
+    activity.ended(2.0, activity._progress.end())
+    assert activity.last(9.0) == 2.0
+
+
+# -- the governor's
+
+
+def late(pages: int, clock: Clock, stream: LateMarks) -> tuple[FakeDevice, Governor]:
+    device = FakeDevice(pages)
+    return device, Governor(device, bandwidth=LINK, clock=clock, marks=stream)
+
+
+def iterate(governor: Governor, model: FakeModel, stream: LateMarks, seconds: float, cache: FakeCache | None) -> None:
+    governor.before(model, Point("decode", 1, 8))
+    if cache is not None:
+        governor.taken_of(cache.number)
+    stream.launch(seconds)
+    governor.after(model)
+
+
+def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Clock, stream: LateMarks) -> None:
+    """Its weights and its KV would be the first to go, while it computes with them."""
+    device, governor = late(100, clock, stream)
+    slow, fast = FakeModel(device, "slow"), FakeModel(device, "fast")
+    for each in (slow, fast):
+        governor.add(each)
+    clock.now = 100.0
+    stream.launch(0.0)
+    governor.before(slow, Point("prefill", 1, 8))
+    cache = FakeCache(device, governor, clock)
+    governor.taken_of(cache.number)
+    stream.launch(5 * PAUSE)
+    governor.after(slow)
+    clients = governor._clients
+    for after in (0.1, 2.5, 4.9):
+        clock.now = 100.0 + after * PAUSE
+        assert clients.active(clock.now) >= {clients[slow].number, cache.number}
+    clock.now = 100.0 + 5.9 * PAUSE
+    assert clients.active(clock.now) >= {clients[slow].number, cache.number}
+    clock.now = 100.0 + 6.1 * PAUSE
+    assert not clients.active(clock.now) & {clients[slow].number, cache.number}
+    assert governor._clients.rested(clock.now)
+
+
+def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: LateMarks) -> None:
+    device, governor = late(100, clock, stream)
+    model = FakeModel(device, "a")
+    governor.add(model)
+    for _ in range(3):
+        iterate(governor, model, stream, 3 * PAUSE, None)
+        clock.now = stream.free_at  # the host waits for the token
+        governor._clients[model].waking = False
+    governor.before(model, Point("prefill", 1, 8))
+    assert not governor._clients[model].waking
+    governor.after(model)
+    clock.now += 2 * PAUSE
+    governor.before(model, Point("prefill", 1, 8))
+    assert governor._clients[model].waking
+
+
+def test_who_is_about_to_run_keeps_the_buffers_of_the_cache_that_it_used_last(clock: Clock, stream: LateMarks) -> None:
+    device, governor = late(40, clock, stream)
+    model, other = FakeModel(device, "a"), FakeModel(device, "b", pages=(1,) * 8)
+    for each in (model, other):
+        governor.add(each)
+    device.kv = device.free - 2
+    caches = []
+    for seconds in (0.01, 0.01):
+        governor.before(model, Point("decode", 1, 8))
+        caches.append(cache := FakeCache(device, governor, clock))
+        governor.taken_of(cache.number)
+        stream.launch(seconds)
+        governor.after(model)
+        clock.now += 0.1
+    assert governor.pages.short
+    first, second = caches
+    for _ in range(5):
+        clock.now += 2 * PAUSE  # whoever reads the text takes his time
+        iterate(governor, model, stream, 0.01, second)
+        assert second.gave_buffers == 0, "it is about to run"
+    assert first.gave_buffers >= 5
+    iterate(governor, other, stream, 0.01, None)
+    assert second.gave_buffers == 0, "it ran just now"
+    iterate(governor, model, stream, 4 * PAUSE, second)
+    clock.now += 3 * PAUSE
+    iterate(governor, other, stream, 0.0, None)
+    assert second.gave_buffers == 0, "it runs yet"
+    clock.now += 3 * PAUSE
+    iterate(governor, other, stream, 0.0, None)
+    assert second.gave_buffers > 0
