@@ -229,6 +229,7 @@ def test_a_probe_that_broke_off_decides_nothing_unless_it_crashed_over_host_page
     assert [each.effect for each in verdict.differences] == ["ModuleNotFoundError: No module named 'torch'"]
     assert judged("beside_work", {}, "crashed", "died of SIGSEGV").settings == {}
     assert judged("kernels", {}, "crashed", "died of SIGSEGV").settings == {"host_pages": False}
+    assert judged("kernels", {}, "no end", "no end within 120 s").settings == {}, "a slow machine, as likely"
     # All was right before the CPU looked at the page, which nothing needs.
     assert judged("host_pages", {}, "crashed", "died of SIGBUS").settings == {}
 
@@ -325,3 +326,10 @@ def test_the_command_writes_keeps_and_shows(
     assert json.loads((tmp_path / "out.json").read_text())["settings"] == {"host_pages": False}
     (saved,) = (tmp_path / "cache").glob("preflight-*.json")
     assert json.loads(saved.read_text())["settings"] == {"host_pages": False}
+
+
+def test_a_probe_that_is_cut_off_for_want_of_time_did_not_hang(tmp_path: Path) -> None:
+    library = shim(tmp_path, HANGS)
+    for left in (1.0, 0.0):
+        outcome = run.run_probe("host_pages", library, 0, left)
+        assert (outcome.status, outcome.said) == ("failed", "no time was left")

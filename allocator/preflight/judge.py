@@ -1,7 +1,7 @@
 """What the facts of a preflight mean: differences from what the code assumes, settings to go round them, answers.
 
 Pure: facts in, a verdict out. A probe that broke off, or was not asked, decides nothing by itself, but for one that
-crashed or never ended over pages of the host: then they are not used.
+crashed over pages of the host, or whose driver never returned: then they are not used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, Final
 SLOW: Final = 0.8  # of the speed of memory from cuMemHostAlloc
 LONG_MAP: Final = 20_000  # us that a mapping may wait for another thread's pinning
 COUNTER: Final = 0.15  # by which NVML's counter may be off
-_NEEDS_HOST_PAGES: Final = ("host_pages", "several_handles", "torch_copies", "kernels")  # may crash where they are bad
+# Probes that crash where pages of the host are bad, or hang: those that only the driver could hold up.
+_CRASH: Final = ("host_pages", "several_handles", "torch_copies", "kernels")
+_HANG: Final = ("host_pages", "several_handles")
 
 Probes = Mapping[str, Mapping[str, Any]]
 
@@ -122,10 +124,10 @@ def _wrong_with_host_pages(probes: Probes) -> Iterator[str]:
                 yield f"{name}, {check}: {_error(value)}"
             elif value is False or (isinstance(value, Mapping) and False in (value.get("equal"), value.get("right"))):
                 yield f"{name}, {check}: not the same bytes"
-    for name in _NEEDS_HOST_PAGES:
+    for name in _CRASH:
         ended = probes.get(name, {}).get("status")
         complete = name == "host_pages" and "from_device" in tried
-        if ended in ("crashed", "no end") and not complete:
+        if (ended == "crashed" or (ended == "no end" and name in _HANG)) and not complete:
             yield f"the probe {name} {ended}: {probes[name]['said'].partition(chr(10))[0]}"
 
 

@@ -65,15 +65,17 @@ def host_pages(cuda: Cuda, tell: Tell) -> None:
         return
     did(tell, "copied_there", lambda: cuda.write(address, data))
     answered(tell, "copied_back", lambda: cuda.read(address, page) == data)
+    back = pattern(2, page)
     with cuda.mapped(DEVICE, page) as there, cuda.stream() as stream:
-        cuda("cuMemcpyAsync", there, address, page, stream)
-        cuda("cuStreamSynchronize", stream)
-        tell("to_device", cuda.read(there, page) == data)
-        back = pattern(2, page)
-        cuda.write(there, back)
-        cuda("cuMemcpyAsync", address, there, page, stream)
-        cuda("cuStreamSynchronize", stream)
-        tell("from_device", cuda.read(address, page) == back)
+
+        def copied(to: int, source: int, expected: bytes) -> bool:
+            cuda.write(source, expected)
+            cuda("cuMemcpyAsync", to, source, page, stream)
+            cuda("cuStreamSynchronize", stream)
+            return cuda.read(to, page) == expected
+
+        answered(tell, "to_device", lambda: copied(there, address, data))
+        answered(tell, "from_device", lambda: copied(address, there, back))
     if both:
         tell("cpu_reads", ctypes.string_at(address, page) == back)  # may end this process: nothing is asked after it
 

@@ -19,7 +19,7 @@ from ..config import Config
 from .judge import judge
 
 SAID = 2000  # characters of what a probe said that failed
-SECONDS: Final = 240  # that all probes may take together
+SECONDS: Final = 240.0  # that all probes may take together
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,13 @@ class Outcome:
     said: str = ""
 
 
-def run_probe(name: str, library: str, ordinal: int, seconds: float | None = None) -> Outcome:
-    """In a process of its own, which is killed after the probe's time."""
+def run_probe(name: str, library: str, ordinal: int, left: float = SECONDS) -> Outcome:
+    """In a process of its own, which is killed after the probe's time. `left`: seconds that there are; to be cut off
+    because these were fewer says nothing of the probe."""
+    if left <= 0:
+        return Outcome("failed", 0, {}, "no time was left")
     command = [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.child", name, library, str(ordinal)]
-    limit = PROBES[name].seconds if seconds is None else seconds
+    limit = min(left, PROBES[name].seconds)
     begin = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
@@ -79,7 +82,8 @@ def run_probe(name: str, library: str, ordinal: int, seconds: float | None = Non
             status: Status = "answered" if code == 0 else "crashed" if code < 0 else "failed"
             why = "" if code == 0 else _signal(-code) if code < 0 else f"exit status {code}"
         except subprocess.TimeoutExpired:
-            status, why = "no end", f"no end within {limit:g} s"
+            cut = limit < PROBES[name].seconds
+            status, why = ("failed", "no time was left") if cut else ("no end", f"no end within {limit:g} s")
         finally:
             process.kill()
             process.wait()
@@ -122,12 +126,8 @@ def preflight(
         if PROBES[name].needs_gpu and target.kind != "cuda":
             outcomes[name] = Outcome("answered", 0, {"skipped": "the stand-in has no such thing"})
             continue
-        left = deadline - time.monotonic()
-        if left <= 0:
-            outcomes[name] = Outcome("failed", 0, {}, "no time was left")
-            continue
         begun(name)
-        outcomes[name] = run_probe(name, target.library, target.ordinal, min(left, PROBES[name].seconds))
+        outcomes[name] = run_probe(name, target.library, target.ordinal, deadline - time.monotonic())
     plain = {name: asdict(outcome) for name, outcome in outcomes.items()}
     judged = judge(plain, runtime.page_size(Config(), target.kind))
     return {
