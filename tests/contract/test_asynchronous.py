@@ -124,19 +124,29 @@ def test_a_stream_that_only_waits_is_not_done(gpu: Simulated) -> None:
         assert gpu.result("cuEventQuery", event) == SUCCESS
 
 
-def test_the_legacy_stream_waits_for_blocking_streams_and_they_for_it(gpu: Simulated) -> None:
+@pytest.mark.parametrize("legacy_first", [False, True])
+def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(gpu: Simulated, legacy_first: bool) -> None:
     seen: list[str] = []
     gate = Gate()
     with gpu.blocking_stream() as blocking, gpu.stream() as free:
-        gpu.launch(blocking, gate)
-        gpu.launch(LEGACY, lambda: seen.append("legacy"))
-        gpu.launch(blocking, lambda: seen.append("after"))
+        first, second = (LEGACY, blocking) if legacy_first else (blocking, LEGACY)
+        gpu.launch(first, gate)
+        gpu.launch(second, lambda: seen.append("second"))
+        gpu.launch(first, lambda: seen.append("first"))
         gpu.launch(free, lambda: seen.append("free"))
         gpu.ok("cuStreamSynchronize", free)
-        assert seen == ["free"]
+        assert (seen, gpu.call("cuStreamQuery", second)) == (["free"], NOT_READY)
         gate.opened.set()
-        gpu.ok("cuStreamSynchronize", blocking)
-        assert seen == ["free", "legacy", "after"]
+        gpu.ok("cuStreamSynchronize", first)
+        assert seen == ["free", "second", "first"]
+
+
+def test_the_legacy_stream_does_not_wait_for_non_blocking_ones(gpu: Simulated) -> None:
+    gate = Gate()
+    with gpu.stream() as free:
+        gpu.launch(free, gate)
+        gpu.ok("cuStreamSynchronize", LEGACY)  # returns
+        gate.opened.set()
 
 
 def test_each_thread_has_a_default_stream_of_its_own(gpu: Simulated) -> None:
