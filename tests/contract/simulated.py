@@ -37,6 +37,7 @@ class Simulated(Driver):
     def __init__(self, path: object) -> None:
         super().__init__(str(path))
         self._alive: list[object] = []
+        self.failures: list[BaseException] = []  # of functions that it ran
         self.start()
 
     def call(self, symbol: str, *arguments: Any) -> int:
@@ -62,6 +63,17 @@ class Simulated(Driver):
         finally:
             self.library.simgpu_hold(0)
 
+    def _callback(self, run: Callable[[], object]) -> Any:
+        def run_and_keep_what_fails(_: object) -> None:
+            try:
+                run()
+            except BaseException as error:
+                self.failures.append(error)
+
+        made = _CALLBACK(run_and_keep_what_fails)
+        self._alive.append(made)
+        return made
+
     def launch(
         self,
         stream: int,
@@ -71,16 +83,12 @@ class Simulated(Driver):
         name: str = "kernel",
     ) -> int:
         """Queues a kernel; `ranges`: address, bytes, is it written."""
-        run_it = _CALLBACK(lambda _: run() and None)
-        drop_it = _CALLBACK(lambda _: drop() and None) if drop else _CALLBACK(0)
-        self._alive += [run_it, drop_it]
+        run_it, drop_it = self._callback(run), self._callback(drop) if drop else _CALLBACK(0)
         table = (Range * max(len(ranges), 1))(*(Range(*one) for one in ranges))
         return self.call("simgpu_launch", stream, name.encode(), run_it, drop_it, 0, table, len(ranges))
 
     def host_function(self, stream: int, run: Callable[[], object]) -> int:
-        run_it = _CALLBACK(lambda _: run() and None)
-        self._alive.append(run_it)
-        return self.call("cuLaunchHostFunc", stream, run_it, 0)
+        return self.call("cuLaunchHostFunc", stream, self._callback(run), 0)
 
     @contextmanager
     def blocking_stream(self) -> Iterator[int]:

@@ -62,7 +62,7 @@ def gpu(start: Callable[..., Simulated]) -> Iterator[Simulated]:
     yield device
     device.ok("cuCtxSynchronize")
     free, total = device.memory()
-    assert (free, device.counts().reports) == (total, 0)
+    assert (free, device.counts().reports, device.failures) == (total, 0, [])
     device.finish()
 
 
@@ -74,7 +74,7 @@ class Gate:
 
     def __call__(self) -> None:
         self.entered.set()
-        assert self.opened.wait(60)
+        assert self.opened.wait(30), "nobody opened the gate"
 
 
 # -- order -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ def _dies(gpu: Simulated, stream: int) -> None:
     assert gpu.result("cuStreamSynchronize", stream) == ILLEGAL_ADDRESS
     assert gpu.result("cuEventCreate", ctypes.byref(ctypes.c_void_p()), 0) == ILLEGAL_ADDRESS
     assert gpu.launch(stream, _never) == ILLEGAL_ADDRESS
+    assert gpu.failures == []
 
 
 def unmapped_under_a_queued_kernel(gpu: Simulated) -> None:
