@@ -434,11 +434,11 @@ def test_two_devices_have_memory_of_their_own_and_copy_between_them(gpu: Simulat
     assert can.value == 1
     address, size = ctypes.c_uint64(), 2 * PAGE
     gpu.ok("cuDevicePrimaryCtxRetain", ctypes.byref(context), 1)
-    gpu.must("cuCtxPushCurrent_v2", context)
+    gpu.ok("cuCtxSetCurrent", context)
     before, _ = gpu.memory()
     gpu.must("cuMemAlloc_v2", ctypes.byref(address), size)
     assert gpu.memory()[0] == before - size
-    gpu.must("cuCtxPopCurrent_v2", None)
+    gpu.enter()
     assert gpu.memory()[0] == before
     with gpu.mapped(PAGE) as page, gpu.stream() as stream:
         gpu.ok("cuMemsetD8Async", page, 9, PAGE, stream)

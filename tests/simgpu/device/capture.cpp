@@ -244,23 +244,6 @@ CUresult destroy(State& all, Map& map, void* handle, const char* function) {
   });
 }
 
-// CUDA's way to hand out lists: with `nodes` null the number of them, else at most `count`.
-CUresult list(const std::vector<SimNode>& found, SimNode* nodes, std::size_t* count) {
-  if (nodes == nullptr) {
-    *count = found.size();
-  } else {
-    for (std::size_t i = 0; i < *count; ++i) nodes[i] = i < found.size() ? found[i] : nullptr;
-    *count = std::min(*count, found.size());
-  }
-  return cuda::kSuccess;
-}
-
-struct Held {
-  std::shared_ptr<UserObject> object;
-  unsigned references;
-};
-std::unordered_map<void*, Held> user_objects;  // under the state's lock
-
 }  // namespace
 
 CUresult cuGraphInstantiateWithFlags(SimExec* made, SimGraph graph, unsigned long long) {
@@ -302,64 +285,14 @@ CUresult cuGraphDestroy(SimGraph graph) {
                [&](State& all, auto&) { return destroy(all, all.graphs, graph, "cuGraphDestroy"); });
 }
 
+// CUDA's way to hand out a list: with `nodes` null its length, else at most `count` of it.
 CUresult cuGraphGetNodes(SimGraph graph, SimNode* nodes, std::size_t* count) {
   return enter(Needs::kContext, "cuGraphGetNodes", [&](State& all, auto&) {
-    const auto list_all = [&](const Graph& held) {
-      std::vector<SimNode> found;
-      for (const Node& node : held.nodes) found.push_back(&node);
-      return list(found, nodes, count);
-    };
-    for (const auto& capture : all.captures) {  // one that is still captured may be asked for, too
-      if (capture->graph.get() == graph) return list_all(*capture->graph);
-    }
-    return with(all.graphs, graph, "cuGraphGetNodes", [&](const auto& held) { return list_all(*held); });
-  });
-}
-
-CUresult cuGraphNodeGetDependencies_v2(SimNode node, SimNode* nodes, void*, std::size_t* count) {
-  return enter(Needs::kContext, "cuGraphNodeGetDependencies", [&](State&, auto&) {
-    const auto& after = static_cast<const Node*>(node)->after;
-    return list(std::vector<SimNode>(after.begin(), after.end()), nodes, count);
-  });
-}
-
-CUresult cuUserObjectCreate(void** made, void* pointer, SimHostFunction destroy, unsigned references, unsigned) {
-  return enter(Needs::kInit, "cuUserObjectCreate", [&](State&, auto&) {
-    auto object = std::make_shared<UserObject>(pointer, destroy);
-    *made = object.get();
-    user_objects[*made] = Held{std::move(object), references};
-    return CUresult{cuda::kSuccess};
-  });
-}
-
-CUresult cuUserObjectRelease(void* handle, unsigned references) {
-  return enter(Needs::kInit, "cuUserObjectRelease", [&](State& all, auto&) {
-    return with(user_objects, handle, "cuUserObjectRelease", [&](Held& held) {
-      if (held.references > references) {
-        held.references -= references;
-      } else {
-        all.garbage.push_back(std::move(held.object));
-        user_objects.erase(handle);
-      }
+    return with(all.graphs, graph, "cuGraphGetNodes", [&](const std::shared_ptr<Graph>& held) {
+      if (nodes != nullptr) *count = std::min(*count, held->nodes.size());
+      for (std::size_t i = 0; nodes != nullptr && i < *count; ++i) nodes[i] = &held->nodes[i];
+      if (nodes == nullptr) *count = held->nodes.size();
       return CUresult{cuda::kSuccess};
     });
   });
-}
-
-CUresult cuGraphRetainUserObject(SimGraph graph, void* handle, unsigned references, unsigned flags) {
-  constexpr unsigned kMove = 1;  // the graph takes the caller's references
-  const CUresult retained = enter(Needs::kInit, "cuGraphRetainUserObject", [&](State& all, auto&) {
-    return with(user_objects, handle, "cuGraphRetainUserObject", [&](Held& held) {
-      for (const auto& capture : all.captures) {
-        if (capture->graph.get() != graph) continue;
-        capture->graph->users.push_back(held.object);
-        return CUresult{cuda::kSuccess};
-      }
-      return with(all.graphs, graph, "cuGraphRetainUserObject", [&](const std::shared_ptr<Graph>& found) {
-        found->users.push_back(held.object);
-        return CUresult{cuda::kSuccess};
-      });
-    });
-  });
-  return retained == cuda::kSuccess && (flags & kMove) != 0 ? cuUserObjectRelease(handle, references) : retained;
 }

@@ -20,17 +20,8 @@ struct Node {
   CUevent recorded = nullptr, awaited = nullptr;  // external events
 };
 
-struct UserObject {
-  UserObject(void* object, void (*with)(void*)) : pointer(object), destroy(with) {}
-  UserObject(const UserObject&) = delete;
-  ~UserObject() { destroy(pointer); }
-  void* pointer;
-  void (*destroy)(void*);
-};
-
 struct Graph {
   std::deque<Node> nodes;  // an address stays
-  std::vector<std::shared_ptr<UserObject>> users;
 };
 
 struct Executable {

@@ -56,7 +56,6 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
   Place target, source;
   CUresult refused = find_place(all, to, size, function, &target);
   if (refused == cuda::kSuccess) refused = find_place(all, from, size, function, &source);
-  if (refused == cuda::kSuccess && synchronous) refused = check_safe(all, function);
   if (refused != cuda::kSuccess) return refused;
   const bool pageable = target == Place::kPageable || source == Place::kPageable;
   if (stream->capture && (pageable || synchronous))
@@ -75,8 +74,7 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
   return all.dead;
 }
 
-CUresult fill(const char* function, std::uint64_t to, std::uint64_t size, CUstream handle, std::uint32_t pattern,
-              std::size_t width) {
+CUresult fill(const char* function, std::uint64_t to, std::uint64_t size, CUstream handle, unsigned char value) {
   return enter(Needs::kContext, function, [&](State& all, auto& lock) {
     return with_stream(all, handle, function, [&](const StreamPtr& stream) {
       if (size == 0) return CUresult{cuda::kSuccess};
@@ -87,12 +85,7 @@ CUresult fill(const char* function, std::uint64_t to, std::uint64_t size, CUstre
       const auto work = std::make_shared<Work>();
       work->name = function;
       work->ranges.push_back(Range{to, size, true});
-      work->run = [=] {
-        auto* const bytes = reinterpret_cast<char*>(to);
-        if (width == 1) std::memset(bytes, static_cast<int>(pattern), size);
-        for (std::uint64_t at = 0; width == 4 && at < size; at += 4) std::memcpy(bytes + at, &pattern, 4);
-        return true;
-      };
+      work->run = [=] { return std::memset(reinterpret_cast<char*>(to), value, size), true; };
       return submit(all, lock, stream, work);
     });
   });
@@ -100,7 +93,7 @@ CUresult fill(const char* function, std::uint64_t to, std::uint64_t size, CUstre
 
 CUresult copy_on(const char* function, std::uint64_t to, std::uint64_t from, std::uint64_t size, CUstream handle,
                  bool synchronous) {
-  return enter(Needs::kContext, function, [&](State& all, auto& lock) {
+  return enter(synchronous ? Needs::kSafe : Needs::kContext, function, [&](State& all, auto& lock) {
     return with_stream(all, handle, function, [&](const StreamPtr& stream) {
       return copy(all, lock, function, to, from, size, stream, synchronous);
     });
@@ -126,15 +119,11 @@ CUresult cuMemcpyDtoH(void* to, CUdeviceptr from, std::size_t size) {
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t size, CUstream stream) {
-  return fill("cuMemsetD8Async", to, size, stream, value, 1);
+  return fill("cuMemsetD8Async", to, size, stream, value);
 }
 
 CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, std::size_t size) {
-  return fill("cuMemsetD8", to, size, nullptr, value, 1);
-}
-
-CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, std::size_t count, CUstream stream) {
-  return fill("cuMemsetD32Async", to, 4 * count, stream, value, 4);
+  return fill("cuMemsetD8", to, size, nullptr, value);
 }
 
 void* simgpu_pointer(std::uint64_t address, std::size_t size) {

@@ -15,15 +15,6 @@ CUmemAllocationProp on_device(int device) {
   return wanted;
 }
 
-CUresult create(State& all, CUmemGenericAllocationHandle* handle, std::size_t size, const CUmemAllocationProp& wanted,
-                Memory::Flags flags) {
-  if (++all.creates == all.config.fail_create_at) return refuse(cuda::kOutOfMemory, "cuMemCreate: SIMGPU_FAULT=create");
-  if (all.config.refuse_host_pages && wanted.location.type != cuda::kLocationDevice) {
-    return refuse(cuda::kNotSupported, "cuMemCreate: SIMGPU_FAULT=hostnuma");
-  }
-  return all.memory.create(handle, size, wanted, flags);
-}
-
 CUresult unmap(State& all, Lock& lock, std::uint64_t address, std::uint64_t size) {
   const CUresult refused = all.memory.mappings.whole(address, size, "cuMemUnmap");
   if (refused != cuda::kSuccess) return refused;
@@ -53,9 +44,12 @@ CUresult cuMemAddressFree(CUdeviceptr address, std::size_t size) {
 
 CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, std::size_t size, const CUmemAllocationProp* wanted,
                      Memory::Flags flags) {
-  return enter(Needs::kContext, "cuMemCreate", [&](State& all, auto&) {
-    const CUresult refused = check_safe(all, "cuMemCreate");
-    return refused != cuda::kSuccess ? refused : create(all, handle, size, *wanted, flags);
+  return enter(Needs::kSafe, "cuMemCreate", [&](State& all, auto&) {
+    if (++all.creates == all.config.fail_create_at)
+      return refuse(cuda::kOutOfMemory, "cuMemCreate: SIMGPU_FAULT=create");
+    if (all.config.refuse_host_pages && wanted->location.type != cuda::kLocationDevice)
+      return refuse(cuda::kNotSupported, "cuMemCreate: SIMGPU_FAULT=hostnuma");
+    return all.memory.create(handle, size, *wanted, flags);
   });
 }
 
@@ -65,9 +59,8 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 CUresult cuMemMap(CUdeviceptr address, std::size_t size, std::size_t offset, CUmemGenericAllocationHandle handle,
                   Memory::Flags flags) {
-  return enter(Needs::kContext, "cuMemMap", [&](State& all, auto&) {
-    CUresult failed = check_safe(all, "cuMemMap");
-    if (failed == cuda::kSuccess) failed = all.memory.map(address, size, offset, handle, flags);
+  return enter(Needs::kSafe, "cuMemMap", [&](State& all, auto&) {
+    const CUresult failed = all.memory.map(address, size, offset, handle, flags);
     if (failed != cuda::kSuccess) return failed;
     ++all.counts.maps;
     all.watch.changed(address, size, "mapped");
@@ -76,17 +69,14 @@ CUresult cuMemMap(CUdeviceptr address, std::size_t size, std::size_t offset, CUm
 }
 
 CUresult cuMemSetAccess(CUdeviceptr address, std::size_t size, const CUmemAccessDesc* wanted, std::size_t count) {
-  return enter(Needs::kContext, "cuMemSetAccess", [&](State& all, auto&) {
-    const CUresult refused = check_safe(all, "cuMemSetAccess");
-    return refused != cuda::kSuccess ? refused : all.memory.set_access(address, size, wanted, count);
-  });
+  return enter(Needs::kSafe, "cuMemSetAccess",
+               [&](State& all, auto&) { return all.memory.set_access(address, size, wanted, count); });
 }
 
 CUresult cuMemUnmap(CUdeviceptr address, std::size_t size) {
-  return enter(Needs::kContext, "cuMemUnmap", [&](State& all, auto& lock) {
+  return enter(Needs::kSafe, "cuMemUnmap", [&](State& all, auto& lock) {
     const bool busy = all.engine.busy();
-    CUresult failed = check_safe(all, "cuMemUnmap");
-    if (failed == cuda::kSuccess) failed = unmap(all, lock, address, size);
+    const CUresult failed = unmap(all, lock, address, size);
     if (failed != cuda::kSuccess) return failed;
     ++all.counts.unmaps;
     all.counts.unmaps_busy += busy;
@@ -105,14 +95,12 @@ CUresult cuMemGetInfo(std::size_t* free, std::size_t* total) {
 
 // A handle of its own, mapped for good: whole pages, as CUDA takes them.
 CUresult cuMemAlloc_v2(CUdeviceptr* address, std::size_t size) {
-  return enter(Needs::kContext, "cuMemAlloc", [&](State& all, auto&) {
-    CUresult failed = check_safe(all, "cuMemAlloc");
-    if (failed == cuda::kSuccess && size == 0) failed = refuse(cuda::kInvalidValue, "cuMemAlloc: 0 bytes");
-    if (failed != cuda::kSuccess) return failed;
+  return enter(Needs::kSafe, "cuMemAlloc", [&](State& all, auto&) {
+    if (size == 0) return refuse(cuda::kInvalidValue, "cuMemAlloc: 0 bytes");
     const int device = current_device();
     const std::uint64_t whole = (size + all.memory.page - 1) / all.memory.page * all.memory.page;
     CUmemGenericAllocationHandle handle = 0;
-    failed = all.memory.create(&handle, whole, on_device(device), 0);
+    CUresult failed = all.memory.create(&handle, whole, on_device(device), 0);
     if (failed != cuda::kSuccess) return failed;
     failed = all.memory.reserve(address, whole, 0, 0, 0);
     if (failed == cuda::kSuccess) {
@@ -136,9 +124,7 @@ CUresult cuMemAlloc_v2(CUdeviceptr* address, std::size_t size) {
 
 // Waits for the device first, as CUDA does.
 CUresult cuMemFree_v2(CUdeviceptr address) {
-  return enter(Needs::kContext, "cuMemFree", [&](State& all, auto& lock) {
-    const CUresult refused = check_safe(all, "cuMemFree");
-    if (refused != cuda::kSuccess) return refused;
+  return enter(Needs::kSafe, "cuMemFree", [&](State& all, auto& lock) {
     const auto found = all.allocations.find(address);
     if (found == all.allocations.end()) return refuse(cuda::kInvalidValue, "cuMemFree: %#llx is none", address);
     const Allocation gone = found->second;
@@ -153,9 +139,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 }
 
 CUresult cuMemHostAlloc(void** pointer, std::size_t size, unsigned) {
-  return enter(Needs::kContext, "cuMemHostAlloc", [&](State& all, auto&) {
-    const CUresult refused = check_safe(all, "cuMemHostAlloc");
-    if (refused != cuda::kSuccess) return refused;
+  return enter(Needs::kSafe, "cuMemHostAlloc", [&](State& all, auto&) {
     void* const made = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (made == MAP_FAILED) return refuse(cuda::kOutOfMemory, "cuMemHostAlloc: %zu bytes", size);
     *pointer = made;
@@ -168,9 +152,7 @@ CUresult cuMemHostAlloc(void** pointer, std::size_t size, unsigned) {
 
 // Waits for the device first, as CUDA does.
 CUresult cuMemFreeHost(void* pointer) {
-  return enter(Needs::kContext, "cuMemFreeHost", [&](State& all, auto& lock) {
-    const CUresult refused = check_safe(all, "cuMemFreeHost");
-    if (refused != cuda::kSuccess) return refused;
+  return enter(Needs::kSafe, "cuMemFreeHost", [&](State& all, auto& lock) {
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     if (all.watch.pinned.count(address) == 0) return refuse(cuda::kInvalidValue, "cuMemFreeHost: %p is none", pointer);
     ++all.counts.synchronizations;
@@ -184,18 +166,14 @@ CUresult cuMemFreeHost(void* pointer) {
 }
 
 CUresult cuMemHostRegister(void* pointer, std::size_t size, unsigned flags) {
-  return enter(Needs::kContext, "cuMemHostRegister", [&](State& all, auto& lock) {
-    const CUresult refused = check_safe(all, "cuMemHostRegister");
-    if (refused != cuda::kSuccess) return refused;
+  return enter(Needs::kSafe, "cuMemHostRegister", [&](State& all, auto& lock) {
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     return all.watch.registered.add(lock, all.memory.mappings, address, size, flags);
   });
 }
 
 CUresult cuMemHostUnregister(void* pointer) {
-  return enter(Needs::kContext, "cuMemHostUnregister", [&](State& all, auto& lock) {
-    const CUresult refused = check_safe(all, "cuMemHostUnregister");
-    if (refused != cuda::kSuccess) return refused;
+  return enter(Needs::kSafe, "cuMemHostUnregister", [&](State& all, auto& lock) {
     std::uint64_t size = 0;
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     CUresult failed = all.watch.registered.remove(address, [&](const Run& run) { return size = run.size, false; });

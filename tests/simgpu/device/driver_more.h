@@ -12,8 +12,6 @@ using SimHostFunction = void (*)(void*);
 // X(symbol, parameters...)
 // clang-format off
 #define SIMGPU_DRIVER_FUNCTIONS(X)                                                                             \
-  X(cuCtxPushCurrent_v2,          CUcontext)                                                                   \
-  X(cuCtxPopCurrent_v2,           CUcontext*)                                                                  \
   X(cuCtxGetDevice,               CUdevice*)                                                                   \
   X(cuCtxGetStreamPriorityRange,  int*, int*)                                                                  \
   X(cuMemAlloc_v2,                CUdeviceptr*, std::size_t)                                                   \
@@ -24,7 +22,6 @@ using SimHostFunction = void (*)(void*);
   X(cuPointerGetAttribute,        void*, int, CUdeviceptr)                                                     \
   X(cuMemcpy,                     CUdeviceptr, CUdeviceptr, std::size_t)                                       \
   X(cuMemsetD8_v2,                CUdeviceptr, unsigned char, std::size_t)                                     \
-  X(cuMemsetD32Async,             CUdeviceptr, unsigned, std::size_t, CUstream)                                \
   X(cuStreamCreateWithPriority,   CUstream*, unsigned, int)                                                    \
   X(cuStreamGetPriority,          CUstream, int*)                                                              \
   X(cuStreamQuery,                CUstream)                                                                    \
@@ -38,11 +35,7 @@ using SimHostFunction = void (*)(void*);
   X(cuGraphLaunch,                SimExec, CUstream)                                                           \
   X(cuGraphExecDestroy,           SimExec)                                                                     \
   X(cuGraphDestroy,               SimGraph)                                                                    \
-  X(cuGraphGetNodes,              SimGraph, SimNode*, std::size_t*)                                            \
-  X(cuGraphNodeGetDependencies_v2, SimNode, SimNode*, void*, std::size_t*)                                     \
-  X(cuUserObjectCreate,           void**, void*, SimHostFunction, unsigned, unsigned)                          \
-  X(cuUserObjectRelease,          void*, unsigned)                                                             \
-  X(cuGraphRetainUserObject,      SimGraph, void*, unsigned, unsigned)
+  X(cuGraphGetNodes,              SimGraph, SimNode*, std::size_t*)
 
 // These answer 801: no kernel of a GPU runs here.
 #define SIMGPU_UNSUPPORTED_FUNCTIONS(X)                                                                        \

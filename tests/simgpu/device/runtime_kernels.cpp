@@ -123,33 +123,18 @@ SIMGPU_RUNTIME Error cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int*
   return 0;
 }
 
+// clang-format off
+#define SIMGPU_UNSUPPORTED_RUNTIME(X) \
+  X(cudaDeviceGetDefaultMemPool) X(cudaFreeAsync) X(cudaGetSymbolAddress) X(cudaGraphAddNode) \
+  X(cudaGraphConditionalHandleCreate) X(cudaGraphNodeGetDependencies) X(cudaGraphRetainUserObject) \
+  X(cudaIpcCloseMemHandle) X(cudaIpcGetEventHandle) X(cudaIpcGetMemHandle) X(cudaIpcOpenEventHandle) \
+  X(cudaIpcOpenMemHandle) X(cudaKernelSetAttributeForDevice) X(cudaLibraryGetGlobal) X(cudaLibraryGetKernel) \
+  X(cudaLibraryGetKernelCount) X(cudaLibraryGetManaged) X(cudaLibraryGetUnifiedFunction) X(cudaLibraryLoadData) \
+  X(cudaLibraryLoadFromFile) X(cudaLibraryUnload) X(cudaMallocAsync) X(cudaMallocManaged) \
+  X(cudaMemPoolGetAttribute) X(cudaMemPoolSetAccess) X(cudaMemPoolSetAttribute) X(cudaMemPoolTrimTo) \
+  X(cudaMemcpyToSymbol) X(cudaStreamAddCallback) X(cudaStreamBeginCaptureToGraph) \
+  X(cudaStreamUpdateCaptureDependencies) X(cudaUserObjectCreate) X(cudaUserObjectRelease)
+// clang-format on
 #define SIMGPU_UNSUPPORTED(name) \
   SIMGPU_RUNTIME Error name() { return remember(801); }
-SIMGPU_UNSUPPORTED(cudaDeviceGetDefaultMemPool)
-SIMGPU_UNSUPPORTED(cudaFreeAsync)
-SIMGPU_UNSUPPORTED(cudaGetSymbolAddress)
-SIMGPU_UNSUPPORTED(cudaGraphAddNode)
-SIMGPU_UNSUPPORTED(cudaGraphConditionalHandleCreate)
-SIMGPU_UNSUPPORTED(cudaIpcCloseMemHandle)
-SIMGPU_UNSUPPORTED(cudaIpcGetEventHandle)
-SIMGPU_UNSUPPORTED(cudaIpcGetMemHandle)
-SIMGPU_UNSUPPORTED(cudaIpcOpenEventHandle)
-SIMGPU_UNSUPPORTED(cudaIpcOpenMemHandle)
-SIMGPU_UNSUPPORTED(cudaKernelSetAttributeForDevice)
-SIMGPU_UNSUPPORTED(cudaLibraryGetGlobal)
-SIMGPU_UNSUPPORTED(cudaLibraryGetKernel)
-SIMGPU_UNSUPPORTED(cudaLibraryGetKernelCount)
-SIMGPU_UNSUPPORTED(cudaLibraryGetManaged)
-SIMGPU_UNSUPPORTED(cudaLibraryGetUnifiedFunction)
-SIMGPU_UNSUPPORTED(cudaLibraryLoadData)
-SIMGPU_UNSUPPORTED(cudaLibraryLoadFromFile)
-SIMGPU_UNSUPPORTED(cudaLibraryUnload)
-SIMGPU_UNSUPPORTED(cudaMallocAsync)
-SIMGPU_UNSUPPORTED(cudaMallocManaged)
-SIMGPU_UNSUPPORTED(cudaMemPoolGetAttribute)
-SIMGPU_UNSUPPORTED(cudaMemPoolSetAccess)
-SIMGPU_UNSUPPORTED(cudaMemPoolSetAttribute)
-SIMGPU_UNSUPPORTED(cudaMemPoolTrimTo)
-SIMGPU_UNSUPPORTED(cudaMemcpyToSymbol)
-SIMGPU_UNSUPPORTED(cudaStreamBeginCaptureToGraph)
-SIMGPU_UNSUPPORTED(cudaStreamUpdateCaptureDependencies)
+SIMGPU_UNSUPPORTED_RUNTIME(SIMGPU_UNSUPPORTED)

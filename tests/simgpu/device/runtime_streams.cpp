@@ -60,42 +60,9 @@ SIMGPU_FORWARD(cudaGraphExecDestroy, cuGraphExecDestroy, (SimExec executable), (
 SIMGPU_FORWARD(cudaGraphDestroy, cuGraphDestroy, (SimGraph graph), (graph))
 SIMGPU_FORWARD(cudaGraphGetNodes, cuGraphGetNodes, (SimGraph graph, SimNode* nodes, std::size_t* count),
                (graph, nodes, count))
-SIMGPU_FORWARD(cudaGraphNodeGetDependencies, cuGraphNodeGetDependencies_v2,
-               (SimNode node, SimNode* nodes, void* edges, std::size_t* count), (node, nodes, edges, count))
-SIMGPU_FORWARD(cudaUserObjectCreate, cuUserObjectCreate,
-               (void** made, void* pointer, SimHostFunction destroy, unsigned references, unsigned flags),
-               (made, pointer, destroy, references, flags))
-SIMGPU_FORWARD(cudaUserObjectRelease, cuUserObjectRelease, (void* object, unsigned references), (object, references))
-SIMGPU_FORWARD(cudaGraphRetainUserObject, cuGraphRetainUserObject,
-               (SimGraph graph, void* object, unsigned references, unsigned flags), (graph, object, references, flags))
-
 SIMGPU_RUNTIME Error cudaGraphDebugDotPrint(SimGraph, const char* path, unsigned) {
   std::FILE* const file = std::fopen(path, "we");
   if (file == nullptr) return remember(1);
   std::fputs("digraph dot {\n}\n", file);
   return std::fclose(file) == 0 ? 0 : remember(1);
-}
-
-namespace {
-
-struct Callback {
-  void (*function)(StreamHandle, Error, void*);
-  StreamHandle stream;
-  void* context;
-};
-
-void call_back(void* context) {
-  const Callback* const callback = static_cast<Callback*>(context);
-  callback->function(callback->stream, 0, callback->context);
-  delete callback;
-}
-
-}  // namespace
-
-SIMGPU_RUNTIME Error cudaStreamAddCallback(StreamHandle stream, void (*function)(StreamHandle, Error, void*),
-                                           void* context, unsigned) {
-  auto* const callback = new Callback{function, stream, context};
-  const Error failed = cudaLaunchHostFunc(stream, call_back, callback);
-  if (failed != 0) delete callback;
-  return failed;
 }

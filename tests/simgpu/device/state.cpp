@@ -13,7 +13,7 @@ namespace {
 constexpr int kExitStatus = 86;                         // of a process in which something was reported
 constexpr std::uintptr_t kContextBase = 0xc0000000000;  // no address of anything: a context is never followed
 
-thread_local std::vector<CUcontext> contexts;  // the last is current
+thread_local CUcontext current = nullptr;
 
 CUcontext primary(const State& all, int device) {
   const std::uint64_t number =
@@ -62,23 +62,21 @@ State& state() {
 }
 
 int current_device() {
-  if (contexts.empty() || contexts.back() == nullptr) return -1;
-  const std::uintptr_t number = (reinterpret_cast<std::uintptr_t>(contexts.back()) - kContextBase) / 16;
+  if (current == nullptr) return -1;
+  const std::uintptr_t number = (reinterpret_cast<std::uintptr_t>(current) - kContextBase) / 16;
   return static_cast<int>(number % ballonet::standin::kDevices);
 }
 
-CUresult admit(const State& all, Needs needs, const char* function) {
+CUresult admit(State& all, Needs needs, const char* function) {
   if (all.forked) return refuse(cuda::kNotInitialized, "%s: the process was forked from one that used CUDA", function);
-  if (needs != Needs::kNothing && !all.initialized) {
-    return refuse(cuda::kNotInitialized, "%s: cuInit was not called", function);
-  }
-  if (needs == Needs::kContext && all.dead != cuda::kSuccess) {
-    return refuse(all.dead, "%s: the device is dead since an earlier error", function);
-  }
-  if (needs == Needs::kContext && (current_device() < 0 || !alive(all, contexts.back()))) {
+  if (needs == Needs::kNothing) return cuda::kSuccess;
+  if (!all.initialized) return refuse(cuda::kNotInitialized, "%s: cuInit was not called", function);
+  if (needs == Needs::kInit) return cuda::kSuccess;
+  if (all.dead != cuda::kSuccess) return refuse(all.dead, "%s: the device is dead since an earlier error", function);
+  if (current_device() < 0 || !alive(all, current)) {
     return refuse(cuda::kInvalidContext, "%s: this thread has no current context", function);
   }
-  return cuda::kSuccess;
+  return needs == Needs::kSafe ? check_safe(all, function) : CUresult{cuda::kSuccess};
 }
 
 void write_report(State& all, const std::string& text, bool violation) {
@@ -171,32 +169,14 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     if (context != nullptr && !alive(all, context)) {
       return refuse(cuda::kInvalidContext, "cuCtxSetCurrent: %p is no retained context", static_cast<void*>(context));
     }
-    if (!contexts.empty()) contexts.pop_back();
-    if (context != nullptr) contexts.push_back(context);
+    current = context;
     return CUresult{cuda::kSuccess};
   });
 }
 
 CUresult cuCtxGetCurrent(CUcontext* context) {
   return enter(Needs::kInit, "cuCtxGetCurrent", [&](State&, auto&) {
-    *context = contexts.empty() ? nullptr : contexts.back();
-    return CUresult{cuda::kSuccess};
-  });
-}
-
-CUresult cuCtxPushCurrent_v2(CUcontext context) {
-  return enter(Needs::kInit, "cuCtxPushCurrent", [&](State& all, auto&) {
-    if (!alive(all, context)) return refuse(cuda::kInvalidContext, "cuCtxPushCurrent: it is not retained");
-    contexts.push_back(context);
-    return CUresult{cuda::kSuccess};
-  });
-}
-
-CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-  return enter(Needs::kInit, "cuCtxPopCurrent", [&](State&, auto&) {
-    if (contexts.empty()) return refuse(cuda::kInvalidContext, "cuCtxPopCurrent: there is none");
-    if (context != nullptr) *context = contexts.back();
-    contexts.pop_back();
+    *context = current;
     return CUresult{cuda::kSuccess};
   });
 }

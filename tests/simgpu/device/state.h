@@ -60,9 +60,9 @@ struct State {
 
 State& state();  // made on first use, never destroyed
 
-enum class Needs { kNothing, kInit, kContext };
+enum class Needs { kNothing, kInit, kContext, kSafe };  // kSafe: a context, and no capture that forbids the call
 
-CUresult admit(const State& all, Needs needs, const char* function);
+CUresult admit(State& all, Needs needs, const char* function);
 int current_device();  // of this thread's context; -1 without
 void write_report(State& all, const std::string& text, bool violation);
 
