@@ -122,6 +122,10 @@ class AlreadyManaged(ManageError):
     """The model, or a part of it, is managed already."""
 
 
+class ModelInUse(ManageError):
+    """A forward of the model is running, which reads its weights where they are now."""
+
+
 class WrongDevice(ManageError):
     """The model lies on a device other than the one ballonet was installed for."""
 

@@ -33,20 +33,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..allocator.errors import ModelInUse
 from ..offload.govern.levers import Lever
 from ..offload.move.chaos import Chaos
+from .gate import Gate
 from .lease import ForwardLease, current
 from .streaming.turns import Turn, Turns
 from .streaming.watched import opaquely
 from .weights.ranges import Weights
 
 _CALL = nn.Module._call_impl.__code__
+_NO_KEYWORDS: Final[Mapping[str, Any]] = {}
 
 
 class Forwards:
@@ -83,13 +86,16 @@ class Forwards:
         self._turns = turns
         self._layers = layers
         self._thread = _Thread()
+        self._gate: Gate | None = None
+        self._unhooked = False
         self._handles: list[RemovableHandle] = []
         self._boundaries: list[RemovableHandle] = []
         self._hooks: dict[int, tuple[_OfLayer, _OfLayer]] = {}
 
-    def hook(self, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
+    def hook(self, gate: Gate, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
         """`entries`: the modules that a forward may begin with; `parts`: others that may be called by themselves, which
-        is no iteration of the model. The lease spans the hooks that they have already.
+        is no iteration of the model. The lease spans the hooks that they have already. `gate`: is closed, so that no
+        forward begins before the model is ready.
 
         Scripted modules can have no hooks; their forwards hold no lease.
         """
@@ -97,10 +103,8 @@ class Forwards:
         for entry, hook in (*((each, enter) for each in entries), *((each, enter_part) for each in parts)):
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
-            self._handles += (
-                entry.register_forward_pre_hook(hook, prepend=True, with_kwargs=True),
-                entry.register_forward_hook(Hook(self._leave), always_call=True),
-            )
+            gate.take(entry, hook, self._handles)
+            self._handles.append(entry.register_forward_hook(Hook(self._leave), always_call=True))
 
     def hook_layers(self, layers: Sequence[nn.Module]) -> None:
         """`layers`: the decoder layers, in order; those that were hooked before are no more."""
@@ -119,6 +123,7 @@ class Forwards:
             hook.opaque = here
 
     def unhook(self) -> None:
+        self._unhooked = True
         _remove(self._handles)
         _remove(self._boundaries)
 
@@ -127,11 +132,23 @@ class Forwards:
         self._forget_interrupted(sys._getframe())
         return self._weights.group.leases > 0
 
+    def _is_unhooked(self) -> bool:
+        return self._unhooked
+
+    def check_none_runs(self, gate: Gate) -> None:
+        """ModelInUse where a forward of the model runs on any thread. None begins until the gate is opened, which is
+        closed now."""
+        self._gate = gate  # for those that have passed it, and have no lease yet
+        if self.running() or gate.users(_ENTER):
+            raise ModelInUse(f"a forward of {gate.name} is running: release() it afterwards")
+
     def forget(self) -> None:
         """The model is gone, so no forward of it runs: what this thread still holds for one was interrupted."""
         self._forget_interrupted(None)
 
     def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._is_unhooked():  # since this call began
+            return
         frame = call_frame()
         self._forget_interrupted(frame and frame.f_back)
         if self._thread.calls:
@@ -143,6 +160,16 @@ class Forwards:
         turn.abandon = partial(_abandon, weakref.ref(outermost))
         outermost.lease = self._lease()
         outermost.lease.open().enter_group(self._weights.group)
+        if self._gate is not None and self._gate.is_closed:  # by whoever did not see the lease
+            outermost.abandon()
+            self._gate.wait()
+            outermost.lease = self._lease()
+            outermost.lease.open().enter_group(self._weights.group)
+        if self._is_unhooked():
+            outermost.abandon()
+            self._turns.end(turn)
+            self._thread.calls.pop()
+            return
         if self.chaos is not None:
             with self._moving:
                 self._note_gradients()
@@ -249,7 +276,8 @@ class Hook:
 class _Entry(Hook):
     """Hands the arguments of the call on."""
 
-    def __call__(self, module: object, args: Any, kwargs: Any) -> None:
+    def __call__(self, module: object, args: Any, kwargs: Any = _NO_KEYWORDS) -> None:
+        # Without keywords where it was removed after the call had begun.
         if not torch.compiler.is_compiling():
             self._act(args, kwargs)
 
@@ -265,6 +293,9 @@ class _OfLayer(Hook):
             self._act(*self._arguments)
         elif self.opaque:
             opaquely(self._act, *self._arguments)
+
+
+_ENTER: Final = Forwards._enter.__code__
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -19,7 +19,7 @@ from ..allocator import install, runtime
 from ..allocator._native import Device
 from ..allocator.config import parse_prefix_cache, parse_size, parse_time
 from ..allocator.display import table
-from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, PoolExhausted
+from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, PoolExhausted
 from ..allocator.interrupts import Farewell
 from ..allocator.units import format_size
 from ..offload.decide.plan import Fewest, Interval, Rule
@@ -28,6 +28,7 @@ from ..offload.measured.record import Record
 from ..offload.move.chaos import Chaos
 from . import governors
 from .forwards import Forwards
+from .gate import Gate
 from .lease import ForwardLease
 from .measure.marks import marks_of
 from .measure.pace import Pace
@@ -36,6 +37,7 @@ from .measure.report import Report
 from .streaming.elastic import Elastic, Options
 from .streaming.turns import Turns
 from .streaming.watched import in_graphs
+from .weights import moving
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Files, Finder, Weights, nowhere
@@ -91,9 +93,10 @@ def manage(
     The model may be changed in every way that torch and transformers know. What is new in it (converted, assigned,
     resized weights, adapters, layers) is brought into the pool at its next forward; see `Managed.left`. Copies of it
     are not managed. Views of weights that were taken before keep the old memory, as with `Module.to`. A failure changes
-    nothing.
+    nothing. Forwards that run on other threads are waited for, and those that begin wait (gate.py).
 
-    Raises ManageError (AlreadyManaged, WrongDevice, SLOError: with the nearest SLO and budget that would do),
+    Raises ManageError (AlreadyManaged, WrongDevice, ModelInUse where a forward does not end within 30 s or this is
+    called within one, SLOError: with the nearest SLO and budget that would do),
     ConfigError, BudgetError, torch.OutOfMemoryError, DriverError, and what `install()` raises.
     """
     if unknown:
@@ -142,7 +145,9 @@ def managed(
     kept = None if prefix_cache is None else parse_prefix_cache(prefix_cache)
     folder = None if prefix_dir is None else Path(prefix_dir).expanduser()
     limit = None if prefix_dir_limit is None else parse_size(prefix_dir_limit, "prefix_dir_limit")
-    with _lock:
+
+    def known() -> Managed | None:
+        """What was returned for it before, with the same options or none. AlreadyManaged."""
         found = managed_as(model)
         if (
             found is not None
@@ -153,22 +158,36 @@ def managed(
         ):
             return found
         _check_not_managed(model)
-        if runtime.current() is None:
-            install.install()
-        seed = runtime.settings().chaos if chaos is None else chaos
-        folder = folder or runtime.settings().prefix_dir
-        kept = (runtime.settings().prefix_cache or folder is not None) if kept is None else kept
-        limited = None if folder is None else (folder, limit or runtime.settings().prefix_dir_limit)
-        made = Managed(model, runtime.require(), seed, rule, options, kept, limited, files, progress)
-        _managed[model] = made
-    try:
-        made._govern()
-    except BaseException:
-        if files is None:
-            made.release()
-        else:  # it may be larger than what torch has room for, and nobody has seen it yet
-            made._let_go()
-        raise
+        return None
+
+    with _lock:
+        if (found := known()) is not None:
+            return found
+    gate = Gate(model)
+    with gate.closed():
+        gate.wait_until_unused()  # without the lock, for which a forward may wait
+        with _lock:
+            if (found := known()) is not None:
+                return found
+            if runtime.current() is None:
+                install.install()
+            device = runtime.require()
+            moving.wait_for_work(device)
+            seed = runtime.settings().chaos if chaos is None else chaos
+            folder = folder or runtime.settings().prefix_dir
+            kept = (runtime.settings().prefix_cache or folder is not None) if kept is None else kept
+            limited = None if folder is None else (folder, limit or runtime.settings().prefix_dir_limit)
+            made = Managed(model, gate, device, seed, rule, options, kept, limited, files, progress)
+            _managed[model] = made
+        try:
+            moving.wait_for_work(device)  # other threads run it on other streams
+            made._govern()
+        except BaseException:
+            if files is None:
+                made.release()
+            else:  # it may be larger than what torch has room for, and nobody has seen it yet
+                made._let_go()
+            raise
     return made
 
 
@@ -183,6 +202,7 @@ class Managed:
     def __init__(
         self,
         model: nn.Module,
+        gate: Gate,
         device: Device,
         seed: int | None,
         rule: Rule,
@@ -192,7 +212,7 @@ class Managed:
         files: Files | None,
         progress: Callable[[int], object],
     ) -> None:
-        """As `managed()`, which checks the arguments first."""
+        """As `managed()`, which checks the arguments first, and has closed the gate."""
         self._name = type(model).__name__
         self._prefix_cache = prefix_cache
         self._prefix_folder = prefix_folder  # and bytes that it may have
@@ -233,7 +253,7 @@ class Managed:
             undo.callback(self._forwards.unhook)
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
-            self._forwards.hook(dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
+            self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
             self._elastic.break_graphs = self._forwards.break_graphs
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
@@ -337,7 +357,7 @@ class Managed:
     def release(self) -> None:
         """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Again: does nothing.
 
-        All or nothing: raises ManageError while a forward of the model runs, torch.OutOfMemoryError where torch has
+        All or nothing: raises ModelInUse while a forward of the model runs, torch.OutOfMemoryError where torch has
         no room for one more layer, WeightsFileChanged, DriverError; the model is then managed as before.
         """
         self._check_not_running()
@@ -348,23 +368,29 @@ class Managed:
             model = self._model()
             if self.released or model is None:
                 return
-            self._check_not_running()
-            self._behind = True  # should it fail: layers stream again from the next forward on
-            self._elastic.stop()
-            self._elastic.close()
-            try:
-                self._weights.restore(model)
-            except BaseException:
-                with suppress(BallonetError, PoolExhausted):  # then it is made up for at the next forward
-                    self._follow(model, 1)  # what flies is watched again at once
-                self._elastic.resume()
-                raise
-            self._forget_prefixes()
-            self._follower.close()
-            self._detach()
-            self._forwards.unhook()
-            self._finalizer.detach()
-            _managed.pop(model, None)
+            gate = Gate(model)
+            with gate.closed():
+                self._forwards.check_none_runs(gate)
+                self._release(model)
+
+    def _release(self, model: nn.Module) -> None:
+        """No forward runs, and none begins."""
+        self._behind = True  # should it fail: layers stream again from the next forward on
+        self._elastic.stop()
+        self._elastic.close()
+        try:
+            self._weights.restore(model)
+        except BaseException:
+            with suppress(BallonetError, PoolExhausted):  # then it is made up for at the next forward
+                self._follow(model, 1)  # what flies is watched again at once
+            self._elastic.resume()
+            raise
+        self._forget_prefixes()
+        self._follower.close()
+        self._detach()
+        self._forwards.unhook()
+        self._finalizer.detach()
+        _managed.pop(model, None)
 
     def _govern(self) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
@@ -381,7 +407,7 @@ class Managed:
 
     def _check_not_running(self) -> None:
         if not self.released and self._forwards.running():
-            raise ManageError(f"a forward of {self._name} is running: release() it afterwards")
+            raise ModelInUse(f"a forward of {self._name} is running: release() it afterwards")
 
     def _let_go(self) -> None:
         self._finalizer()

@@ -4,13 +4,20 @@ Note [First use]
     The two entries are patched on the classes of transformers, not hooked on modules: a global forward hook of torch
     would run before each of the hundreds of submodules of each step. `generate()` counts because it builds its cache
     before the first forward. transformers itself is left alone until the program imports it.
+
+Note [First uses that arrive together]
+    One thread manages the model; the others wait at the entry, so that their `generate()` builds its cache for a
+    managed model. The thread that manages it passes: `manage()` may run the model to measure it. Forwards that have
+    begun in another way are waited for by `manage()` itself (hooks/gate.py).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.abc
+import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +25,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
+import torch
+from torch import nn
+
 from ...allocator.errors import AlreadyManaged, BallonetError
+from ...allocator.interrupts import guarded
 from ..managed import Managed, manage, managed_as
 
 _ENTRIES: Final = {  # module of transformers → class and method through which a model is used
@@ -34,6 +45,7 @@ class FirstUse:
     def __init__(self, **options: Any) -> None:
         """`options` go to `manage()`."""
         self._options = options
+        self._taking: dict[int, _Taking] = {}  # by the id of a module
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._managed: weakref.WeakKeyDictionary[Any, weakref.ref[Managed]] = weakref.WeakKeyDictionary()
         self._patched: list[tuple[type, str, object]] = []
@@ -65,22 +77,41 @@ class FirstUse:
 
         @functools.wraps(original)
         def entered(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if model not in self._seen:
-                self._take(model)
-                if model in self._seen:  # by whatever is called now that it is managed
-                    return getattr(owner, method)(model, *args, **kwargs)
+            if model not in self._seen and self._take(model):  # by whatever is called now that it is managed
+                return getattr(owner, method)(model, *args, **kwargs)
             return original(model, *args, **kwargs)
 
         setattr(owner, method, entered)
         self._patched.append((owner, method, before))
 
-    def _take(self, model: Any) -> None:
-        """Manages the model, unless it is traced by the compiler, in use already, or refused, which warns once."""
-        import torch
+    def _take(self, model: Any) -> bool:
+        """Manages the model, or waits until another thread has; warns where it is refused. False where it is traced by
+        the compiler, or this thread is managing it."""
+        if torch.compiler.is_compiling() or not isinstance(model, nn.Module):
+            return False
+        mine = _Taking()
+        parts = list(model.modules())  # a model inside this one is part of it
 
-        if torch.compiler.is_compiling() or not isinstance(model, torch.nn.Module):
-            return
-        self._seen.update(model.modules())  # a model inside this one is part of it
+        def begin() -> _Taking:
+            taking = self._taking.setdefault(id(model), mine)
+            if taking is mine:
+                self._taking.update(dict.fromkeys(map(id, parts), mine))
+            return taking
+
+        def end(failed: bool) -> None:
+            for part in parts:
+                if self._taking.get(id(part)) is mine:
+                    del self._taking[id(part)]
+            mine.done.set()
+
+        with guarded(begin, end) as taking:
+            if taking is mine:
+                self._manage(model)
+                self._seen.update(parts)
+                return True
+        return taking.wait()
+
+    def _manage(self, model: Any) -> None:
         if managed_as(model) is not None:
             return  # the program's own doing
         try:
@@ -88,9 +119,26 @@ class FirstUse:
         except AlreadyManaged:
             return
         except BallonetError as error:
-            warnings.warn(f"ballonet leaves {type(model).__name__} as it is: {error}", RuntimeWarning, stacklevel=3)
+            warnings.warn(f"ballonet leaves {type(model).__name__} as it is: {error}", RuntimeWarning, stacklevel=4)
             return
         self._managed[model] = weakref.ref(handle)
+
+
+class _Taking:
+    """A model that a thread is managing. `done` is set at the end, however it ends."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self._thread = threading.get_ident()
+        self._process = os.getpid()
+
+    def wait(self) -> bool:
+        """False, and at once, where it is this thread that manages it."""
+        if self._thread == threading.get_ident():
+            return False
+        while not self.done.wait(1) and self._process == os.getpid():  # the child of a fork lacks that thread
+            pass
+        return True
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):

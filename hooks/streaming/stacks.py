@@ -58,6 +58,11 @@ def stack_of(thread: int) -> list[FrameType]:
     return _at_once(takewhile(bool, accumulate(chain(innermost, repeat("f_back")), getattr)))
 
 
+def threads() -> list[int]:
+    """All that run Python now."""
+    return _at_once(chain.from_iterable(starmap(sys._current_frames, [()])))
+
+
 def awaited(thread: int) -> set[int]:
     """The threads that it waits for, for as long as they run: those that it joins, and those that run the `Future`
     whose result it asks for. Other ways of waiting do not tell for whom."""
@@ -75,8 +80,7 @@ def _running(work: object) -> int | None:
     if isinstance(work, Thread):
         return work.ident
     if isinstance(work, Future):
-        threads: list[int] = _at_once(chain.from_iterable(starmap(sys._current_frames, [()])))
-        for thread in threads:
+        for thread in threads():
             pools = (each for each in stack_of(thread) if each.f_globals.get("__name__") == "concurrent.futures.thread")
             if any(getattr(each.f_locals.get("self"), "future", None) is work for each in pools):
                 return thread

@@ -24,9 +24,11 @@ from ...allocator.interrupts import Guarded, guarded
 from ...offload.decide.layout import ALIGNMENT
 from ...offload.move.file_twin import FileLoader
 from ...offload.move.weights_file import FileSpan
+from ..measure.marks import relaxed
 from .storages import Member, Span, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
+_CAPTURING = range(900, 910)  # what the driver answers to whoever waits for a stream that is being captured
 _CHUNK = 2**24  # bytes read from a file at a time
 
 Step = list[tuple[Range, int, Span]]  # (range, offset in it, what lies or goes there), moved together
@@ -141,6 +143,18 @@ def copy(span: Span, flat: torch.Tensor) -> None:
     """Copies the span's bytes to `flat`."""
     for offset, source in span.sources():
         flat[offset : offset + source.numel()].copy_(source)
+
+
+def wait_for_work(device: Device) -> None:
+    """Returns when the device has done all that was submitted to it, on any stream. ManageError while a CUDA graph is
+    being captured, DriverError."""
+    try:
+        with relaxed(device):
+            device.synchronize()
+    except DriverError as error:
+        if error.code in _CAPTURING:
+            raise ManageError("a CUDA graph is being captured on another thread: call manage() afterwards") from error
+        raise
 
 
 def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[Member, Range]]:

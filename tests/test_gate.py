@@ -1,0 +1,481 @@
+"""A model that is managed, or released, while other threads run it or begin to."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LogitsProcessor, LogitsProcessorList
+
+import ballonet
+from ballonet.allocator import install
+from ballonet.allocator.errors import ModelInUse
+from ballonet.hooks import gate as gates
+from ballonet.hooks.gate import Gate
+from ballonet.hooks.managed import managed_as
+from ballonet.hooks.programs import first_use
+from ballonet.hooks.programs.first_use import FirstUse
+from ballonet.hooks.streaming.stacks import stack_of
+from ballonet.hooks.weights.moving import MoveIn
+from ballonet.hooks.weights.ranges import Weights
+
+from .models import build, prompts
+from .pool import tiny_layers
+from .portrait import Portrait, all_in_pool, none_in_pool
+from .test_interrupts import interrupted
+
+BUDGET = 2**22
+PAGE = 4096
+LAYERS = 5
+INPUTS = prompts(batch=2, longest=9)
+ROW = torch.ones(1, 3, 32)  # what a single layer takes
+LONG = 60  # seconds, after which a thread hangs
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tiny_layers(monkeypatch, BUDGET, PAGE):
+        yield
+
+
+@pytest.fixture
+def model() -> Any:
+    with install.stock():
+        return build("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture
+def busy_threads() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**INPUTS).logits
+    return found
+
+
+def tokens(model: Any, **more: Any) -> torch.Tensor:
+    found: torch.Tensor = model.generate(**INPUTS, max_new_tokens=6, min_new_tokens=6, do_sample=False, **more)
+    return found
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+class Thread(threading.Thread):
+    """Does something; `result()` gives what came of it."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._act = act
+        self._found: list[Any] = []
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found.append(self._act())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self.join(LONG)
+        assert not self.is_alive(), "it hangs"
+        if self._error is not None:
+            raise self._error
+        return self._found.pop()
+
+
+class Held:
+    """A thread whose forward stops in a module until `go_on` is set."""
+
+    def __init__(self, inside: nn.Module, act: Callable[[], Any]) -> None:
+        self.go_on = threading.Event()
+        self.inside = threading.Event()
+        self._stopped = 0  # the thread that stops
+        self._handle = inside.register_forward_pre_hook(self._stop)
+
+        def run() -> Any:
+            self._stopped = threading.get_ident()
+            return act()
+
+        self.thread = Thread(run)
+
+    def _stop(self, *_: Any) -> None:
+        if threading.get_ident() == self._stopped:
+            self.inside.set()
+            self.go_on.wait(LONG)
+
+    def reached(self) -> Held:
+        assert self.inside.wait(LONG)
+        return self
+
+    def result(self) -> Any:
+        self.go_on.set()
+        found = self.thread.result()
+        self._handle.remove()
+        return found
+
+
+def until(met: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not met():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """The one that is closed now."""
+    return next((hook.gate for hook in module._forward_pre_hooks.values() if isinstance(hook, gates._Door)), None)
+
+
+def leases_of(model: nn.Module) -> int:
+    managed = managed_as(model)
+    return 0 if managed is None else managed._weights.group.leases
+
+
+def waits_for_first_use(thread: Thread) -> bool:
+    stack = stack_of(thread.ident or 0)
+    return not thread.is_alive() or any(frame.f_code is first_use._Taking.wait.__code__ for frame in stack)
+
+
+def at_gate_or_over(module: nn.Module, thread: Thread) -> Callable[[], bool]:
+    def met() -> bool:
+        gate = gate_of(module)
+        return not thread.is_alive() or (gate is not None and thread.ident in gate._waiting)
+
+    return met
+
+
+def closed_or_over(module: nn.Module, thread: Thread) -> Callable[[], bool]:
+    return lambda: gate_of(module) is not None or not thread.is_alive()
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_manage_waits_for_a_forward_that_is_running_and_others_for_manage(model: Any, layer: int) -> None:
+    """Were they not to wait, the other would be stopped where its layers are in slots that the first would read."""
+    expected = logits(model)
+    held = Held(model.model.layers[layer].mlp, lambda: logits(model)).reached()
+    managing = Thread(lambda: ballonet.manage(model, interval=1))
+    until(closed_or_over(model, managing))
+    other = Held(model.model.layers[-1].mlp, lambda: logits(model))
+    until(lambda: other.inside.is_set() or at_gate_or_over(model, other.thread)())
+    assert same(held.result(), expected)
+    assert same(other.result(), expected)
+    with managing.result():
+        assert same(logits(model), expected)
+
+
+def test_a_layer_that_is_called_by_itself_is_waited_for_and_waits(model: Any) -> None:
+    layer = model.model.layers[1].mlp
+    with torch.no_grad():
+        expected = layer(ROW)
+        held = Held(layer.act_fn, lambda: layer(ROW)).reached()
+        managing = Thread(lambda: ballonet.manage(model, interval=None))
+        until(closed_or_over(model, managing))
+        assert managing.is_alive()
+        other = Thread(lambda: layer(ROW))
+        until(at_gate_or_over(layer, other))
+        assert other.is_alive()
+        assert torch.equal(held.result(), expected)
+        managed = managing.result()
+        assert torch.equal(other.result(), expected)
+        managed.release()
+
+
+def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate.wait_until_unused, "__defaults__", (0.05,))
+    expected = logits(model)
+    held = Held(model.model.layers[2].mlp, lambda: logits(model)).reached()
+    before = Portrait(model)
+    with pytest.raises(ModelInUse, match=f"thread {held.thread.ident} has been running a forward.*call manage"):
+        ballonet.manage(model)
+    assert before.is_of(model)
+    assert none_in_pool(model)
+    assert same(held.result(), expected)
+    with ballonet.manage(model):
+        assert all_in_pool(model)
+
+
+def test_manage_within_a_forward_of_the_model_is_refused(model: Any) -> None:
+    raised = []
+
+    def act(*_: Any) -> None:
+        with pytest.raises(ModelInUse, match="within a forward") as error:
+            ballonet.manage(model)
+        raised.append(error)
+
+    handle = model.model.layers[1].register_forward_hook(act)
+    logits(model)
+    handle.remove()
+    assert len(raised) == 1
+
+
+class Between(LogitsProcessor):
+    """Stops `generate()` after one of its forwards."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.reached.set()
+        self.go_on.wait(LONG)
+        return scores
+
+
+@pytest.mark.parametrize("interval", [1, 2, None])
+def test_generate_goes_on_right_where_it_is_managed_between_two_forwards(model: Any, interval: Any) -> None:
+    expected, between = tokens(model), Between()
+    generating = Thread(lambda: tokens(model, logits_processor=LogitsProcessorList([between])))
+    assert between.reached.wait(LONG)
+    with ballonet.manage(model, interval=interval):
+        assert torch.equal(tokens(model), expected)
+        between.go_on.set()
+        assert torch.equal(generating.result(), expected)
+        assert torch.equal(tokens(model), expected)
+
+
+@pytest.mark.parametrize("step", range(0, 9, 2))
+def test_what_begins_while_weights_move_in_waits(model: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    layer = model.model.layers[3].mlp
+    with torch.no_grad():
+        expected, of_layer = logits(model), layer(ROW)
+    steps, begun = iter(range(99)), list[Thread]()
+    move = MoveIn.do
+
+    def do(self: MoveIn, moved: Any) -> None:
+        if next(steps) == step:
+            begun.extend((Thread(lambda: logits(model)), Thread(torch.no_grad()(lambda: layer(ROW)))))
+            until(at_gate_or_over(model, begun[0]))
+            until(at_gate_or_over(layer, begun[1]))
+            assert all(each.is_alive() for each in begun)
+        move(self, moved)
+
+    monkeypatch.setattr(MoveIn, "do", do)
+    leases = list[int]()
+    handle = model.lm_head.register_forward_pre_hook(lambda *_: leases.append(leases_of(model)))
+    with ballonet.manage(model, interval=None) as managed:
+        assert same(begun[0].result(), expected)
+        assert torch.equal(begun[1].result(), of_layer)
+        assert leases == [1], "it began without the hooks of manage() and runs with them"
+        handle.remove()
+        assert gate_of(model) is None
+        assert managed._weights.group.leases == 0
+        assert not managed._forwards.running()
+        assert same(logits(model), expected)
+
+
+@pytest.mark.parametrize("interval", [1, None])
+@pytest.mark.parametrize("step", range(0, 9, 2))
+def test_what_begins_while_weights_move_out_waits(
+    model: Any, monkeypatch: pytest.MonkeyPatch, interval: Any, step: int
+) -> None:
+    layer = model.model.layers[3].mlp
+    with torch.no_grad():
+        expected, of_layer = logits(model), layer(ROW)
+    managed = ballonet.manage(model, interval=interval)
+    logits(model)
+    steps, begun = iter(range(99)), list[Thread]()
+    move = Weights._step_out
+
+    def do(self: Weights, moved: Any) -> None:
+        if next(steps) == step:
+            begun.extend((Thread(lambda: logits(model)), Thread(torch.no_grad()(lambda: layer(ROW)))))
+            until(at_gate_or_over(model, begun[0]))
+            until(at_gate_or_over(layer, begun[1]))
+            assert all(each.is_alive() for each in begun)
+        move(self, moved)
+
+    monkeypatch.setattr(Weights, "_step_out", do)
+    managed.release()
+    assert same(begun[0].result(), expected)
+    assert torch.equal(begun[1].result(), of_layer)
+    assert none_in_pool(model)
+    assert gate_of(model) is None
+
+
+def test_a_forward_that_passed_before_the_gate_closed_waits_for_release(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = logits(model)
+    managed = ballonet.manage(model, interval=None)
+    reached, go_on = threading.Event(), threading.Event()
+    open_lease, move = managed._forwards._lease, Weights._step_out
+
+    def stop() -> Any:
+        reached.set()
+        go_on.wait(LONG)
+        return open_lease()
+
+    def do(self: Weights, moved: Any) -> None:
+        go_on.set()
+        until(at_gate_or_over(model, beginning))
+        assert beginning.is_alive()
+        move(self, moved)
+
+    monkeypatch.setattr(managed._forwards, "_lease", stop)
+    beginning = Thread(lambda: logits(model))
+    assert reached.wait(LONG)
+    monkeypatch.setattr(Weights, "_step_out", do)
+    managed.release()
+    assert same(beginning.result(), expected)
+    assert none_in_pool(model)
+
+
+def test_release_is_refused_while_a_layer_is_called_by_itself(model: Any) -> None:
+    layer = model.model.layers[1].mlp
+    managed = ballonet.manage(model, interval=None)
+    with torch.no_grad():
+        expected = layer(ROW)
+    held = Held(layer.act_fn, torch.no_grad()(lambda: layer(ROW))).reached()
+    with pytest.raises(ModelInUse, match="release"):
+        managed.release()
+    assert not managed.released
+    assert gate_of(layer) is None
+    assert torch.equal(held.result(), expected)
+    managed.release()
+
+
+def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: None) -> None:
+    expected, over = tokens(model), threading.Event()
+    wrong = list[torch.Tensor]()
+
+    def use() -> int:
+        rounds = 0
+        while not over.is_set() or not rounds:
+            if not torch.equal(found := tokens(model), expected):
+                wrong.append(found)
+            rounds += 1
+            time.sleep(0.005)  # so that now and then no forward runs, and it can be released
+        return rounds
+
+    users = [Thread(use) for _ in range(3)]
+    try:
+        for attempt in range(16):
+            managed = ballonet.manage(model, interval=(1, 2, "auto", None)[attempt % 4])
+            while not managed.released:
+                with suppress(ModelInUse):
+                    managed.release()
+                time.sleep(0.001)
+    finally:
+        over.set()
+    assert all(user.result() > 1 for user in users)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, busy_threads: None, run: int) -> None:
+    expected = tokens(model)
+    watching = FirstUse(interval=1)
+    try:
+        together = threading.Barrier(6)
+
+        def use() -> list[torch.Tensor]:
+            together.wait(LONG)
+            return [tokens(model), tokens(model)]
+
+        threads = [Thread(use) for _ in range(6)]
+        assert all(torch.equal(found, expected) for thread in threads for found in thread.result())
+        assert len(watching.managed) == 1
+    finally:
+        watching.close()
+    watching.managed[0].release()
+
+
+def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = tokens(model)
+    paused, go_on = threading.Event(), threading.Event()
+    kinds = list[type]()
+
+    def manage(model: Any, **options: Any) -> Any:
+        paused.set()
+        assert go_on.wait(LONG)
+        logits(model)  # as measuring does
+        return ballonet.manage(model, **options)
+
+    def note(_: Any, args: Any, kwargs: Any) -> None:
+        kinds.append(type(kwargs["past_key_values"].layers[0]))
+
+    monkeypatch.setattr(first_use, "manage", manage)
+    watching = FirstUse()
+    try:
+        first = Thread(lambda: tokens(model))
+        assert paused.wait(LONG)
+        model.model.layers[0].self_attn.register_forward_pre_hook(note, with_kwargs=True)
+        second = Thread(lambda: tokens(model))
+        inner = Thread(lambda: model.model(**INPUTS))
+        until(lambda: waits_for_first_use(second) and waits_for_first_use(inner))
+        assert kinds == []
+        go_on.set()
+        assert torch.equal(first.result(), expected)
+        assert torch.equal(second.result(), expected)
+        inner.result()
+        assert [kind.__name__ for kind in kinds].count("ElasticLayer") >= 12
+        assert len(watching.managed) == 1
+    finally:
+        go_on.set()
+        watching.close()
+    watching.managed[0].release()
+
+
+def test_ctrl_c_anywhere_in_a_gate_leaves_it_open() -> None:
+    with install.stock():
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    before, at, came = Portrait(module), 0, True
+    while came:
+        at += 1
+        came = interrupted(lambda: ballonet.manage(module).release(), at, gates)
+        if (managed := managed_as(module)) is not None:
+            managed.release()
+        assert before.is_of(module), f"line {at}"
+    assert at > 50
+
+
+def test_ctrl_c_anywhere_in_a_first_use_keeps_nobody_waiting(model: Any) -> None:
+    expected, at, came = logits(model), 0, True
+    while came:
+        at += 1
+        watching = FirstUse(interval=None)
+        came = interrupted(lambda: logits(model), at, first_use)
+        assert not watching._taking
+        assert same(Thread(lambda: logits(model)).result(), expected)
+        assert len(watching.managed) == 1 or came
+        watching.close()
+        if (managed := managed_as(model)) is not None:
+            managed.release()
+        assert none_in_pool(model)
+    assert at > 15
+
+
+def test_the_child_of_a_fork_does_not_wait_for_a_thread_that_it_lacks(model: Any) -> None:
+    gate, closed, over = Gate(model), threading.Event(), threading.Event()
+
+    def close() -> None:
+        gate._owner = threading.get_ident()
+        with gate.closed():
+            closed.set()
+            over.wait(LONG)
+
+    closing = Thread(close)
+    assert closed.wait(LONG)
+    if not (child := os.fork()):
+        gate.wait()
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    over.set()
+    closing.result()
