@@ -18,7 +18,7 @@ CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cp
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: build  ## a real model answers a prompt inside one pool of pages; draws build/demo.png
+demo: build  ## the same answer with less and less memory; draws build/demo.png
 	@$(PY) examples/demo.py
 
 test: check  ## static checks, then every test that this machine can run

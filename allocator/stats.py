@@ -146,8 +146,23 @@ class Stats:
         }
         return plain
 
+    def __str__(self) -> str:
+        """Several lines for people; all of the numbers are in `to_dict()`."""
+        title, rows = self._shown()
+        wide = max(len(row[0]) for row in rows)
+        lines = [
+            f"  {name:<{wide}}  {memory:>9}" + (f"  {count:,} pages" if count != "" else "")
+            for name, count, memory in rows
+        ]
+        return "\n".join((title, *lines))
+
     def _repr_html_(self) -> str:
-        """What a notebook shows: who owns how much, what was copied and what was decided."""
+        """What a notebook shows."""
+        title, rows = self._shown()
+        return table(title, ("owner", "pages", "memory"), rows)
+
+    def _shown(self) -> tuple[str, list[tuple[str, int | str, str]]]:
+        """A title, and (what, pages, memory) of who owns how much, what was copied and what was decided."""
         rows: list[tuple[str, int | str, str]] = [
             (owner, pages, format_size(pages * self.page_size)) for owner, pages in self.pages.items()
         ]
@@ -165,8 +180,8 @@ class Stats:
             for lever, verbs in self.events.items()
             for verb, count in verbs.items()
         ]
-        title = f"ballonet: {format_size(exist * self.page_size)} of a budget of {format_size(self.budget)}"
-        return table(title, ("owner", "pages", "memory"), rows)
+        of = f"of a budget of {format_size(self.budget)}, in pages of {format_size(self.page_size)}"
+        return f"ballonet: {format_size(exist * self.page_size)} {of}", rows
 
 
 def stats() -> Stats:

@@ -8,12 +8,13 @@ from typing import Final
 _FOUR_DIGITS: Final = Context(prec=4, rounding=ROUND_CEILING)
 
 
-def format_size(nbytes: int) -> str:
-    """The largest binary unit, to two digits: `'24GiB'`, `'1.46GiB'`, `'512B'`."""
+def format_size(nbytes: int, gap: str = "") -> str:
+    """The largest binary unit, to two digits: `'24GiB'`, `'1.46GiB'`, `'512B'`. `gap`: before the unit, a space where
+    it is read and not copied into a setting."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + unit
-    return f"{nbytes}B"
+            return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + gap + unit
+    return f"{nbytes}{gap}B"
 
 
 def format_time(seconds: float) -> str:

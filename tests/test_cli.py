@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ballonet.hooks.programs.run import NOTHING_MANAGED
+
 STANDIN = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "256MiB", "OMP_NUM_THREADS": "1"}
 TRACE = "time_us,op,id,size,stream\n0,alloc,1,3145728,0\n1,free,1,3145728,0\n"
 
@@ -310,8 +312,31 @@ def test_a_program_runs_as_python_would_run_it(tmp_path: Path, program: Path, wa
     with_ballonet = warm("run", *arguments, cwd=tmp_path)
     assert with_ballonet.returncode == alone.returncode
     assert with_ballonet.stdout == alone.stdout
+    ends_well = not {"interrupt", "fail", "typed", "folder/broken.py", "folder/none.py", "no.such.module"} & {
+        *arguments
+    }
+    told = f"{NOTHING_MANAGED}\n"
+    assert with_ballonet.stderr.count(told) == ends_well
     if "no.such.module" not in arguments:
-        assert with_ballonet.stderr == alone.stderr
+        assert with_ballonet.stderr.replace(told, "") == alone.stderr
+
+
+def test_code_runs_as_python_would_run_it(tmp_path: Path, warm: Warm) -> None:
+    code = "import sys; print(__name__, sys.argv, sys.path[0], '__file__' in globals()); {}['a']"
+    alone = python("-c", code, "a", "-m", cwd=tmp_path)
+    with_ballonet = warm("run", "-c", code, "a", "-m", cwd=tmp_path)
+    assert (with_ballonet.returncode, with_ballonet.stdout) == (alone.returncode, alone.stdout)
+    assert with_ballonet.stderr.splitlines()[-1] == alone.stderr.splitlines()[-1] == "KeyError: 'a'"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((), "arguments are required: PROGRAM\n"), (("-m", "-c", "x"), "a module (-m) or code (-c)\n")],
+)
+def test_run_says_what_is_missing(arguments: tuple[str, ...], said: str, warm: Warm, tmp_path: Path) -> None:
+    done = warm("run", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.endswith(said)
 
 
 def test_a_program_in_a_process_of_its_own(tmp_path: Path, program: Path, warm: Warm) -> None:
@@ -405,7 +430,9 @@ def test_a_timeline_is_drawn_of_a_program_up_to_its_very_end(tmp_path: Path) -> 
     (tmp_path / "program.py").write_text(TIMELINE)
     done = ballonet("run", "--page-size", "64KiB", "--timeline", "t.json", "program.py", cwd=tmp_path)
     assert done.returncode != 0
-    assert (done.stdout, done.stderr.splitlines()[-1]) == ("written by the child: False\n", "KeyboardInterrupt")
+    *_, error, where = done.stderr.splitlines()
+    assert (done.stdout, error) == ("written by the child: False\n", "KeyboardInterrupt")
+    assert where == f"ballonet: the timeline is in {tmp_path / 't.json'}"
     told = json.loads((tmp_path / "t.json").read_text())
     assert told["program"] == "program.py"
     activations = [row[1 + told["owners"].index("activations")] for row in told["rows"]]

@@ -53,11 +53,27 @@ def smollm2() -> Path:
         return demo.unpacked(ROOT / "build", Path(found.submodule_search_locations[0]))
 
 
-def test_the_demo_gives_identical_tokens(smollm2: Path) -> None:
-    done = run("examples/demo.py", "--tokens", "6")
+def test_the_demo_gives_identical_tokens(smollm2: Path, tmp_path: Path) -> None:
+    """With less memory than the weights take, too; and what `make demo` drew stays."""
+    kept = ROOT / "build" / "demo.png"
+    before = kept.stat().st_mtime_ns if kept.exists() else None
+    done = run("examples/demo.py", "--tokens", "4", "--picture", str(tmp_path / "demo.png"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip().splitlines()[-1] == "identical: yes"
-    assert (ROOT / "build" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert (kept.stat().st_mtime_ns if kept.exists() else None) == before
+
+
+def test_the_demo_s_picture_says_how_large_a_page_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from demo_picture import draw
+
+    rows = [(0, 0, 0, 0, 0, 0), (10**9, 1, 20, 3, 4, 1), (2 * 10**9, 0, 10, 3, 4, 0)]
+    run = {"page_size": 4096, "start": 0, "stop": 3 * 10**9, "rows": rows, "levels": [(0, 2**17, 0), (10**9, 2**16, 5)]}
+    draw(tmp_path / "demo.svg", {"shrunk": run | {"marks": [("load", 0), ("answer", 10**9)]}}, 81920)
+    drawn = (tmp_path / "demo.svg").read_text()
+    for text in ("4 KiB each", "load", "answer", "retiring (waits for what still uses it)"):
+        assert f"<!-- {text}" in drawn or text in drawn, text
 
 
 def test_a_script_that_knows_nothing_of_ballonet_gives_the_same_text(tmp_path: Path) -> None:

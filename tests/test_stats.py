@@ -87,6 +87,16 @@ def test_to_dict_is_plain_and_a_copy() -> None:
     assert copy.deepcopy(stats) == stats == pickle.loads(pickle.dumps(stats))
 
 
+def test_it_prints_as_a_few_lines() -> None:
+    title, *lines = str(Stats.of(SNAPSHOT, EVENTS)).splitlines()
+    assert title.startswith("ballonet: ")
+    assert "of a budget of " in title
+    assert max(map(len, lines)) < 80
+    assert [line.split()[0] for line in lines[:5]] == ["free", "weights", "activations", "kv", "retiring"]
+    assert "driver_calls" not in str(Stats.of(SNAPSHOT, EVENTS))
+    assert "driver_calls" in repr(Stats.of(SNAPSHOT, EVENTS))
+
+
 def test_before_install_and_after_a_failed_one_there_are_none() -> None:
     assert runtime.current() is None, "this test needs a process without ballonet"
     with pytest.raises(NotInstalled, match=r"ballonet\.install\(\)"):

@@ -4,13 +4,15 @@
 2  what is full by now is offered, pages of the very forward that asks too, and the core takes from that; so is what is
    being copied to the host, once it has been
 3  prefixes that are only kept in case that a prompt begins with them are forgotten
-4  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
-5  pages of the host
-6  torch.OutOfMemoryError
+4  what nobody can reach any more is collected: caches of calls that were interrupted hang on their tracebacks
+5  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
+6  pages of the host
+7  torch.OutOfMemoryError
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -51,6 +53,8 @@ def find_room(
         if tried() or (tier.copied_behind() and tried()):
             return
     if give_up(device, sum(count for _, count in runs)) and tried():
+        return
+    if gc.collect() and tried():
         return
     if tier is not None:
         if _waited(device, tier, tried):

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...allocator._native import Device
 from ...allocator.interrupts import if_free
+from ...allocator.units import format_size
 from ...offload.decide.prefixes import chain
 from ...offload.govern.governor import Governor
 from ...offload.govern.seat import Governed
@@ -66,8 +67,15 @@ class Parts:
         return torch.cat(keys, dim=2), torch.cat(values, dim=2)
 
 
+# What `Managed.prefixes` is for; the rest is the project's own.
+_PUBLIC: Final = (
+    *("block", "counts", "limit", "nbytes", "pages", "reused", "states", "tokens"),
+    *("clear", "flush", "get_num_new_matched_tokens", "pin", "unpin"),
+)
+
+
 class PrefixStore:
-    """Of one model that generates."""
+    """The prefixes that are kept for one model that generates: `Managed.prefixes`."""
 
     def __init__(
         self, model: nn.Module, device: Device, limit: int | None, governor: Governor, governed: Governed
@@ -89,6 +97,14 @@ class PrefixStore:
         self._proofs: dict[bytes, bool] = {}  # by settings: does the model go on from a state?
         self._closed = False
         pressure.add(self)
+
+    def __repr__(self) -> str:
+        limit = "" if self._limit is None else f" of {format_size(self._limit)}"
+        found = f"{self.counts.hit_rate:.0%} of the tokens of {self.counts.requests:,} requests were found"
+        return f"<prefixes of {self._name}: {self.tokens:,} tokens in {format_size(self.nbytes)}{limit}; {found}>"
+
+    def __dir__(self) -> list[str]:
+        return [*_PUBLIC]
 
     @property
     def limit(self) -> int | None:

@@ -12,14 +12,22 @@ import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Any
+from types import CodeType, ModuleType, TracebackType
+from typing import Any, Final
 
+NOTHING_MANAGED: Final = (
+    "ballonet: no model of transformers was called in this process, so nothing was managed. A program that it starts "
+    "is a process of its own: launch it with ballonet inside, as in `accelerate launch -m ballonet run script.py`"
+)
 _LAUNCHERS = ("ballonet.__main__", __name__, "runpy")  # whose frames come before the program's first
 
 
-def find(program: str, *, module: bool) -> str | None:
+def find(program: str, *, module: bool, code: bool = False) -> str | None:
     """Puts the program's folder on the path, as Python does. Says what is wrong where there is no program."""
+    if code:
+        if not sys.flags.safe_path:
+            sys.path[0] = ""
+        return None
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.realpath(program))
     if module:
@@ -35,32 +43,62 @@ def _importable(module: str) -> bool:
         return False
 
 
-def run(program: str, args: Sequence[str], *, module: bool, **options: Any) -> None:
-    """Runs a script, or with `module` a module by its name, and manages its models at their first use. `options` go to
-    `manage()`.
+def run(program: str, args: Sequence[str], *, module: bool, code: bool = False, **options: Any) -> None:
+    """Runs a script, or with `module` a module by its name, or with `code` the text itself, and manages its models at
+    their first use. `options` go to `manage()`. Says on stderr, at the end, where there was no model.
 
     ballonet is installed already and `find` has found the program. Raises whatever the program raises.
     """
     from .first_use import FirstUse
 
-    FirstUse(**options)
-    sys.argv = [program, *args]
+    class Used(FirstUse):
+        """Knows whether there was any model."""
+
+        any = False
+
+        def _take(self, model: Any) -> Any:
+            import torch
+
+            if not torch.compiler.is_compiling():
+                self.any = True
+            return super()._take(model)
+
+    watching, process = Used(**options), os.getpid()
+    sys.argv = ["-c" if code else program, *args]
     _shorten_tracebacks()
-    if module:
+    try:
+        _run(program, module, code)
+    except SystemExit:
+        _tell(watching.any, process)
+        raise
+    _tell(watching.any, process)
+
+
+def _tell(any_model: bool, process: int) -> None:
+    """After a program that ended by itself."""
+    if not any_model and os.getpid() == process:
+        print(NOTHING_MANAGED, file=sys.stderr)
+
+
+def _run(program: str, module: bool, code: bool) -> None:
+    if code:
+        _execute(compile(program, "<string>", "exec", dont_inherit=True), None)
+    elif module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     elif os.path.isfile(program) and not zipfile.is_zipfile(program):
-        _execute(program)
+        path = os.path.abspath(program)
+        _execute(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), path)
     else:
         runpy.run_path(os.path.abspath(program), run_name="__main__")  # a folder or an archive
 
 
-def _execute(script: str) -> None:
+def _execute(code: CodeType, path: str | None) -> None:
     """As `__main__` for good: runpy would take the name back before the script's threads and exit functions end."""
-    path = os.path.abspath(script)
     module = ModuleType("__main__")
-    module.__file__ = path
+    if path is not None:
+        module.__file__ = path
     sys.modules["__main__"] = module
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
+    exec(code, vars(module))
 
 
 def _shorten_tracebacks() -> None:

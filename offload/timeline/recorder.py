@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -189,9 +190,9 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[Recorder]:
 
 
 def until_exit(path: str | os.PathLike[str]) -> None:
-    """As `timeline`, until this process exits, by its end, an exception, Ctrl-C or sys.exit. What goes wrong then is
-    told on stderr."""
-    atexit.register(_begin(path))
+    """As `timeline`, until this process exits, by its end, an exception, Ctrl-C or sys.exit. Where it went, or what
+    went wrong, is told on stderr."""
+    atexit.register(_begin(path, tells=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,13 +202,16 @@ class _Finish:
     recorder: Recorder
     path: str
     pid: int
+    tells: bool  # where it went, on stderr
 
     def __call__(self) -> None:
         if os.getpid() == self.pid:
             write(self.recorder.stop(), self.path)
+            if self.tells:
+                print(f"ballonet: the timeline is in {self.path}", file=sys.stderr)
 
 
-def _begin(path: str | os.PathLike[str]) -> _Finish:
+def _begin(path: str | os.PathLike[str], tells: bool = False) -> _Finish:
     target = os.path.abspath(path)
     check(target)
-    return _Finish(Recorder(runtime.require(), runtime.events()), target, os.getpid())
+    return _Finish(Recorder(runtime.require(), runtime.events()), target, os.getpid(), tells)

@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         options = {"prefix_cache": True} if args.prefix_cache else {}
         options |= {"prefix_dir": args.prefix_dir} if args.prefix_dir is not None else {}
         run(
-            args.program, args.args, module=args.module, **options
+            args.program, args.args, module=args.module, code=args.code, **options
         )  # outside the try: what the program raises is its own
     return 0
 
@@ -39,7 +39,9 @@ def main(argv: list[str] | None = None) -> int:
 def _prepare(args: argparse.Namespace) -> None:
     from .hooks.programs.run import find
 
-    if problem := find(args.program, module=args.module):
+    if args.module and args.code:
+        args.wrong("PROGRAM is either a module (-m) or code (-c)")
+    if problem := find(args.program, module=args.module, code=args.code):
         print(f"{sys.executable}: {problem}", file=sys.stderr)
         sys.exit(1 if args.module else 2)  # as Python does
     from .offload.timeline import recorder
@@ -173,8 +175,11 @@ def _parser() -> argparse.ArgumentParser:
         "BALLONET_PREFIX_DIR_LIMIT, 16GiB)",
     )
     run.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    run.add_argument("-c", dest="code", action="store_true", help="PROGRAM is Python code")
     run.add_argument("program", metavar="PROGRAM", help="a Python script")
-    run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the program's own arguments")
+    rest = run.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the program's own arguments")
+    rest.required = False  # so that only what is missing is asked for
+    run.set_defaults(wrong=run.error)
 
     budget = _command(
         commands, "budget", _budget, "show or change the budget of a running process; prints one line of JSON"
