@@ -48,6 +48,7 @@ def unmapped_under_a_queued_kernel(gpu: Simulated) -> None:
     (address, _), stream = _page(gpu), _stream(gpu)
     with gpu.held():
         gpu.launch(stream, _never, (address, PAGE, True), name="late_kernel")
+        gpu.launch(stream, _never)
         gpu.unmap(address, PAGE)
     _dies(gpu, stream)
 
@@ -75,8 +76,9 @@ def unmapped_under_a_running_kernel(gpu: Simulated) -> None:
 
     def write() -> None:
         entered.set()
-        for i in range(2000):
-            ctypes.memset(address + i % PAGE, 1, 1)
+        while gpu.counts().reports == 0:  # until the unmap below has seen it
+            ctypes.memset(address, 1, PAGE)
+        ctypes.memset(address, 2, PAGE)
 
     gpu.launch(stream, write, (address, PAGE, True), name="running_kernel")
     entered.wait()

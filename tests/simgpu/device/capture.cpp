@@ -58,10 +58,13 @@ std::vector<const Node*> ordered(State& all, const Graph& graph, Stream& stream)
 void launch(State& all, Lock& lock, Executable& executable, const StreamPtr& stream) {
   if (executable.last != nullptr) stream->awaits.push_back(executable.last);
   for (const Node* node : ordered(all, *executable.graph, *stream)) {
-    const auto awaited = all.events.find(node->awaited), recorded = all.events.find(node->recorded);
+    const auto awaited = all.events.find(node->awaited);
     if (awaited != all.events.end() && awaited->second.record) stream->awaits.push_back(awaited->second.record);
     if (node->work != nullptr) all.engine.submit(lock, stream, node->work);
-    if (recorded != all.events.end()) recorded->second.record = all.engine.mark(lock, stream);
+    if (node->recorded == nullptr) continue;
+    const OperationPtr mark = all.engine.mark(lock, stream);
+    const auto recorded = all.events.find(node->recorded);
+    if (recorded != all.events.end()) recorded->second.record = mark;
   }
   executable.last = all.engine.mark(lock, stream);
 }

@@ -28,11 +28,16 @@ CUresult find_place(State& all, std::uint64_t address, std::uint64_t size, const
   return cuda::kSuccess;
 }
 
-std::shared_ptr<Work> copy_of(const char* name, std::uint64_t to, std::uint64_t from, std::uint64_t size) {
+// `guarded`: of host memory, where a page of a file that is mapped there may be gone.
+std::shared_ptr<Work> copy_of(const char* name, std::uint64_t to, std::uint64_t from, std::uint64_t size,
+                              bool guarded) {
   auto work = std::make_shared<Work>();
   work->name = name;
-  work->run = [=] {  // a page of a file that is mapped there may be gone
-    return ballonet::standin::read_guarded(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), size);
+  auto* const target = reinterpret_cast<char*>(to);
+  const auto* const source = reinterpret_cast<const char*>(from);
+  work->run = [=] {
+    return guarded ? ballonet::standin::read_guarded(target, source, size)
+                   : std::memcpy(target, source, size) != nullptr;
   };
   return work;
 }
@@ -62,7 +67,8 @@ CUresult copy(State& all, Lock& lock, const char* function, std::uint64_t to, st
     return break_capture(stream->capture, cuda::kStreamCaptureUnsupported, function, "pageable memory in a capture");
   const bool stages = source == Place::kPageable && target == Place::kDevice;
   if (stages && synchronous) all.engine.wait(lock, all.engine.mark(lock, stream));
-  const auto work = stages ? staged_copy(function, to, from, size) : copy_of(function, to, from, size);
+  const auto work =
+      stages ? staged_copy(function, to, from, size) : copy_of(function, to, from, size, source == Place::kPinned);
   if (source != Place::kPageable) work->ranges.push_back(Range{from, size, false});
   if (target != Place::kPageable) work->ranges.push_back(Range{to, size, true});
   refused = submit(all, lock, stream, work);
