@@ -92,11 +92,10 @@ CUresult cuStreamSynchronize(CUstream handle) {
 }
 
 CUresult cuStreamQuery(CUstream handle) {
-  return enter(Needs::kContext, "cuStreamQuery", [&](State& all, auto& lock) {
+  return enter(Needs::kContext, "cuStreamQuery", [&](State& all, auto&) {
     return with_stream(all, handle, "cuStreamQuery", [&](const StreamPtr& stream) {
       const CUresult refused = check_free(all, stream, "cuStreamQuery");
       if (refused != cuda::kSuccess) return refused;
-      if (stream->legacy) all.engine.mark(lock, stream);  // it comes after the blocking streams
       return CUresult{all.engine.idle(*stream) ? cuda::kSuccess : cuda::kNotReady};
     });
   });

@@ -74,7 +74,12 @@ void Engine::destroy(const StreamPtr& stream) {
 }
 
 bool Engine::idle(const Stream& stream) const {
-  return (stream.last == nullptr || stream.last->done) && all_done(stream.awaits);
+  if (stream.last != nullptr && !stream.last->done) return false;
+  if (!all_done(stream.awaits)) return false;
+  return !stream.legacy || std::all_of(all_streams_.begin(), all_streams_.end(), [&](const auto& weak) {
+    const StreamPtr other = weak.lock();  // the legacy stream is behind all blocking ones
+    return other == nullptr || other->legacy || !other->blocking || other->device != stream.device || idle(*other);
+  });
 }
 
 void Engine::imply_order(const Stream& stream, Operation& operation) {
