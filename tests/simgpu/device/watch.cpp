@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <string>
 
 namespace simgpu {
 namespace {
@@ -26,7 +27,11 @@ void Trace::take() { depth = ::backtrace(frames, sizeof frames / sizeof *frames)
 std::string Trace::text() const {
   const std::unique_ptr<char*, decltype(&std::free)> names(::backtrace_symbols(frames, depth), &std::free);
   std::string text;
-  for (int i = 0; names && i < depth; ++i) text += std::string("    ") + names.get()[i] + "\n";
+  for (int i = 0; names && i < depth; ++i) {
+    const std::string name = names.get()[i];  // the interpreter's own frames tell nothing, nor do those of this library
+    if (name.find("libcuda.so.1(+") != name.npos || name.find("libpython") != name.npos) continue;
+    text += "    " + name + "\n";
+  }
   return text;
 }
 
