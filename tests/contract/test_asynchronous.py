@@ -321,6 +321,41 @@ def test_a_graph_keeps_the_order_of_its_events_and_no_more(start: Callable[..., 
     assert orders == {"abcd", "acbd"}
 
 
+def test_an_external_event_is_recorded_by_each_replay(gpu: Simulated) -> None:
+    gate = Gate()
+    with gpu.stream() as stream, gpu.stream() as other, gpu.event() as event:
+        gpu.must("cuStreamBeginCapture_v2", stream, GLOBAL)
+        gpu.launch(stream, gate)
+        gpu.must("cuEventRecordWithFlags", event, stream, ctypes.c_uint(1))
+        result, graph = gpu.end_capture(stream)
+        assert (result, gpu.result("cuEventQuery", event)) == (SUCCESS, SUCCESS)  # never recorded
+        with gpu.executable(graph) as executable:
+            gpu.must("cuGraphLaunch", executable, stream)
+            assert gpu.result("cuEventQuery", event) == NOT_READY
+            gpu.ok("cuStreamWaitEvent", other, event, 0)
+            assert gpu.call("cuStreamQuery", other) == NOT_READY
+            gate.opened.set()
+            gpu.ok("cuStreamSynchronize", other)
+            assert gpu.result("cuEventQuery", event) == SUCCESS
+
+
+def test_launches_of_one_executable_do_not_overlap(gpu: Simulated) -> None:
+    seen: list[str] = []
+    gate = Gate()
+    with gpu.stream() as one, gpu.stream() as other:
+        gpu.must("cuStreamBeginCapture_v2", one, GLOBAL)
+        gpu.launch(one, lambda: (seen.append("begin"), gate(), seen.append("end")))
+        _, graph = gpu.end_capture(one)
+        with gpu.executable(graph) as executable:
+            gpu.must("cuGraphLaunch", executable, one)
+            gpu.must("cuGraphLaunch", executable, other)
+            assert gate.entered.wait(30)
+            assert gpu.call("cuStreamQuery", other) == NOT_READY
+            gate.opened.set()
+            gpu.ok("cuStreamSynchronize", other)
+    assert seen == ["begin", "end"] * 2
+
+
 def test_forked_work_has_to_be_joined(gpu: Simulated) -> None:
     with gpu.stream() as one, gpu.stream() as other, gpu.event() as event:
         gpu.must("cuStreamBeginCapture_v2", one, GLOBAL)
