@@ -19,18 +19,21 @@ class ConfigError(BallonetError, ValueError):
 
 
 class BudgetError(BallonetError):
-    """The budget is smaller than what must be resident. In bytes: `required` by all weights, `smallest` that works."""
+    """The budget is smaller than what must be resident. In bytes: `required` by all weights, `smallest` that works,
+    `others`: what other models, caches and tensors have, and do not give."""
 
-    def __init__(self, required: int, budget: int, smallest: int) -> None:
-        super().__init__(required, budget, smallest)
+    def __init__(self, required: int, budget: int, smallest: int, others: int = 0) -> None:
+        super().__init__(required, budget, smallest, others)
         self.required = required
         self.budget = budget
         self.smallest = smallest
+        self.others = others
 
     def __str__(self) -> str:
+        beside = f", {format_size(self.others)} of it used by others" if self.others else ""
         return (
             f"the weights take {format_size(self.required)} of pages, and a forward needs room beside them, but the "
-            f"budget is {format_size(self.budget)} ({self.budget} bytes). The smallest budget that works is "
+            f"budget is {format_size(self.budget)} ({self.budget} bytes){beside}. The smallest budget that works is "
             f"{format_size(self.smallest)}: ballonet.set_budget({self.smallest})."
         )
 

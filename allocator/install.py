@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,12 +22,15 @@ import torch
 from . import _native, control, runtime
 from .companion import Companion, CompanionUnavailable, load
 from .config import Config, cache_dir, parse_size, parse_time
-from .errors import BallonetError, DriverError, InstallError, UnsupportedVersion
+from .errors import BallonetError, BudgetInUse, DriverError, InstallError, UnsupportedVersion
 from .interrupts import Guarded
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
 from .torch_stats import TorchStatistics
 
+Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
+
+_POLL: Final = 0.01  # seconds between looks whether more may leave the device
 OLDEST_TORCH: Final = (2, 11)
 
 
@@ -45,6 +50,7 @@ class _Installed:
 
 _installed: _Installed | None = None
 _lock = threading.RLock()
+_prepare: tuple[_native.Device, Preparing] | None = None  # see prepare_with
 _warned = False  # that something was spilled
 
 
@@ -135,13 +141,49 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
     above is back with the driver.
 
     A smaller budget is met as an allocation would be: by what is free or idle, then by weights and caches that may go
-    to the host, for which it waits where another thread uses them. BudgetInUse where that would not do, with the
-    smallest budget that does, and nothing changed; and, with the budget before in force again, where it took longer
-    than `timeout` or another call asked for another budget meanwhile. ConfigError, NotInstalled, DriverError.
+    to the host, for which it waits where another thread uses them, and while layers are copied there first. BudgetInUse
+    where that would not do, with the smallest budget that does, and nothing changed; and, with the budget before in
+    force again, where it took longer than `timeout` or another call asked for another budget meanwhile. ConfigError,
+    NotInstalled, DriverError.
     """
     device = runtime.require()
     nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
-    device.set_budget(nbytes, round(parse_time(timeout, "timeout") * 1e9))
+    began, patience = time.monotonic(), parse_time(timeout, "timeout")
+    try:
+        device.set_budget(nbytes, round(patience * 1e9))
+    except BudgetInUse as error:
+        if error.waited or _prepare is None or _prepare[0] is not device:
+            raise
+        _set_prepared(device, nbytes, began, patience, _prepare[1], error)
+
+
+def prepare_with(device: _native.Device, preparing: Preparing) -> None:
+    """`preparing()` is entered where a lower budget of the device is refused. Within it more is made ready to leave the
+    device; what it hands out counts what is not ready yet."""
+    global _prepare
+    _prepare = device, preparing
+
+
+def _set_prepared(
+    device: _native.Device, nbytes: int, began: float, patience: float, preparing: Preparing, error: BudgetInUse
+) -> None:
+    """Tries again each time that more is ready, until nothing more will be, or the time is up."""
+    with preparing() as unready:
+        before, left = None, unready()
+        while True:
+            if left != before:
+                remaining = patience - (time.monotonic() - began)
+                try:
+                    return device.set_budget(nbytes, max(0, round(remaining * 1e9)))
+                except BudgetInUse as again:
+                    error = again
+                if error.waited or not left:
+                    raise error
+            waited = time.monotonic() - began
+            if waited >= patience:
+                raise BudgetInUse(error.immovable, error.budget, waited)
+            time.sleep(_POLL)
+            before, left = left, unready()
 
 
 def spilled() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ..allocator import runtime
+from ..allocator import install, runtime
 from ..allocator._native import Device
 from ..allocator.errors import DriverError
 from ..allocator.interrupts import if_free
@@ -41,6 +41,7 @@ def of(device: Device) -> Governor:
             marks=None if device.kind == "standin" else marks_of(device),
         )
         _governors[:] = [(device, governor)]  # one device is installed at a time
+        install.prepare_with(device, governor.preparing)
         return governor
 
 

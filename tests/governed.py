@@ -137,6 +137,7 @@ class FakeModel:
         self.gone: set[int] = set()  # layers that were taken
         self.changes = 0
         self.asked = 0
+        self.twins = 0, 0
         self.covered: list[tuple[int, ...]] = []
         self.entries: Callable[[int], bool] = lambda layer: True
         self.decisions: list[Decision] = []

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrai
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.managed import manage
+from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
 
 TOKENS = torch.arange(1, 9)[None]
@@ -122,6 +125,48 @@ def test_a_model_that_cannot_be_managed_runs_as_it_is_with_one_warning(watching:
     with pytest.warns(RuntimeWarning, match="leaves LlamaForCausalLM as it is") as warned:
         model.generate(TOKENS, max_new_tokens=2)
     assert len(warned) == 1
+    assert watching.managed == []
+
+
+@pytest.mark.parametrize("how", ["budget", "room"])
+def test_a_model_that_was_left_is_managed_once_there_is_room(
+    watching: FirstUse, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.setattr(first_use, "LOOK_AGAIN", 0.0)
+    with install.stock():
+        model = llama(intermediate_size=4096)
+    ballonet.set_budget("2MiB" if how == "budget" else "8MiB")
+    taken = None if how == "budget" else torch.empty(7 * 2**20, dtype=torch.uint8)
+    managing, manage = [], first_use.manage
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        managing.append(args)
+        return manage(*args, **kwargs)
+
+    monkeypatch.setattr(first_use, "manage", counted)
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    with pytest.warns(RuntimeWarning, match="leaves LlamaForCausalLM as it is.*tried again") as warned:
+        expected = [model.generate(TOKENS, **settings) for _ in range(3)]
+    assert (len(warned), len(managing), watching.managed) == (1, 1, [])
+    del taken
+    if how == "budget":
+        ballonet.set_budget("64MiB")
+    assert torch.equal(model.generate(TOKENS, **settings), expected[-1])
+    assert (len(managing), len(watching.managed)) == (2, 1)
+    watching.managed[0].release()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), PoolExhausted("no room")])
+def test_weights_that_could_not_be_moved_do_not_end_the_program(
+    watching: FirstUse, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(first_use, "manage", refuse)
+    model = llama()
+    with pytest.warns(RuntimeWarning, match="as it is.*no room"):
+        model.generate(TOKENS, max_new_tokens=2)
     assert watching.managed == []
 
 

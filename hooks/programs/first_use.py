@@ -9,6 +9,11 @@ Note [First uses that arrive together]
     One thread manages the model; the others wait at the entry, so that their `generate()` builds its cache for a
     managed model. The thread that manages it passes: `manage()` may run the model to measure it. Forwards that have
     begun in another way are waited for by `manage()` itself (hooks/gate.py).
+
+Note [Left as it is]
+    A model that cannot be managed, for want of pages as a rule, is left as torch made it, with one warning, and the
+    program goes on. It is tried again at a later use, when the budget has changed or more pages are unused than when it
+    was refused; pages are looked at once in `LOOK_AGAIN` seconds, twice as long after each refusal.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import importlib.abc
 import os
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,7 +34,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...allocator.errors import AlreadyManaged, BallonetError
+from ...allocator import runtime
+from ...allocator.errors import AlreadyManaged, BallonetError, PoolExhausted
 from ...allocator.interrupts import guarded
 from ..managed import Managed, manage, managed_as
 
@@ -37,6 +44,7 @@ _ENTRIES: Final = {  # module of transformers → class and method through which
     "transformers.generation.utils": ("GenerationMixin", "generate"),
 }
 _MISSING: Final = object()
+LOOK_AGAIN: Final = 1.0  # seconds between looks whether there is room now
 
 
 class FirstUse:
@@ -47,6 +55,7 @@ class FirstUse:
         self._options = options
         self._taking: dict[int, _Taking] = {}  # by the id of a module
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
         self._managed: weakref.WeakKeyDictionary[Any, weakref.ref[Managed]] = weakref.WeakKeyDictionary()
         self._patched: list[tuple[type, str, object]] = []
         self._finder = _AfterImport({name: self._patch for name in _ENTRIES if name not in sys.modules})
@@ -77,7 +86,8 @@ class FirstUse:
 
         @functools.wraps(original)
         def entered(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if model not in self._seen and self._take(model):  # by whatever is called now that it is managed
+            if (model not in self._seen or self._may_fit(model)) and self._take(model):
+                # by whatever is called now that it is managed
                 return getattr(owner, method)(model, *args, **kwargs)
             return original(model, *args, **kwargs)
 
@@ -111,17 +121,60 @@ class FirstUse:
                 return True
         return taking.wait()
 
+    def _may_fit(self, model: Any) -> bool:
+        """Was it left as it is, and is there reason to try again?"""
+        left = self._left.get(model) if self._left else None
+        return left is not None and left.may_fit()
+
     def _manage(self, model: Any) -> None:
         if managed_as(model) is not None:
             return  # the program's own doing
         try:
             handle = manage(model, **self._options)
         except AlreadyManaged:
-            return
-        except BallonetError as error:
-            warnings.warn(f"ballonet leaves {type(model).__name__} as it is: {error}", RuntimeWarning, stacklevel=4)
-            return
-        self._managed[model] = weakref.ref(handle)
+            self._left.pop(model, None)
+        except (BallonetError, PoolExhausted, torch.OutOfMemoryError) as error:
+            left = self._left.pop(model, None)
+            self._left[model] = _Left(left)
+            if left is None:
+                warnings.warn(_LEAVES.format(type(model).__name__, error), RuntimeWarning, stacklevel=4)
+        else:
+            self._left.pop(model, None)
+            self._managed[model] = weakref.ref(handle)
+
+
+class _Left:
+    """What there was when a model was refused."""
+
+    def __init__(self, before: _Left | None) -> None:
+        self._pause: float = LOOK_AGAIN if before is None else 2 * before._pause
+        self._next = time.monotonic() + self._pause
+        self._budget, self._unused = _room()
+
+    def may_fit(self) -> bool:
+        """Is there more room than there was? Costs next to nothing until it is time to look."""
+        device = runtime.current()
+        if device is None or (device.budget == self._budget and time.monotonic() < self._next):
+            return False
+        self._next = time.monotonic() + self._pause
+        budget, unused = _room()
+        return budget != self._budget or unused > self._unused
+
+
+def _room() -> tuple[int, int]:
+    """The budget in bytes, and pages of it that nobody uses."""
+    device = runtime.current()
+    if device is None:
+        return 0, 0
+    now = device.snapshot()
+    used = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
+    return device.budget, device.budget // device.page_size - used + now["heap"]["cached"] // device.page_size
+
+
+_LEAVES: Final = (
+    "ballonet leaves {0} as it is, which runs as it would without ballonet; it is tried again when the budget or the "
+    "free memory has grown: {1}"
+)
 
 
 class _Taking:

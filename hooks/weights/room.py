@@ -19,13 +19,16 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import BudgetError, ManageError
 from ...allocator.units import format_size
+from ...offload.decide.ladder import Rung
 from ...offload.decide.layout import Layout
 from ...offload.decide.plan import Plan, Rule
+from .. import governors
 from ..prefix.pressure import give_up
 from .layers import text_config
 from .storages import Span
 
 SHORT = 64  # tokens
+PATIENCE = 10.0  # seconds that other models are given to copy their layers to the host
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
 _SMALL_BLOCKS = 4  # pages
 
@@ -43,25 +46,34 @@ def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int)
 
 def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
     """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
-    device's budget. BudgetError where that cannot be.
+    device's budget. Others that are idle make room for all of it, those that are not for as much as it needs at least.
+    BudgetError where that cannot be.
 
     Sources that are blocks of the pool themselves are not counted as used by others: each is given up once it is
     copied.
     """
     device.trim()
-    page = device.page_size
-    sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases())))
+    page, total = device.page_size, device.budget // device.page_size
+    sources = sum(span.nbytes for span in spans if any(map(device.block_size, span.bases()))) // page
     pages = layout.layer_pages(layers)
     own = layout.pages - sum(pages) + layout.spare(sources=sources > 0, working=working)
-    others = max(0, _used(device) - sources // page)
-    missing = others + own + sum(pages) - device.budget // page
-    if missing > 0 and give_up(device, missing):  # prefixes that are only kept
-        others = max(0, _used(device) - sources // page)
+
+    def missing(wanted: int) -> int:
+        """Pages for so many of layers."""
+        return max(0, _used(device) - sources) + own + wanted - total
+
+    if (lack := missing(sum(pages))) > 0:
+        give_up(device, lack)  # prefixes that are only kept
+        if (lack := missing(sum(pages))) > 0:
+            governors.of(device).make_room(lack, Rung.IDLE_KV, PATIENCE)
+    if (lack := missing(rule.smallest(pages))) > 0:
+        governors.of(device).make_room(lack, Rung.STALLING_WEIGHTS, PATIENCE)
+    others = max(0, _used(device) - sources)
     fixed = others + own
-    plan = rule.choose(pages, device.budget // page - fixed)
-    if plan is None or fixed + plan.device_pages > device.budget // page:
+    plan = rule.choose(pages, total - fixed)
+    if plan is None or fixed + plan.device_pages > total:
         smallest = (fixed + rule.smallest(pages)) * page
-        raise BudgetError((others + layout.pages) * page, device.budget, smallest)
+        raise BudgetError(layout.pages * page, device.budget, smallest, others * page)
     return plan
 
 

@@ -13,10 +13,12 @@ Note [Who asks when]
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
-from ...allocator.interrupts import Guarded, if_free
+from ...allocator.interrupts import Guarded, guarded, if_free
 from ..decide.ladder import Rung
 from ..decide.ledger import Refusal
 from ..decide.plan import Plan
@@ -26,6 +28,7 @@ from .decision import Decision, decide, faster
 from .exchange import Exchange
 from .homecoming import coming_home, on_waking
 from .kv_way import Streamed
+from .pages import POLL
 from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
 from .sharing import admit
 
@@ -264,6 +267,40 @@ class Governor(Exchange):
                 keys.append(lot.client * LAYERS + lot.index)
                 left -= lot.pages
         return self._device.take(keys) if keys else 0
+
+    def preparing(self) -> Guarded[Callable[[], int]]:
+        """Within it models prepare to give what they may, whether pages are short or not. Hands out what counts the
+        layers that are not ready yet. No lock is taken on this thread: it may be in a signal's handler."""
+        token = object()
+
+        def begin() -> Callable[[], int]:
+            self._asking.add(token)
+            publishing = threading.Thread(target=self.publish_now, name="ballonet-prepare", daemon=True)
+            publishing.start()
+
+            def unready() -> int:
+                twins = [seat.model.twins for seat in list(self._clients.seats)]
+                return publishing.is_alive() + sum(wanted - made for made, wanted in twins)
+
+            return unready
+
+        return guarded(begin, lambda failed: self._asking.discard(token))
+
+    def make_room(self, pages: int, last: Rung, patience: float) -> None:
+        """Has so many device pages given by the rungs of the list up to the last, or as many as they have, after
+        waiting `patience` seconds at most for what has to be copied first. DriverError."""
+        deadline = time.monotonic() + patience
+        with self.preparing() as unready:
+            while True:
+                left = unready()
+                self.publish_now()
+                keys = [lot.client * LAYERS + lot.index for lot in self.lots() if lot.rung <= last]
+                for key in keys:
+                    if pages > 0:
+                        pages -= self._device.take([key])
+                if pages <= 0 or not left or time.monotonic() > deadline:
+                    return
+                time.sleep(POLL)
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""

@@ -82,6 +82,7 @@ class Overview:
         self._wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
         # pages
         self.pages: Final = Pages(device, dwell)
+        self._asking: set[object] = set()  # who wants more than what is free; see Governor.preparing
         self._waited = False  # was anything taken since it was last looked?
         self._list = Published(device)
         self._lots: list[Lot] | None = None  # of the models, where nothing of them has changed
@@ -138,7 +139,7 @@ class Overview:
     @property
     def prepares(self) -> bool:
         """Is it worth host memory to have twins?"""
-        return self.pages.scarce or any(seat.has_slo for seat in self._clients.seats)
+        return bool(self._asking) or self.pages.scarce or any(seat.has_slo for seat in self._clients.seats)
 
     # -- what happened; the caller holds the lock
 

@@ -67,6 +67,10 @@ class Governed(Protocol):
         """Up to so many device pages of prefixes that are kept for its prompts and that nobody uses go back, or a few
         more, after their keys; how many. Called without the governor's lock, on any thread. DriverError."""
 
+    @property
+    def twins(self) -> tuple[int, int]:
+        """How many layers at home have twins, and how many are to have one."""
+
     def cover(self, layers: Sequence[int]) -> None:
         """These may be taken soon: prepare their twins. Returns at once; `Governor.changed` when that changes what
         `entry` says."""

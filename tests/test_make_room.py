@@ -1,0 +1,119 @@
+"""Room is made before it is refused: under a lower budget, and for a second model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.allocator.errors import BudgetError, BudgetInUse
+from ballonet.hooks.weights import room
+
+from .models import build, prompts
+from .pool import tiny_layers
+
+PAGE = 4096
+BUDGET = 2**20
+LAYERS = 8
+INPUTS = prompts(batch=2, longest=9)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tiny_layers(monkeypatch, BUDGET, PAGE):
+        yield
+
+
+def llama() -> Any:
+    with install.stock():
+        return build("llama", num_hidden_layers=LAYERS)
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(**INPUTS).logits
+    return found
+
+
+def used() -> int:
+    pages = runtime.require().snapshot()["pages"]
+    return int(sum(pages.values()) - pages["free"])
+
+
+def test_a_lower_budget_waits_until_layers_can_leave() -> None:
+    """Nothing was short, so no layer has a twin when it is asked for."""
+    model = llama()
+    expected = logits(model)
+    with ballonet.manage(model) as managed:
+        assert torch.allclose(logits(model), expected, atol=1e-4)
+        assert managed.twins == (0, 0)
+        ballonet.set_budget(managed.pages * PAGE, timeout="60s")  # less than that and what is live beside it
+        assert managed.twins[0] > 0
+        ballonet.set_budget(BUDGET)
+        assert torch.allclose(logits(model), expected, atol=1e-4)
+
+
+def test_a_lower_budget_that_cannot_be_is_refused_with_one_that_can() -> None:
+    model = llama()
+    expected = logits(model)
+    with ballonet.manage(model):
+        logits(model)
+        before = used()
+        with pytest.raises(BudgetInUse) as refused:
+            ballonet.set_budget(4 * PAGE, timeout="60s")
+        assert runtime.require().budget == BUDGET
+        assert refused.value.smallest < before * PAGE
+        ballonet.set_budget(refused.value.smallest, timeout="60s")
+        ballonet.set_budget(BUDGET)
+        assert torch.allclose(logits(model), expected, atol=1e-4)
+
+
+def test_what_nothing_could_give_is_refused_before_the_time_is_up() -> None:
+    taken = torch.ones(BUDGET // 8)
+    with pytest.raises(BudgetInUse, match="cannot be moved") as refused:
+        ballonet.set_budget(BUDGET // 4, timeout="60s")
+    assert refused.value.waited == 0
+    del taken
+
+
+def test_an_idle_model_makes_room_for_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = llama(), llama()
+    expected = logits(first)
+    with ballonet.manage(first) as managed:
+        logits(first)
+        ballonet.set_budget((used() + 40) * PAGE)
+        monkeypatch.setattr(room, "PATIENCE", 0.0)
+        with pytest.raises(BudgetError) as refused:
+            ballonet.manage(second, interval=None)
+        monkeypatch.setattr(room, "PATIENCE", 60.0)
+        assert managed.pages * PAGE == refused.value.required, "they are alike"
+        ballonet.set_budget(refused.value.smallest - 4 * PAGE)  # the first one gives a layer
+        with ballonet.manage(second, interval=None):
+            ballonet.set_budget(BUDGET)
+            for _ in range(2):
+                assert torch.allclose(logits(second), expected, atol=1e-4)
+                assert torch.allclose(logits(first), expected, atol=1e-4)
+
+
+def test_the_smallest_budget_of_a_refusal_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what others use is told apart from what the model takes."""
+    model = llama()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    expected = logits(model)
+    others = torch.ones(40 * PAGE // 4)
+    ballonet.set_budget((used() + 16) * PAGE)
+    with pytest.raises(BudgetError, match="used by others") as refused:
+        ballonet.manage(model)
+    error = refused.value
+    assert weights <= error.required < weights + 2 * LAYERS * PAGE
+    assert error.others >= others.nbytes
+    assert error.smallest > runtime.require().budget
+    ballonet.set_budget(error.smallest)
+    with ballonet.manage(model):
+        assert torch.allclose(logits(model), expected, atol=1e-4)
+    ballonet.set_budget(BUDGET)
+    del others
