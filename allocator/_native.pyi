@@ -152,16 +152,19 @@ class Device:
     def synchronize(self) -> None: ...
     def timeline(self) -> list[tuple[int, int, int, int, int, int]]:
         """Drains (time_ns, free, weights, activations, kv, retiring), one row per change; CLOCK_MONOTONIC."""
-    def publish(self, entries: list[Entry]) -> None:
+    def publish(self, entries: list[Entry], limits: dict[int, int] = ...) -> None:
         """Replaces the reclaim list: what is taken, in this order, when device pages run out.
 
         That is in `map`, `own`, an allocation or a lower budget, on any thread, once free blocks are trimmed and
-        retirements reaped. An entry is taken as a whole. The bytes of pieces [first, first + count) of each `home` go
-        to [twin_first, ...) of its `twin`, the home's addresses lead there afterwards (`Range.alias`), and its device
-        pages are free. Twin pieces that are backed hold the bytes already, and nothing is copied; others are backed
-        with host pages, those of "kv" with the peer's as far as it has any, and filled from `sources`, or from the home
-        where there are none (counted in `copied`). A source is `HostMemory` or bytes of the home's part; bytes that no
-        source covers are undefined.
+        retirements reaped. An entry is taken as a whole, but for those in `limits` (key -> device pages): those give as
+        many pieces as are needed, up to the limit, from their parts in turns, the lowest pieces first; a piece that is
+        not what it was is passed over, and the others stay. They have neither sources nor buffers.
+
+        The bytes of pieces [first, first + count) of each `home` go to [twin_first, ...) of its `twin`, the home's
+        addresses lead there afterwards (`Range.alias`), and its device pages are free. Twin pieces that are backed hold
+        the bytes already, and nothing is copied; others are backed with host pages, those of "kv" with the peer's as
+        far as it has any, and filled from `sources`, or from the home where there are none (counted in `copied`). A
+        source is `HostMemory` or bytes of the home's part; bytes that no source covers are undefined.
 
         Where `twin` is None the pages are those of a buffer, which go: homes of the other parts may lead there
         (`Range.alias`), and lead to their twins afterwards, which hold their bytes already; those of the buffer itself
@@ -195,9 +198,16 @@ class Device:
 
         What yet other threads lease stays demanded. DriverError where nothing could be taken for that.
         """
-    def take(self, keys: list[int]) -> int:
-        """Takes those of these entries, in the order of the list, that this thread may take now; returns the device
-        pages freed. The others stay. DriverError where nothing could be taken for that."""
+    def take(self, keys: list[int], pages: int | None = None) -> int:
+        """Takes those of these entries, in the order of the list, that this thread may take now, until there are so
+        many `pages`; returns the device pages freed. The others stay. DriverError where nothing could be taken for
+        that."""
+    @property
+    def reclaimed(self) -> int:
+        """Device pages that entries have given so far."""
+    @property
+    def available(self) -> int:
+        """Device pages that can be had from nobody: free ones, and those that the budget lets be made."""
     def check(self) -> None:
         """Verifies every invariant the core can see; raises InvariantBroken."""
     def bind(self) -> None:
@@ -281,6 +291,8 @@ class Range:
         False, and nothing changed, where no page is free or another thread holds a lease on the group.
         """
     def backing(self, piece: int) -> Backing: ...
+    def runs(self, first: int, count: int) -> list[tuple[int, int, Backing]]:
+        """(first, count, backing) of neighbours among `count` pieces from `first` on."""
     def page(self, piece: int) -> int:
         """Index of the backing page in its pool, -1 where there is none."""
     def tensor(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], code: int, bits: int) -> object:

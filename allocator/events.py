@@ -77,11 +77,19 @@ Counts = dict[str, dict[str, Count]]  # by lever and verb
 
 
 class Named(NamedTuple):
-    """A published entry: which lever takes it, whose pages it has, what taking it should cost in seconds."""
+    """A published entry: which lever takes it, whose pages it has, what taking it should cost in seconds; and how many
+    `pages` that is for, where fewer may be taken."""
 
     lever: str
     what: str
     predicted: float | None
+    pages: int = 0
+
+    def cost(self, pages: int) -> float | None:
+        """Seconds that taking so many of them should cost."""
+        if self.predicted is None or not self.pages:
+            return self.predicted
+        return self.predicted * pages / self.pages
 
 
 class Heard(NamedTuple):
@@ -191,7 +199,7 @@ class Events:
         named = Named(lever, "", None) if lever else self.naming(key)
         by = threads.get(thread, f"thread {thread}") if thread else "ballonet"
         seconds = took / 1e9 if took else None
-        return Event(when, named.lever, verb, pages, named.what, by, named.predicted, seconds)
+        return Event(when, named.lever, verb, pages, named.what, by, named.cost(pages), seconds)
 
 
 def more(now: Mapping[str, Mapping[str, Count]], before: Mapping[str, Mapping[str, Count]]) -> Counts:

@@ -64,7 +64,8 @@ class FakeDevice:
             "peer_free": self.peer - sum(cache.on_peer for cache in self.caches),
         }
 
-    def publish(self, entries: list[Any]) -> None:
+    def publish(self, entries: list[Any], limits: dict[int, int]) -> None:
+        assert not limits, "of what is taken piece by piece"
         for key, client, parts in entries:
             assert parts == [key % LAYERS], "whose layer is it?"
             assert isinstance(client, FakeCache) or not client.changes, "it is being changed"

@@ -831,3 +831,119 @@ def test_torch_finds_memory_where_a_layer_was() -> None:
         del weights, more
         home.close()
         twin.close()
+
+
+# -- divisible entries
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    with opened() as made:
+        yield made
+
+
+def where(*layers: Layer) -> list[str]:
+    """Of each piece of each: device or alias, by the first letter."""
+    return ["".join(each.home.backing(piece)[0] for piece in range(each.home.pieces)) for each in layers]
+
+
+def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
+    """One entry of all, with the key 7."""
+    parts = [(each.home, 0, each.home.pieces, each.twin, 0, []) for each in layers]
+    core.device.publish([(7, layers[0].group, parts)], {7: limit})
+
+
+def three(core: Core, pieces: int = 4) -> list[Layer]:
+    group = core.device.group()
+    return [layer(core, pieces, value, group) for value in (10, 20, 30)]
+
+
+def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_turns(core: Core) -> None:
+    layers = three(core)
+    divisible(core, *layers)
+    wanted = core.device.available + 4
+    core.range(wanted).map(0, wanted)
+    assert where(*layers) == ["aadd", "addd", "addd"]
+    assert [(key, pages) for _, key, pages in core.device.taken()] == [(7, 4)]
+    assert core.device.published == [7]
+    assert core.device.take([7], 3) == 3
+    assert where(*layers) == ["aaad", "aadd", "aadd"]
+    assert all(each.intact() for each in layers)
+    assert core.device.take([7]) == 5
+    assert core.device.published == []
+    assert all(each.intact() for each in layers)
+    core.device.check()
+
+
+def test_it_gives_no_more_than_its_limit(core: Core) -> None:
+    layers = three(core)
+    divisible(core, *layers, limit=5)
+    assert core.device.take([7], 3) == 3
+    assert core.device.take([7]) == 2
+    assert core.device.take([7]) == 0
+    assert where(*layers) == ["aadd", "aadd", "addd"]
+
+
+def test_pieces_that_are_not_what_they_were_are_passed_over(core: Core) -> None:
+    """Their twins have pages since, and not their bytes: others are taken, and these are not."""
+    layers = three(core)
+    divisible(core, *layers)
+    layers[0].twin.map_host(0, 2)
+    layers[1].home.retire(0, 1)
+    assert core.device.take([7], 4) == 4
+    assert where(*layers)[0] == "ddad", "those that were not touched"
+    assert where(*layers)[1][1:] == "add"
+    assert where(*layers)[2] == "aadd"
+    assert layers[0].intact()
+    assert layers[2].intact()
+    core.device.check()
+
+
+def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core) -> None:
+    layers = three(core)
+    layers[2].clean()
+    numbers = core.device.snapshot()
+    room = numbers["host_budget"] // PAGE - numbers["host_pages"] + numbers["host_free"]
+    hog = core.range(room - 2)
+    hog.map_host(0, room - 2)
+    divisible(core, *layers)
+    assert core.device.take([7]) == 6
+    assert where(*layers) == ["addd", "addd", "aaaa"]
+    assert all(each.intact() for each in layers)
+
+
+def test_a_divisible_entry_that_another_thread_leases_is_demanded(core: Core) -> None:
+    layers = three(core)
+    divisible(core, *layers)
+    wanted, holder = core.device.available + 5, Other()
+    holder.does(layers[0].group.enter)
+    with pytest.raises(PoolExhausted):
+        core.range(wanted).map(0, wanted)
+    assert core.device.demand == 5
+    assert holder.does(core.device.obey) == 5
+    assert where(*layers) == ["aadd", "aadd", "addd"]
+    holder.does(layers[0].group.leave)
+    holder.end()
+
+
+def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
+    one = layer(core)
+    with pytest.raises(BallonetError, match="divisible"):
+        core.device.publish([(7, one.group, [(one.home, 0, 2, None, 0, [])])], {7: 1})
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuMemCreate"])
+def test_a_fault_while_some_of_it_is_taken_leaves_every_byte(core: Core, call: str) -> None:
+    for nth in range(1, 12):
+        layers = three(core)
+        divisible(core, *layers)
+        with contextlib.suppress(DriverError):
+            arm(call, nth)
+            core.device.take([7], 4)
+        disarm()
+        assert all(each.intact() for each in layers)
+        core.device.check()
+        for each in layers:
+            each.home.close()
+            each.twin.close()
+        core.device.reap(wait=True)

@@ -208,6 +208,16 @@ def test_exactly_two_to_the_31_elements_are_too_many() -> None:
     assert longest(8, 8, 128, 128, 2) == 2**17 - 1
 
 
+@pytest.mark.parametrize(("page", "pinned"), [(8 * 2**20, 256 * 2**20), (2 * 2**20, 64 * 2**20)])
+def test_a_short_conversation_of_an_eight_billion_model_fills_no_page(page: int, pinned: int) -> None:
+    """So while it is kept its last pages have to count as full, or none of them could leave."""
+    layer = choose(32, 1, 8, 128, 128, 2, page, 131072, expected=200, alone=True)
+    assert (layer.layers, layer.token_bytes) == (1, 4096)
+    assert (layer.full(200), layer.pieces(200)) == (0, 1)
+    assert 32 * layer.pieces(200) * page == pinned
+    assert (layer.full(page // 4096), layer.full(page // 4096 - 1)) == (1, 0)
+
+
 def test_an_eight_billion_model_keeps_its_layers_apart_and_a_small_one_shares() -> None:
     llama = {"heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21, "alone": False}
     assert choose(layers=32, batch=1, tokens=8192, expected=1024, **llama).layers == 1

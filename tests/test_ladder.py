@@ -474,8 +474,8 @@ def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> N
         device.kv += device.free
     named = [events.naming(key) for key in _keys_taken(device, governor, a, cache)]
     assert [each.what for each in named] == trace(device)
-    assert named[0] == ("hidden weights", "a", 0.0)
-    assert named[-1] == ("running KV", "of a chat", PAGE / LINK), "it is dirty: a page over the link"
+    assert named[0] == ("hidden weights", "a", 0.0, 0)
+    assert named[-1] == ("running KV", "of a chat", PAGE / LINK, 0), "it is dirty: a page over the link"
     device.kv = 0
     for _ in range(12):
         a.step(governor)

@@ -75,6 +75,19 @@ void bind_range(py::module_& module) {
           },
           py::arg("first"), py::arg("count"), ReleaseGil())
       .def(
+          "runs",
+          [](RangeHandle& r, std::size_t first, std::size_t count) {
+            std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs;
+            {
+              py::gil_scoped_release release;
+              runs = r.mapper().runs(*r.range, first, count);
+            }
+            py::list rows;
+            for (const auto& [at, pieces, backing] : runs) rows.append(py::make_tuple(at, pieces, name_of(backing)));
+            return rows;
+          },
+          py::arg("first"), py::arg("count"))
+      .def(
           "map_ahead",
           [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().map_ahead(r.range, first, count); },
           py::arg("first"), py::arg("count"))

@@ -1,4 +1,6 @@
 // The reclaim list of a device.
+#include <map>
+
 #include "bindings.h"
 
 namespace ballonet {
@@ -19,11 +21,17 @@ Takeable::Part part_of(const PartTuple& tuple) {
   return part;
 }
 
-void publish(Device& device, const std::vector<EntryTuple>& tuples) {
+void publish(Device& device, const std::vector<EntryTuple>& tuples, const std::map<std::int64_t, std::size_t>& limits) {
   std::vector<Reclaim::Entry> entries;
   for (const auto& [key, group, parts] : tuples) {
-    Reclaim::Entry& entry = entries.emplace_back(Reclaim::Entry{key, {group, {}}});
+    Reclaim::Entry& entry = entries.emplace_back(Reclaim::Entry{key, {group, {}}, {}});
     for (const PartTuple& part : parts) entry.takeable.parts.push_back(part_of(part));
+    const auto limit = limits.find(key);
+    if (limit == limits.end()) continue;
+    entry.limit = limit->second;
+    for (const Takeable::Part& part : entry.takeable.parts) {
+      if (part.buffer || !part.sources.empty()) throw UsageError("a divisible entry has neither buffers nor sources");
+    }
   }
   device.reclaim.publish(std::move(entries));
 }
@@ -44,7 +52,9 @@ std::size_t if_demanded(Device& device, std::size_t (Reclaim::*ask)()) {
 }  // namespace
 
 void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
-  device.def("publish", &publish, py::arg("entries"), ReleaseGil())
+  device
+      .def("publish", &publish, py::arg("entries"), py::arg("limits") = std::map<std::int64_t, std::size_t>{},
+           ReleaseGil())
       .def(
           "withdraw", [](Device& d, const std::vector<std::int64_t>& keys) { d.reclaim.withdraw(keys); },
           py::arg("keys"), ReleaseGil())
@@ -52,8 +62,14 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def("taken", &taken, ReleaseGil())
       .def_property_readonly("demand", [](Device& d) { return if_demanded(d, &Reclaim::demand); })
       .def(
-          "take", [](Device& d, const std::vector<std::int64_t>& keys) { return d.reclaim.take(keys); },
-          py::arg("keys"), ReleaseGil())
+          "take",
+          [](Device& d, const std::vector<std::int64_t>& keys, std::optional<std::size_t> pages) {
+            return d.reclaim.take(keys, pages.value_or(~std::size_t{0}));
+          },
+          py::arg("keys"), py::arg("pages") = py::none(), ReleaseGil())
+      .def_property_readonly("reclaimed", [](Device& d) { return d.reclaim.pages(); })
+      .def_property_readonly("available",
+                             py::cpp_function([](Device& d) { return d.mapper->available(); }, ReleaseGil()))
       .def("obey", [](Device& d) { return if_demanded(d, &Reclaim::obey); });
 }
 

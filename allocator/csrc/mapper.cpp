@@ -285,6 +285,18 @@ Backing Mapper::backing(Range& range, std::size_t piece) {
   return piece < range.held_.table.size() ? range.at(piece).backing : Backing::kNone;
 }
 
+std::vector<std::tuple<std::size_t, std::size_t, Backing>> Mapper::runs(Range& range, std::size_t first,
+                                                                        std::size_t count) {
+  std::vector<std::tuple<std::size_t, std::size_t, Backing>> found;
+  std::lock_guard<std::mutex> lock(mutex);
+  for (std::size_t piece = first; piece < first + count; ++piece) {
+    const Backing backing = piece < range.held_.table.size() ? range.at(piece).backing : Backing::kNone;
+    if (found.empty() || std::get<2>(found.back()) != backing) found.emplace_back(piece, 0, backing);
+    ++std::get<1>(found.back());
+  }
+  return found;
+}
+
 PageId Mapper::page(Range& range, std::size_t piece) {
   std::lock_guard<std::mutex> lock(mutex);
   return piece < range.held_.table.size() ? range.at(piece).page : kNoPage;

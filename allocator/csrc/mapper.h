@@ -24,6 +24,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <tuple>
 #include <vector>
 
 #include "background.h"
@@ -223,6 +224,11 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Taken outlook(const Takeable& takeable);
   // All or none. `near`: may twins lie on the peer? Throws DriverError with nothing changed.
   Taken take(Takeable& takeable, bool near = true);
+  // Of a divisible entry that was admitted: up to so many pieces that can be taken now, the first of all parts first,
+  // as far as there is `room` for their twins. No parts where there are none.
+  Takeable first_of(const Takeable& takeable, std::size_t most, Room room);
+  // (first, count, backing) of neighbours that lead to the same kind of page, of `count` pieces from `first` on.
+  std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs(Range& range, std::size_t first, std::size_t count);
   // Throws InvariantBroken where nothing has changed since it was admitted and its pages are not what they were.
   void check(const Takeable& takeable);
 
@@ -387,6 +393,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   using Shared = std::map<PageId, unsigned>;
   Taken examine(const Takeable& takeable, const std::vector<Ends>& ends);
   Shared shared_by(const Takeable& takeable, const std::vector<Ends>& ends);
+  bool goes(const Ends& ends, std::size_t piece, std::size_t twin_piece, std::uint64_t as_of);
   bool unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of);
   bool sound(const Takeable::Part& part, const Ends& ends, const Shared& shared);
   bool sources_there(const Takeable::Part& part, const Range& home) const;

@@ -21,6 +21,7 @@
 // them: whoever submits one holds a lease, and looks first. An entry that does not name every address that leads to a
 // page of its buffer is passed over.
 #include <algorithm>
+#include <queue>
 
 #include "mapper.h"
 
@@ -94,6 +95,52 @@ Taken Mapper::examine(const Takeable& takeable, const std::vector<Ends>& ends) {
   Taken found{Taken::Fate::kTaken, pages, lacking, kv};
   if (later || pages == 0 || !room_for_twins_locked().holds(found)) found.fate = Taken::Fate::kLater;
   return found;
+}
+
+Takeable Mapper::first_of(const Takeable& takeable, std::size_t most, Room room) {
+  using Next = std::pair<std::size_t, std::size_t>;  // a piece, and the part that it belongs to
+  const std::vector<Ends> ends = ends_of(takeable);
+  std::priority_queue<Next, std::vector<Next>, std::greater<Next>> next;
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    if (ends[i].open() && takeable.parts[i].count > 0) next.push({takeable.parts[i].first, i});
+  }
+  std::vector<std::vector<std::size_t>> chosen(ends.size());
+  std::lock_guard<std::mutex> lock(mutex);
+  while (!next.empty() && most > 0) {
+    const auto [piece, i] = next.top();
+    next.pop();
+    const Takeable::Part& part = takeable.parts[i];
+    const std::size_t twin_piece = part.twin_first + piece - part.first;
+    if (goes(ends[i], piece, twin_piece, takeable.as_of)) {
+      const std::size_t lacking = leads_somewhere(ends[i].twin->at(twin_piece).backing) ? 0 : 1;
+      if (room.holds({Taken::Fate::kTaken, 1, lacking, ends[i].home->owner == Owner::kKv})) {
+        chosen[i].push_back(piece);
+        --most;
+      }
+    }
+    if (piece + 1 < part.first + part.count) next.push({piece + 1, i});
+  }
+  Takeable found{takeable.group, {}, takeable.as_of};
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    const Takeable::Part& part = takeable.parts[i];
+    const std::size_t before = found.parts.size();
+    for (std::size_t piece : chosen[i]) {
+      if (found.parts.size() > before && found.parts.back().first + found.parts.back().count == piece) {
+        ++found.parts.back().count;
+      } else {
+        found.parts.push_back({part.home, piece, 1, part.twin, part.twin_first + piece - part.first, {}, false});
+      }
+    }
+  }
+  return found;
+}
+
+// Is this piece of a divisible entry what it was, and free to go? Pre: the caller holds the lock.
+bool Mapper::goes(const Ends& ends, std::size_t piece, std::size_t twin_piece, std::uint64_t as_of) {
+  const Range::Piece &home = ends.home->at(piece), &twin = ends.twin->at(twin_piece);
+  if (home.changed > as_of || twin.changed > as_of || home.doomed || twin.doomed) return false;
+  if (home.backing != Backing::kDevice || device_.mappings(home.page) != 1) return false;
+  return twin.backing != Backing::kAlias && twin.backing != Backing::kDevice;
 }
 
 Mapper::Shared Mapper::shared_by(const Takeable& takeable, const std::vector<Ends>& ends) {

@@ -9,15 +9,17 @@
 namespace ballonet {
 namespace {
 
-// What an entry names is its own: nothing is taken, or filled, twice.
+// What an entry names is its own: nothing is taken, or filled, twice. Of divisible entries that is looked for piece by
+// piece.
 void check_apart(const std::vector<Reclaim::Entry>& entries) {
   std::set<std::int64_t> keys;
   std::vector<std::tuple<std::shared_ptr<Range>, std::size_t, std::size_t>> spans;
-  for (const auto& [key, takeable] : entries) {
+  for (const auto& [key, takeable, limit] : entries) {
     if (!keys.insert(key).second) {
       throw UsageError(format("two entries have the key %lld", static_cast<long long>(key)));
     }
     if (!takeable.group) throw UsageError("an entry belongs to a group");
+    if (limit) continue;
     for (const Takeable::Part& part : takeable.parts) {
       spans.emplace_back(part.home.lock(), part.first, part.count);
       spans.emplace_back(part.twin.lock(), part.twin_first, part.count);
@@ -39,7 +41,7 @@ void Reclaim::publish(std::vector<Entry> entries) {
   std::lock_guard<std::mutex> lock(mutex);
   std::vector<Entry> admitted;
   for (Entry& entry : entries) {
-    if (mapper_->admit(entry.takeable)) admitted.push_back(std::move(entry));
+    if (mapper_->admit(entry.takeable) || entry.limit) admitted.push_back(std::move(entry));
   }
   entries_ = std::move(admitted);
 }
@@ -53,10 +55,15 @@ void Reclaim::withdraw(const std::vector<std::int64_t>& keys) {
 
 std::vector<std::int64_t> Reclaim::keys() {
   std::lock_guard<std::mutex> lock(mutex);
-  const auto is_void = [&](const Entry& e) { return mapper_->outlook(e.takeable).fate == Taken::Fate::kVoid; };
+  const auto is_void = [&](const Entry& e) {
+    return !e.limit && mapper_->outlook(e.takeable).fate == Taken::Fate::kVoid;
+  };
   entries_.erase(std::remove_if(entries_.begin(), entries_.end(), is_void), entries_.end());
   std::vector<std::int64_t> keys;
-  for (const Entry& entry : entries_) keys.push_back(entry.key);
+  for (const Entry& entry : entries_) {
+    if (!entry.limit || !mapper_->first_of(entry.takeable, *entry.limit, {1, 1}).parts.empty())
+      keys.push_back(entry.key);
+  }
   return keys;
 }
 
@@ -107,10 +114,10 @@ Reclaim::Outlook Reclaim::look(std::size_t enough) {
     if (room.holds(found)) pages += found.pages;
   };
   for (auto entry = entries_.begin(); entry != entries_.end() && sum.ready < enough;) {
-    const Taken found = mapper_->outlook(entry->takeable);
+    const Taken found = outlook_of(*entry, enough - sum.ready, room);
     if (found.fate == Taken::Fate::kTaken) add(found, sum.ready);
     if (found.fate == Taken::Fate::kLeased) leased.push_back(found);
-    entry = found.fate == Taken::Fate::kVoid ? entries_.erase(entry) : std::next(entry);
+    entry = found.fate == Taken::Fate::kVoid && !entry->limit ? entries_.erase(entry) : std::next(entry);
   }
   for (const Taken& found : leased) add(found, sum.leased);
   return sum;
@@ -136,10 +143,10 @@ std::size_t Reclaim::take(std::size_t wanted, std::size_t missing, bool all_or_n
   return take_some(missing, kind, [](const Entry&) { return true; });
 }
 
-std::size_t Reclaim::take(const std::vector<std::int64_t>& keys) {
+std::size_t Reclaim::take(const std::vector<std::int64_t>& keys, std::size_t pages) {
   const std::set<std::int64_t> named(keys.begin(), keys.end());
   std::lock_guard<std::mutex> lock(mutex);
-  return take_some(~std::size_t{0}, Events::Kind::kTake, [&](const Entry& e) { return named.count(e.key) > 0; });
+  return take_some(pages, Events::Kind::kTake, [&](const Entry& e) { return named.count(e.key) > 0; });
 }
 
 // Pre: the caller holds the lock. Chosen entries in their order until `missing` pages are free. Returns the pages.
@@ -152,35 +159,59 @@ std::size_t Reclaim::take_some(std::size_t missing, Events::Kind kind,
       ++entry;
       continue;
     }
-    Taken found{Taken::Fate::kLater, 0};
     const std::int64_t since = now_ns();
-    for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
-      try {
-        found = mapper_->take(entry->takeable, attempt == 0);  // then without the peer, which may be what fails
-        break;
-      } catch (const PoolExhausted&) {
-        break;  // of the host: the driver has less than the budget allows
-      } catch (const DriverError&) {
-        failed = std::current_exception();
-      }
-    }
+    const Taken found = take_one(*entry, missing - freed, failed);
     if (found.fate == Taken::Fate::kTaken) {
       if (events_.size() == kCapacity) events_.pop_front();
       events_.push_back({now_ns(), entry->key, found.pages});
       mapper_->events.add(kind, found.pages, since, entry->key);
       freed += found.pages;
     }
+    if (entry->limit && found.fate == Taken::Fate::kTaken) {
+      *entry->limit -= std::min(*entry->limit, found.pages);
+      continue;  // there may be more
+    }
     const bool stays = found.fate == Taken::Fate::kLater || found.fate == Taken::Fate::kLeased;
-    entry = stays ? std::next(entry) : entries_.erase(entry);
+    entry = stays || entry->limit ? std::next(entry) : entries_.erase(entry);
   }
   pages_ += freed;
   if (freed == 0 && failed) std::rethrow_exception(failed);
   return freed;
 }
 
+// The entry, or of a divisible one up to so many pages. Where the driver refuses: kLater, and why in `failed`.
+Taken Reclaim::take_one(Entry& entry, std::size_t missing, std::exception_ptr& failed) {
+  Takeable part;
+  if (entry.limit) {
+    part = mapper_->first_of(entry.takeable, std::min(*entry.limit, missing), mapper_->room_for_twins());
+    if (part.parts.empty()) return {Taken::Fate::kVoid, 0};
+  }
+  for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
+    try {
+      // Then without the peer, which may be what fails.
+      return mapper_->take(entry.limit ? part : entry.takeable, attempt == 0);
+    } catch (const PoolExhausted&) {  // of the host: the driver has less than the budget allows
+      if (!entry.limit || missing == 1) break;
+      return take_one(entry, 1, failed);
+    } catch (const DriverError&) {
+      failed = std::current_exception();
+    }
+  }
+  return {Taken::Fate::kLater, 0};
+}
+
+// What taking the entry, or of a divisible one up to `enough` pages, would come to.
+Taken Reclaim::outlook_of(const Entry& entry, std::size_t enough, const Room& room) {
+  if (!entry.limit) return mapper_->outlook(entry.takeable);
+  const Takeable part = mapper_->first_of(entry.takeable, std::min(*entry.limit, enough), room);
+  return part.parts.empty() ? Taken{Taken::Fate::kLater, 0} : mapper_->outlook(part);
+}
+
 void Reclaim::check() {
   std::lock_guard<std::mutex> lock(mutex);
-  for (const Entry& entry : entries_) mapper_->check(entry.takeable);
+  for (const Entry& entry : entries_) {
+    if (!entry.limit) mapper_->check(entry.takeable);  // the others are looked at piece by piece as they are taken
+  }
 }
 
 }  // namespace ballonet

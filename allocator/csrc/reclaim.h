@@ -10,14 +10,22 @@
 // An entry whose group another thread leases is in use, even where nothing of it runs at the moment. What is missing
 // for want of such entries is posted as a demand, and the asker goes without. The thread with the lease sees it at its
 // next layer boundary and takes the entries itself. A request that all entries together could not meet takes none.
+//
+// Note [Divisible]
+// Pages of KV go one by one, the oldest of all layers first, and a cache has thousands. So an entry may be divisible:
+// its parts are runs of pieces, one or two per layer, and who needs pages takes as many as are needed, from the parts
+// in turns. Then what became of one piece says nothing of the others: pieces that are not what they were are passed
+// over one by one, and the entry stays.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "fork.h"
@@ -30,6 +38,7 @@ class Reclaim {
   struct Entry {
     std::int64_t key;
     Takeable takeable;
+    std::optional<std::size_t> limit;  // of a divisible entry: device pages that it gives yet
   };
   struct Event {
     std::int64_t time_ns;  // CLOCK_MONOTONIC
@@ -80,8 +89,9 @@ class Reclaim {
   // Takes for the demand what the calling thread may take; returns the pages. What other threads still hold stays
   // demanded. Throws DriverError.
   std::size_t obey();
-  // Takes those of these entries that the calling thread may take now; returns the pages. Throws DriverError.
-  std::size_t take(const std::vector<std::int64_t>& keys);
+  // Takes those of these entries that the calling thread may take now, of divisible ones until there are so many pages;
+  // returns the pages. Throws DriverError.
+  std::size_t take(const std::vector<std::int64_t>& keys, std::size_t pages = ~std::size_t{0});
   // Throws InvariantBroken.
   void check();
 
@@ -96,6 +106,8 @@ class Reclaim {
   void demand(std::size_t wanted, std::size_t missing);
   std::size_t take(std::size_t wanted, std::size_t missing, bool all_or_none, Events::Kind kind);
   std::size_t take_some(std::size_t missing, Events::Kind kind, const std::function<bool(const Entry&)>& chosen);
+  Taken take_one(Entry& entry, std::size_t missing, std::exception_ptr& failed);
+  Taken outlook_of(const Entry& entry, std::size_t enough, const Room& room);
 
   const HeldOverFork held_{ForkRank::kReclaim, mutex};
   const std::shared_ptr<Mapper> mapper_;

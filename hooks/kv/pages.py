@@ -4,6 +4,12 @@ Note [Full pages]
     Pages that are full may be taken at any moment, between two lines too; then their addresses lead to the host, and
     all that is done to them is done there (offload/move/kv_twin.py). Appending never writes to one. Whatever does, or
     lets go of its tokens, says so first (`lower`); it is said to be full again after everything else (`filled`).
+
+Note [Kept]
+    A page of 8 MiB holds 2,048 tokens of a layer of an 8B model, so a conversation of 200 tokens fills none, and its 32
+    layers would keep 256 MiB of the device for good. While a cache is only kept for prompts nothing is appended to it:
+    then its last pages are as good as full (`final`), and leave for the host with the others. Before it is used again
+    they are not any more; what has left leads to the host, where tokens may be appended as well, until it comes home.
 """
 
 from __future__ import annotations
@@ -57,7 +63,7 @@ class KVPages:
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
             self._twin = KVTwin(device, group, home, tier.lock, alone)
-            self._number = tier.add(self._twin, geometry.page / geometry.token_bytes)
+            self._number = tier.add(self._twin)
             self._count(self._twin)
 
     @property
@@ -176,6 +182,16 @@ class KVPages:
             self._count(self._twin)
             self._tier.grown(more, soon)
 
+    def final(self, lengths: Iterable[int]) -> None:
+        """The layers have so many tokens, and get no more before `lower` is called: the page that the last of them lies
+        on may leave as well, after what the stream was given that appended it. See Note [Kept]."""
+        if self._tier is None or self._twin is None:
+            return
+        full = self._geometry.pieces(max(lengths, default=0))
+        if full > self._twin.full:
+            self._twin.raise_to(full)
+            self._tier.grown(1, soon=False)
+
     def lower(self, lengths: Iterable[int]) -> None:
         """The layers are about to have no more tokens than that, or to write behind them."""
         if self._twin is not None and (full := self._full(lengths)) < self._twin.full:
@@ -196,7 +212,7 @@ class KVPages:
         self.fills = -(-(twin.full + 1) * self._geometry.page // self._geometry.token_bytes)
 
     def _full(self, lengths: Iterable[int]) -> int:
-        return min(lengths, default=0) * self._geometry.token_bytes // self._geometry.page
+        return self._geometry.full(min(lengths, default=0))
 
     @property
     def full(self) -> int:

@@ -252,6 +252,14 @@ class KVRange:
             self._show(each)
         return True
 
+    def keep(self, kept: bool) -> None:
+        """Nothing is appended from now on, or it may be again. On the thread that uses the cache, before another one
+        may or after. DriverError."""
+        if kept:
+            self.pages.final(self._lengths())
+        else:
+            self.pages.lower(self._lengths())
+
     def part(self, place: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.
         BallonetError where some of them have no page (any more), or fly while another thread uses the cache."""

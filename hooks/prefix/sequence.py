@@ -161,7 +161,9 @@ class KeptSequence:
         return found is not None and bool(found.is_initialized)
 
     def idle(self, kept: bool) -> None:
-        """To the governor: nobody uses it, or somebody does from now on."""
+        """To the governor: nobody uses it, or somebody does from now on. DriverError."""
+        for home in self.homes:
+            home.keep(kept)
         for tier in self._tiers():
             tier.kept = kept
 

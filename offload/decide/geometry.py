@@ -128,6 +128,10 @@ class Geometry:
         """Pieces that each part needs for `length` tokens."""
         return -(-length * self.token_bytes // self.page)
 
+    def full(self, length: int) -> int:
+        """Pieces of each part on which nothing but the first `length` tokens lies."""
+        return length * self.token_bytes // self.page
+
     def runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """(first piece, count) of what grows when the parts go from `start` to `end` pieces, one run per part."""
         step = self.sequence_bytes // self.page

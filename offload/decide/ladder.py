@@ -67,7 +67,9 @@ class Lot:
 
     `priority`: those with the lowest give first; `recency`: of equals the one with the highest: when what is idle was
     used, when what runs came. `seconds`: of each iteration, per page, for as long as it is away. `once`: seconds of
-    taking it. `owner`: the model whose floor it counts for, 0 for none. `borrowed`: it lies in what is another's."""
+    taking it. `owner`: the model whose floor it counts for, 0 for none. `borrowed`: it lies in what is another's.
+    `divisible`: any number of its pages may be taken, and it may be made two lots, the second with an index higher by
+    this."""
 
     rung: Rung
     client: int
@@ -79,6 +81,14 @@ class Lot:
     once: float = 0.0
     owner: int = 0
     borrowed: bool = False
+    divisible: int = 0
+
+    def split(self, pages: int) -> tuple[Lot, Lot]:
+        """A lot of so many of its pages, fewer than it has, and one of the others."""
+        part = pages / self.pages
+        return replace(self, pages=pages, once=self.once * part), replace(
+            self, index=self.index + self.divisible, pages=self.pages - pages, once=self.once * (1 - part)
+        )
 
     @property
     def lever(self) -> str:
@@ -97,7 +107,11 @@ def claimed(lots: Iterable[Lot], owed: Mapping[int, int]) -> list[Lot]:
     would be taken first, are borrowed. See lending.py, Note [Due]."""
     left, found = dict(owed), []
     for lot in ordered(lots):
-        if lot.rung in (Rung.PREFIX, Rung.IDLE_KV) and left.get(lot.owner, 0) > 0:
+        due = left.get(lot.owner, 0)
+        if lot.rung in (Rung.PREFIX, Rung.IDLE_KV) and due > 0:
+            if lot.divisible and due < lot.pages:
+                lot, rest = lot.split(due)
+                found.append(rest)
             left[lot.owner] -= lot.pages
             lot = replace(lot, rung=min(lot.rung, Rung.LEND), borrowed=True)
         found.append(lot)
@@ -110,6 +124,8 @@ def above_floors(lots: Iterable[Lot], spare: Mapping[int, int]) -> list[Lot]:
     left, kept = dict(spare), []
     for lot in lots:
         if lot.owner in left:
+            if lot.divisible and 0 < left[lot.owner] < lot.pages:
+                lot, _ = lot.split(left[lot.owner])
             if lot.pages > left[lot.owner]:
                 continue
             left[lot.owner] -= lot.pages

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .seat import LAYERS, Cache, Offer
+from .seat import LAYERS, SPLIT, Cache, Offer
 
 
 @dataclass(slots=True, eq=False)
@@ -42,12 +42,14 @@ class CacheSeat:
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         """See Cache.entry."""
         cache = self.cache()
-        return None if cache is None else cache.entry(index)
+        return None if cache is None else cache.entry(index % SPLIT)
 
     def ask(self) -> list[Offer]:
         """What it offers now, without what was taken and it does not know of yet."""
         cache = self.cache()
-        return [] if cache is None else [each for each in cache.offers() if each.index not in self.taken]
+        if cache is None:
+            return []
+        return [each for each in cache.offers() if each.divisible or each.index not in self.taken]
 
 
 class Caches:

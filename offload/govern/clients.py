@@ -79,6 +79,8 @@ class Clients:
 
     def bury(self) -> tuple[bool, bool]:
         """Those that are gone; were there any, models or caches?"""
+        if not self._gone and not self._gone_caches:
+            return False, False
         models = [self._take_out(self._gone.popleft()) for _ in range(len(self._gone))]
         caches = [self.caches.pop(number) for number in self._take_gone_caches()]
         return any(models), any(caches)

@@ -127,7 +127,7 @@ class Governor(Exchange):
             cache.give_buffers()
         for cache in tended:
             cache.write_behind(0)
-        if tended:
+        if tended and self._list.stale:
             self._publish()
         return decision
 
@@ -266,7 +266,7 @@ class Governor(Exchange):
             if left > 0 and lot.rung is rung:
                 keys.append(lot.client * LAYERS + lot.index)
                 left -= lot.pages
-        return self._device.take(keys) if keys else 0
+        return self._device.take(keys, pages) if keys else 0
 
     def preparing(self) -> Guarded[Callable[[], int]]:
         """Within it models prepare to give what they may, whether pages are short or not. Hands out what counts the

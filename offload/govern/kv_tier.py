@@ -16,9 +16,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from heapq import heapify, heappop, heapreplace
 from itertools import count
 from threading import Lock
 from typing import Any, Final, Protocol
@@ -31,11 +32,12 @@ from ..decide.ahead import ahead, window
 from ..decide.ladder import Rung
 from ..decide.peer import mean_seconds
 from ..move.kv_stream import Slice
-from ..move.kv_twin import KVTwin, Run, arrange, available
+from ..move.kv_twin import KVTwin, Spans, available
 from .kv_way import KVWay, Streamed
-from .seat import LAYERS, Offer
+from .seat import SPLIT, Offer
 
 AHEAD: Final = 2  # layers of a prefill for which pages are made ready
+_FIRST_SLICE: Final = 4  # index of the first offer that is of a buffer: those before are of full pages
 UNSAID: Final = 64  # of the budget, the part of new full pages in a prefill of which the governor is told at once
 
 
@@ -75,7 +77,6 @@ class KVTier:
         self._group = group
         self.governor = governor
         self._twins: list[weakref.ref[KVTwin]] = []
-        self._tokens: list[float] = []  # on a page of each
         self._transfers: dict[str, Transfer] = {}
         self._homing = Lock()  # held while pages come home
         self._kept = False
@@ -92,7 +93,8 @@ class KVTier:
         self._unsaid = 0  # pages that are full, which the governor does not know
         self._behind = Lock()  # of whoever is about to copy what is marked
         self._next = count()
-        self._runs: dict[int, Run | Slice] = {}  # by index of the offer
+        self._full: list[list[tuple[int, Spans]]] = []  # pieces of ranges, by index of the offer, see `_sorted`
+        self._slices: dict[int, Slice] = {}  # by index of the offer
         self._buffered = 0  # changes of buffers that the governor was told of
         self.number = governor.add_cache(self)
         Farewell(self, partial(governor.remove_cache, self.number))
@@ -105,7 +107,7 @@ class KVTier:
     @property
     def displaced(self) -> int:
         """Pages that lie on the peer or the host and would be on the device if there were room, as far as known."""
-        return sum(twin.away for twin in self._there())
+        return sum([twin.away for twin in self._there()])
 
     @property
     def held(self) -> int:
@@ -121,7 +123,7 @@ class KVTier:
     @property
     def near(self) -> int:
         """Of these, those that lie on the peer."""
-        return sum(twin.near for twin in self._there())
+        return 0 if self._device.peer is None else sum([twin.near for twin in self._there()])
 
     @property
     def on_peer(self) -> int:
@@ -154,9 +156,8 @@ class KVTier:
 
     # -- for the thread that uses it
 
-    def add(self, twin: KVTwin, tokens: float) -> int:
-        """One more range, with so many tokens on a page. Returns its number."""
-        self._tokens.append(tokens)
+    def add(self, twin: KVTwin) -> int:
+        """One more range. Returns its number."""
         self._twins.append(weakref.ref(twin))
         return len(self._twins) - 1
 
@@ -216,7 +217,7 @@ class KVTier:
         if self.governor.taken_of(self.number):
             self._see()
         with self.lock:
-            settled = not self._behind.locked() and self._settle()
+            settled = self._in_flight and not self._behind.locked() and self._settle()
         if settled or self._unsaid:
             self._unsaid = 0
             self.governor.cache_changed(self.number)
@@ -231,7 +232,7 @@ class KVTier:
             self._goal = self.held + more * self.block
             self.governor.needs(self.number, more * self.block)
         if away or self.way.buffers:
-            self._arrange(stream, rows)
+            self._arrange(stream, rows, away)
         else:
             self.way.at_home(rows)
         if self.way.changes != self._buffered:
@@ -255,7 +256,7 @@ class KVTier:
 
     def look(self) -> None:
         """Finds out what was taken."""
-        reclaimed = self._device.snapshot()["reclaimed"]
+        reclaimed = self._device.reclaimed
         if reclaimed != self._reclaimed:
             self._see()
             self._reclaimed = reclaimed
@@ -268,7 +269,7 @@ class KVTier:
         """So many pages that are away come home, if there is room, and their bytes range after range; returns how many.
         DriverError."""
         self.look()
-        began, reading = time.monotonic(), self._reading()
+        began, reading = time.monotonic(), self._reading(self.displaced)
         twins = [twin for twin in self._there() if twin.away]
         shown = [twin for twin in twins if not twin.alone()]  # and those have no tensors of their own by now
         with self._homing:
@@ -290,9 +291,9 @@ class KVTier:
         """Something about its pages, by this thread. Times are in seconds."""
         self.governor.events.decided(lever, verb, pages, what=self.name, predicted=predicted, measured=measured)
 
-    def _arrange(self, stream: int, rows: int) -> None:
-        """How is what stays away read? An event where buffers come or go."""
-        seconds = self._reading()
+    def _arrange(self, stream: int, rows: int, away: int) -> None:
+        """How are the pages read that stay away? An event where buffers come or go."""
+        seconds = self._reading(away)
         link = None if seconds is None else self._device.page_size / seconds
         began = time.monotonic()
         chosen = self.way.arrange(self._in_order(), rows, link, stream)
@@ -315,37 +316,59 @@ class KVTier:
     # -- for the governor
 
     def offers(self) -> Sequence[Offer]:
-        """What may be taken, in this order."""
+        """What may be taken, in this order: pages of buffers that no layer reads; full pages, one offer for all layers
+        (`_sorted`); the other pages of buffers. The number of full pages does not matter."""
         self.look()
-        known: dict[tuple[Any, ...], int] = {(type(run), *run[:3]): index for index, run in self._runs.items()}
-        offered: dict[int, Run | Slice] = {}
-        slices = self.way.slices()
-        found: list[Run | Slice] = [each for each in slices if not each.readers]
-        found += self._arranged()
-        found += [each for each in slices if each.readers]
-        for run in found:
-            index = known.get((type(run), *run[:3]))
-            while index is None or index in offered:
-                index = next(self._next) % LAYERS
-                index = None if index in self._runs else index
-            offered[index] = run
-        self._runs = offered
-        return [
-            Offer(index, run.pieces, True, run.readers)
-            if isinstance(run, Slice)
-            else Offer(index, run.pieces, run.clean)
-            for index, run in offered.items()
-        ]
+        self._full = self._sorted()
+        sliced = self._sliced()
+        found = [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if not each.readers]
+        for index, of_twins in enumerate(self._full):
+            if pages := sum([end - first for _, spans in of_twins for first, end in spans]):
+                found.append(Offer(index, pages, index % 2 == 0, divisible=True))
+        found += [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if each.readers]
+        return found
 
     def entry(self, index: int) -> tuple[Group, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""
-        run = self._runs.get(index)
-        if isinstance(run, Slice):
-            parts = self.way.parts(run)
-            return (self._group, parts) if parts else None
-        twin = None if run is None else self._twins[run.range]()
-        part = None if run is None or twin is None else twin.part(run.first, run.pieces)
-        return None if part is None else (self._group, [part])
+        if (taken := self._slices.get(index)) is not None:
+            parts = self.way.parts(taken)
+        else:
+            full = self._full[index] if index < len(self._full) else []
+            parts = [
+                part
+                for number, spans in full
+                if (twin := self._twins[number]()) is not None
+                for run in spans
+                if (part := twin.part(*run)) is not None
+            ]
+        return (self._group, parts) if parts else None
+
+    def _sorted(self) -> list[list[tuple[int, Spans]]]:
+        """The full pages that may be taken, by number of the range, in this order: those of layers that were read in
+        this iteration and are not read again in it, then those of the others; of each the clean ones, then the dirty
+        ones. The core takes the oldest of each first, from all layers in turns."""
+        ran = frozenset(self._turns[:-1]) if self.prefills else frozenset()
+        found: list[list[tuple[int, Spans]]] = [[], [], [], []]
+        for number, ref in enumerate(tuple(self._twins)):
+            if (twin := ref()) is not None:
+                first = 0 if number in ran else 2
+                for kind, spans in zip((first, first + 1), twin.spans(), strict=True):
+                    if spans:
+                        found[kind].append((number, spans))
+        return found
+
+    def _sliced(self) -> dict[int, Slice]:
+        """Pages of buffers, by index of the offer: what was offered before has the index that it had."""
+        known = {each[:3]: index for index, each in self._slices.items()}
+        found: dict[int, Slice] = {}
+        for each in self.way.slices():
+            index = known.get(each[:3])
+            while index is None or index in found:
+                index = _FIRST_SLICE + next(self._next) % (SPLIT - _FIRST_SLICE)
+                index = None if index in self._slices else index
+            found[index] = each
+        self._slices = found
+        return found
 
     def give_buffers(self) -> None:
         """Buffers go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on
@@ -355,8 +378,12 @@ class KVTier:
     def write_behind(self, pages: int) -> None:
         """Starts to copy up to so many full pages to the host, those first that would be taken first, and notices what
         was copied before. See Note [Before it is copied]. Does nothing where the driver will not."""
-        if not self.lock.locked():  # perhaps by this very thread
+        if (pages or self._in_flight) and not self.lock.locked():  # perhaps by this very thread
             if_free(self._behind, partial(self._write_behind, pages))
+
+    @property
+    def _in_flight(self) -> bool:
+        return True in [twin.in_flight for twin in self._there()]
 
     def _write_behind(self, pages: int) -> None:
         with self.lock:
@@ -412,9 +439,9 @@ class KVTier:
             twin.settle()
             return twin.pages.backing(piece) == "host"
 
-    def _reading(self) -> float | None:
-        """Seconds for a page of what is away, as it lies; None where a link was not measured that matters."""
-        near, away = self.near, self.displaced
+    def _reading(self, away: int) -> float | None:
+        """Seconds for a page of those that are away, as they lie; None where a link was not measured that matters."""
+        near = self.near
         return mean_seconds(near, away - near, self.governor.peer_page_seconds, self.governor.page_seconds)
 
     def _sending(self, ready: Mapping[KVTwin, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
@@ -430,25 +457,33 @@ class KVTier:
         return None if seconds is None else pages * seconds
 
     def _dirty(self, pages: int) -> dict[KVTwin, list[int]]:
+        """So many full pages that are not clean, in the order in which they would be taken."""
         chosen: dict[KVTwin, list[int]] = {}
-        for run in self._arranged():
-            twin = self._twins[run.range]()
-            if pages > 0 and twin is not None and not run.clean and not twin.restless:
-                pieces = range(run.first, run.first + min(run.pieces, pages))
-                chosen.setdefault(twin, []).extend(pieces)
-                pages -= len(pieces)
+        full = self._sorted() if pages > 0 else []
+        for of_twins in full[1::2]:
+            twins = {number: twin for number, _ in of_twins if (twin := self._twins[number]()) is not None}
+            runs = [
+                (first, number, end)
+                for number, spans in of_twins
+                if number in twins and not twins[number].restless
+                for first, end in spans
+            ]
+            heapify(runs)
+            while runs and pages > 0:
+                piece, number, end = runs[0]
+                chosen.setdefault(twins[number], []).append(piece)
+                pages -= 1
+                if piece + 1 < end:
+                    heapreplace(runs, (piece + 1, number, end))
+                else:
+                    heappop(runs)
         return chosen
 
-    def _arranged(self) -> list[Run]:
-        found = [ref() for ref in self._twins]
-        ran = frozenset(self._turns[:-1]) if self.prefills else frozenset()
-        return arrange([[] if twin is None else list(twin.spans()) for twin in found], self._tokens, ran)
-
     def _settle(self) -> bool:
-        return sum(twin.settle() for twin in self._there()) > 0
+        return sum([twin.settle() for twin in self._there()]) > 0
 
-    def _there(self) -> Iterator[KVTwin]:
-        return (twin for ref in tuple(self._twins) if (twin := ref()) is not None)
+    def _there(self) -> list[KVTwin]:
+        return [twin for ref in tuple(self._twins) if (twin := ref()) is not None]
 
 
 def _bring(

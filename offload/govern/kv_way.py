@@ -146,7 +146,7 @@ class KVWay:
         if self._buffers.buffers:
             with self._lock:
                 self._buffers.look()
-        away = sum(twin.away for twin in twins)
+        away = sum([twin.away for twin in twins])
         if self._rows == 1:
             self._learn(now - self._since, away, speed)
         self._since, self._rows = now, rows

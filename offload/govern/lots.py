@@ -9,7 +9,7 @@ from ..decide.ladder import Lot, Rung, above_floors, claimed
 from ..decide.reclaim import givable, listing
 from ..decide.remap import Model
 from .caches import CacheSeat
-from .seat import Offer
+from .seat import SPLIT, Offer
 from .situation import Situation
 
 
@@ -71,7 +71,10 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
             once = 0.0 if offer.clean else offer.pages * seconds
             lost = offer.readers * seconds if held.active else 0.0
             which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
-            yield Lot(which, number, offer.index, offer.pages, priority, recency, lost, once, owner)
+            divisible = SPLIT if offer.divisible else 0
+            yield Lot(
+                which, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
+            )
 
 
 def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
@@ -90,9 +93,11 @@ def to_clean(lots: Sequence[Lot], caches: Sequence[Held], most: int, step: int) 
     clean = {(held.seat.number, offer.index): offer.clean for held in caches for offer in held.offers}
     found: dict[int, int] = {}
     for lot in lots:
-        if (lot.client, lot.index) not in clean or most <= 0:
+        index = lot.index % lot.divisible if lot.divisible else lot.index
+        if (lot.client, index) not in clean or most <= 0:
             continue
-        if not clean[lot.client, lot.index]:
-            found[lot.client] = found.get(lot.client, 0) + lot.pages
+        if not clean[lot.client, index]:
+            pages = min(lot.pages, most) if lot.divisible else lot.pages
+            found[lot.client] = found.get(lot.client, 0) + pages
         most -= lot.pages
     return {number: min(pages, step) for number, pages in found.items()}

@@ -43,8 +43,8 @@ class Pages:
     @property
     def free(self) -> int:
         """Those that nobody has."""
-        used: int = sum(count for owner, count in self._device.snapshot()["pages"].items() if owner != "free")
-        return max(0, self.total - used)
+        pages: dict[str, int] = self._device.snapshot()["pages"]
+        return max(0, self.total - sum(pages.values()) + pages["free"])
 
     @property
     def unused(self) -> int:

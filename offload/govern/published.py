@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...allocator.events import Named, unnamed
-from ..decide.ladder import Lot
+from ..decide.ladder import Lot, Rung
+from .seat import LAYERS
 
 
 class Client(Protocol):
@@ -39,9 +40,9 @@ class Pool(Protocol):
     def demand(self) -> int: ...
     def obey(self) -> int: ...
     def trim(self) -> int: ...
-    def take(self, keys: list[int]) -> int: ...
+    def take(self, keys: list[int], pages: int | None = None) -> int: ...
     def snapshot(self) -> dict[str, Any]: ...
-    def publish(self, entries: list[Any]) -> None: ...
+    def publish(self, entries: list[Any], limits: dict[int, int]) -> None: ...
     def taken(self) -> list[tuple[int, int, int]]: ...
     def withdraw(self, keys: list[int]) -> None: ...
 
@@ -54,11 +55,15 @@ class Draft:
     order: Sequence[tuple[Client, Lot]]
     entries: list[Any] = field(default_factory=list)
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client
+    limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
 
     @property
-    def keys(self) -> tuple[tuple[int, str], ...]:
-        """With the lever of each."""
-        return tuple((client.key(lot.index), lot.lever) for client, lot in self.order)
+    def keys(self) -> list[tuple[int, Rung, bool, int]]:
+        """With what makes its lever, and the pages of what is divisible."""
+        return [
+            (number * LAYERS + lot.index, lot.rung, lot.borrowed, lot.pages if lot.divisible else 0)
+            for number, lot in [(client.number, lot) for client, lot in self.order]
+        ]
 
     def fill(self) -> None:
         """Asks the clients for what they have."""
@@ -66,11 +71,16 @@ class Draft:
             entry = client.entry(lot.index)
             if entry is not None:
                 self.entries.append((client.key(lot.index), *entry))
+                if lot.divisible:
+                    self.limits[client.key(lot.index)] = lot.pages
                 self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
 
     def names(self) -> dict[int, Named]:
         """Of its entries, by key."""
-        return {client.key(lot.index): Named(lot.lever, client.name, lot.once) for client, lot in self.order}
+        return {
+            client.key(lot.index): Named(lot.lever, client.name, lot.once, lot.pages if lot.divisible else 0)
+            for client, lot in self.order
+        }
 
 
 class Published:
@@ -79,10 +89,11 @@ class Published:
     def __init__(self, device: Pool) -> None:
         self._device = device
         self._number = 0
-        self._keys: tuple[tuple[int, str], ...] = ()
+        self._keys: list[tuple[int, Rung, bool, int]] = []
         self._current = True  # has the core what was offered last?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
         self.pages: dict[int, int] = {}  # that are in it, by number of the client
+        self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
     def void(self) -> None:
@@ -105,7 +116,8 @@ class Published:
         """Unless there has been another one since."""
         if draft.number == self._number:
             self._names.appendleft(draft.names())
-            self._device.publish(draft.entries)
+            self._device.publish(draft.entries, draft.limits)
+            self.published += 1
             self._keys, self.pages, self._current = draft.keys, draft.pages, True
 
     def named(self, key: int) -> Named:

@@ -17,6 +17,7 @@ from .kv_way import Streamed
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 LAYERS: Final = 2**20  # a key of the reclaim list is a seat's number times this, and a layer
+SPLIT: Final = 2**16  # indices of offers are below; each further lot that is made of one has an index higher by this
 LOOK: Final = 64  # iterations until it is looked whether another plan is faster, each time twice as many
 LONGEST: Final = 1024  # and no more than that
 
@@ -78,14 +79,15 @@ class Governed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Full pages of a cache that may be taken together. `index`: its number in the cache, below `LAYERS`; `pages`: of
+    """Full pages of a cache that may be taken together. `index`: its number in the cache, below `SPLIT`; `pages`: of
     the device, that it frees; `clean`: the host has its bytes, so that nothing is copied when it is taken; `readers`:
-    layers that read each of its pages."""
+    layers that read each of its pages; `divisible`: any number of them may be taken."""
 
     index: int
     pages: int
     clean: bool
     readers: int = 1
+    divisible: bool = False
 
 
 class Cache(Protocol):
@@ -140,8 +142,7 @@ class Cache(Protocol):
         """How what is displaced is read."""
 
     def offers(self) -> Sequence[Offer]:
-        """What may be taken, in the order of taking. Some hundreds at most: the list is made anew whenever one of them
-        changes."""
+        """What may be taken, in the order of taking. A few: the list is made anew whenever one of them changes."""
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""

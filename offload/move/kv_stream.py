@@ -27,8 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
@@ -66,7 +65,22 @@ class _Flight:
 
     twin: weakref.ref[KVTwin]
     buffer: _Buffer
-    pieces: list[int]
+    _pieces: list[int] = field(default_factory=list)
+    copies: Copies | None = None  # what fills the buffer; None where that is to be worked out
+    away: object = None  # what `KVTwin.led_away` was when that was done
+    seen: object = None  # and when it was looked last who leads elsewhere
+    runs: list[tuple[int, int, int]] = field(default_factory=list)  # (place in the buffer, first, count)
+    led: int = 0  # pieces that lead to it
+
+    @property
+    def pieces(self) -> list[int]:
+        return self._pieces
+
+    @pieces.setter
+    def pieces(self, now: list[int]) -> None:
+        self._pieces, self.copies, self.away, self.seen = now, None, None, None
+        self.runs = list(_neighbours(now))
+        self.led = sum([count for _, _, count in self.runs])
 
     @property
     def there(self) -> list[int]:
@@ -102,7 +116,7 @@ class KVStream:
     @property
     def pieces(self) -> int:
         """That fly."""
-        return sum(len(each.there) for each in self._flights)
+        return sum([each.led for each in self._flights])
 
     def open(self, count: int, pages: int) -> int:
         """Buffers of so many pages each, as many as there are pages for, in the place of those that there are; how
@@ -149,7 +163,7 @@ class KVStream:
             if not twin.back(flight.there):
                 raise BallonetError(_IN_USE)
             self.changes += bool(flight.pieces)
-            flight.pieces.clear()
+            flight.pieces = []
         twin.flying = False
 
     def look(self) -> None:
@@ -157,7 +171,8 @@ class KVStream:
         self._see()
         for flight in self._flights:
             twin = flight.twin()
-            if twin is not None and flight.pieces:
+            if twin is not None and flight.pieces and flight.seen is not twin.led_away:
+                flight.seen = twin.led_away
                 away = {at + n for at, _, count in twin.runs(flight.pieces) for n in range(count)}
                 self._gone(flight, [place for place in range(len(flight.pieces)) if place not in away])
 
@@ -209,9 +224,11 @@ class KVStream:
         for flight in tuple(self._flights):
             twin = flight.twin()
             if flight.buffer is buffer and twin is not None:
-                pieces = flight.pieces[taken.first : taken.first + taken.pieces]
-                led = [piece if piece != _TAKEN and twin.home.backing(piece) == "alias" else _TAKEN for piece in pieces]
-                found += [(twin.home, first, count, twin.pages, first, []) for first, count in _neighbours(led)]
+                for at, first, count in flight.runs:
+                    low, high = max(at, taken.first), min(at + count, taken.first + taken.pieces)
+                    for here, pieces, backing in twin.home.runs(first + low - at, high - low) if low < high else ():
+                        if backing == "alias":
+                            found.append((twin.home, here, pieces, twin.pages, here, []))
         return found
 
     def close(self) -> None:
@@ -230,21 +247,22 @@ class KVStream:
 
     def _flight(self, twin: KVTwin, index: int) -> _Flight:
         """Neighbours use different buffers."""
-        return _Flight(weakref.ref(twin), self._buffers[index % len(self._buffers)], [])
+        return _Flight(weakref.ref(twin), self._buffers[index % len(self._buffers)])
 
     def _lead(self, flight: _Flight, twin: KVTwin) -> None:
         """What is away and does not fly leads to the buffer from now on."""
         at = len(flight.pieces)
         room = max(0, flight.buffer.pages - at)
-        new = [piece for piece in twin.resting() if piece not in flight.pieces][:room]
+        there = {*flight.pieces}
+        new = [piece for piece in twin.resting() if piece not in there][:room] if room else []
         if not new or not twin.alone():
             return
         if flight.buffer.holds is flight:
             flight.buffer.holds = None
         twin.flying = True
         self.changes += 1
-        flight.pieces += new  # before they are led there: what is at rest may be here, what flies must
-        del flight.pieces[at + twin.lead(new, flight.buffer.range, at) :]
+        flight.pieces = [*flight.pieces, *new]  # before they are led there: what rests may be here, what flies must
+        flight.pieces = flight.pieces[: at + twin.lead(new, flight.buffer.range, at)]
         twin.flying = bool(flight.pieces)
 
     def _next(self, last: _Flight) -> None:
@@ -253,8 +271,9 @@ class KVStream:
         if buffer.holds is last and buffer.stream is not None:
             turns = [each for each in self._flights if each.buffer is buffer and each.pieces]
             following = turns[(turns.index(last) + 1) % len(turns)]
-            self._vacate(buffer)
-            if following is not last:
+            if following is last:
+                self._vacate(buffer)
+            else:
                 self._load(following, buffer.stream)
 
     def _vacate(self, buffer: _Buffer) -> None:
@@ -272,27 +291,35 @@ class KVStream:
         buffer.holds = None
         if buffer.stream is not None and buffer.stream != stream:
             self._copy([], buffer.stream)  # what comes next waits for that one too
-        address = buffer.range.address
-        copies = []
-        for at, first, count in twin.runs(flight.pieces):
-            source, nbytes = twin.source(first, count)
-            copies.append((address + at * self._page, source, nbytes))
-        buffer.done = self._copy(copies, stream)
+        buffer.done = self._copy(self._copies(flight, twin), stream)
         buffer.stream = stream
         buffer.holds = flight
 
+    def _copies(self, flight: _Flight, twin: KVTwin) -> Copies:
+        """What fills the buffer of the layer. The same in each iteration, while it flies as it does; with a peer twins
+        may move."""
+        if flight.copies is None or flight.away is not twin.led_away or self._device.peer is not None:
+            flight.away = twin.led_away
+            flight.copies = []
+            for at, first, count in twin.runs(flight.pieces):
+                source, nbytes = twin.source(first, count)
+                flight.copies.append((flight.buffer.range.address + at * self._page, source, nbytes))
+        return flight.copies
+
     def _copy(self, copies: Copies, stream: int) -> Done:
         done = self._transfer.copy(copies, after=stream, owner="kv", to="device")
-        self.copied += sum(nbytes for _, _, nbytes in copies)
+        self.copied += sum([nbytes for _, _, nbytes in copies])
         return done
 
 
-def _neighbours(pieces: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first, count) of those that follow each other."""
-    for gap, found in groupby(enumerate(pieces), lambda it: None if it[1] == _TAKEN else it[1] - it[0]):
-        members = list(found)
-        if gap is not None:
-            yield members[0][1], len(members)
+def _neighbours(pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place in the sequence, first, count) of those that follow each other."""
+    at = 0
+    for place, piece in enumerate(pieces, 1):
+        if place == len(pieces) or piece == _TAKEN or pieces[place] != piece + 1:
+            if pieces[at] != _TAKEN:
+                yield at, pieces[at], place - at
+            at = place
 
 
 _IN_USE: Final = (

@@ -39,38 +39,31 @@ Note [Interrupts]
 
 from __future__ import annotations
 
-import heapq
+import sys
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby, product
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import DriverError, PoolExhausted
+from .pieces import Pieces
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
 
 Copies = list[tuple[int, int, int]]  # (to, from, bytes)
-ALIKE: Final = 64  # runs of one length before they get longer
+Spans = list[tuple[int, int]]  # [first, end) each, ascending
 
 _NO_PAGE: Final = ("none", "retiring", "kept")
 _FAR: Final = ("host", "peer")
 
 
-class Run(NamedTuple):
-    """Pieces of the range number `range` that may be taken together."""
-
-    range: int
-    first: int
-    pieces: int
-    clean: bool
-
-
 class KVTwin:
     """Of the range `home`. Its thread, the one that uses the cache, calls everything; others `look`, `spans`, `part`,
-    `copy_behind` and `settle`."""
+    `copy_behind` and `settle`. What is done in each iteration goes by runs of pieces, of which there are few, however
+    long the sequence is; what goes piece by piece is about pages that are moved."""
 
     def __init__(
         self, device: Device, group: Group, home: Range, lock: threading.Lock, alone: Callable[[], bool]
@@ -90,10 +83,10 @@ class KVTwin:
         self._page = device.page_size
         self._lock = lock
         self._made: dict[str, Range] = {}
-        self._away: set[int] = set()  # as far as known
-        self._clean: set[int] = set()
+        self._away = Pieces()  # as far as known
+        self._clean = Pieces()
         self._copying: dict[int, Done | None] = {}
-        self._coming: set[int] = set()
+        self._coming = Pieces()
         self._going: dict[int, Done | None] = {}  # from the peer to the host
         self._arriving: Done | None = None
         self._most = 0  # pieces that were full at any time
@@ -119,12 +112,17 @@ class KVTwin:
     @property
     def dirty(self) -> int:
         """Full pieces of which only the device has the bytes, as far as known."""
-        return max(0, self.full - self.first - len(self._clean) - len(self._away))
+        return max(0, self.full - self.first - self._clean.count - self._away.count)
 
     @property
     def away(self) -> int:
         """Pieces that lead to the peer or the host, as far as known."""
-        return len(self._away)
+        return self._away.count
+
+    @property
+    def led_away(self) -> Spans | tuple[tuple[int, int], ...]:
+        """Those; another object each time that they are others."""
+        return self._away.runs
 
     @property
     def near(self) -> int:
@@ -144,19 +142,24 @@ class KVTwin:
         return bool(self._coming)
 
     @property
+    def in_flight(self) -> bool:
+        """Is anything being copied behind or from the peer, or was that interrupted? See `settle`."""
+        return bool(self._copying or self._going)
+
+    @property
     def leaving(self) -> int:
         """Pieces whose twins are on their way from the peer to the host."""
         return len(self._going)
 
     def resting(self) -> list[int]:
         """The full pieces that are away and have a twin that can be copied from."""
-        return [
-            piece
-            for piece in sorted(self._away)
-            if piece < min(self.full, self.extent)
-            and self.home.backing(piece) == "alias"
-            and self.pages.backing(piece) in _FAR
-        ]
+        found: list[int] = []
+        for first, end in self._away.within(0, min(self.full, self.extent)):
+            for at, count, backing in self.home.runs(first, end - first):
+                if backing == "alias":
+                    for there, pieces, place in self.pages.runs(at, count):
+                        found += range(there, there + pieces) if place in _FAR else ()
+        return found
 
     def lead(self, pieces: Sequence[int], to: Range, at: int) -> int:
         """These, ascending and at rest, lead to the pages of `to`, from `at` on. How many do: not all where addresses
@@ -186,7 +189,9 @@ class KVTwin:
 
     def touches(self, full: int) -> bool:
         """Is any piece from `full` on away, or on its way?"""
-        return any(piece >= full for piece in (*self._away, *self._coming)) or self._arriving is not None
+        return bool(
+            self._away.within(full, sys.maxsize) or self._coming.within(full, sys.maxsize) or self._arriving is not None
+        )
 
     def source(self, first: int, count: int) -> tuple[int, int]:
         """(address, bytes) of the twins of these pieces."""
@@ -204,38 +209,30 @@ class KVTwin:
 
     def look(self) -> None:
         """Finds out what was taken."""
-        for piece in range(self.first, min(self.full, self.extent)):
-            if piece not in self._away and self.home.backing(piece) == "alias":
-                self._away.add(piece)
+        count = min(self.full, self.extent) - self.first
+        for first, pieces, backing in self.home.runs(self.first, count) if count > 0 else ():
+            if backing == "alias":
+                self._away.add_run(first, first + pieces)
 
-    def spans(self) -> Iterator[tuple[int, int, bool]]:
-        """(first, count, clean) of the full pieces that have a page of the device and may be taken."""
+    def spans(self) -> tuple[Spans, Spans]:
+        """The full pieces that have a page of the device and may be taken: those that are clean, and the dirty ones."""
+        busy, clean = Pieces(self._away.runs), Pieces(self._clean.runs)
+        for first, end in self._coming.runs:
+            busy.add_run(first, end)
+        for piece, done in tuple(self._copying.items()):
+            (clean if done is not None and done.passed() else busy).add(piece)
+        ready: Spans = []
+        dirty: Spans = []
+        for first, end in busy.gaps(self.first, self.full):
+            ready += clean.within(first, end)
+            dirty += clean.gaps(first, end)
+        return ready, dirty
 
-        def state(piece: int) -> bool | None:
-            return None if piece in self._away or piece in self._coming else self._is_clean(piece)
-
-        for clean, found in groupby(range(self.first, self.full), state):
-            if clean is not None:
-                pieces = list(found)
-                yield pieces[0], len(pieces), clean
-
-    def part(self, first: int, count: int) -> Part | None:
-        """For `Device.publish`. None where these pieces are not what they were. See Note [What is known where]."""
-        pages = self.pages
-        for piece in range(first, first + count):
-            clean = self._is_clean(piece)
-            if piece >= self.full or piece in self._coming or self.home.backing(piece) != "device":
-                return None
-            if clean is None or (not clean and pages.backing(piece) not in _NO_PAGE):
-                return None
-        return self.home, first, count, pages, first, []
-
-    def _is_clean(self, piece: int) -> bool | None:
-        """None while it is being copied."""
-        if piece not in self._copying:
-            return piece in self._clean
-        done = self._copying.get(piece)
-        return True if done is not None and done.passed() else None
+    def part(self, first: int, end: int) -> Part | None:
+        """Of pieces that `spans` has told, those that are full yet, for `Device.publish`, which passes over what is not
+        what it was. None where there are none. See Note [What is known where]."""
+        end = min(end, self.full)
+        return (self.home, first, end - first, self.pages, first, []) if first < end else None
 
     # -- full, and not
 
@@ -248,17 +245,12 @@ class KVTwin:
     def lower(self, full: int, stream: int) -> None:
         """No more than these stay full: the others may be written by what `stream` is given from now on. The caller
         holds a lease. See Note [Dirty again]."""
+        self.look()  # who is not full any more is not looked at again
         with self._lock:
             self.full = min(self.full, full)
             self._stays([piece for piece in self._going if piece >= full], stream)
-            for piece in sorted(piece for piece in {*self._clean, *self._copying} if piece >= full):
-                done = self._copying.get(piece)
-                if done is not None:
-                    done.before(stream)
-                if self.home.backing(piece) != "alias":
-                    self.pages.retire(piece, 1)
-                self._clean.discard(piece)
-                self._copying.pop(piece, None)
+            for first, end in self._forgotten(full, sys.maxsize, stream):
+                self._release(first, end)
                 self.restless = True
 
     def hollow(self, first: int, stream: int) -> None:
@@ -266,27 +258,47 @@ class KVTwin:
         with self._lock:
             self.first = first
             self._stays([piece for piece in self._going if piece < first], stream)
-            for piece in sorted(piece for piece in {*self._clean, *self._copying} if piece < first):
-                done = self._copying.get(piece)
-                if done is not None:
-                    done.before(stream)
-                self._clean.discard(piece)
-                self._copying.pop(piece, None)
-            self._coming.difference_update(range(first))
+            self._forgotten(0, first, stream)
+            self._coming.discard_run(0, first)
+
+    def _forgotten(self, first: int, end: int, stream: int) -> Spans:
+        """Pieces of [first, end) that were clean or being copied: what they are is not known any more. What `stream` is
+        given from now on waits for the copies."""
+        found = Pieces(self._clean.within(first, end))
+        for piece in [piece for piece in self._copying if first <= piece < end]:
+            done = self._copying.pop(piece)
+            if done is not None:
+                done.before(stream)
+            found.add(piece)
+        self._clean.discard_run(first, end)
+        return list(found.runs)
+
+    def _release(self, first: int, end: int) -> None:
+        """Twins of [first, end) give up their pages, but for those that the addresses lead to."""
+        for at, count, backing in self.home.runs(first, end - first):
+            if backing != "alias":
+                self.pages.retire(at, count)
 
     def filling(self, first: int) -> None:
         """The pieces before that one have pages again, of the device, or where it had none of the peer or the host.
         They are not offered before their bytes are there."""
-        self._away.update(piece for piece in range(first) if self.home.backing(piece) in _FAR)
+        self._far(0, first)
+
+    def _far(self, first: int, end: int) -> None:
+        """Those of [first, end) that have a page of the host or the peer are away."""
+        for at, count, backing in self.home.runs(first, end - first):
+            if backing in _FAR:
+                self._away.add_run(at, at + count)
 
     def drop(self, first: int, end: int) -> None:
         """The pieces [first, end) lead nowhere now, or to new pages: what their twins have is of no use, but for those
         that a tensor still shows."""
-        self._away.difference_update(range(first, end))
+        self._away.discard_run(first, end)
         for pages in self._made.values():
-            for piece in range(first, end):
-                if pages.backing(piece) not in _NO_PAGE and self.home.backing(piece) != "alias":
-                    pages.retire(piece, 1)
+            for at, count, backing in pages.runs(first, end - first) if end > first else ():
+                for here, pieces, shown in self.home.runs(at, count) if backing not in _NO_PAGE else ():
+                    if shown != "alias":
+                        pages.retire(here, pieces)
 
     def map_ahead(self) -> None:
         """The next piece may be mapped before it is needed."""
@@ -298,7 +310,7 @@ class KVTwin:
         """The pieces [first, end) have pages: of the device, or where it had none of the peer or the host."""
         self.drop(first, end)
         self.extent = end
-        self._away.update(piece for piece in range(first, end) if self.home.backing(piece) in _FAR)
+        self._far(first, end)
 
     # -- to the peer or the host
 
@@ -387,7 +399,7 @@ class KVTwin:
             for first, count, _ in _runs(chosen, _alike):
                 if not self.home.alias(first, self.pages, first, count):
                     break
-                self._away.update(range(first, first + count))
+                self._away.add_run(first, first + count)
                 led += count
             for piece in dirty:
                 if piece not in self._away:
@@ -400,6 +412,8 @@ class KVTwin:
     def coldest(self) -> list[int]:
         """The full pieces whose twins lie on the peer and have their bytes: first those that are read elsewhere, then
         the others, the oldest tokens first."""
+        if self._device.peer is None:
+            return []
         busy = {*self._copying, *self._coming, *self._going}
         found = [piece for piece in sorted({*self._clean, *self._away} - busy) if piece < self.full]
         there = [piece for piece in found if self.pages.backing(piece) == "peer"]
@@ -455,7 +469,10 @@ class KVTwin:
 
     def oldest(self, count: int) -> list[int]:
         """So many full pieces that have pages of the device, or as many as there are, those of the oldest tokens."""
-        return [piece for piece in range(self.first, self.full) if piece not in self._away][: max(0, count)]
+        found: list[int] = []
+        for first, end in self._away.gaps(self.first, self.full):
+            found += range(first, min(end, first + max(0, count - len(found))))
+        return found
 
     # -- and back
 
@@ -463,8 +480,9 @@ class KVTwin:
         """Up to so many pieces that are away get pages of the device again, those on the host first, which cost more
         there, and of each the newest tokens; their bytes follow (`fetch`). Takes nothing from anyone. Returns how many.
         The caller holds a lease. DriverError."""
+        self._device.reap()  # what was given back and has passed is free
         limit = min(limit, available(self._device))
-        found = sorted(self._away if chosen is None else self._away.intersection(chosen), reverse=True)
+        found = sorted(self._away if chosen is None else [each for each in chosen if each in self._away], reverse=True)
         if self._device.peer is not None:
             found.sort(key=lambda piece: self.home.place(piece) == "peer")
         wanted = [piece for piece in found if piece < self.extent][: max(0, limit)]
@@ -474,7 +492,7 @@ class KVTwin:
             if backing in _FAR:
                 back += sum(self.home.move(piece, "device") for piece in pieces)
             elif backing == "alias":
-                self._coming.update(pieces)  # see Note [Interrupts]
+                self._coming.add_run(first, first + count)  # see Note [Interrupts]
                 back += count * self._owned(first, count)
             for piece in pieces:
                 if self.home.backing(piece) not in ("alias", *_FAR):
@@ -487,7 +505,7 @@ class KVTwin:
         except PoolExhausted:
             owned = False
         if not owned:
-            self._coming.difference_update(range(first, first + count))
+            self._coming.discard_run(first, first + count)
         return owned
 
     def fetch(self, transfer: Transfer, stream: int) -> None:
@@ -540,37 +558,6 @@ class KVTwin:
         return self.pages.address + piece * self._page, self.home.address + piece * self._page, self._page
 
 
-def arrange(
-    spans: Sequence[Sequence[tuple[int, int, bool]]], tokens: Sequence[float], ran: Container[int] = ()
-) -> list[Run]:
-    """What may be taken of a cache, in this order: clean pages before dirty ones, and of each the oldest tokens first.
-
-    `spans`: (first, count, clean) of each range's pages, ascending; `tokens`: how many of each lie on a page. The first
-    runs are of one page, and they double in length every `ALIKE` runs, so that there are never many. `ran`: ranges that
-    were read in this iteration and are not read again in it, as others will be; they come before all others.
-    """
-    runs: list[Run] = []
-    for read, clean in product((True, False), repeat=2):
-        heap = [
-            (first * tokens[place], place, first, count)
-            for place, found in enumerate(spans)
-            if (place in ran) is read
-            for first, count, kind in found
-            if kind is clean
-        ]
-        heapq.heapify(heap)
-        while heap:
-            _, place, first, count = heap[0]
-            length = min(count, 1 << (len(runs) // ALIKE))
-            runs.append(Run(place, first, length, clean))
-            if length == count:
-                heapq.heappop(heap)
-            else:
-                first += length
-                heapq.heapreplace(heap, (first * tokens[place], place, first, count - length))
-    return runs
-
-
 def _alike(piece: int) -> str:
     return ""
 
@@ -586,6 +573,4 @@ def _runs(pieces: Sequence[int], kind: Callable[[int], str]) -> Iterator[tuple[i
 
 def available(device: Device) -> int:
     """Device pages that can be had from nobody."""
-    numbers = device.snapshot()
-    free: int = numbers["pages"]["free"] + device.budget // device.page_size - numbers["created"]
-    return free
+    return device.available

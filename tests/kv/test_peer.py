@@ -203,7 +203,7 @@ def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device)
     pair = Pair(100)
     assert press(device, 6) == 6
     pair.tier.look()
-    assert pair.tier._reading() == (4 / 1024 + 2 / 256) / 6
+    assert pair.tier._reading(6) == (4 / 1024 + 2 / 256) / 6
     assert pair.tier.bring_back(9, 0) == 6
     runtime.events().hear()
     back = [each for each in runtime.events().since().events if each.verb == "revert"][-1]

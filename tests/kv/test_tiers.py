@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,7 +29,7 @@ from ballonet.hooks.lease import ForwardLease
 from ballonet.offload.decide.ahead import ahead, window
 from ballonet.offload.govern import kv_tier
 from ballonet.offload.move import kv_twin
-from ballonet.offload.move.kv_twin import ALIKE, Run, arrange, available
+from ballonet.offload.move.kv_twin import available
 
 from .. import pool
 from ..test_cache_faults import Interrupt
@@ -88,10 +87,14 @@ class Pair:
         return "".join(self.home.range.backing(piece)[0] for piece in range(self.home._most))
 
     def offers(self) -> list[tuple[int, bool]]:
-        """(first piece, clean) of what is offered, and can be published."""
-        offers = self.tier.offers()
+        """(piece, clean) of what is offered, and can be published."""
+        entries = [(self.tier.entry(offer.index), offer.clean) for offer in self.tier.offers()]
         return [
-            (entry[1][0][1], offer.clean) for offer in offers if (entry := self.tier.entry(offer.index)) is not None
+            (piece, clean)
+            for entry, clean in entries
+            if entry is not None
+            for _, first, count, *_ in entry[1]
+            for piece in range(first, first + count)
         ]
 
 
@@ -149,6 +152,46 @@ def test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty(device: 
     pair.check()
     pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 1])))
     assert "a" in pair.places()
+
+
+def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(device: Device) -> None:
+    """A short conversation fills no page: it could never leave."""
+    for count in (3, 20, 60):
+        pair = Pair(count)
+        pages = len(pair.places())
+        assert press(device, pages) == 0 or count > 3
+        pair.tier.bring_back(99, 0)
+        pair.home.keep(True)
+        pair.tier.kept = True
+        assert press(device, pages) == pages
+        assert pair.places() == "a" * pages
+        pair.check()
+        pair.tier.kept = False
+        pair.home.keep(False)
+        for _ in range(20):  # where it lies, and beyond
+            pair.update(1)
+        pair.tier.bring_back(99, 0)
+        assert "a" not in pair.places()
+        pair.update(1)
+        pair.check()
+        device.check()
+        pair.both(lambda layer: layer.reset())
+
+
+def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: Device) -> None:
+    pair = Pair(20)
+    pair.home.keep(True)
+    pair.tier.write_behind(9)
+    device.synchronize()
+    pair.tier.write_behind(0)
+    assert pair.offers() == [(0, True), (1, True)]
+    pair.home.keep(False)
+    assert pair.offers() == [(0, True)]
+    pair.update(1)
+    pair.home.keep(True)
+    assert pair.offers() == [(0, True), (1, False)]
+    assert press(device, 2) == 2
+    pair.check()
 
 
 def test_every_page_is_offered_again_whatever_was_done_to_it(device: Device) -> None:
@@ -268,10 +311,9 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
         if each.what == pair.tier.name and each.by == me
     ]
     assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
-    assert [each[:2] for each in found[1:4]] == [("running KV", "pull")] * 3
-    assert all(each[3] == 0 for each in found[1:4]), "they were clean"
-    assert found[4] == ("running KV", "revert", 2, 2 / 256, True)
-    assert [each[:2] for each in found[5:]] == [("spill", "pull")]
+    assert found[1][:4] == ("running KV", "pull", 3, 0.0), "they were clean"
+    assert found[2] == ("running KV", "revert", 2, 2 / 256, True)
+    assert [each[:2] for each in found[3:]] == [("spill", "pull")]
 
 
 def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,32 +549,6 @@ def test_a_way_home_that_was_interrupted_is_finished_before_anything_is_read(dev
     pair.update(1)
     pair.check()
     assert len(pair.offers()) == 4
-
-
-def test_offers_are_those_of_brute_force() -> None:
-    drawn = random.Random(3)
-    for _ in range(200):
-        tokens_of = [drawn.choice([2.0, 2.5, 7.0]) for _ in range(drawn.randint(1, 4))]
-        spans = []
-        for _ in tokens_of:
-            state = [drawn.choice([None, True, False]) for _ in range(drawn.choice([5, 90]))]
-            runs = [(clean, list(group)) for clean, group in itertools.groupby(range(len(state)), state.__getitem__)]
-            spans.append([(pieces[0], len(pieces), clean) for clean, pieces in runs if clean is not None])
-        ran = {place for place in range(len(spans)) if drawn.random() < 0.3}
-        found = arrange(spans, tokens_of, ran)
-        given = [
-            (place, piece, clean)
-            for place, each in enumerate(spans)
-            for first, count, clean in each
-            for piece in range(first, first + count)
-        ]
-        listed = [(run.range, run.first + n, run.clean) for run in found for n in range(run.pieces)]
-        assert sorted(listed) == sorted(given)
-        keys = [(run.range not in ran, not run.clean, run.first * tokens_of[run.range]) for run in found]
-        assert keys == sorted(keys)
-        assert all(run.pieces <= 1 << (index // ALIKE) for index, run in enumerate(found))
-        single = [Run(*run[:2], 1, run[3]) for run in found[:ALIKE]]
-        assert found[:ALIKE] == single
 
 
 @pytest.mark.parametrize("layers", [1, 3, 32])

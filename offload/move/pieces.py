@@ -1,0 +1,126 @@
+"""A set of pieces of a range, kept as runs: what is said of thousands of neighbours takes one step."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+
+
+class Pieces:
+    """Changes are made in the order in which they are asked for; the caller sees to it that one thread changes it at a
+    time. Others may read it meanwhile: a change replaces what they read at once."""
+
+    __slots__ = ("_runs", "count")
+
+    def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
+        """`runs`: [first, end) each."""
+        self._runs: tuple[tuple[int, int], ...] = ()
+        self.count = 0  # pieces
+        for first, end in runs:
+            self.add_run(first, end)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __bool__(self) -> bool:
+        return bool(self._runs)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, end in self._runs:
+            yield from range(first, end)
+
+    def __contains__(self, piece: int) -> bool:
+        runs = self._runs
+        at = bisect_right(runs, (piece, float("inf"))) - 1
+        return at >= 0 and piece < runs[at][1]
+
+    def __repr__(self) -> str:
+        return f"Pieces({list(self._runs)})"
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """[first, end), ascending, none of which touch."""
+        return self._runs
+
+    def within(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The runs of what lies in [first, end)."""
+        return [(max(a, first), min(b, end)) for a, b in self._runs if a < end and b > first]
+
+    def gaps(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The runs of [first, end) that are not in it."""
+        found = []
+        for a, b in self.within(first, end):
+            if first < a:
+                found.append((first, a))
+            first = b
+        if first < end:
+            found.append((first, end))
+        return found
+
+    def add_run(self, first: int, end: int) -> None:
+        """All of [first, end)."""
+        if first >= end:
+            return
+        runs = self._runs
+        low = bisect_left(runs, first, key=_end)  # the first run that ends at `first` or behind it
+        high = bisect_right(runs, end, key=_first)
+        if low < high:
+            if runs[low][0] <= first and end <= runs[low][1]:
+                return  # it has them, and stays the same object
+            first, end = min(first, runs[low][0]), max(end, runs[high - 1][1])
+        self._become((*runs[:low], (first, end), *runs[high:]))
+
+    def discard_run(self, first: int, end: int) -> None:
+        """None of [first, end)."""
+        runs = self._runs
+        low = bisect_right(runs, first, key=_end)  # the first run that ends behind `first`
+        high = bisect_left(runs, end, key=_first)
+        if first >= end or low >= high:
+            return
+        cut = [(runs[low][0], min(first, runs[low][1])), (max(end, runs[high - 1][0]), runs[high - 1][1])]
+        self._become((*runs[:low], *[(a, b) for a, b in cut if a < b], *runs[high:]))
+
+    def add(self, piece: int) -> None:
+        self.add_run(piece, piece + 1)
+
+    def discard(self, piece: int) -> None:
+        self.discard_run(piece, piece + 1)
+
+    def update(self, pieces: Iterable[int]) -> None:
+        """All of these."""
+        for first, end in runs_of(pieces):
+            self.add_run(first, end)
+
+    def difference_update(self, pieces: Iterable[int]) -> None:
+        """None of these."""
+        for first, end in runs_of(pieces):
+            self.discard_run(first, end)
+
+    def clear(self) -> None:
+        self._become(())
+
+    def _become(self, runs: tuple[tuple[int, int], ...]) -> None:
+        self._runs, self.count = runs, sum([end - first for first, end in runs])
+
+
+def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
+    """The runs [first, end) of pieces, whatever their order."""
+    if isinstance(pieces, range):
+        return [(pieces.start, pieces.stop)] if pieces.step == 1 and pieces else [(each, each + 1) for each in pieces]
+    if isinstance(pieces, Pieces):
+        return list(pieces.runs)
+    found: list[tuple[int, int]] = []
+    for piece in sorted(pieces):
+        if found and found[-1][1] >= piece:
+            found[-1] = found[-1][0], max(found[-1][1], piece + 1)
+        else:
+            found.append((piece, piece + 1))
+    return found
+
+
+def _first(run: tuple[int, int]) -> int:
+    return run[0]
+
+
+def _end(run: tuple[int, int]) -> int:
+    return run[1]

@@ -1,0 +1,145 @@
+"""Python's work per token and per chunk of a prefill, in calls: it does not grow with the pages of KV."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ballonet.allocator._native import Device
+from ballonet.hooks import governors
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.lease import ForwardLease
+from ballonet.offload.decide import layer_stream
+from ballonet.offload.decide.layer_stream import Way
+from ballonet.offload.govern import kv_way
+
+from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
+from .pressure import homes, press, started, tiers, two_thirds
+
+PAGE = 4096
+LAYERS = 8
+PER_PAGE = PAGE // (BATCH * HEADS * (K_DIM + V_DIM) * 4)
+
+
+@pytest.fixture(autouse=True)
+def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is decided does not depend on the time."""
+    monkeypatch.setattr(kv_way, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    monkeypatch.setattr(kv_way.KVWay, "_learn", lambda *_: None)
+
+
+class Counted:
+    """Python's calls within `with counted:`."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __enter__(self) -> Counted:
+        gc.collect()
+        gc.disable()  # a finalizer is somebody else's
+        self.calls = 0
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        gc.enable()
+
+    def _count(self, frame: Any, event: str, _: Any) -> None:
+        self.calls += event == "call"
+
+
+class Cache:
+    """A cache with so many pages in all layers, most of them full."""
+
+    def __init__(self, pages: int) -> None:
+        self.ranges = CacheRanges(layers=LAYERS, expected=pages * PER_PAGE, alone=True)
+        self.layers = [ElasticLayer(self.ranges) for _ in range(LAYERS)]
+        self.seed = 0
+        self.forward(pages // LAYERS * PER_PAGE)
+
+    def forward(self, count: int) -> None:
+        """An iteration, in a forward of its own."""
+        lease = ForwardLease().open()
+        new = tokens(count, 3)
+        for layer in self.layers:
+            layer.update(*new)
+        lease.close()
+
+    @property
+    def tier(self) -> Any:
+        (tier,) = tiers(homes(self.layers))
+        return tier
+
+
+@contextmanager
+def device_of(pages: int) -> Iterator[Device]:
+    with started(budget=pages * PAGE, host_budget=20000 * PAGE, page_size=PAGE, spill=True) as device:
+        yield device
+
+
+def decoding(pages: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Calls of a decode step that fills no page, with so many pages of KV."""
+    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
+    monkeypatch.setattr(kv_way, "LOOK", 10**9)
+    with device_of(2 * pages) as device:
+        return _decoded(device, pages, way)
+
+
+def _decoded(device: Device, pages: int, way: Way) -> int:
+    cache = Cache(pages)
+    hog = device.reserve(device.budget, "weights", device.group())
+    if way is not Way.HOME:
+        hog.map(0, pages)
+        press(device, pages // 2)
+    for _ in range(3 * kv_way.AGAIN):
+        cache.forward(1)
+    steps = []
+    for _ in range(6):
+        with Counted() as counted:
+            cache.forward(1)
+        steps.append(counted.calls)
+    assert cache.tier.streamed.way is way
+    hog.close()
+    return min(steps)
+
+
+@pytest.mark.parametrize("way", [Way.HOME, Way.BUFFERS])
+def test_a_token_costs_the_same_with_eight_times_as_many_pages(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert decoding(8000, way, monkeypatch) <= 1.02 * decoding(1000, way, monkeypatch)
+
+
+def chunk(pages: int) -> tuple[int, int]:
+    """Calls and reclaim lists of a chunk of a prefill under pressure, with so many pages of KV."""
+    with device_of(pages + 200) as device:
+        return _chunk(device, pages)
+
+
+def _chunk(device: Device, pages: int) -> tuple[int, int]:
+    cache = Cache(pages)
+    hog = device.reserve(device.budget, "weights", device.group())
+    governor = governors.of(device)
+    governor.publish_now()
+    hog.map(0, 150 + pages // 2)
+    for _ in range(3):
+        cache.forward(4 * PER_PAGE)
+    before = governor._list.published
+    with Counted() as counted:
+        cache.forward(4 * PER_PAGE)
+    assert cache.tier.displaced > 0
+    hog.close()
+    return counted.calls, governor._list.published - before
+
+
+def test_a_chunk_of_a_prefill_under_pressure_costs_the_same_with_eight_times_as_many_pages() -> None:
+    few, many = chunk(1000), chunk(8000)
+    assert many[0] <= 1.1 * few[0]
+    assert many[1] <= 1.1 * few[1]
+    assert many[1] <= LAYERS
