@@ -175,7 +175,6 @@ def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(devic
         pair.update(1)
         pair.check()
         device.check()
-        pair.both(lambda layer: layer.reset())
 
 
 def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: Device) -> None:
