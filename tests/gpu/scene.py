@@ -14,6 +14,7 @@ that its own code is right, and on the GPU that the GPU is.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
     from ballonet.allocator._native import Owner
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 150  # that a scene may take on a GPU: starting, compiling and loading kernels included
+SECONDS = 900  # that a scene may take: only one that hangs takes them, also on a simulated GPU beside other work
 PAGES = {"cuda": 2 * 2**20, "cpu": 65536}  # bytes of a page
+KEPT = ("BALLONET_CACHE_DIR", "BALLONET_LIBCUDA", "BALLONET_SPILL")  # settings that a scene's process shares
 TAIL = 6000  # characters of what a scene that failed had said
 UINT8 = (1, 8)  # DLPack's code and bits
 # For a program of `python -c`: in it `tests` is this folder, whatever else is installed under that name.
@@ -176,6 +178,14 @@ class Place:
             torch.cuda._sleep(1_000_000_000)
 
 
+def device_bytes() -> int:
+    """Memory of the GPU, by the driver: this process makes no context on it."""
+    driver, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
+    assert driver.cuInit(0) == 0
+    assert driver.cuDeviceTotalMem_v2(ctypes.byref(size), 0) == 0
+    return size.value
+
+
 def over(held: Range, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """A tensor of that shape at the start of the range, over exactly the pages that it needs."""
     count = 1
@@ -219,7 +229,7 @@ def program(
 def run(command: list[str], seconds: float = SECONDS) -> None:
     """A process of its own, from the root; fails with the end of what it said, also where it does not end."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
-    kept = {name: os.environ[name] for name in ("BALLONET_CACHE_DIR", "BALLONET_LIBCUDA") if name in os.environ}
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     with subprocess.Popen(
         command, cwd=ROOT, env=environment | kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

@@ -31,6 +31,7 @@ class Worker:
         self._lanes = [place.lane() for _ in range(lanes)]
         self._wrong = [torch.zeros((), dtype=torch.int64, device=place.kind) for _ in range(lanes)]
         self._held: list[Held] = []
+        self._wrong_on_host = 0
         self.full = 0
         self.error: BaseException | None = None
 
@@ -68,12 +69,16 @@ class Worker:
         if reader is not held.lane:
             reader.follow(held.lane)
         with reader():
-            self._wrong[chosen] += (held.tensor != held.number).sum()
+            try:
+                self._wrong[chosen] += (held.tensor != held.number).sum()
+            except torch.OutOfMemoryError:  # no room even for the comparison
+                self.full += 1
+                self._wrong_on_host += int((held.tensor.cpu() != held.number).sum())
         if reader is not held.lane:
             reader.uses(held.tensor)
 
     def wrong(self) -> int:
-        return sum(int(each.item()) for each in self._wrong)
+        return self._wrong_on_host + sum(int(each.item()) for each in self._wrong)
 
 
 def threads_and_streams(place: Place, threads: int, operations: int, largest: int) -> None:

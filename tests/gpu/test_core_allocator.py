@@ -14,7 +14,8 @@ from .stress import threads_and_streams
 @everywhere
 def test_threads_and_streams(kind: str) -> None:
     if kind == "cuda":
-        play(threads_and_streams, kind, pages=64, threads=8, operations=1500, largest=2**21)
+        # 24 streams hold a page of small blocks and one of large ones each, whatever they free
+        play(threads_and_streams, kind, pages=128, threads=8, operations=1500, largest=2**21)
     else:
         play(threads_and_streams, kind, pages=64, threads=2, operations=150, largest=2**16)
 

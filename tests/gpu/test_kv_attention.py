@@ -26,12 +26,15 @@ def attention_is_stocks(place: Place, implementation: str, dtype: str) -> None:
 @everywhere
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention", "flash_attention_2"])
 def test_attention_is_stocks(kind: str, implementation: str) -> None:
+    from torch.utils._triton import has_triton
     from transformers.utils import is_flash_attn_2_available
 
     if implementation == "flash_attention_2" and not is_flash_attn_2_available():
         pytest.skip("flash_attn is not installed, or not for this device")
     if implementation == "flex_attention" and kind == "cpu":
         pytest.skip("compiling flex attention for a CPU takes minutes")
+    if implementation == "flex_attention" and not has_triton():
+        pytest.skip("flex attention is a Triton kernel, and Triton is not here or not for this device")
     dtype = "float32" if implementation in ("eager", "sdpa") and kind == "cpu" else "bfloat16"
     play(attention_is_stocks, kind, pages=256, implementation=implementation, dtype=dtype)
 

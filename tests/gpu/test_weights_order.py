@@ -114,7 +114,11 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
         with torch.no_grad():
             return (model(ids, use_cache=False).logits,)
 
-    right = work()[0].clone()
+    eager = work()[0].clone()
+    stock = Captured(place, work)  # under capture transformers masks otherwise, so the last bits may differ
+    right = stock.replay()[0].clone()
+    del stock
+    gc.collect()
     with small_layers(), ballonet.manage(model) as managed:
         governor = governors.of(place.device)
         governor.pages.scarce = True
@@ -169,7 +173,7 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
             stop.set()
             thread.join()
         for _ in range(2):
-            assert torch.equal(work()[0], right)
+            assert torch.equal(work()[0], eager)
             assert torch.equal(captured.replay()[0], right)
         if place.cuda:
             assert managed.streamed == ()
@@ -179,7 +183,7 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
         assert managed.report().kept == ()
         if not managed.streamed:
             assert exhaust(place), "nothing keeps them any more"
-        assert torch.equal(work()[0], right)
+        assert torch.equal(work()[0], eager)
         assert managed.streamed
 
 
