@@ -1,0 +1,127 @@
+"""Every kind of architecture gives stock's tokens on the device, whichever lever is pulled while it answers.
+
+A third of all architectures, those of the CPU's proof (tests/test_generate_equivalence.py); several in a scene, since a
+process of its own takes longer to start than a tiny model to answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import ballonet
+from ballonet.allocator.errors import PoolExhausted
+
+from .. import models
+from ..architectures import ARCHITECTURES
+from .scene import Place, everywhere, play
+from .stock import differences
+from .test_weights_streaming import small_layers, streams_here
+
+NAMES = tuple(ARCHITECTURES)[::3]
+AT_ONCE = 8  # architectures of a scene
+FEW = ("llama", "mixtral", "qwen3_next")  # on the stand-in, where others have the proof for all
+TOKENS = 8
+
+Lever = Callable[[Place, Any], contextlib.AbstractContextManager[Callable[[], bool]]]
+
+
+@contextlib.contextmanager
+def chaos(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
+    """Pages of weights and KV move between layers, to the host and back. Yields: has anything moved?"""
+    with ballonet.manage(model, chaos=5) as managed:
+        yield lambda: managed.chaos is not None and managed.chaos.moved["weights"] > 0
+
+
+@contextlib.contextmanager
+def streaming(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
+    """Every layer that can comes through slots."""
+    with small_layers(), ballonet.manage(model, interval=1) as managed:
+        yield lambda: bool(managed.streamed) and managed.flying
+
+
+@contextlib.contextmanager
+def streaming_and_chaos(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
+    """Some layers come through slots while pages of the others, and KV, move."""
+    with small_layers(), ballonet.manage(model, interval=2, chaos=7) as managed:
+        yield lambda: managed.chaos is not None and sum(managed.chaos.moved.values()) > 0
+
+
+@contextlib.contextmanager
+def spill(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
+    """Whatever page of the device is free is taken at once: activations, and KV that grows, lie on the host."""
+    filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+    taken, spilled = 0, False
+
+    def take(*_: object) -> None:
+        nonlocal taken, spilled
+        with contextlib.suppress(PoolExhausted):
+            while True:
+                filler.map(taken, 1)
+                taken += 1
+        now = place.device.snapshot()
+        spilled = spilled or now["host_pages"] > now["host_free"]
+
+    with ballonet.manage(model, interval=None):
+        hooks = [module.register_forward_hook(take) for module in model.modules()]
+        try:
+            yield lambda: spilled
+        finally:
+            for hook in hooks:
+                hook.remove()
+            filler.close()
+
+
+LEVERS: dict[str, Lever] = {
+    "chaos": chaos,
+    "streaming": streaming,
+    "streaming and chaos": streaming_and_chaos,
+    "spill": spill,
+}
+
+
+def ways(name: str) -> tuple[str, ...]:
+    return tuple(way for way in ("padded", "beam") if way not in ARCHITECTURES[name].refuses)
+
+
+def answers(model: Any, name: str, way: str, place: Place) -> models.Output:
+    mode, rows = ("greedy", 3) if way == "padded" else (way, 2)
+    inputs = {
+        key: value.to(place.kind) for key, value in models.questions(name, rows, 16, padded=way == "padded").items()
+    }
+    return models.generate(model, mode, inputs, TOKENS)
+
+
+def tokens_are_stocks(place: Place, names: tuple[str, ...], lever: str) -> None:
+    wrong, idle = [], []
+    for name in names:
+        model = models.build(name).to(place.kind)
+        expected = {way: answers(model, name, way, place) for way in ways(name)}
+        with LEVERS[lever](place, model) as pulled:
+            for way, right in expected.items():
+                if said := differences(answers(model, name, way, place), right):
+                    wrong.append(f"{name}, {way}, {lever}: {said}")
+            if not pulled():
+                idle.append(name)
+        del model, expected
+        gc.collect()
+        place.synchronize()
+    assert not wrong, "\n".join(wrong)
+    assert len(idle) * 4 <= len(names), f"{lever} did nothing to {idle}"
+
+
+@everywhere
+@pytest.mark.parametrize("lever", LEVERS)
+@pytest.mark.parametrize("first", range(0, len(NAMES), AT_ONCE))
+def test_tokens_are_stocks(kind: str, first: int, lever: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams_here(kind)
+    if kind == "cpu" and first:
+        pytest.skip("tests/test_generate_equivalence.py has all of them for a CPU")
+    names = NAMES[first : first + AT_ONCE] if kind == "cuda" else FEW
+    if lever == "spill":
+        monkeypatch.setenv("BALLONET_SPILL", "1")
+    play(tokens_are_stocks, kind, pages=256, host_pages=256, names=names, lever=lever)
