@@ -228,6 +228,8 @@ CUresult cuLaunchHostFunc(CUstream handle, SimHostFunction function, void* conte
   return queue(handle, work);
 }
 
+void simgpu_fail(const char* why) { fail(why); }
+
 int simgpu_launch(void* handle, const char* name, void (*run)(void*), void (*drop)(void*), void* context,
                   const SimRange* ranges, std::size_t count) {
   const auto work = std::make_shared<Work>();

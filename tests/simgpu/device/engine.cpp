@@ -9,6 +9,8 @@
 namespace simgpu {
 namespace {
 
+constexpr CUresult kAssert = 710;
+thread_local std::string failure;       // why what this worker runs has failed; empty while it has not
 constexpr std::size_t kDeepest = 1024;  // operations in a stream before the host has to wait, about as on a GPU
 
 std::int64_t now_ns() {
@@ -27,6 +29,8 @@ bool touches(const Work& work, std::uint64_t address, std::uint64_t size) {
 }
 
 }  // namespace
+
+void fail(const char* why) { failure = why; }
 
 std::uint64_t Engine::random(Stream& stream) {  // splitmix64
   std::uint64_t value = stream.random += 0x9E3779B97F4A7C15ull;
@@ -163,27 +167,29 @@ void Engine::run(Lock& lock, Stream& stream, Operation& operation) {
   }
   progress_.wait(lock, [&] { return !held_ || stopping_; });
   if (stopping_ || all_.dead != cuda::kSuccess) return;
-  if (++all_.counts.operations == all_.config.die_at) return die();
+  if (++all_.counts.operations == all_.config.die_at) return die(cuda::kIllegalAddress);
   all_.counts.kernels += operation.work->kernel;
   const std::string wrong = all_.watch.violation(all_.memory.mappings, operation.work->ranges, operation.serial);
   if (!wrong.empty()) return report(stream, operation, wrong);
   stream.running = true;
   lock.unlock();
+  failure.clear();
   const bool done = operation.work->run();
   lock.lock();
   stream.running = false;
+  if (!failure.empty()) return report(stream, operation, "failed: " + failure + "\n", kAssert);
   if (!done) report(stream, operation, "reads memory that is gone (is the file that is mapped there shorter?)\n");
 }
 
-void Engine::report(const Stream& stream, const Operation& operation, const std::string& what) {
+void Engine::report(const Stream& stream, const Operation& operation, const std::string& what, CUresult result) {
   char where[64];
   std::snprintf(where, sizeof where, " on stream %p of device %d ", static_cast<void*>(stream.handle), stream.device);
   write_report(all_, operation.work->name + where + what + "  queued at\n" + operation.queued.text(), true);
-  die();
+  die(result);
 }
 
-void Engine::die() {
-  all_.dead = cuda::kIllegalAddress;
+void Engine::die(CUresult result) {
+  all_.dead = result;
   progress_.notify_all();
 }
 

@@ -32,6 +32,8 @@ namespace simgpu {
 
 using Lock = std::unique_lock<std::mutex>;
 
+void fail(const char* why);  // by what a worker's thread runs: it has failed, as a kernel's assertion does
+
 struct Work {
   std::string name;
   std::vector<Range> ranges;
@@ -97,15 +99,16 @@ class Engine {
   void hold(bool on);
   // Before [address, address + size) changes: an operation that is running there is reported, and waited for.
   void before_change(Lock& lock, std::uint64_t address, std::uint64_t size, const char* what);
-  void die();             // error 700 from now on
-  void stop(Lock& lock);  // ends the threads; what has not run does not
+  void die(CUresult result);  // error 700 from now on
+  void stop(Lock& lock);      // ends the threads; what has not run does not
   std::uint64_t random(Stream& stream);
 
  private:
   void imply_order(const Stream& stream, Operation& operation);
   void serve(const StreamPtr& stream);
   void run(Lock& lock, Stream& stream, Operation& operation);
-  void report(const Stream& stream, const Operation& operation, const std::string& what);
+  void report(const Stream& stream, const Operation& operation, const std::string& what,
+              CUresult result = ballonet::cuda::kIllegalAddress);
   void forget(Operation& operation, std::vector<std::shared_ptr<void>>& garbage);
 
   State& all_;

@@ -31,6 +31,10 @@ struct SimRange {
 int simgpu_launch(void* stream, const char* name, void (*run)(void*), void (*drop)(void*), void* context,
                   const struct SimRange* ranges, size_t range_count);
 
+// Called by `run`: the kernel has failed, as by an assertion on the device. It is reported, and every later call
+// answers 710.
+void simgpu_fail(const char* why);
+
 // Waits until everything queued to `stream` has run, for what an emulated operator must read on the host (`.item()`,
 // shapes that depend on data). Counted as a synchronization under the reason `why`. Returns a cudaError_t; 900 while
 // the stream captures.

@@ -13,8 +13,6 @@
 #include <memory>
 #include <set>
 
-extern "C" __attribute__((weak)) void simgpu_fail(int error, const char* text);
-
 namespace simgpu {
 namespace {
 
@@ -84,15 +82,6 @@ void compute(const Work& work, Stack& stack) {
     if (work.op->same[i] < 0) each_tensor(stack[i], [&](const at::Tensor& tensor) { (output++)->copy_(tensor); });
 }
 
-// What a device-side assertion does: an error that stays, for whoever asks the device next.
-void fail(const Work& work, const char* why) {
-  const std::string text = work.op->name + " failed on the device: " + why;
-  if (simgpu_fail)
-    simgpu_fail(cudaErrorAssert, text.c_str());
-  else
-    simgpu_note(text.c_str());
-}
-
 void run(void* context) {
   const Work& work = *static_cast<Work*>(context);
   Stack stack;
@@ -103,13 +92,13 @@ void run(void* context) {
     if (work.answer) {
       work.answer->error = std::current_exception();
     } else {
-      fail(work, error.what_without_backtrace());
+      simgpu_fail(error.what_without_backtrace());
     }
   } catch (const std::exception& error) {
     if (work.answer) {
       work.answer->error = std::current_exception();
     } else {
-      fail(work, error.what());
+      simgpu_fail(error.what());
     }
   }
 }
