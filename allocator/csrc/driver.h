@@ -69,6 +69,9 @@ class Driver {
     CUresult code_;
   };
 
+  // A result that was handed on, as if the call had just been made.
+  Outcome judge(Fn function, CUresult code) const { return Outcome(this, function, code); }
+
 #define BALLONET_X(name, symbol, ...)                                            \
   template <class... A>                                                          \
   Outcome name(A... arguments) const {                                           \

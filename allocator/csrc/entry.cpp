@@ -53,7 +53,8 @@ void deallocate(void* pointer) {
 }
 
 void record_stream(void* pointer, void* stream) {
-  if (Heap* heap = heap_of(pointer)) heap->record_stream(pointer, static_cast<CUstream>(stream));
+  if (Heap* heap = heap_of(pointer)) return heap->record_stream(pointer, static_cast<CUstream>(stream));
+  note_range_stream(pointer, static_cast<CUstream>(stream));
 }
 
 // The callers have no way to report a failure: what fails here leaves pages cached, and the next call tries again.

@@ -14,7 +14,7 @@
 namespace ballonet {
 
 // In the order in which they are taken.
-enum class ForkRank { kRegistry, kBudget, kHeap, kReclaim, kGroup, kThreads, kMapper, kRequests, kLast };
+enum class ForkRank { kRegistry, kBudget, kHeap, kReclaim, kGroup, kScratch, kThreads, kMapper, kRequests, kLast };
 // kLast: nothing else is taken under these.
 
 // While it lives, a fork takes the lock. `before` runs in the parent ahead of the fork, once every lock is held; it

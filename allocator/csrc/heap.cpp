@@ -10,10 +10,11 @@ Heap::Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim, bool spill)
     : mapper_(std::move(mapper)), reclaim_(reclaim), spill_(spill), page_(mapper_->page_size) {}
 
 void* Heap::allocate(std::size_t size, CUstream stream) {
-  std::lock_guard<std::mutex> lock(mutex);
+  Lock lock(mutex);
   if (size > kLargest) throw PoolExhausted(exhausted(size, "No device has as much memory as that"));
   const std::uint64_t wanted = Blocks::rounded(size);
-  const Key key{stream, filling_.empty() ? MempoolId{} : pool_for(stream), wanted < kSmall};
+  const CUstream owner = Streams::of_all_threads(stream);
+  const Key key{owner, filling_.empty() ? MempoolId{} : pool_for(stream), wanted < kSmall};
   Arenas& arenas = arenas_for(key);
   Arena* arena = nullptr;
   Blocks::Block* block = nullptr;
@@ -22,7 +23,7 @@ void* Heap::allocate(std::size_t size, CUstream stream) {
     block = arena->blocks.best_fit(wanted);
   }
   if (block == nullptr) {
-    block = allocate_slow(arenas, key, wanted, arena);
+    block = allocate_slow(lock, key, wanted, arena);
   } else {
     ++numbers_.hits;
   }
@@ -31,6 +32,7 @@ void* Heap::allocate(std::size_t size, CUstream stream) {
   block->tag = arena;
   const std::uint64_t address = arena->range->base + block->offset;
   live_.insert(address, block);
+  if (is_per_thread(stream)) use_on(block, owner);
   ++numbers_.allocations;
   numbers_.allocated_total += wanted;
   numbers_.live += wanted;
@@ -61,7 +63,13 @@ void Heap::deallocate(void* address) {
 void Heap::record_stream(void* address, CUstream stream) {
   std::lock_guard<std::mutex> lock(mutex);
   Blocks::Block* block = live_.find(reinterpret_cast<std::uint64_t>(address));
-  if (block == nullptr || static_cast<Arena*>(block->tag)->key.stream == stream) return;
+  const CUstream user = Streams::of_all_threads(stream);
+  if (block == nullptr || (static_cast<Arena*>(block->tag)->key.stream == user && !is_per_thread(stream))) return;
+  use_on(block, user);
+}
+
+// The block is reused only once the stream's present work has passed when it is freed.
+void Heap::use_on(Blocks::Block* block, CUstream stream) {
   std::vector<CUstream>& users = users_[block];
   if (std::find(users.begin(), users.end(), stream) != users.end()) return;
   users.push_back(stream);
@@ -107,21 +115,21 @@ MempoolId Heap::pool_for(CUstream stream) const {
   return {};
 }
 
-Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
+Blocks::Block* Heap::allocate_slow(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena) {
   reuse_passed();
   std::string reason = "It exceeds the whole budget";
   std::size_t missing = 0;
   if (size <= mapper_->numbers().budget * page_) {
     try {
-      return fit(arenas, key, size, arena);
+      return fit(lock, key, size, arena);
     } catch (const DriverError& error) {
       if (is_sticky(error.code)) throw;  // no memory repairs that; else a call that failed once deserves a second try
     } catch (const PoolExhausted&) {
       // It is tried again with all that can be had, and then with what can be reclaimed.
     }
     try {
-      if (!mapper_->capturing()) settle();
-      return reclaim_.supply([&] { return fit(arenas, key, size, arena); });
+      if (!mapper_->capturing()) settle(lock);
+      return fit_with_reclaimed(lock, key, size, arena);
     } catch (const PoolExhausted& error) {
       reason = error.what();
       missing = error.missing;
@@ -130,13 +138,34 @@ Blocks::Block* Heap::allocate_slow(Arenas& arenas, const Key& key, std::uint64_t
       reason = error.what();
     }
   }
-  if (Blocks::Block* block = spill(key, size, arena, reason)) return block;
+  if (Blocks::Block* block = spill(lock, key, size, arena, reason)) return block;
   mapper_->events.add(Events::Kind::kRefuse, (size + page_ - 1) / page_);
   throw PoolExhausted(exhausted(size, reason, missing));
 }
 
+// The lock is held while a place is looked for, and not while something is taken for it.
+Blocks::Block* Heap::fit_with_reclaimed(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena) {
+  Blocks::Block* found = nullptr;
+  lock.unlock();
+  try {
+    reclaim_.supply([&] {
+      lock.lock();
+      try {
+        found = fit(lock, key, size, arena);
+      } catch (...) {
+        lock.unlock();
+        throw;
+      }
+    });
+  } catch (...) {
+    lock.lock();
+    throw;
+  }
+  return found;  // with the lock, so that it still is free
+}
+
 // A free block on host pages, or nullptr; `reason` then says why, where that is not for lack of permission.
-Blocks::Block* Heap::spill(const Key& key, std::uint64_t size, Arena*& arena, std::string& reason) {
+Blocks::Block* Heap::spill(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena, std::string& reason) {
   if (!spill_ || !(key.pool == MempoolId{}) || mapper_->capturing()) return nullptr;
   if (!mapper_->has_host_pages()) {
     reason += ". Nor can it lie on the host: " + mapper_->host_refused();
@@ -147,9 +176,13 @@ Blocks::Block* Heap::spill(const Key& key, std::uint64_t size, Arena*& arena, st
     return nullptr;
   }
   const Key host{key.stream, key.pool, key.small, Place::kHost};
+  {
+    Unlocked unlocked(lock);
+    mapper_->prepare_host((size + page_ - 1) / page_);
+  }
   for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
     try {
-      Blocks::Block* block = fit(arenas_for(host), host, size, arena);
+      Blocks::Block* block = fit(lock, host, size, arena);
       if (void (*tell)() = on_spill.exchange(nullptr)) tell();
       return block;
     } catch (const PoolExhausted& error) {
@@ -163,21 +196,31 @@ Blocks::Block* Heap::spill(const Key& key, std::uint64_t size, Arena*& arena, st
   return nullptr;
 }
 
-// A free block to cut `size` from, backed for it where there is none.
-Blocks::Block* Heap::fit(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena) {
-  Blocks::Placement placement;
-  for (auto& candidate : arenas) {
-    arena = candidate.get();
-    if (Blocks::Block* block = arena->blocks.best_fit(size)) return block;
-    placement = arena->blocks.place(size);
-    if (placement.hole != nullptr) break;
+// A free block to cut `size` from, backed for it where there is none. Where pages are on their way out of other blocks
+// it waits for them without the lock, and looks for a place anew.
+Blocks::Block* Heap::fit(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena) {
+  constexpr int kWaits = 3;  // others may take what was waited for
+  for (int waits = 0;; ++waits) {
+    Arenas& arenas = arenas_for(key);
+    Blocks::Placement placement;
+    for (auto& candidate : arenas) {
+      arena = candidate.get();
+      if (Blocks::Block* block = arena->blocks.best_fit(size)) return block;
+      placement = arena->blocks.place(size);
+      if (placement.hole != nullptr) break;
+    }
+    if (placement.hole == nullptr) {
+      arena = &add_arena(arenas, key, size);
+      placement = arena->blocks.place(size);
+    }
+    try {
+      if (back(*arena, placement, waits < kWaits)) return arena->blocks.best_fit(size);
+    } catch (const PoolExhausted&) {
+      if (waits >= kWaits || mapper_->retiring() == 0 || mapper_->capturing()) throw;
+    }
+    Unlocked unlocked(lock);
+    mapper_->reap(true);
   }
-  if (placement.hole == nullptr) {
-    arena = &add_arena(arenas, key, size);
-    placement = arena->blocks.place(size);
-  }
-  back(*arena, placement);
-  return arena->blocks.best_fit(size);
 }
 
 void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
@@ -186,15 +229,18 @@ void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
     if (entry.first == pool)
       throw UsageError("this memory pool is being filled already: end the other capture or use_mem_pool first");
   }
-  ++pools_[pool];
   filling_.emplace_back(pool, std::move(filter));
+  ++pools_[pool];
+  mapper_->captures_may_begin();
 }
 
 void Heap::end_pool(MempoolId pool) {
   std::lock_guard<std::mutex> lock(mutex);
+  const std::size_t before = filling_.size();
   filling_.erase(
       std::remove_if(filling_.begin(), filling_.end(), [&](const auto& entry) { return entry.first == pool; }),
       filling_.end());
+  mapper_->captures_are_over(before - filling_.size());
 }
 
 void Heap::release_pool(MempoolId pool) {

@@ -18,7 +18,12 @@
 // Note [Streams]
 // A block freed on its own stream is reused by that stream at once: the stream's order protects it. A block that was
 // also used elsewhere (record_stream) waits for a fence on those streams. Pages that leave an arena wait for every
-// stream.
+// stream. The per-thread default stream has one handle for all threads: its blocks lie beside those of the legacy
+// stream, which is ordered with the work of each, and one that is freed waits for a fence there.
+//
+// Note [Nobody waits with the lock]
+// Any thread may free a tensor, also one that holds the interpreter's lock, which what a stream does may need in turn.
+// So whoever waits for a stream lets go of the heap's lock, and looks for its place anew afterwards.
 //
 // Note [Spilling]
 // What no device page can be had for lies on host pages: slower to use, and valid. Such blocks have arenas of their
@@ -142,12 +147,14 @@ class Heap {
   Arenas& arenas_for(const Key& key);
   Arena& add_arena(Arenas& arenas, const Key& key, std::uint64_t size);
   MempoolId pool_for(CUstream stream) const;
-  Blocks::Block* allocate_slow(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena);
-  Blocks::Block* fit(Arenas& arenas, const Key& key, std::uint64_t size, Arena*& arena);
-  Blocks::Block* spill(const Key& key, std::uint64_t size, Arena*& arena, std::string& reason);
-  void back(Arena& arena, const Blocks::Placement& placement);
-  std::size_t settle();
-  void settle_waiting();
+  Blocks::Block* allocate_slow(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena);
+  Blocks::Block* fit(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena);
+  Blocks::Block* fit_with_reclaimed(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena);
+  Blocks::Block* spill(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena, std::string& reason);
+  bool back(Arena& arena, const Blocks::Placement& placement, bool may_harvest);
+  void use_on(Blocks::Block* block, CUstream stream);
+  std::size_t settle(Lock& lock);
+  void settle_waiting(Lock& lock);
   void give_back();
   void drop_released();
   std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before, const Blocks::Block* keep_after);

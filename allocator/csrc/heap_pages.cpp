@@ -9,28 +9,35 @@ namespace ballonet {
 std::uint64_t Heap::allowance() const { return numbers_.requested_peak + numbers_.requested_peak / 64 + 3 * page_; }
 
 // Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
-// hole, so that the placement stays true.
-void Heap::back(Arena& arena, const Blocks::Placement& placement) {
+// hole, so that the placement stays true. False where some were, with the hole as it was: they are free once every
+// stream has passed.
+bool Heap::back(Arena& arena, const Blocks::Placement& placement, bool may_harvest) {
   const std::size_t first = placement.from / page_, count = (placement.to - placement.from) / page_;
   const std::int64_t since = now_ns();
   if (arena.key.place == Place::kHost) {
-    mapper_->map(*arena.range, first, count, Place::kHost);
+    mapper_->map(*arena.range, first, count, Place::kHost, false);
     arena.blocks.fill(placement.hole, placement.from, placement.to);
-    return mapper_->events.add(Events::Kind::kSpill, count, since);
+    mapper_->events.add(Events::Kind::kSpill, count, since);
+    return true;
   }
-  const auto numbers = mapper_->numbers();
+  auto numbers = mapper_->numbers();
   const auto pages = [&](Owner owner) { return numbers.pages[static_cast<std::size_t>(owner)]; };
+  if (pages(Owner::kFree) < count + numbers.ahead && pages(Owner::kRetiring) > 0) {
+    mapper_->reap(false);
+    numbers = mapper_->numbers();
+  }
   const std::size_t idle = pages(Owner::kFree) - numbers.ahead;
   const std::size_t growth = count > idle ? count - idle : 0;
   const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
-  if (growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
+  if (may_harvest && growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
     // The block behind the hole may grow the hole when it gives pages; the one before it would take the hole's place.
     const bool to_the_end = placement.to == placement.hole->offset + placement.hole->size;
-    if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) mapper_->reap(true);
+    if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) return false;
   }
-  mapper_->map(*arena.range, first, count, Place::kDevice);
+  mapper_->map(*arena.range, first, count, Place::kDevice, false);
   arena.blocks.fill(placement.hole, placement.from, placement.to);
   if (const std::size_t deflated = std::min(idle, count)) mapper_->events.add(Events::Kind::kDeflate, deflated, since);
+  return true;
 }
 
 // A live block becomes free. Host pages that nothing lies on any more go at once.
@@ -55,15 +62,21 @@ void Heap::give_back() {
 }
 
 // Everything that waiting can free, and every page that nothing lies on, goes to the pool. Returns how many.
-std::size_t Heap::settle() {
-  settle_waiting();
+std::size_t Heap::settle(Lock& lock) {
+  settle_waiting(lock);
   const std::size_t pages = harvest(~std::size_t{0}, nullptr, nullptr);
+  Unlocked unlocked(lock);
   mapper_->reap(true);
   return pages;
 }
 
-void Heap::settle_waiting() {
-  for (Waiting& waiting : waiting_) mapper_->fence_wait(waiting.fence);
+void Heap::settle_waiting(Lock& lock) {
+  std::vector<Awaited> all;
+  for (Waiting& waiting : waiting_) all.push_back(mapper_->awaited(waiting.fence));
+  {
+    Unlocked unlocked(lock);
+    for (const Awaited& each : all) mapper_->wait(each);
+  }
   reuse_passed();
   drop_released();
 }
@@ -118,13 +131,13 @@ void Heap::tell_idle() const {
 }
 
 std::size_t Heap::trim_and_wait() {
-  std::lock_guard<std::mutex> lock(mutex);
-  return mapper_->capturing() ? 0 : settle();
+  Lock lock(mutex);
+  return mapper_->capturing() ? 0 : settle(lock);
 }
 
 std::size_t Heap::idle_pages() {
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!mapper_->capturing()) settle_waiting();
+  Lock lock(mutex);
+  if (!mapper_->capturing()) settle_waiting(lock);
   std::size_t pages = 0;
   for (auto& [key, arenas] : arenas_) {
     for (auto& arena : arenas) {
@@ -140,10 +153,12 @@ std::size_t Heap::idle_pages() {
 }
 
 void Heap::shrink(bool wait) {
-  std::lock_guard<std::mutex> lock(mutex);
   wait = wait && !mapper_->capturing();
-  if (wait) settle_waiting();
-  if (mapper_->above_budget()) give_back();
+  {
+    Lock lock(mutex);
+    if (wait) settle_waiting(lock);
+    if (mapper_->above_budget()) give_back();
+  }
   if (wait) mapper_->reap(true);
 }
 

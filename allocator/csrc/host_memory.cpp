@@ -10,14 +10,23 @@ void Mapper::register_host(const void* memory, std::size_t size) {
   registered_[reinterpret_cast<CUdeviceptr>(memory)] = size;
 }
 
-// Copies run on streams that `create_stream` made, which are never captured: waiting for them breaks no capture. What
-// came of them is told to whoever waits for their end.
+// Nothing is taken from it any more, and copies that were submitted are waited for, on streams that are never captured:
+// that breaks no capture. What came of them is told to whoever waits for their end.
 void Mapper::unregister_host(const void* memory) {
-  std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  for (CUstream stream : made_) driver_.cuStreamSynchronize(stream);
-  driver_.cuMemHostUnregister(const_cast<void*>(memory)).or_throw("unregistering host memory");
-  registered_.erase(reinterpret_cast<CUdeviceptr>(memory));
+  Lock lock(mutex);
+  const auto entry = registered_.extract(reinterpret_cast<CUdeviceptr>(memory));
+  const CUstream streams[] = {to_device_, from_device_, context_.copy_stream};
+  CUresult done;
+  {
+    Unlocked unlocked(lock);
+    for (CUstream stream : streams) {
+      if (stream != nullptr) driver_.cuStreamSynchronize(stream);
+    }
+    done = driver_.cuMemHostUnregister(const_cast<void*>(memory)).code();
+  }
+  if (done != cuda::kSuccess && entry) registered_[entry.key()] = entry.mapped();
+  driver_.judge(Fn::cuMemHostUnregister, done).or_throw("unregistering host memory");
 }
 
 // Pre: the caller holds `mutex`. The bytes lie in one registration.

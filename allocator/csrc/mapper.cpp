@@ -14,11 +14,15 @@ Mapper::Mapper(const Options& options)
       peer_(driver_, context_.peer_place, options.page_size, context_.peer_pages ? options.peer_budget : 0, nullptr),
       streams_(driver_) {
   watch_forks(options.library);
+  streams_.note(context_.copy_stream);  // a page that is copied does not leave before
 }
 
 Mapper::~Mapper() {
   DriverScope scope(driver_, context_.handle);
   for (Pool* pool : {&device_, &host_, &peer_}) pool->release_free();
+  for (CUstream stream : {to_device_, from_device_}) {
+    if (stream != nullptr) driver_.cuStreamDestroy(stream);
+  }
   streams_.close();
 }
 
@@ -157,7 +161,7 @@ PageId Mapper::page_after(Range& range, std::size_t piece, Backing backing) {
 
 // Idle pages first, then those that retirements and slots have, then new ones, and last what was mapped ahead.
 std::vector<PageId> Mapper::take_pages(Pool& pool, std::size_t n, Owner owner, PageId hint, Ranges& done) {
-  if (pool.idle() < n) reap_locked(false, done);
+  if (pool.idle() < n) reap_locked(done);
   if (&pool != &device_ || pool.kept() == 0) return pool.take(n, owner, hint);
   empty_slots(n, Take::kNotAhead);
   if (pool.idle() + pool.creatable() < n) empty_slots(n - pool.creatable(), Take::kAll);
@@ -170,9 +174,29 @@ std::vector<PageId> Mapper::take_pages(Pool& pool, std::size_t n, Owner owner, P
   return pool.take(n, owner, hint);
 }
 
-void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place) {
+void Mapper::prepare_host(std::size_t pages) {
+  if (!context_.host_pages) return;
+  DriverScope scope(driver_, context_.handle);
+  Lock lock(mutex);
+  prepare(lock, host_, pages);
+}
+
+// Has so many pages idle, or as many as can be had, without the lock while the driver creates them. Throws nothing of
+// the driver's: whoever needs them asks again.
+void Mapper::prepare(Lock& lock, Pool& pool, std::size_t pages) {
+  if (pool.idle() >= pages || pool.available() < pages) return;
+  Pool::Creation creation = pool.begin_creating(pages - pool.idle());
+  {
+    Unlocked unlocked(lock);
+    pool.create(creation);
+  }
+  pool.end_creating(creation);
+}
+
+void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place, bool wait) {
   Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  Lock lock(mutex);
   check_span(range, first, count);
   if (place == Place::kHost && !context_.host_pages) {
     throw UsageError("there are no host pages: " + context_.host_refused);
@@ -180,55 +204,71 @@ void Mapper::map(Range& range, std::size_t first, std::size_t count, Place place
   if (place == Place::kPeer && !context_.peer_pages) throw UsageError("there is no peer");
   const Backing wanted = backing_of(place);
   Pool& pool = pool_of(place);
-  DriverScope scope(driver_, context_.handle);
-  record_late();
-
-  const auto retires = [&](std::size_t i) { return range.at(i).backing == Backing::kRetiring; };
-  for (std::size_t i = first; i < first + count; ++i) {
-    if (retires(i) && range.at(i).retiring_from != wanted) reap_locked(true, done);
-    if (range.at(i).backing == Backing::kKept && place != Place::kDevice) unkeep(range, i);
-  }
-  std::vector<std::size_t> unbacked, claimed;
-  Spans adopted;  // pieces that take back the page they were about to lose
-  for (std::size_t i = first; i < first + count; ++i) {
-    const Range::Piece& piece = range.at(i);
-    if (piece.backing == Backing::kNone) {
-      unbacked.push_back(i);
-    } else if (retires(i) && piece.retiring_from == wanted) {
-      adopted.push_back({i, 1});
-    } else if (piece.backing == Backing::kKept) {
-      claimed.push_back(i);
-    } else if (piece.backing != wanted) {
-      throw UsageError(format("piece %zu already has another backing", i));
+  Pieces found;
+  bool waited = !wait, prepared = false;
+  for (;;) {
+    found = pieces_to_back(range, first, count, wanted);
+    const bool lacking = pool.available() < found.unbacked.size() && !streams_.capturing();
+    if (!waited && (found.elsewhere || lacking)) {
+      reap_waiting(lock, done);
+      waited = true;
+    } else if (place == Place::kHost && !prepared && pool.idle() < found.unbacked.size()) {
+      prepare(lock, pool, found.unbacked.size());
+      prepared = true;
+    } else {
+      break;
     }
+    check_span(range, first, count);
   }
-  // First of all, or the wait for other pages would take these away.
-  for (const Span& span : adopted) {
-    Range::Piece& piece = range.at(span.first);
+  if (found.elsewhere) throw UsageError(format("a piece from %zu on is still about to lose another page", first));
+
+  for (std::size_t i : found.adopted) {
+    Range::Piece& piece = range.at(i);
     piece.backing = wanted;
     piece.ticket = 0;
     piece.changed = ++changes_;
     pool.relabel(piece.page, range.owner);
   }
-  for (std::size_t i : claimed) claim(range, i);
+  for (std::size_t i : found.claimed) claim(range, i);
   try {
     for (std::size_t i = first; i < first + count; ++i) {  // what failed half way may have left pages without access
       Range::Piece& piece = range.at(i);
       if (piece.backing == wanted && !piece.open) allow_access(address(range, i), 1, place);
       piece.open = piece.backing == wanted;
     }
-    if (!unbacked.empty()) {
-      if (pool.available() < unbacked.size() && !streams_.capturing()) reap_locked(true, done);
-      const PageId hint = page_after(range, unbacked.front(), wanted);
-      back(range, unbacked, pool, take_pages(pool, unbacked.size(), range.owner, hint, done), wanted);
+    if (!found.unbacked.empty()) {
+      const PageId hint = page_after(range, found.unbacked.front(), wanted);
+      back(range, found.unbacked, pool, take_pages(pool, found.unbacked.size(), range.owner, hint, done), wanted);
     }
   } catch (...) {
+    Spans adopted;
+    for (std::size_t i : found.adopted) adopted.push_back({i, 1});
     retire_locked(range, adopted);
-    for (std::size_t i : claimed) keep(range, i, false);
+    for (std::size_t i : found.claimed) keep(range, i, false);
     throw;
   }
   for (std::size_t i = first; i < first + count; ++i) range.at(i).doomed = false;
   if (place == Place::kDevice && count > 0 && range.owner == Owner::kKv) tell_followers(range, first, count);
+}
+
+// What has to be done to back these pieces so. Throws UsageError where one has another backing, DriverError.
+Mapper::Pieces Mapper::pieces_to_back(Range& range, std::size_t first, std::size_t count, Backing wanted) {
+  Pieces found;
+  for (std::size_t i = first; i < first + count; ++i) {
+    if (range.at(i).backing == Backing::kKept && wanted != Backing::kDevice) unkeep(range, i);
+    const Range::Piece& piece = range.at(i);
+    if (piece.backing == Backing::kNone) {
+      found.unbacked.push_back(i);
+    } else if (piece.backing == Backing::kRetiring) {
+      if (piece.retiring_from == wanted) found.adopted.push_back(i);
+      found.elsewhere |= piece.retiring_from != wanted;
+    } else if (piece.backing == Backing::kKept) {
+      found.claimed.push_back(i);
+    } else if (piece.backing != wanted) {
+      throw UsageError(format("piece %zu already has another backing", i));
+    }
+  }
+  return found;
 }
 
 void Mapper::close(Range& range) {
@@ -315,26 +355,45 @@ std::size_t Mapper::backed(Range& range) {
 }
 
 void Mapper::note_stream(CUstream stream) {
+  if (streams_.known(stream)) return;
   std::lock_guard<std::mutex> lock(mutex);
   streams_.note(stream);
+}
+
+void Mapper::note_stream_at(CUdeviceptr address, CUstream stream) {
+  if (streams_.known(stream)) return;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (covers(address)) streams_.note(stream);
+}
+
+bool Mapper::covers(CUdeviceptr address) const {
+  return std::any_of(ranges_.begin(), ranges_.end(), [&](const Range* range) {
+    return range->held_.pieces > 0 && address >= range->base && address - range->base < range->pieces * page_size;
+  });
 }
 
 CUstream Mapper::create_stream() {
   DriverScope scope(driver_, context_.handle);
   CUstream stream = nullptr;
   driver_.cuStreamCreate(&stream, cuda::kStreamNonBlocking).or_throw("creating a stream");
-  std::lock_guard<std::mutex> lock(mutex);
-  made_.push_back(stream);
   return stream;
 }
 
 void Mapper::destroy_stream(CUstream stream) {
-  std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   driver_.cuStreamSynchronize(stream);
+  std::lock_guard<std::mutex> lock(mutex);
   streams_.forget(stream);
-  made_.erase(std::find(made_.begin(), made_.end(), stream));
   driver_.cuStreamDestroy(stream);
+}
+
+void Mapper::open_transfer_streams() {
+  for (CUstream* stream : {&to_device_, &from_device_}) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (*stream != nullptr) continue;
+    *stream = create_stream();
+    streams_.note(*stream);  // a page that is copied to or from does not leave before
+  }
 }
 
 void Mapper::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) {
@@ -362,29 +421,49 @@ void Mapper::synchronize() {
 Fence Mapper::fence_over(const std::vector<CUstream>& streams) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  return streams_.fence(streams);
+  Fence made = streams_.fence(streams);
+  if (streams_.sync_wanted()) background_.notify();
+  return made;
 }
 
 bool Mapper::fence_passed(Fence& fence) {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  return streams_.passed(fence);
+  const bool passed = streams_.passed(fence);
+  if (!passed && streams_.sync_wanted()) background_.notify();
+  return passed;
 }
 
 void Mapper::fence_wait(Fence& fence) {
   DriverScope scope(driver_, context_.handle);
-  std::unique_lock<std::mutex> lock(mutex);
-  if (streams_.glance(fence)) return;
-  if (fence.recorded) {
-    // Not under the lock: what is waited for may be a long time away, and nobody else has to wait with us. Should
-    // someone else see the fence pass meanwhile, its events are used again: this waits for too much then, never for too
-    // little.
-    const std::vector<CUevent> events = fence.events;
-    lock.unlock();
-    streams_.wait(events);
-    lock.lock();
+  Lock lock(mutex);
+  await(lock, streams_.awaited(fence));
+  streams_.recycle(fence);
+}
+
+Awaited Mapper::awaited(Fence& fence) {
+  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  return streams_.awaited(fence);
+}
+
+void Mapper::wait(const Awaited& awaited) {
+  DriverScope scope(driver_, context_.handle);
+  Lock lock(mutex);
+  await(lock, awaited);
+}
+
+// Waits, without the lock. Should someone else see the fence pass meanwhile, its events are used again: this waits for
+// too much then, never for too little.
+void Mapper::await(Lock& lock, const Awaited& awaited) {
+  if (awaited.events.empty() && awaited.sync <= streams_.syncs_done()) return;
+  const std::uint64_t sync = awaited.sync > streams_.syncs_done() ? streams_.begin_sync() : 0;
+  {
+    Unlocked unlocked(lock);
+    streams_.wait(awaited.events);
+    if (sync != 0) driver_.cuCtxSynchronize().or_throw("waiting for every stream before pages change hands");
   }
-  streams_.wait(fence);
+  if (sync != 0) streams_.end_sync(sync);
 }
 
 void Mapper::recycle(Fence& fence) {
@@ -392,15 +471,14 @@ void Mapper::recycle(Fence& fence) {
   streams_.recycle(fence);
 }
 
-// Not under the lock: on the stand-in the calling thread is stream 0, and waits here. For the events as in
-// `fence_wait`.
+// Not under the lock: on the stand-in the calling thread is stream 0, and waits here. For the events as in `await`.
 void Mapper::stream_waits(CUstream stream, const Fence& fence) {
   DriverScope scope(driver_, context_.handle);
   std::unique_lock<std::mutex> lock(mutex);
   const std::vector<CUevent> events = fence.events;
   lock.unlock();
   // Nothing that is captured may wait for what is not: then the host does.
-  if (!events.empty() && streams_.capturing({stream})) return streams_.wait(events);
+  if (!events.empty() && streams_.capturing(std::vector<CUstream>{stream})) return streams_.wait(events);
   for (CUevent event : events) {
     driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering work after a copy");
   }
@@ -412,12 +490,22 @@ bool Mapper::capturing() {
   return streams_.capturing();
 }
 
+void Mapper::captures_may_begin() {
+  std::lock_guard<std::mutex> lock(mutex);
+  streams_.captures_may_begin();
+}
+
+void Mapper::captures_are_over(std::size_t count) {
+  std::lock_guard<std::mutex> lock(mutex);
+  streams_.captures_are_over(count);
+}
+
 void Mapper::set_budget(std::size_t pages) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   if (pages < device_.created() && !streams_.capturing()) {
-    reap_locked(true, done);
+    reap_locked(done);
     expect_no_more();
     empty_slots(device_.created() - pages, Take::kAll);
   }
@@ -429,7 +517,7 @@ bool Mapper::within_budget() {
   std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
   if (device_.created() > device_.budget() && !streams_.capturing()) {
-    reap_locked(false, done);
+    reap_locked(done);
     empty_slots(device_.created() - device_.budget(), Take::kAll);
   }
   device_.shrink();
@@ -452,12 +540,7 @@ std::pair<std::size_t, std::size_t> Mapper::free_memory() {
 }
 
 Mapper::Numbers Mapper::numbers() {
-  Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!retiring_.empty()) {
-    DriverScope scope(driver_, context_.handle);
-    reap_locked(false, done);
-  }
   return {device_.budget(),
           device_.created(),
           device_.created_peak(),
@@ -481,6 +564,11 @@ void Mapper::reset_peak() {
   device_.reset_peak();
 }
 
+std::size_t Mapper::retiring() {
+  std::lock_guard<std::mutex> lock(mutex);
+  return retiring_.size();
+}
+
 std::size_t Mapper::available() {
   std::lock_guard<std::mutex> lock(mutex);
   return device_.available();
@@ -500,11 +588,11 @@ std::size_t Mapper::missing(std::size_t n) {
 
 void Mapper::shutdown() {
   Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
+  Lock lock(mutex);
   if (shut_) return;
   DriverScope scope(driver_, context_.handle);
-  reap_locked(true, done);
-  if (!retiring_.empty()) reap_locked(true, done);  // an unmap that failed once
+  reap_waiting(lock, done);
+  if (!retiring_.empty()) reap_waiting(lock, done);  // an unmap that failed once
   const std::size_t open = static_cast<std::size_t>(
       std::count_if(ranges_.begin(), ranges_.end(), [](Range* range) { return !range->closed_; }));
   if (open > 0) throw UsageError(format("%zu ranges are still open: release the models and caches first", open));

@@ -10,6 +10,14 @@
 //   whoever
 //             needs pages takes it; see slots.h
 //
+// Note [Waiting]
+// Whatever may take long happens without the mapper's lock: waiting for streams, copies, and creating pages of the
+// host, which pins memory. Others work on the same ranges meanwhile, so that whoever has waited looks again, with the
+// lock, at all that it is about to change, and changes it without letting go of the lock again. What holds still
+// meanwhile is what a lease protects: the group's lock is held throughout, so that no other thread begins to use its
+// ranges. What is copied cannot lose its page: every fence covers the streams of copies. Nor is any lock held that a
+// thread with the interpreter's lock may wait for: what is waited for may need that one to go on.
+//
 // Note [Retiring]
 // `retire` never waits. It labels the pages, makes a fence and queues both. What has passed is unmapped in the
 // background, and by whoever needs pages before that (`reap`). A piece that is mapped again before that simply takes
@@ -39,6 +47,20 @@
 namespace ballonet {
 
 class Mapper;
+
+using Lock = std::unique_lock<std::mutex>;
+
+// While it lives, the lock is released.
+class Unlocked {
+ public:
+  explicit Unlocked(Lock& lock) : lock_(lock) { lock_.unlock(); }
+  ~Unlocked() { lock_.lock(); }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  Lock& lock_;
+};
 
 enum class Backing : std::uint8_t { kNone, kDevice, kHost, kPeer, kAlias, kRetiring, kKept };
 enum class Place : std::uint8_t { kDevice, kHost, kPeer };
@@ -191,8 +213,10 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
                                  bool auto_retire = false, std::optional<std::size_t> expected = {},
                                  std::size_t more = 0);
   // Backs pieces that are unbacked, kept or retiring; those already backed so are skipped. All or none.
-  // Throws PoolExhausted, DriverError, UsageError.
-  void map(Range& range, std::size_t first, std::size_t count, Place place);
+  // `wait`: for pages that are retiring, where there are too few others. Throws PoolExhausted, DriverError, UsageError.
+  void map(Range& range, std::size_t first, std::size_t count, Place place, bool wait = true);
+  // Has so many pages of the host idle, or as many as can be had: `map` needs not wait for their memory to be pinned.
+  void prepare_host(std::size_t pages);
   // Asks the background to back pieces of a range of KV before they are needed, one after the other, with pages that
   // are free or may be created. It ends where there are none, where `ahead_limit` pages are unclaimed, or where the
   // driver refuses, and tells nobody. Throws UsageError.
@@ -252,10 +276,15 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Pieces that lead to a page and are not retiring.
   std::size_t backed(Range& range);
 
+  // Costs no lock where the stream has been noted.
   void note_stream(CUstream stream);
-  // A stream of the device's context, which it lives as long as.
+  // The same where the address lies in a range.
+  void note_stream_at(CUdeviceptr address, CUstream stream);
+  // A stream of the device's context, for as long as it is not destroyed.
   CUstream create_stream();
   void destroy_stream(CUstream stream);  // once its work is done
+  // The streams of all copies between the device and the host or the peer: one for each direction. Throws DriverError.
+  void open_transfer_streams();
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write);
   // The same for whatever is backed of a range; where nobody checks the order, the stream is noted.
   void note_use(Range& range, CUstream stream, bool write);
@@ -264,12 +293,18 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Fence fence_over(const std::vector<CUstream>& streams);
   bool fence_passed(Fence& fence);
   void fence_wait(Fence& fence);
+  // The two halves of it, for a fence that may be gone by the time that it has passed.
+  Awaited awaited(Fence& fence);
+  void wait(const Awaited& awaited);
   void recycle(Fence& fence);
   // What `stream` is given from now on waits for the fence.
   void stream_waits(CUstream stream, const Fence& fence);
   // See Transfer::copy. Returns a fence behind the copies.
-  Fence copy(const std::vector<Copy>& parts, CUstream stream, std::optional<CUstream> after, Owner owner, Place to);
+  Fence copy(const std::vector<Copy>& parts, std::optional<CUstream> after, Owner owner, Place to);
   bool capturing();
+  // See Note [Fences and captures] in streams.h.
+  void captures_may_begin();
+  void captures_are_over(std::size_t count);
   // See Driver.
   void idle_at_fork(CUdeviceptr address, std::size_t size) const { driver_.idle_at_fork(address, size); }
   // See HostMemory.
@@ -299,6 +334,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Numbers numbers();
   void reset_peak();
   std::size_t available();
+  // Retirements that are not done.
+  std::size_t retiring();
   Room room_for_twins();
   // Device pages that have to be given back before `n` can be had.
   std::size_t missing(std::size_t n);
@@ -325,7 +362,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   friend class Range;
   using Ranges = std::vector<std::shared_ptr<Range>>;
   struct Retirement {
-    Fence fence;
+    std::shared_ptr<Fence> fence;  // that of the next one too where it was not looked at before
     std::shared_ptr<Range> range;
     Spans spans;
     std::uint32_t ticket;
@@ -364,7 +401,22 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void back(Range& range, const std::vector<std::size_t>& pieces, Pool& pool, const std::vector<PageId>& pages,
             Backing backing);
   bool may_change(Range& range, std::unique_lock<std::mutex>& lease);
-  bool quiesce();
+  struct Pieces {
+    std::vector<std::size_t> unbacked, claimed;
+    std::vector<std::size_t> adopted;  // take back the page that they were about to lose
+    bool elsewhere = false;            // one is about to lose a page of another place
+  };
+  Pieces pieces_to_back(Range& range, std::size_t first, std::size_t count, Backing wanted);
+  // What pieces would lead to; was nothing there before, and is one of them about to lose a page?
+  struct Led {
+    std::vector<Target> targets;
+    bool bare = true, retiring = false;
+  };
+  Led lead(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
+  void await(Lock& lock, const Awaited& awaited);
+  bool quiesce(Lock& lock);
+  void prepare(Lock& lock, Pool& pool, std::size_t pages);
+  bool covers(CUdeviceptr address) const;
   // What pieces of a range, from `first` on, are to lead to.
   struct Change {
     Range& range;
@@ -395,17 +447,21 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Shared shared_by(const Takeable& takeable, const std::vector<Ends>& ends);
   bool goes(const Ends& ends, std::size_t piece, std::size_t twin_piece, std::uint64_t as_of);
   bool unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of);
+  bool unchanged(const Takeable& takeable, const std::vector<Ends>& ends, std::uint64_t as_of);
   bool sound(const Takeable::Part& part, const Ends& ends, const Shared& shared);
   bool sources_there(const Takeable::Part& part, const Range& home) const;
   Filling filling_of(const Takeable::Part& part, const Ends& ends, Place place, std::size_t& next, std::size_t most);
-  void fill(const std::vector<Filling>& fillings);
+  void back(const std::vector<Filling>& fillings);
+  void copy_in(Lock& lock, const std::vector<Filling>& fillings);
+  void drop(const std::vector<Filling>& fillings, std::uint64_t as_of);
   bool registered(CUdeviceptr address, std::size_t size) const;
   PageId page_after(Range& range, std::size_t piece, Backing backing);
   void retire_locked(Range& range, const Spans& spans);
   // Ranges whose last retirement is done go to `done`, to be destroyed once the lock is released.
-  std::size_t reap_locked(bool wait, Ranges& done);
+  std::size_t reap_locked(Ranges& done);
+  // The same once every one of them has passed.
+  std::size_t reap_waiting(Lock& lock, Ranges& done);
   void reap_later(Ranges& done);
-  void record_late();
   enum class Left { kNone, kSome, kRefused };
   Left finish_retired(Retirement& retirement, std::size_t most, std::size_t& freed);
   bool unmap_piece(Range& range, std::size_t piece);
@@ -431,6 +487,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::deque<Stretch>::iterator lacking_slot();
   Stretch reserved(std::size_t pieces);
   Background::Next work();
+  Background::Next synchronize_streams(Lock& lock);
   bool work_ahead(Ranges& done);
   bool work_coming(Ranges& done);
   bool map_one_ahead(Range& range, std::size_t piece, Take take);
@@ -447,7 +504,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Pool host_;
   Pool peer_;
   Streams streams_;
-  std::vector<CUstream> made_;    // streams of `create_stream`
+  CUstream to_device_ = nullptr, from_device_ = nullptr;
   Pool* scratch_pool_ = nullptr;  // what an unmap that failed left at the scratch addresses
   PageId scratch_page_ = kNoPage;
   std::deque<Retirement> retiring_;
@@ -463,6 +520,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::size_t ahead_ = 0;      // pages mapped ahead and not claimed
   std::mutex requests_mutex_;  // held for moments, so that asking never waits for the driver
   std::deque<Ahead> requests_;
+  std::mutex scratch_mutex_;  // before the mapper's: one page at a time is copied there
+  const HeldOverFork scratch_held_{ForkRank::kScratch, scratch_mutex_};
   const HeldOverFork held_{ForkRank::kMapper, mutex, [this] { tell_idle(); }};
   const HeldOverFork requests_held_{ForkRank::kRequests, requests_mutex_};
   Background background_{[this] {

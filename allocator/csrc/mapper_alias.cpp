@@ -18,49 +18,67 @@ bool Mapper::alias(Range& range, std::size_t first, Range& source, std::size_t s
   Ranges done;
   std::unique_lock<std::mutex> lease;
   const bool changeable = may_change(range, lease);
-  std::lock_guard<std::mutex> lock(mutex);
+  DriverScope scope(driver_, context_.handle);
+  Lock lock(mutex);
+  Led led = lead(range, first, source, source_first, count);
+  if (led.retiring) {
+    reap_waiting(lock, done);
+    led = lead(range, first, source, source_first, count);
+  }
+  if (!led.bare) {
+    if (!changeable || !quiesce(lock)) return false;
+    led = lead(range, first, source, source_first, count);
+  }
+  if (led.retiring) throw UsageError("a piece is still about to lose another page");
+  for (std::size_t i = first; i < first + count; ++i) {
+    if (range.at(i).backing == Backing::kKept) unkeep(range, i);
+  }
+  exchange({{range, first, led.targets}});
+  return true;
+}
+
+// What pieces would lead to. Throws UsageError where they cannot.
+Mapper::Led Mapper::lead(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count) {
   check_span(range, first, count);
   check_span(source, source_first, count);
-  DriverScope scope(driver_, context_.handle);
-  record_late();
-  std::vector<Target> targets;
-  bool bare = true;
+  Led led;
   for (std::size_t i = 0; i < count; ++i) {
     const Range::Piece& shown = source.at(source_first + i);
     if (!has_own_page(shown.backing)) {
       throw UsageError(format("piece %zu of the other range has no page of its own", source_first + i));
     }
-    targets.push_back({shown.page, Backing::kAlias, shown.place});
-    if (range.at(first + i).backing == Backing::kRetiring) reap_locked(true, done);
-    if (range.at(first + i).backing == Backing::kKept) unkeep(range, first + i);
+    led.targets.push_back({shown.page, Backing::kAlias, shown.place});
     const Range::Piece& piece = range.at(first + i);
-    if (&piece == &shown) throw UsageError(format("piece %zu cannot lead to itself", first + i));
-    if (piece.backing == Backing::kNone) continue;
-    bare = false;
+    if (&piece == &source.at(source_first + i)) throw UsageError(format("piece %zu cannot lead to itself", first + i));
+    if (piece.backing == Backing::kRetiring) led.retiring = true;
+    if (!leads_somewhere(piece.backing)) continue;
+    led.bare = false;
     if (piece.doomed) throw UsageError(format("piece %zu is about to be retired", first + i));
     if (piece.backing != Backing::kAlias && pool_of(piece).mappings(piece.page) != 1) {
       throw UsageError(format("others lead to the page of piece %zu", first + i));
     }
   }
-  if (!bare && (!changeable || !quiesce())) return false;
-  exchange({{range, first, targets}});
-  return true;
+  return led;
 }
 
 bool Mapper::own(Range& range, std::size_t first, std::size_t count) {
   Ranges done;
   std::unique_lock<std::mutex> lease;
   if (!may_change(range, lease)) return false;
-  std::lock_guard<std::mutex> lock(mutex);
-  check_span(range, first, count);
-  for (std::size_t i = first; i < first + count; ++i) {
-    if (range.at(i).backing != Backing::kAlias || range.at(i).doomed) {
-      throw UsageError(format("piece %zu does not lead to another range", i));
+  const auto check = [&] {
+    check_span(range, first, count);
+    for (std::size_t i = first; i < first + count; ++i) {
+      if (range.at(i).backing != Backing::kAlias || range.at(i).doomed) {
+        throw UsageError(format("piece %zu does not lead to another range", i));
+      }
     }
-  }
+  };
   DriverScope scope(driver_, context_.handle);
-  if (!quiesce()) return false;
-  if (device_.available() < count) reap_locked(true, done);
+  Lock lock(mutex);
+  check();
+  if (!quiesce(lock)) return false;
+  if (device_.available() < count) reap_waiting(lock, done);
+  check();
   std::vector<Target> targets;
   for (PageId page : take_pages(device_, count, range.owner, kNoPage, done))
     targets.push_back({page, Backing::kDevice, Place::kDevice});
@@ -73,14 +91,18 @@ bool Mapper::take_over(Range& twin, std::size_t first, Range& spare, std::size_t
   Ranges done;
   std::unique_lock<std::mutex> lease;
   if (!may_change(twin, lease)) return false;
-  std::lock_guard<std::mutex> lock(mutex);
   if (home.group != twin.group || spare.group != twin.group) throw UsageError("a range of another group");
-  check_span(twin, first, count);
-  check_span(spare, spare_first, count);
-  check_span(home, first, count);
+  const auto check = [&] {
+    check_span(twin, first, count);
+    check_span(spare, spare_first, count);
+    check_span(home, first, count);
+  };
   DriverScope scope(driver_, context_.handle);
-  if (!quiesce()) return false;
-  reap_locked(false, done);
+  Lock lock(mutex);
+  check();
+  if (!quiesce(lock)) return false;
+  check();
+  reap_locked(done);
   std::vector<Target> bytes, nothing(count, Target{kNoPage, Backing::kNone, Place::kDevice});
   std::vector<Change> shows;
   std::vector<std::pair<Range::Piece*, std::uint64_t>> unchanged;
@@ -112,16 +134,18 @@ bool Mapper::may_change(Range& range, std::unique_lock<std::mutex>& lease) {
   return !range.group->leased_by_others();
 }
 
-// Waits for everything that was submitted. False, and nothing waited for, while a stream is being captured.
-bool Mapper::quiesce() {
+// Waits for everything that was submitted, without the lock: see Note [Waiting]. False, and nothing waited for, while a
+// stream is being captured.
+bool Mapper::quiesce(Lock& lock) {
   if (streams_.capturing()) return false;
-  Fence fence = streams_.fence();
+  Fence fence = streams_.fence(streams_.seen());
   try {
-    streams_.wait(fence);
+    await(lock, streams_.awaited(fence));
   } catch (...) {
     streams_.recycle(fence);
     throw;
   }
+  streams_.recycle(fence);
   return true;
 }
 

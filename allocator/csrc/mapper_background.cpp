@@ -43,15 +43,16 @@ void Mapper::catch_up() {
 
 Background::Next Mapper::work() {
   Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
+  Lock lock(mutex);
   bool requested;
   {
     std::lock_guard<std::mutex> requests(requests_mutex_);
     requested = !requests_.empty();
   }
-  if (!requested && !coming_ && retiring_.empty()) return Background::Next::kNothing;
+  if (!requested && !coming_ && retiring_.empty() && !streams_.sync_wanted()) return Background::Next::kNothing;
   DriverScope scope(driver_, context_.handle);
   if (streams_.capturing()) return Background::Next::kLater;
+  if (streams_.sync_wanted()) return synchronize_streams(lock);
   if (requested) {
     work_ahead(done);
     return Background::Next::kMore;
@@ -59,8 +60,7 @@ Background::Next Mapper::work() {
   if (work_coming(done)) return Background::Next::kMore;
   if (retiring_.empty()) return Background::Next::kNothing;
   Retirement& oldest = retiring_.front();
-  if (!oldest.fence.recorded) return Background::Next::kNothing;  // see record_late
-  if (!streams_.passed(oldest.fence)) return Background::Next::kLater;
+  if (!streams_.passed(*oldest.fence)) return Background::Next::kLater;
   std::size_t freed = 0;
   const Left left = finish_retired(oldest, kPiecesAtOnce, freed);
   if (left == Left::kSome) return Background::Next::kMore;
@@ -71,6 +71,16 @@ Background::Next Mapper::work() {
     return Background::Next::kLater;
   }
   done.push_back(std::move(finished.range));
+  return Background::Next::kMore;
+}
+
+// See Note [Streams without events].
+Background::Next Mapper::synchronize_streams(Lock& lock) {
+  try {
+    await(lock, {{}, streams_.syncs_done() + 1});
+  } catch (const DriverError&) {
+    return Background::Next::kLater;
+  }
   return Background::Next::kMore;
 }
 

@@ -21,20 +21,25 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   Ranges done;
   std::unique_lock<std::mutex> lease;
   if (!may_change(range, lease)) return false;
-  std::lock_guard<std::mutex> lock(mutex);
-  check_span(range, index, 1);
   if (to == Place::kHost && !context_.host_pages) return false;
-  Range::Piece& piece = range.at(index);
-  const bool movable = has_own_page(piece.backing) && !piece.doomed;
-  if (!movable || pool_of(piece).mappings(piece.page) != 1) return false;
-
+  const auto movable = [&] {
+    check_span(range, index, 1);
+    const Range::Piece& piece = range.at(index);
+    return has_own_page(piece.backing) && !piece.doomed && pool_of(piece).mappings(piece.page) == 1;
+  };
+  std::lock_guard<std::mutex> scratch(scratch_mutex_);
   DriverScope scope(driver_, context_.handle);
-  if (!quiesce()) return false;
-  reap_locked(false, done);
-  Pool& source = pool_of(piece);
+  Lock lock(mutex);
+  if (!movable()) return false;
+  if (to == Place::kHost) prepare(lock, host_, 1);
+  if (!quiesce(lock)) return false;
+  reap_locked(done);
+  if (!movable()) return false;
+  const Stretch::Piece before = range.at(index);
+  Pool& source = pool_of(before);
   Pool& target = pool_of(to);
   if (!clear_scratch() || target.available() == 0) return false;
-  const PageId old = piece.page;
+  const PageId old = before.page;
   PageId fresh;
   try {
     fresh = take_pages(target, 1, range.owner, kNoPage, done).front();
@@ -50,9 +55,18 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     scratch_page_ = fresh;
     allow_access(context_.scratch, 1, to);
     driver_.cuMemcpyAsync(context_.scratch, here, page_size, context_.copy_stream).or_throw("copying a page");
+    {
+      Unlocked unlocked(lock);
+      driver_.cuStreamSynchronize(context_.copy_stream).or_throw("waiting for the copy of a page");
+    }
     if (!clear_scratch()) {
-      throw DriverError("cuMemUnmap", cuda::kOperatingSystem, "a failure",
-                        "waiting for the copy of a page and clearing its addresses");
+      throw DriverError("cuMemUnmap", cuda::kOperatingSystem, "a failure", "clearing the addresses of a page's copy");
+    }
+    const Range::Piece& now = range.at(index);
+    if (range.closed_ || now.changed != before.changed || now.page != old || now.place != before.place || now.doomed) {
+      target.relabel(fresh, Owner::kRetiring);  // someone has retired it meanwhile
+      release_page(target, fresh);
+      return false;
     }
     driver_.cuMemUnmap(here, page_size).or_throw("taking a page from its address");
   } catch (...) {
@@ -60,6 +74,7 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
     if (clear_scratch() && target.owner(fresh) == Owner::kRetiring) release_page(target, fresh);
     throw;
   }
+  Range::Piece& piece = range.at(index);
   --source.mappings(old);
 
   // From here on the piece is bare: put the new page there, or, where that fails, the old one. Both hold the bytes.
@@ -101,35 +116,43 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   return true;
 }
 
-Fence Mapper::copy(const std::vector<Copy>& parts, CUstream stream, std::optional<CUstream> after, Owner owner,
-                   Place to) {
-  std::lock_guard<std::mutex> lock(mutex);
+// The copies are submitted without the lock: the driver may read plain memory before it returns.
+Fence Mapper::copy(const std::vector<Copy>& parts, std::optional<CUstream> after, Owner owner, Place to) {
+  const CUstream stream = to == Place::kDevice ? to_device_ : from_device_;
   DriverScope scope(driver_, context_.handle);
+  Lock lock(mutex);
   if (after) streams_.note(*after);
-  Fence before = after ? streams_.fence({*after}) : streams_.fence();
+  const std::vector<CUstream> earlier = after ? std::vector<CUstream>{*after} : streams_.seen();
+  Fence before = streams_.fence(earlier);
   // Asked once there is an event: one that belongs to a capture would draw the copies into its graph.
-  if (after ? streams_.capturing({*after}) : streams_.capturing()) {
+  if (streams_.capturing(earlier)) {
     streams_.recycle(before);
     throw UsageError("nothing can be copied for a stream that is being captured");
   }
   try {
-    if (!before.recorded) streams_.wait(before);
+    if (!before.recorded || before.sync != 0) await(lock, streams_.awaited(before));
+    Unlocked unlocked(lock);
     for (CUevent event : before.events) {
       driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering a copy after what runs");
     }
     for (const Copy& part : parts) {
       driver_.cuMemcpyAsync(part.to, part.from, part.size, stream)
           .or_throw(format("copying %s", in_units(part.size).c_str()));
-      count_copy(owner, place_at(part.from).value_or(Place::kHost), place_at(part.to).value_or(to), part.size);
     }
   } catch (...) {
-    driver_.cuStreamSynchronize(stream);
+    {
+      Unlocked unlocked(lock);
+      driver_.cuStreamSynchronize(stream);
+    }
     streams_.recycle(before);
     throw;
   }
+  for (const Copy& part : parts) {
+    count_copy(owner, place_at(part.from).value_or(Place::kHost), place_at(part.to).value_or(to), part.size);
+  }
   streams_.recycle(before);
   Fence done = streams_.fence({stream});
-  if (!done.recorded) streams_.wait(done);
+  if (!done.recorded || done.sync != 0) await(lock, streams_.awaited(done));
   return done;
 }
 

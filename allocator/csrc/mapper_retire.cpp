@@ -1,5 +1,6 @@
 // How pages leave their addresses. See Note [Retiring] in mapper.h.
 #include <algorithm>
+#include <utility>
 
 #include "mapper.h"
 
@@ -35,45 +36,33 @@ void Mapper::retire_locked(Range& range, const Spans& spans) {
       any = true;
     }
   }
-  if (any) retiring_.push_back({streams_.fence(), range.shared_from_this(), spans, ticket});
+  if (!any) return;
+  const bool shares = !retiring_.empty() && !retiring_.back().fence->recorded;
+  auto fence = shares ? retiring_.back().fence : std::make_shared<Fence>(Streams::fence());
+  retiring_.push_back({std::move(fence), range.shared_from_this(), spans, ticket});
 }
 
 std::size_t Mapper::reap(bool wait) {
   Ranges done;
-  std::lock_guard<std::mutex> lock(mutex);
   DriverScope scope(driver_, context_.handle);
-  return reap_locked(wait, done);
+  Lock lock(mutex);
+  return wait ? reap_waiting(lock, done) : reap_locked(done);
 }
 
 // In the background, or now where there is none.
 void Mapper::reap_later(Ranges& done) {
   if (!background_.running()) {
-    reap_locked(false, done);
+    reap_locked(done);
   } else if (!retiring_.empty()) {
-    record_late();
     background_.notify();
   }
 }
 
-// A fence that could not be recorded, since a stream was being captured: the background leaves that to threads of the
-// program's own, which know what they capture.
-void Mapper::record_late() {
-  if (retiring_.empty() || retiring_.front().fence.recorded) return;
-  streams_.passed(retiring_.front().fence);
-  background_.notify();
-}
-
-std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
+std::size_t Mapper::reap_locked(Ranges& done) {
   std::size_t freed = 0;
   // A retirement whose unmap fails goes to the back of the queue, and is met once per reap.
-  for (std::size_t left = retiring_.size(); left > 0; --left) {
-    Retirement& oldest = retiring_.front();
-    if (wait) {
-      streams_.wait(oldest.fence);
-    } else if (!streams_.passed(oldest.fence)) {
-      break;
-    }
-    Retirement current = std::move(oldest);
+  for (std::size_t left = retiring_.size(); left > 0 && streams_.passed(*retiring_.front().fence); --left) {
+    Retirement current = std::move(retiring_.front());
     retiring_.pop_front();
     if (finish_retired(current, ~std::size_t{0}, freed) == Left::kNone) {
       done.push_back(std::move(current.range));
@@ -82,6 +71,19 @@ std::size_t Mapper::reap_locked(bool wait, Ranges& done) {
     }
   }
   return freed;
+}
+
+std::size_t Mapper::reap_waiting(Lock& lock, Ranges& done) {
+  Awaited all;
+  const Fence* last = nullptr;
+  for (Retirement& each : retiring_) {
+    if (std::exchange(last, each.fence.get()) == each.fence.get()) continue;
+    const Awaited one = streams_.awaited(*each.fence);
+    all.events.insert(all.events.end(), one.events.begin(), one.events.end());
+    all.sync = std::max(all.sync, one.sync);
+  }
+  await(lock, all);
+  return reap_locked(done);
 }
 
 // At most so many pieces of a retirement that has passed: they are unmapped, or kept for a slot.

@@ -100,7 +100,7 @@ void Mapper::empty_slots(std::size_t idle, Take take) {
 void Mapper::shelve_passed(Ranges& done) {
   for (auto each = retiring_.begin(); each != retiring_.end();) {
     std::size_t freed = 0;
-    const bool ready = each->range->closed_ && each->range->owner == Owner::kKv && streams_.passed(each->fence) &&
+    const bool ready = each->range->closed_ && each->range->owner == Owner::kKv && streams_.passed(*each->fence) &&
                        finish_retired(*each, ~std::size_t{0}, freed) == Left::kNone;
     if (ready) done.push_back(std::move(each->range));
     each = ready ? retiring_.erase(each) : std::next(each);

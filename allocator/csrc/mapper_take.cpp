@@ -4,8 +4,8 @@
 // The addresses of what is taken lead to its twin afterwards: slower, and valid throughout. Its bytes are in the twin
 // already ("clean"), or they come from where its sources say, or from its own pages; then everything is led there at
 // once, and the pages are free. It happens while nothing that was submitted still runs and no other thread holds a
-// lease, under the locks of the group and the mapper, on whatever thread needs pages. A failure in the middle leaves
-// all as it was: the pages that the twin was given for it retire.
+// lease, on whatever thread needs pages, which holds the group's lock throughout: see Note [Waiting] in mapper.h. A
+// failure in the middle leaves all as it was: the pages that the twin was given for it retire.
 //
 // Note [Void]
 // Who publishes what may be taken describes pieces as they are at that moment: those of the home have pages of their
@@ -155,6 +155,13 @@ Mapper::Shared Mapper::shared_by(const Takeable& takeable, const std::vector<End
   return shared;
 }
 
+bool Mapper::unchanged(const Takeable& takeable, const std::vector<Ends>& ends, std::uint64_t as_of) {
+  for (std::size_t i = 0; i < ends.size(); ++i) {
+    if (!ends[i].open() || !unchanged(takeable.parts[i], ends[i], as_of)) return false;
+  }
+  return true;
+}
+
 bool Mapper::unchanged(const Takeable::Part& part, const Ends& ends, std::uint64_t as_of) {
   for (std::size_t i = 0; i < part.count; ++i) {
     if (ends.home->at(part.first + i).changed > as_of) return false;
@@ -197,12 +204,16 @@ Taken Mapper::take(Takeable& takeable, bool near) {
   Ranges done;
   std::lock_guard<std::mutex> lease(takeable.group->mutex);
   if (takeable.group->leased_by_others()) return {Taken::Fate::kLeased, 0};
-  std::lock_guard<std::mutex> lock(mutex);
-  const Taken found = examine(takeable, ends);
-  if (found.fate != Taken::Fate::kTaken) return found;
   DriverScope scope(driver_, context_.handle);
-  if (!quiesce()) return {Taken::Fate::kLater, 0};
-  reap_locked(false, done);
+  Lock lock(mutex);
+  Taken found = examine(takeable, ends);
+  if (found.fate != Taken::Fate::kTaken) return found;
+  const std::size_t on_host = found.lacking - (near && found.kv ? std::min(found.lacking, peer_.available()) : 0);
+  if (on_host > 0) prepare(lock, host_, on_host);
+  if (!quiesce(lock)) return {Taken::Fate::kLater, 0};
+  reap_locked(done);
+  found = examine(takeable, ends);
+  if (found.fate != Taken::Fate::kTaken) return found;
 
   // The peer's pages as far as they go, then the host's.
   std::size_t on_peer = near && found.kv && found.lacking > 0 ? peer_.prepare(found.lacking) : 0;
@@ -223,8 +234,22 @@ Taken Mapper::take(Takeable& takeable, bool near) {
       if (!filling.pieces.empty()) fillings.push_back(std::move(filling));
     }
   }
+  std::uint64_t filled_as_of = changes_;  // whatever changed later, somebody else did
+  bool intact = true;
   try {
-    fill(fillings);
+    back(fillings);
+    filled_as_of = changes_;
+    try {
+      copy_in(lock, fillings);
+    } catch (...) {
+      intact = unchanged(takeable, ends, filled_as_of);
+      throw;
+    }
+    intact = unchanged(takeable, ends, filled_as_of);
+    if (!intact) {
+      drop(fillings, filled_as_of);
+      return {Taken::Fate::kVoid, 0};
+    }
     for (std::size_t i = 0; i < ends.size(); ++i) {
       for (std::size_t n = 0; n < takeable.parts[i].count; ++n) {
         if (ends[i].buffer) {
@@ -237,13 +262,9 @@ Taken Mapper::take(Takeable& takeable, bool near) {
     }
     exchange(changes);
   } catch (...) {
-    for (const Filling& filling : fillings) {
-      Spans undone;
-      for (std::size_t piece : filling.pieces) undone.push_back({piece, 1});
-      retire_locked(filling.twin, undone);
-    }
-    takeable.as_of = changes_;  // all that changed has been undone
-    reap_locked(false, done);
+    drop(fillings, intact ? changes_ : filled_as_of);
+    if (intact) takeable.as_of = changes_;  // all that changed has been undone
+    reap_locked(done);
     throw;
   }
   return found;
@@ -278,23 +299,30 @@ Mapper::Filling Mapper::filling_of(const Takeable::Part& part, const Ends& ends,
   return filling;
 }
 
-// Backs the pieces, copies into them and waits for that. After a failure some are backed, and no copy runs.
-void Mapper::fill(const std::vector<Filling>& fillings) {
+// Gives the pieces pages. After a failure some have one.
+void Mapper::back(const std::vector<Filling>& fillings) {
   for (const Filling& filling : fillings) {
     const Backing backing = backing_of(filling.place);
     Pool& pool = pool_of(filling.place);
     const PageId hint = page_after(filling.twin, filling.pieces.front(), backing);
     back(filling.twin, filling.pieces, pool, pool.take(filling.pieces.size(), filling.twin.owner, hint), backing);
   }
+}
+
+// Copies into the pieces and waits for that without the lock. After a failure no copy runs.
+void Mapper::copy_in(Lock& lock, const std::vector<Filling>& fillings) {
+  if (fillings.empty()) return;
   try {
     for (const Filling& filling : fillings) {
       for (const Copy& copy : filling.copies) {
         driver_.cuMemcpyAsync(copy.to, copy.from, copy.size, context_.copy_stream).or_throw("filling a twin");
       }
     }
-    if (!fillings.empty()) driver_.cuStreamSynchronize(context_.copy_stream).or_throw("waiting for a twin");
+    Unlocked unlocked(lock);
+    driver_.cuStreamSynchronize(context_.copy_stream).or_throw("waiting for a twin");
   } catch (...) {
-    // No fence covers the copy stream. A driver that refuses again and again has lost its context, and all memory.
+    // A driver that refuses again and again has lost its context, and all memory.
+    Unlocked unlocked(lock);
     for (int attempt = 0; attempt < 4 && !driver_.cuStreamSynchronize(context_.copy_stream).ok();) ++attempt;
     throw;
   }
@@ -304,6 +332,17 @@ void Mapper::fill(const std::vector<Filling>& fillings) {
       if (copy.from < begin || copy.from >= end) continue;
       count_copy(filling.home.owner, filling.home.at((copy.from - begin) / page_size).place, filling.place, copy.size);
     }
+  }
+}
+
+// Retires what twins were given, but for pieces that somebody else has changed since.
+void Mapper::drop(const std::vector<Filling>& fillings, std::uint64_t as_of) {
+  for (const Filling& filling : fillings) {
+    Spans given;
+    for (std::size_t piece : filling.pieces) {
+      if (filling.twin.at(piece).changed <= as_of) given.push_back({piece, 1});
+    }
+    retire_locked(filling.twin, given);
   }
 }
 

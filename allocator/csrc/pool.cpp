@@ -82,21 +82,54 @@ void Pool::label(PageId page, Owner owner) {
   ++counts_[static_cast<std::size_t>(owner)];
 }
 
-// `wanted`: pages that must be free in the end.
-void Pool::create_one(std::size_t wanted) {
-  CUmemGenericAllocationHandle handle = 0;
-  auto made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
+// `place` is afterwards what the driver agreed to.
+CUresult Pool::create(CUmemGenericAllocationHandle& handle, CUmemAllocationProp& place) const {
+  auto made = driver_.cuMemCreate(&handle, page_size_, &place, 0ULL);
   const auto refused = [&] {
     return made.code() == cuda::kNotSupported || made.code() == cuda::kNotPermitted ||
            made.code() == cuda::kInvalidValue;
   };
-  while (refused() && ask_for_less(place_)) made = driver_.cuMemCreate(&handle, page_size_, &place_, 0ULL);
-  if (made.code() == cuda::kOutOfMemory) {
+  while (refused() && ask_for_less(place)) made = driver_.cuMemCreate(&handle, page_size_, &place, 0ULL);
+  return made.code();
+}
+
+// `wanted`: pages that must be free in the end.
+void Pool::create_one(std::size_t wanted) {
+  CUmemGenericAllocationHandle handle = 0;
+  const CUresult made = create(handle, place_);
+  if (made == cuda::kOutOfMemory) {
     throw PoolExhausted(format("the driver has no memory for another page of %s, although the budget allows %zu more",
-                               in_units(page_size_).c_str(), budget_ - created_),
+                               in_units(page_size_).c_str(), creatable()),
                         wanted, wanted - free_.size());
   }
-  made.or_throw("creating a page");
+  driver_.judge(Fn::cuMemCreate, made).or_throw("creating a page");
+  add(handle);
+}
+
+Pool::Creation Pool::begin_creating(std::size_t n) {
+  Creation begun;
+  begun.pages = std::min(n, creatable());
+  begun.place = place_;
+  begun.made.reserve(begun.pages);
+  creating_ += begun.pages;
+  return begun;
+}
+
+void Pool::create(Creation& creation) const {
+  CUmemGenericAllocationHandle handle = 0;
+  while (creation.made.size() < creation.pages && create(handle, creation.place) == cuda::kSuccess)
+    creation.made.push_back(handle);
+}
+
+void Pool::end_creating(const Creation& creation) {
+  creating_ -= creation.pages;
+  place_ = creation.place;
+  for (CUmemGenericAllocationHandle handle : creation.made) add(handle);
+  shrink();
+  if (journal_ != nullptr) journal_->note(counts_);
+}
+
+void Pool::add(CUmemGenericAllocationHandle handle) {
   PageId page;
   if (absent_.empty()) {
     page = static_cast<PageId>(pages_.size());

@@ -44,7 +44,7 @@ class Pool {
   // Free pages behind no address, those that are kept, and pages that may be created: together `available`.
   std::size_t idle() const { return free_.size(); }
   std::size_t kept() const { return kept_; }
-  std::size_t creatable() const { return budget_ > created_ ? budget_ - created_ : 0; }
+  std::size_t creatable() const { return budget_ > created_ + creating_ ? budget_ - created_ - creating_ : 0; }
   std::size_t available() const { return idle() + kept() + creatable(); }
   // Pages that have to be given back before `n` can be taken and no more exist than the budget allows.
   std::size_t missing(std::size_t n) const;
@@ -54,6 +54,17 @@ class Pool {
   std::vector<PageId> take(std::size_t n, Owner owner, PageId hint = kNoPage);
   // Has `n` pages idle, or as many as the budget and the driver allow; how many of them are. Throws nothing of theirs.
   std::size_t prepare(std::size_t n);
+  // The same in steps, so that the driver creates them without the mapper's lock: `begin_creating` sets aside so many
+  // of those that may be created, and says how many; `create` makes as many of them as the driver gives, and may be
+  // called by any thread at any time; they are idle with `end_creating`.
+  struct Creation {
+    std::size_t pages = 0;
+    CUmemAllocationProp place{};
+    std::vector<CUmemGenericAllocationHandle> made;
+  };
+  Creation begin_creating(std::size_t n);
+  void create(Creation& creation) const;
+  void end_creating(const Creation& creation);
   // The page becomes free, or goes back to the driver while the pool is above its budget. Pre: not free, no mapping.
   void give(PageId page);
   void relabel(PageId page, Owner owner);
@@ -88,6 +99,8 @@ class Pool {
   };
 
   void create_one(std::size_t wanted);
+  CUresult create(CUmemGenericAllocationHandle& handle, CUmemAllocationProp& place) const;
+  void add(CUmemGenericAllocationHandle handle);
   bool release_one(PageId page);
   void label(PageId page, Owner owner);
 
@@ -97,6 +110,7 @@ class Pool {
   std::size_t budget_;
   Journal* journal_;
   std::size_t created_ = 0;
+  std::size_t creating_ = 0;
   std::size_t created_peak_ = 0;
   std::atomic<bool> above_{false};
   std::size_t kept_ = 0;

@@ -61,6 +61,13 @@ Heap* heap_of(const void* pointer) {
   return g_forked.load(std::memory_order_relaxed) ? nullptr : HeapAddresses::all().find(pointer);
 }
 
+void note_range_stream(const void* pointer, CUstream stream) {
+  for (int ordinal = 0; ordinal < kMaxDevices; ++ordinal) {
+    Device* const device = bound_device(ordinal);
+    if (device != nullptr) device->mapper->note_stream_at(reinterpret_cast<CUdeviceptr>(pointer), stream);
+  }
+}
+
 bool owns(const void* pointer) { return HeapAddresses::all().find(pointer) != nullptr; }
 
 bool serving() {

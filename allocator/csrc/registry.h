@@ -23,6 +23,8 @@ void unbind(const std::shared_ptr<Device>& device);
 Device* bound_device(int ordinal);
 // nullptr where the address is none of ours, and in the child of a fork.
 Heap* heap_of(const void* pointer);
+// A stream uses what lies at the address: noted by the device that has a range there, if any.
+void note_range_stream(const void* pointer, CUstream stream);
 // By address alone: true in the child of a fork too.
 bool owns(const void* pointer);
 // False in the child of a fork, and while no device is bound.

@@ -3,12 +3,43 @@
 #include <algorithm>
 
 namespace ballonet {
+namespace {
 
-void Streams::note(CUstream stream) {
-  if (std::find(seen_.begin(), seen_.end(), stream) == seen_.end()) seen_.push_back(stream);
+const CUstream kLegacy = reinterpret_cast<CUstream>(std::uintptr_t{1});
+const CUstream kPerThread = reinterpret_cast<CUstream>(std::uintptr_t{2});
+
+bool is_gone(CUresult code) { return code == cuda::kInvalidHandle || code == cuda::kContextIsDestroyed; }
+
+}  // namespace
+
+bool is_per_thread(CUstream stream) { return stream == kPerThread; }
+
+CUstream Streams::of_all_threads(CUstream stream) {
+  return stream == kLegacy || is_per_thread(stream) ? nullptr : stream;
 }
 
-void Streams::forget(CUstream stream) { seen_.erase(std::remove(seen_.begin(), seen_.end(), stream), seen_.end()); }
+bool Streams::known(CUstream stream) const {
+  if (of_all_threads(stream) == nullptr) return true;  // see Note [Streams of threads]
+  return std::any_of(quick_.begin(), quick_.end(),
+                     [&](const auto& each) { return each.load(std::memory_order_acquire) == stream; });
+}
+
+void Streams::note(CUstream stream) {
+  if (known(stream) || std::find(seen_.begin(), seen_.end(), stream) != seen_.end()) return;
+  seen_.push_back(stream);
+  for (auto& each : quick_) {
+    if (each.load(std::memory_order_relaxed) != nullptr) continue;
+    return each.store(stream, std::memory_order_release);
+  }
+}
+
+void Streams::forget(CUstream stream) {
+  if (stream == nullptr) return;
+  seen_.erase(std::remove(seen_.begin(), seen_.end(), stream), seen_.end());
+  for (auto& each : quick_) {
+    if (each.load(std::memory_order_relaxed) == stream) each.store(nullptr, std::memory_order_release);
+  }
+}
 
 bool Streams::capturing(const std::vector<CUstream>& some) const {
   return std::any_of(some.begin(), some.end(), [this](CUstream stream) {
@@ -20,41 +51,55 @@ bool Streams::capturing(const std::vector<CUstream>& some) const {
   });
 }
 
-Fence Streams::fence() { return fence(seen_); }
-
 Fence Streams::fence(const std::vector<CUstream>& some) {
   Fence made;
   if (!capturing(some)) record(made, some);
   return made;
 }
 
-// All events or none; false where the driver refuses one. Pre: none of these is being captured.
-bool Streams::record(Fence& fence, const std::vector<CUstream>& streams) {
-  for (CUstream stream : streams) {
-    CUevent event = nullptr;
-    if (!spare_.empty()) {
-      event = spare_.back();
-      spare_.pop_back();
-    } else if (!driver_.cuEventCreate(&event, cuda::kEventDisableTiming).ok()) {
-      recycle(fence);
-      return false;
-    }
-    fence.events.push_back(event);
-    if (!driver_.cuEventRecord(event, stream).ok()) {
-      recycle(fence);
-      return false;
-    }
+CUevent Streams::event() {
+  CUevent event = nullptr;
+  if (!spare_.empty()) {
+    event = spare_.back();
+    spare_.pop_back();
+  } else if (!driver_.cuEventCreate(&event, cuda::kEventDisableTiming).ok()) {
+    return nullptr;
   }
-  fence.recorded = true;
-  return true;
+  return event;
+}
+
+void Streams::want_sync(Fence& fence) { fence.sync = syncs_wanted_ = std::max(syncs_wanted_, syncs_begun_ + 1); }
+
+void Streams::end_sync(std::uint64_t number) { syncs_done_ = std::max(syncs_done_, number); }
+
+// Post: recorded, or a capture has begun meanwhile. Pre: none of these is being captured.
+void Streams::record(Fence& fence, std::vector<CUstream> streams) {
+  for (CUstream stream : streams) {
+    CUevent made = event();
+    if (made == nullptr) {
+      want_sync(fence);
+      continue;
+    }
+    const auto recorded = driver_.cuEventRecord(made, stream);
+    (recorded.ok() ? fence.events : spare_).push_back(made);
+    if (!recorded.ok()) want_sync(fence);
+    if (!is_gone(recorded.code())) continue;
+    lost_ = syncs_wanted_;
+    forget(stream);
+  }
+  fence.sync = std::max(fence.sync, lost_ > syncs_done_ ? lost_ : 0);
+  fence.recorded = !capturing(streams);
+  if (fence.recorded) return;
+  recycle(fence);
 }
 
 bool Streams::passed(Fence& fence) {
   if (!fence.recorded) {
-    if (capturing()) return false;
-    if (!record(fence, seen_)) fence.recorded = driver_.cuCtxSynchronize().ok();
+    if (captures_ > 0 || capturing()) return false;
+    record(fence, seen_);
     if (!fence.recorded) return false;
   }
+  if (fence.sync > syncs_done_) return false;
   while (!fence.events.empty()) {
     const auto asked = driver_.cuEventQuery(fence.events.back());
     if (asked.code() == cuda::kCapturedEvent) {
@@ -68,21 +113,24 @@ bool Streams::passed(Fence& fence) {
   return true;
 }
 
-bool Streams::glance(Fence& fence) {
-  constexpr int kLooks = 64;
-  for (int look = 0; look < kLooks; ++look) {
-    if (passed(fence)) return true;
+Awaited Streams::awaited(Fence& fence) {
+  constexpr int kAttempts = 4;  // where a capture has begun, and ended, since it was asked
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    if (!fence.recorded && !capturing()) record(fence, seen_);
+    const bool late = fence.sync > syncs_done_;
+    if (!fence.recorded || (late && capturing())) continue;
+    Awaited found{{}, late ? fence.sync : 0};
+    bool captured = false;
+    for (CUevent event : fence.events) {
+      const auto asked = driver_.cuEventQuery(event);
+      captured |= asked.code() == cuda::kCapturedEvent;
+      if (!asked.ok()) found.events.push_back(event);
+    }
+    if (!captured) return found;
+    recycle(fence);
+    fence.recorded = false;
   }
-  return false;
-}
-
-void Streams::wait(Fence& fence) {
-  if (glance(fence)) return;
-  if (capturing()) throw UsageError("memory is still in use by a stream whose graph capture has not ended");
-  if (!fence.recorded) driver_.cuCtxSynchronize().or_throw("waiting for every stream before pages change hands");
-  fence.recorded = true;
-  wait(fence.events);
-  recycle(fence);
+  throw UsageError("memory is still in use by a stream whose graph capture has not ended");
 }
 
 void Streams::wait(const std::vector<CUevent>& events) const {

@@ -2,15 +2,11 @@
 
 namespace ballonet {
 
-Transfer::Transfer(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)), stream_(mapper_->create_stream()) {
-  mapper_->note_stream(stream_);  // a page that is copied to or from does not leave before
-}
-
-Transfer::~Transfer() { mapper_->destroy_stream(stream_); }
+Transfer::Transfer(std::shared_ptr<Mapper> mapper) : mapper_(std::move(mapper)) { mapper_->open_transfer_streams(); }
 
 std::shared_ptr<Transfer::Done> Transfer::copy(const std::vector<Copy>& parts, std::optional<CUstream> after,
                                                Owner owner, Place to) {
-  return std::make_shared<Done>(shared_from_this(), mapper_->copy(parts, stream_, after, owner, to));
+  return std::make_shared<Done>(shared_from_this(), mapper_->copy(parts, after, owner, to));
 }
 
 Transfer::Done::~Done() { transfer_->mapper_->recycle(fence_); }

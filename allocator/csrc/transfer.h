@@ -3,7 +3,8 @@
 // Note [Order]
 // A copy overwrites what earlier work may still read, and is read by later work. So it starts when everything has
 // passed that the stream named at its submission was given before, and whoever needs it has a stream of its own wait
-// for its event. The host waits for neither.
+// for its event. The host waits for neither. All copies to the device share one stream, and all others another one: the
+// link carries one copy each way at a time in any case. Nothing orders copies of the two streams but `after`.
 #pragma once
 
 #include <memory>
@@ -14,7 +15,7 @@
 
 namespace ballonet {
 
-// A stream of copies; they are carried out in the order of their submission.
+// Copies; those of one direction are carried out in the order of their submission.
 class Transfer : public std::enable_shared_from_this<Transfer> {
  public:
   // The end of a submission.
@@ -38,7 +39,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
   // Throws DriverError.
   explicit Transfer(std::shared_ptr<Mapper> mapper);
-  ~Transfer();
   Transfer(const Transfer&) = delete;
   Transfer& operator=(const Transfer&) = delete;
 
@@ -50,7 +50,6 @@ class Transfer : public std::enable_shared_from_this<Transfer> {
 
  private:
   const std::shared_ptr<Mapper> mapper_;
-  CUstream stream_;
 };
 
 }  // namespace ballonet

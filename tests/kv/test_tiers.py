@@ -266,6 +266,7 @@ def test_a_prompt_longer_than_there_are_pages_for_and_on(device: Device) -> None
     assert kv_pages(device) <= BUDGET
     assert away([pair.home]) >= 120 - BUDGET
     pair.both(lambda layer: layer.crop(-100 * int(PER_PAGE)))
+    device.reap(wait=True)
     pair.tier.bring_back(99, 0)
     assert away([pair.home]) == 0
     device.check()

@@ -1,0 +1,532 @@
+"""Nobody waits with a lock that others need: while one thread waits for a stream, for a copy or for memory that is
+being pinned, held there by a gate in the driver, others note streams, map, allocate, copy and ask.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.utils.dlpack import from_dlpack
+
+from ballonet.allocator import _native
+
+from .core import PAGE, Core, current_context, eventually, opened, shim, write
+from .test_core_heap import ENTRY
+from .test_core_reclaim import Layer
+
+# A closed gate keeps whoever calls one of its functions, and no event has passed.
+GATE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <unistd.h>
+#define NEXT(name, type) ((type)dlsym(RTLD_NEXT, #name))
+struct prop { int type, handles, location, id; };
+static atomic_int closed, inside;
+void close_gate(int which) { closed = which; }
+int waiting(void) { return inside; }
+static void pass(int which) {
+  if (closed != which) return;
+  ++inside;
+  while (closed == which) usleep(200);
+  --inside;
+}
+int cuEventQuery(void* event) { return closed == 1 ? 600 : NEXT(cuEventQuery, int (*)(void*))(event); }
+int cuEventSynchronize(void* event) { pass(1); return NEXT(cuEventSynchronize, int (*)(void*))(event); }
+int cuStreamSynchronize(void* stream) { pass(2); return NEXT(cuStreamSynchronize, int (*)(void*))(stream); }
+int cuCtxSynchronize(void) { pass(4); return NEXT(cuCtxSynchronize, int (*)(void))(); }
+int cuMemCreate(void* handle, unsigned long size, struct prop* place, unsigned long long flags) {
+  if (place->location == 3) pass(3);
+  return NEXT(cuMemCreate, int (*)(void*, unsigned long, void*, unsigned long long))(handle, size, place, flags);
+}
+"""
+EVENTS, COPIES, HOST, CONTEXT = 1, 2, 3, 4
+
+
+class Gate:
+    def __init__(self, path: str) -> None:
+        self.path, self._library = path, ctypes.CDLL(path)
+
+    def close(self, which: int) -> None:
+        self._library.close_gate(which)
+
+    def open(self) -> None:
+        self._library.close_gate(0)
+
+    def waiting(self) -> int:
+        found: int = self._library.waiting()
+        return found
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(shim(tmp_path, GATE))
+    yield made
+    made.open()
+
+
+def weights(core: Core, pieces: int = 2, group: _native.Group | None = None) -> _native.Range:
+    made = core.range(pieces, "weights", group)
+    made.map(0, pieces)
+    write(made.address, 1, pieces * PAGE)
+    return made
+
+
+def alias(core: Core) -> Callable[[], object]:
+    one, slot = weights(core), weights(core)
+    return lambda: one.alias(0, slot, 0, 2)
+
+
+def own(core: Core) -> Callable[[], object]:
+    one, slot = weights(core), weights(core)
+    assert one.alias(0, slot, 0, 2)
+    return lambda: one.own(0, 2)
+
+
+def move(core: Core) -> Callable[[], object]:
+    one = weights(core)
+    return lambda: one.move(0, "device")
+
+
+def take_over(core: Core) -> Callable[[], object]:
+    group = core.device.group()
+    home, twin, spare = (core.range(1, "kv", group) for _ in range(3))
+    twin.map_peer(0, 1)
+    spare.map_host(0, 1)
+    home.alias(0, twin, 0, 1)
+    return lambda: twin.take_over(0, spare, 0, 1, home)
+
+
+def take(core: Core) -> Callable[[], object]:
+    group = core.device.group()
+    home, twin = weights(core, 2, group), core.range(2, "weights", group)
+    core.device.publish([Layer(core, group, home, twin, 1).entry(7)])
+    return lambda: core.device.take([7])
+
+
+def reap(core: Core) -> Callable[[], object]:
+    old = weights(core)
+    return lambda: (old.retire(0, 2), core.device.reap(wait=True))
+
+
+def map_what_retires(core: Core) -> Callable[[], object]:
+    old, new = weights(core, 8), core.range(20, "weights")
+    return lambda: (old.retire(0, 8), new.map(0, 20))
+
+
+def map_on_the_host(core: Core) -> Callable[[], object]:
+    new = core.range(2, "weights")
+    return lambda: new.map_host(0, 2)
+
+
+def allocate_what_retires(core: Core) -> Callable[[], object]:
+    old = weights(core, 12)
+    return lambda: (old.retire(0, 12), core.device.deallocate(core.device.allocate(16 * PAGE)))
+
+
+def lower_the_budget(core: Core) -> Callable[[], object]:
+    old = weights(core, 22)
+    return lambda: (old.retire(0, 22), core.device.set_budget(20 * PAGE, 10**11))
+
+
+def copies(core: Core) -> Callable[[], object]:
+    source, target = weights(core), weights(core)
+    done = _native.Transfer(core.device).copy(
+        [(target.address, source.address, PAGE)], after=0, owner="weights", to="device"
+    )
+    return done.wait
+
+
+def forget_memory(core: Core) -> Callable[[], object]:
+    held = _native.HostMemory(core.device, bytearray(PAGE), 0, PAGE)
+    _native.Transfer(core.device)
+    return held.close
+
+
+HELD = [
+    (alias, EVENTS),
+    (own, EVENTS),
+    (move, EVENTS),
+    (move, COPIES),
+    (take_over, EVENTS),
+    (take, EVENTS),
+    (take, COPIES),
+    (take, HOST),
+    (reap, EVENTS),
+    (map_what_retires, EVENTS),
+    (map_on_the_host, HOST),
+    (allocate_what_retires, EVENTS),
+    (lower_the_budget, EVENTS),
+    (copies, EVENTS),
+    (forget_memory, COPIES),
+]
+
+
+@pytest.mark.parametrize(("held", "which"), HELD, ids=[f"{held.__name__}-{which}" for held, which in HELD])
+def test_others_go_on_while_one_thread_waits(
+    held: Callable[[Core], Callable[[], object]], which: int, gate: Gate
+) -> None:
+    with opened(budget=24, path=gate.path, peer=1, peer_budget=4 * PAGE) as core, ThreadPoolExecutor(2) as pool:
+        block = core.device.allocate(100)  # there is room beside it
+        kv, seen = core.range(4), weights(core, 1)
+        kv.map(0, 1)
+        transfer = _native.Transfer(core.device)
+        made = ctypes.c_void_p()
+        with current_context() as it:
+            it.ok("cuStreamCreate", ctypes.byref(made), 1)
+        work = held(core)
+        gate.close(which)
+        waiter = pool.submit(work)
+        eventually(gate.waiting)
+
+        def others() -> None:
+            core.device.note_stream(made.value or 0)
+            core.device.deallocate(core.device.allocate(100))
+            if held is not lower_the_budget:
+                kv.map(1, 1)
+            tensor = from_dlpack(kv.tensor(0, (PAGE,), (1,), 1, 8))
+            tensor.fill_(3)
+            transfer.copy([(seen.address, kv.address, PAGE)], after=0, owner="kv", to="device")
+            del tensor
+            kv.retire(0, 2)
+            core.range(1).close()
+            group = core.device.group()
+            group.enter()
+            group.leave()
+            core.device.snapshot()
+
+        other = pool.submit(others)
+        try:
+            other.result(timeout=60)
+            assert gate.waiting()
+        finally:
+            gate.open()
+        waiter.result()
+        core.device.deallocate(block)
+        core.device.reap(wait=True)
+
+
+def test_what_is_retired_while_it_is_copied_is_not_moved(gate: Gate) -> None:
+    with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:
+        one = weights(core)
+        gate.close(COPIES)
+        mover = pool.submit(one.move, 0, "host")
+        eventually(gate.waiting)
+        one.retire(0, 1)
+        core.device.check()
+        gate.open()
+        assert not mover.result()
+        core.device.reap(wait=True)
+        assert one.backing(0) == "none"
+        assert core.pages()["retiring"] == 0
+
+
+@pytest.mark.parametrize("what", ["home", "twin"])
+def test_what_is_closed_while_its_twin_is_filled_is_not_taken(what: str, gate: Gate) -> None:
+    with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:
+        group = core.device.group()
+        home, twin = weights(core, 2, group), core.range(2, "weights", group)
+        core.device.publish([Layer(core, group, home, twin, 1).entry(7)])
+        gate.close(COPIES)
+        taker = pool.submit(core.device.take, [7])
+        eventually(gate.waiting)
+        {"home": home, "twin": twin}[what].close()
+        gate.open()
+        assert taker.result() == 0
+        assert core.device.published == []
+        core.device.reap(wait=True)
+        other = {"home": twin, "twin": home}[what]
+        assert other.backing(0) == ("none" if what == "home" else "device")
+
+
+def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None:
+    """Each looks again after it has waited: neither maps over the other."""
+    with opened(budget=8, path=gate.path) as core, ThreadPoolExecutor(2) as pool:
+        old, new = weights(core, 6), core.range(8, "weights")
+        old.retire(0, 6)
+        gate.close(EVENTS)
+        both = [pool.submit(new.map, first, 6) for first in (0, 2)]
+        eventually(lambda: gate.waiting() == 2)
+        gate.open()
+        for each in both:
+            each.result()
+        assert [new.backing(piece) for piece in range(8)] == ["device"] * 8
+
+
+# The stream that is waited for has a host function, which needs the interpreter's lock.
+HOST_FUNCTION = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <unistd.h>
+#define NEXT(name, type) ((type)dlsym(RTLD_NEXT, #name))
+static atomic_int armed, go, inside;
+void arm(void) { armed = 1; }
+void let_it_run(void) { go = 1; }
+int waiting(void) { return inside; }
+int cuEventQuery(void* event) { return armed && !go ? 600 : NEXT(cuEventQuery, int (*)(void*))(event); }
+int cuEventSynchronize(void* event) {
+  if (armed) {
+    armed = 0;
+    inside = 1;
+    while (!go) usleep(200);
+    int (*ensure)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
+    void (*release)(int) = (void (*)(int))dlsym(RTLD_DEFAULT, "PyGILState_Release");
+    release(ensure());
+  }
+  return NEXT(cuEventSynchronize, int (*)(void*))(event);
+}
+"""
+DEADLOCK = """
+import threading, time
+library = sys.argv[1]
+gate = ctypes.PyDLL(library)
+device = _native.Device(library=library, ordinal=0, page_size=4096, budget=16 * 4096, host_budget=0)
+device.bind()
+# These keep the interpreter's lock, as torch does where a tensor dies.
+free = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(ctypes.cast(core.deallocate, ctypes.c_void_p).value)
+used = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)(ctypes.cast(core.record_stream, ctypes.c_void_p).value)
+
+def some(pieces, owner="weights"):
+    made = device.reserve(pieces * 4096, owner, device.group())
+    made.map(0, pieces)
+    return made
+
+block, old, one = allocate(512), some(8), some(2)
+old.retire(0, 8)
+gate.arm()
+waiter = threading.Thread(target={waits})
+waiter.start()
+while not gate.waiting():
+    time.sleep(0.001)
+gate.let_it_run()  # and from here on it needs the interpreter's lock, which this thread keeps
+free(block)
+used(one.address, 0x7fff0000)
+free(0)
+device.unbind()
+waiter.join()
+"""
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        "lambda: device.deallocate(device.allocate(10 * 4096))",
+        "lambda: device.reap(wait=True)",
+        "lambda: one.move(0, 'device')",
+    ],
+)
+def test_a_stream_may_need_the_interpreter_to_go_on(waits: str, tmp_path: Path) -> None:
+    entry = ENTRY[: ENTRY.index("device = _native.Device")] + ENTRY[ENTRY.index("def allocate") :]
+    code = entry + DEADLOCK.replace("{waits}", waits)
+    command = [sys.executable, "-c", code, shim(tmp_path, HOST_FUNCTION)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def own_calls(device: _native.Device, work: Callable[[], object]) -> dict[str, int]:
+    """Driver calls that `work` makes, without those of the mapper's thread."""
+
+    def made() -> dict[str, int]:
+        now = device.snapshot()
+        return {name: count - now["background_calls"][name] for name, count in now["driver_calls"].items()}
+
+    before = made()
+    work()
+    return {name: count - before[name] for name, count in made().items() if count != before[name]}
+
+
+def test_a_snapshot_calls_no_driver(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
+        some = weights(core, 8)
+        gate.close(EVENTS)
+        some.retire(0, 8)
+        assert own_calls(core.device, core.device.snapshot) == {}
+        assert core.pages()["retiring"] == 8
+        gate.open()
+
+        def all_gone() -> bool:
+            return core.pages()["retiring"] == 0
+
+        assert own_calls(core.device, lambda: eventually(all_gone)) == {}  # the mapper's thread unmaps them
+
+
+def test_all_copies_share_two_streams() -> None:
+    with opened() as core:
+        source, target = weights(core), weights(core)
+
+        def forty() -> None:
+            for _ in range(40):
+                transfer = _native.Transfer(core.device)
+                for to in ("device", "host"):
+                    transfer.copy([(target.address, source.address, PAGE)], after=0, owner="weights", to=to).before(0)
+                del transfer
+
+        found = own_calls(core.device, forty)
+        assert found["cuStreamCreate"] == 2
+        assert not found.keys() & {"cuStreamDestroy", "cuStreamSynchronize", "cuCtxSynchronize"}
+        assert found["cuMemcpyAsync"] == 80
+
+
+def test_a_stream_that_was_destroyed_costs_one_synchronisation() -> None:
+    with opened() as core:
+        stream = ctypes.c_void_p()
+        with current_context() as it:
+            it.ok("cuStreamCreate", ctypes.byref(stream), 1)
+            core.device.note_stream(stream.value or 0)
+            it.ok("cuStreamDestroy", stream)
+
+        def retire() -> None:
+            weights(core).retire(0, 2)
+            core.device.reap(wait=True)
+            eventually(lambda: core.pages()["retiring"] == 0)
+
+        before = core.device.snapshot()["driver_calls"]["cuCtxSynchronize"]
+        for _ in range(5):
+            retire()
+        assert core.device.snapshot()["driver_calls"]["cuCtxSynchronize"] - before == 1
+        core.device.note_stream(stream.value or 0)  # the same handle is another stream's by now
+        retire()
+        assert core.device.snapshot()["driver_calls"]["cuCtxSynchronize"] - before == 2
+
+
+def test_ranges_that_are_closed_together_share_a_fence(gate: Gate) -> None:
+    with opened(budget=64, path=gate.path) as core:
+        for _ in range(12):
+            core.stream()
+        ranges = [weights(core, 1) for _ in range(32)]
+        core.device.reap(wait=True)
+        gate.close(EVENTS)
+        weights(core, 1).retire(0, 1)
+        recorded = core.device.snapshot()["driver_calls"]["cuEventRecord"]
+        eventually(lambda: core.device.snapshot()["driver_calls"]["cuEventRecord"] >= recorded)
+        held = core.device.snapshot()
+        for each in ranges:
+            each.close()
+        gate.open()
+        eventually(lambda: core.pages()["retiring"] == 0)
+        after = core.device.snapshot()["driver_calls"]
+        # One fence over 12 streams, the legacy one and that of copies; perhaps the first one's as well.
+        assert after["cuEventRecord"] - held["driver_calls"]["cuEventRecord"] <= 2 * 14
+
+
+def test_a_tensor_over_a_range_is_used_on_another_stream(tmp_path: Path) -> None:
+    """record_stream on weights, or KV: their pages do not leave before the stream has passed."""
+    code = """
+    lib = ctypes.CDLL(runtime.standin_library())
+    context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+    lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+    lib.cuCtxSetCurrent(context)
+    lib.cuStreamCreate(ctypes.byref(stream), 1)
+    kv = device.reserve(4 * 4096, "kv", device.group())
+    def recorded():
+        kv.map(0, 1)
+        before = device.snapshot()["driver_calls"]["cuEventRecord"]
+        kv.retire(0, 1)
+        device.reap(wait=True)
+        return device.snapshot()["driver_calls"]["cuEventRecord"] - before
+    assert recorded() == 2  # on the legacy stream, and that of copies
+    core.record_stream(kv.address + 4 * 4096, stream)  # no address of it
+    assert recorded() == 2
+    core.record_stream(kv.address + 100, stream)
+    core.record_stream(kv.address + 100, stream)
+    assert recorded() == 3
+    device.unbind()
+    """
+    command = [sys.executable, "-c", ENTRY + textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_default_streams_of_threads_share_a_handle_and_no_block(gate: Gate) -> None:
+    legacy, per_thread = 0, 2
+    with opened(path=gate.path) as core:
+        device = core.device
+        device.note_stream(per_thread)
+        some = weights(core)
+        found = own_calls(device, lambda: (some.retire(0, 2), device.reap(wait=True)))
+        assert "cuCtxSynchronize" not in found
+        block = device.allocate(4096, per_thread)
+        gate.close(EVENTS)
+        device.deallocate(block)  # another thread's stream of this handle may not have it yet
+        other = device.allocate(4096, per_thread)
+        assert other != block
+        gate.open()
+        device.deallocate(other)
+        plain = device.allocate(8192, legacy)
+        device.record_stream(plain, per_thread)
+        gate.close(EVENTS)
+        device.deallocate(plain)
+        again = device.allocate(8192, legacy)
+        assert again != plain
+        gate.open()
+        device.deallocate(again)
+
+
+# A capture begins on another thread while an event is being recorded.
+CAPTURE = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+static int next, capturing, looked;
+static void* captured;
+void capture_next(void) { next = 1; }
+void end_capture(void) { capturing = 0; captured = 0; }
+int looks(void) { return looked; }
+int cuStreamIsCapturing(void* stream, int* status) { *status = capturing; return 0; }
+int cuEventRecord(void* event, void* stream) {
+  if (next) { next = 0; capturing = 1; captured = event; }
+  return ((int (*)(void*, void*))dlsym(RTLD_NEXT, "cuEventRecord"))(event, stream);
+}
+int cuEventQuery(void* event) {
+  if (event == captured) { ++looked; return 907; }
+  return ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventQuery"))(event);
+}
+"""
+
+
+def test_a_capture_that_begins_meanwhile_is_not_looked_at(tmp_path: Path) -> None:
+    path = shim(tmp_path, CAPTURE)
+    driver = ctypes.CDLL(path)
+    with opened(path=path) as core:
+        some = weights(core)
+        driver.capture_next()
+        some.retire(0, 2)
+        before = core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
+        eventually(lambda: core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > before + 8)
+        core.device.reap()
+        assert some.backing(0) == "retiring"
+        driver.end_capture()
+        eventually(lambda: some.backing(0) == "none")
+        assert driver.looks() == 0
+
+
+def test_no_event_is_recorded_while_a_graph_may_be_captured() -> None:
+    """Between torch's first word of a capture and its last, unless somebody needs the pages."""
+    with opened(budget=4) as core:
+        device = core.device
+        device.deallocate(device.allocate(100))
+        some = weights(core)
+        pool = (1, 1)
+        device.begin_pool(pool)
+        before = device.snapshot()["driver_calls"]["cuEventRecord"]
+        some.retire(0, 2)
+        device.reap()
+        asked = device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
+        eventually(lambda: device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > asked + 8)
+        assert device.snapshot()["driver_calls"]["cuEventRecord"] == before
+        assert some.backing(0) == "retiring"
+        core.range(3).map(0, 3)  # no capture has begun: they are waited for
+        assert some.backing(0) == "none"
+        other = core.range(1, "weights")
+        device.reap(wait=True)
+        device.end_pool(pool)
+        device.release_pool(pool)
+        del other
+        eventually(lambda: core.pages()["retiring"] == 0)
