@@ -132,8 +132,8 @@ def allocate_what_retires(core: Core) -> Callable[[], object]:
 
 
 def lower_the_budget(core: Core) -> Callable[[], object]:
-    old = weights(core, 22)
-    return lambda: (old.retire(0, 22), core.device.set_budget(20 * PAGE, 10**11))
+    old = weights(core, 20)
+    return lambda: (old.retire(0, 20), core.device.set_budget(20 * PAGE, 10**11))
 
 
 def copies(core: Core) -> Callable[[], object]:
