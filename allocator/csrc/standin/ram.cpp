@@ -11,7 +11,7 @@
 namespace ballonet::standin {
 namespace {
 
-constexpr std::uint64_t kUnlimited = ~0ull;
+constexpr std::uint64_t kNoLimit = ~0ull;
 
 // The start of a small file as a string; false where it cannot be read.
 bool slurp(const char* path, char* text, std::size_t capacity) {
@@ -30,8 +30,8 @@ bool slurp(const char* path, char* text, std::size_t capacity) {
 
 std::uint64_t number_in(const char* folder, const char* file) {
   char path[512], text[64];
-  if (std::snprintf(path, sizeof path, "%s/%s", folder, file) >= static_cast<int>(sizeof path)) return kUnlimited;
-  if (!slurp(path, text, sizeof text) || text[0] < '0' || text[0] > '9') return kUnlimited;  // "max"
+  if (std::snprintf(path, sizeof path, "%s/%s", folder, file) >= static_cast<int>(sizeof path)) return kNoLimit;
+  if (!slurp(path, text, sizeof text) || text[0] < '0' || text[0] > '9') return kNoLimit;  // "max"
   return std::strtoull(text, nullptr, 10);
 }
 
@@ -39,7 +39,7 @@ std::uint64_t number_in(const char* folder, const char* file) {
 std::uint64_t group_leaves(const char* folder, const char* limit_file, const char* usage_file) {
   const std::uint64_t limit = number_in(folder, limit_file);
   const std::uint64_t usage = number_in(folder, usage_file);
-  if (limit == kUnlimited || usage == kUnlimited) return kUnlimited;
+  if (limit == kNoLimit || usage == kNoLimit) return kNoLimit;
   char path[512], text[4096];
   std::uint64_t droppable = 0;
   if (std::snprintf(path, sizeof path, "%s/memory.stat", folder) < static_cast<int>(sizeof path) &&
@@ -54,7 +54,7 @@ std::uint64_t group_leaves(const char* folder, const char* limit_file, const cha
 
 // The same of a group and of all groups it lies in. `path` is cut at its slashes.
 std::uint64_t hierarchy_leaves(const char* mount, char* path, const char* limit_file, const char* usage_file) {
-  std::uint64_t least = kUnlimited;
+  std::uint64_t least = kNoLimit;
   for (;;) {
     char folder[400];
     if (std::snprintf(folder, sizeof folder, "%s%s", mount, path) < static_cast<int>(sizeof folder)) {
@@ -68,8 +68,8 @@ std::uint64_t hierarchy_leaves(const char* mount, char* path, const char* limit_
 
 std::uint64_t groups_leave() {
   char text[2048];
-  if (!slurp("/proc/self/cgroup", text, sizeof text)) return kUnlimited;
-  std::uint64_t least = kUnlimited;
+  if (!slurp("/proc/self/cgroup", text, sizeof text)) return kNoLimit;
+  std::uint64_t least = kNoLimit;
   char* rest = nullptr;
   for (char* line = ::strtok_r(text, "\n", &rest); line != nullptr; line = ::strtok_r(nullptr, "\n", &rest)) {
     char* controllers = std::strchr(line, ':');
@@ -94,7 +94,7 @@ std::uint64_t ram_total() {
 
 std::uint64_t ram_available() {
   char text[2048];
-  std::uint64_t machine = kUnlimited;
+  std::uint64_t machine = kNoLimit;
   if (slurp("/proc/meminfo", text, sizeof text)) {
     if (const char* found = std::strstr(text, "MemAvailable:")) {
       machine = std::strtoull(found + std::strlen("MemAvailable:"), nullptr, 10) * 1024;
