@@ -97,11 +97,12 @@ def memory_says_of_which_kind_it_is(cuda: Runtime) -> None:
 
 
 def copies_go_both_ways(cuda: Runtime) -> None:
-    address, host = cuda.made("cudaMalloc", PAGE), ctypes.create_string_buffer(b"x" * PAGE, PAGE)
-    assert cuda.cudaMemcpy(address, host, PAGE, TO_DEVICE) == SUCCESS
-    ctypes.memset(host, 0, PAGE)
+    rows = b"".join(bytes([row]) * 32 for row in range(8))
+    address, host = cuda.made("cudaMalloc", len(rows)), ctypes.create_string_buffer(rows, len(rows))
+    assert cuda.cudaMemcpy(address, host, len(rows), TO_DEVICE) == SUCCESS
+    ctypes.memset(host, 0xFF, len(rows))
     assert cuda.cudaMemcpy2DAsync(host, 16, address, 32, 16, 4, TO_HOST, 0) == SUCCESS
-    assert host.raw[:80] == b"x" * 64 + b"\0" * 16
+    assert host.raw[:80] == b"".join(bytes([row]) * 16 for row in range(4)) + b"\xff" * 16
 
 
 def host_functions_and_events_follow_the_stream(cuda: Runtime) -> None:
