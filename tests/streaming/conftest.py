@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +51,13 @@ def another_clock(installed: None) -> None:
 def original() -> Any:
     with install.stock():
         return build("llama", num_hidden_layers=LAYERS)
+
+
+def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:
+    """Does this bring layers to slots?"""
+    before = managed._weights.ring.copied
+    act()
+    return managed._weights.ring.copied > before
 
 
 @pytest.fixture
