@@ -54,10 +54,20 @@ def original() -> Any:
 
 
 def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:
-    """Does this bring layers to slots?"""
-    before = managed._weights.ring.copied
-    act()
-    return managed._weights.ring.copied > before
+    """Does this have layers read from slots?"""
+    ring = managed._weights.ring
+    enter, found = ring.enter, list[bool]()
+
+    def counted(layer: int, stream: int) -> bool:
+        found.append(enter(layer, stream))
+        return found[-1]
+
+    ring.enter = counted  # type: ignore[method-assign]
+    try:
+        act()
+    finally:
+        del ring.enter
+    return any(found)
 
 
 @pytest.fixture
