@@ -12,6 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
+# Compiled at the first use, against the torch found there, by allocator/companion.py.
+COMPILED_LATER = ["csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h", "csrc/torch/*"]
 CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
 STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
 ROOMS = ("allocator", "offload", "hooks")
@@ -84,7 +86,7 @@ setup(
     },
     package_data={
         "ballonet": ["py.typed"],
-        "ballonet.allocator": ["_native.pyi", "csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h"],
+        "ballonet.allocator": ["_native.pyi", *COMPILED_LATER],
         "ballonet.offload.timeline": ["page.html"],
     },
     include_package_data=False,

@@ -31,6 +31,9 @@ def probe(library: str, ordinal: int) -> dict[str, Any]:
     that cannot be used).
     """
 
+class Checkpoint:
+    """The live blocks of a pool, from `Device.checkpoint`."""
+
 class Device:
     """One device: its driver, its pools of device, host and peer pages, and the heap under torch."""
 
@@ -102,7 +105,27 @@ class Device:
         physical_peak (bytes), heap {live, live_peak, requested, requested_peak, allocated_total, freed_total, reserved,
         cached, blocks, allocations, frees, hits}.
         """
+    def memory_stats(self) -> dict[str, Any]:
+        """What `torch.cuda.memory_stats_as_nested_dict` gives."""
+    def memory_info(self) -> tuple[int, int]:
+        """(what can still be had, all there is) in bytes, as `torch.cuda.mem_get_info` says it: free pages, and what
+        budget and device still allow."""
     def reset_peaks(self) -> None: ...
+    def reset_accumulated(self) -> None:
+        """Totals of `memory_stats` count from now on."""
+    @property
+    def fraction(self) -> float:
+        """The share of the device's memory beyond which no page is created, whatever the budget is. Lowered, it takes
+        nothing away: what exists above it goes back to the driver as it is freed."""
+    @fraction.setter
+    def fraction(self, value: float) -> None: ...
+    def segments(self) -> list[tuple[int, int, tuple[int, int], bool, list[tuple[int, int, int, str]]]]:
+        """(address, nbytes, pool, small, [(address, nbytes, requested, "allocated" | "pending" | "free")]) of every
+        stretch of addresses with pages of the heap or of ranges behind it, and at address 0 the free pages."""
+    def checkpoint(self, pool: tuple[int, int]) -> Checkpoint:
+        """Which blocks of the pool live. BallonetError where there is no such pool."""
+    def restore_checkpoint(self, state: Checkpoint) -> tuple[list[int], list[int]]:
+        """Frees what lives in the pool and hands out what lived then, at the same addresses: (freed, created)."""
     def trim(self) -> int:
         """Gives pages wholly inside free blocks back to the pool, and the free pages of both pools, of the device and
         the host, back to the driver; returns the bytes of the former. Waits for retirements."""

@@ -1,4 +1,7 @@
-"""The companion: the part of ballonet that links torch's libc10. Compiled for the torch found here, kept, and loaded.
+"""The companion: the parts of ballonet that link torch. Compiled for the torch found here, kept, and loaded.
+
+There are two. `Companion` links libc10 alone and raises torch's errors. `TorchAllocator` is a CUDA allocator with all
+of torch's contract; it links torch's CUDA libraries and needs CUDA's headers, which pip's torch brings.
 
 Note [Where the compiled companion is kept]
     The core is built once for every torch; this part is not, because it throws and subclasses torch's C++ types. It is
@@ -19,19 +22,47 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from .errors import BallonetError
 
-SOURCE: Final = Path(__file__).parent / "csrc" / "companion.cpp"
+CSRC: Final = Path(__file__).parent / "csrc"
 COMPILERS: Final = ("c++", "g++", "clang++")
 STANDARDS: Final = ("c++17", "c++20")  # the first that torch's headers accept
 COMPILE_SECONDS: Final = 300
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is compiled into one file: `sources` beside the core's, the first of which is the one to compile, and the
+    libraries of torch that it links."""
+
+    name: str
+    sources: tuple[Path, ...]
+    libraries: tuple[str, ...]
+    needs_cuda: bool = False
+
+
+COMPANION: Final = Part("companion", (CSRC / "companion.cpp", CSRC / "entry.h"), ("c10",))
+TORCH_ALLOCATOR: Final = Part(
+    "torch-allocator",
+    (
+        CSRC / "torch" / "cuda_allocator.cpp",
+        CSRC / "torch" / "history.h",
+        CSRC / "torch" / "report.h",
+        CSRC / "entry.h",
+    ),
+    ("torch_cuda", "torch_cpu", "c10_cuda", "c10"),
+    needs_cuda=True,
+)
 
 _temporary: tempfile.TemporaryDirectory[str] | None = None
 
@@ -84,17 +115,43 @@ class Companion:
             self._library.ballonet_cpu_stock_end()
 
 
+class TorchAllocator:
+    """The loaded library. See `Companion`."""
+
+    def __init__(self, path: Path, core_table: int, ordinal: int) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        initialize, self._place = self._library.ballonet_torch_init, self._library.ballonet_torch_place
+        initialize.argtypes, initialize.restype = (ctypes.c_void_p, ctypes.c_int), ctypes.c_bool
+        self._place.restype = ctypes.c_bool
+        if not initialize(core_table, ordinal):
+            raise CompanionUnavailable(f"{path} and the native core are of different versions of ballonet")
+
+    def place(self) -> bool:
+        """Makes it torch's CUDA allocator. False where torch has used another."""
+        return bool(self._place())
+
+
 def load(cache: Path, core_table: int, ordinal: int) -> Companion:
     """The companion for the torch of this process, compiled into `cache` where it is missing. CompanionUnavailable."""
+    return _load(COMPANION, cache, lambda path: Companion(path, core_table, ordinal))
+
+
+def load_allocator(cache: Path, core_table: int, ordinal: int) -> TorchAllocator:
+    """The allocator for the torch of this process, in the same way. CompanionUnavailable."""
+    return _load(TORCH_ALLOCATOR, cache, lambda path: TorchAllocator(path, core_table, ordinal))
+
+
+def _load(part: Part, cache: Path, opened: Callable[[Path], T]) -> T:
     reason: OSError | None = None
     for folder in (cache, None):
         try:
-            path = build(folder or _temporary_folder())
+            path = build(folder or _temporary_folder(), part)
         except OSError as error:
             reason = error  # the folder cannot be written to
             continue
         try:
-            return Companion(path, core_table, ordinal)
+            return opened(path)
         except OSError as error:
             reason = error  # it cannot be loaded: damaged, made for another C library, or in a folder without execution
             with contextlib.suppress(OSError):
@@ -102,10 +159,10 @@ def load(cache: Path, core_table: int, ordinal: int) -> Companion:
     raise CompanionUnavailable(f"what was compiled for this torch cannot be loaded: {reason}")
 
 
-def build(folder: Path) -> Path:
-    """The companion's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
+def build(folder: Path, part: Part = COMPANION) -> Path:
+    """The part's file in `folder`, compiled where it is missing. OSError (the folder), CompanionUnavailable."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    stem = f"companion-torch{torch.__version__}-{_digest(*_facts())}"
+    stem = f"{part.name}-torch{torch.__version__}-{_digest(*_facts(part))}"
     if compiler is None:
         found = sorted(folder.glob(f"{stem}-*.so"))
         if found:
@@ -114,20 +171,22 @@ def build(folder: Path) -> Path:
     path = folder / f"{stem}-{_digest(compiler, _version(compiler))}.so"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".companion-", suffix=".so", dir=folder)
+        handle, name = tempfile.mkstemp(prefix=f".{part.name}-", suffix=".so", dir=folder)
         os.close(handle)
         try:
-            _compile(compiler, name)
+            _compile(compiler, name, part)
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)
     return path
 
 
-def _compile(compiler: str, output: str) -> None:
+def _compile(compiler: str, output: str, part: Part) -> None:
     errors = ""
+    options = [*_options(), *(f"-I{folder}" for folder in _cuda_headers(part))]
+    libraries = [f"-l{name}" for name in part.libraries]
     for standard in STANDARDS:
-        result = _run([compiler, f"-std={standard}", *_options(), str(SOURCE), "-lc10", "-o", output])
+        result = _run([compiler, f"-std={standard}", *options, str(part.sources[0]), *libraries, "-o", output])
         if result.returncode == 0:
             return
         errors = errors or result.stderr.strip()[:2000]
@@ -140,9 +199,28 @@ def _options() -> list[str]:
     return ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", abi, f"-I{root / 'include'}", f"-L{root / 'lib'}"]
 
 
-def _facts() -> list[str]:
-    """What a compiled companion must agree with."""
-    sources = [path.read_text() for path in (SOURCE, SOURCE.with_name("entry.h"))]
+def _cuda_headers(part: Part) -> list[Path]:
+    """The folder with CUDA's headers, where the part needs one. CompanionUnavailable."""
+    if not part.needs_cuda:
+        return []
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    found = [
+        *sorted(packages.glob("*/include")),
+        *(Path(home) / "include" for home in homes if home),
+        Path("/usr/local/cuda/include"),
+    ]
+    for folder in found:
+        if (folder / "cuda_runtime_api.h").is_file():
+            return [folder]
+    raise CompanionUnavailable(
+        "CUDA's headers are missing (cuda_runtime_api.h): pip install nvidia-cuda-runtime, or set CUDA_HOME"
+    )
+
+
+def _facts(part: Part) -> list[str]:
+    """What a compiled part must agree with."""
+    sources = [path.read_text() for path in part.sources]
     abi = str(torch._C._GLIBCXX_USE_CXX11_ABI)
     return [torch.__version__, torch.version.git_version, abi, platform.machine(), *platform.libc_ver(), *sources]
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 
 from . import _native, control, runtime
-from .companion import Companion, CompanionUnavailable, load
+from .companion import Companion, CompanionUnavailable, TorchAllocator, load, load_allocator
 from .config import Config, cache_dir, parse_size, parse_time
 from .errors import BallonetError, BudgetInUse, DriverError, InstallError, UnsupportedVersion
 from .interrupts import Guarded
@@ -263,7 +263,8 @@ def _started(asked: Config, settings: Config) -> _Installed:
         undo.callback(device.unbind)
         companion = _companion(settings, device)
         statistics = TorchStatistics(device)
-        cuda = CudaAllocator(companion, statistics) if device.kind == "cuda" and not late else None
+        first = device.kind == "cuda" and not late
+        cuda = CudaAllocator(companion, statistics, _torch_allocator(settings, device)) if first else None
         route = mem_pool_route(companion, device.ordinal) if late else None
         _installed = _Installed(device, companion, statistics, cuda, route)
         undo.pop_all()
@@ -349,6 +350,20 @@ def _companion(settings: Config, device: _native.Device) -> Companion | None:
             "standin": "what torch allocates on the CPU (activations) stays outside the pool; weights and KV are in it",
         }[device.kind]
         warnings.warn(f"ballonet runs without its companion: {error}. So {lost}.", RuntimeWarning, stacklevel=4)
+        return None
+
+
+def _torch_allocator(settings: Config, device: _native.Device) -> TorchAllocator | None:
+    try:
+        return load_allocator(cache_dir(settings), _native.core_table(), device.ordinal)
+    except CompanionUnavailable as error:
+        warnings.warn(
+            f"ballonet is torch's CUDA allocator without part of what torch asks of one: {error}. So memory snapshots "
+            "and history, torch.cuda.MemPool(), memory fractions, the profiler's memory events and "
+            'torch.compile(mode="reduce-overhead") raise an error.',
+            RuntimeWarning,
+            stacklevel=4,
+        )
         return None
 
 

@@ -1,4 +1,9 @@
-"""The pool as torch's pluggable CUDA allocator: the functions that torch is to call, and when it can take them."""
+"""The pool as torch's CUDA allocator, and when torch can take it.
+
+There are two ways. The compiled one (companion.TorchAllocator) does all that torch asks of a CUDA allocator. Where it
+cannot be compiled, torch's pluggable allocator calls functions of the core: it refuses what it has no function for, and
+`TorchStatistics` answers for it what Python asks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from . import _native, runtime
-from .companion import Companion
+from .companion import Companion, TorchAllocator
 from .errors import InstallError
 from .mempool import MemPoolRoute
 from .torch_stats import TorchStatistics
@@ -28,14 +33,22 @@ HOOKS: Final = {
 class CudaAllocator(torch.cuda.memory._CUDAAllocator):
     """The pool in the form that `torch.cuda.memory.change_current_allocator` takes."""
 
-    def __init__(self, companion: Companion | None, statistics: TorchStatistics) -> None:
+    def __init__(
+        self, companion: Companion | None, statistics: TorchStatistics, whole: TorchAllocator | None = None
+    ) -> None:
+        """`whole`: the compiled allocator, where there is one."""
+        self._statistics = statistics
+        self._whole = whole
+        made: Any = None if whole is not None else self._pluggable(companion)  # torch says which it is once in place
+        super().__init__(made)
+
+    def _pluggable(self, companion: Companion | None) -> Any:
         functions = _functions(companion)
         make: Callable[[int, int], Any] = torch._C._cuda_customAllocator
         pluggable = make(functions["alloc"], functions["free"])
         for setter, function in HOOKS.items():
             getattr(pluggable, setter)(functions[function])
-        super().__init__(pluggable)
-        self._statistics = statistics
+        return pluggable
 
     def allocator(self) -> Any:
         """torch asks for this when it changes to the allocator. InstallError where it could not."""
@@ -44,13 +57,17 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
             raise InstallError(
                 "the pool behind this allocator was closed by ballonet.restore(): call ballonet.allocator() again"
             )
-        self._statistics.patch()
+        if self._whole is not None:
+            if not self._whole.place():
+                check_cuda_unused()
+            self._allocator = torch._C._cuda_getAllocator()
+        self._statistics.patch(whole=self._whole is not None)
         return self._allocator
 
     @property
     def in_place(self) -> bool:
         """Whether it is torch's allocator now."""
-        return torch._C._cuda_getAllocator() is self._allocator
+        return self._allocator is not None and torch._C._cuda_getAllocator() is self._allocator
 
 
 def check_cuda_unused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -134,7 +135,7 @@ def _plain(function: str) -> ctypes.c_void_p:
 
 
 def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_again(compiler: str, output: str) -> None:
+    def compile_again(compiler: str, output: str, part: companion.Part) -> None:
         raise AssertionError(f"{compiler} ran again for {output}")
 
     monkeypatch.setattr(companion, "_compile", compile_again)
@@ -146,11 +147,11 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_name_follows_what_it_must_agree_with(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     here = companion.build(cache).name
     changed = tmp_path / "companion.cpp"
-    changed.write_text(companion.SOURCE.read_text() + "// one more line\n")
-    shutil.copy(companion.SOURCE.with_name("entry.h"), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(companion, "SOURCE", changed)
-        assert companion.build(tmp_path / "other source").name != here
+    source, header = companion.COMPANION.sources
+    changed.write_text(source.read_text() + "// one more line\n")
+    shutil.copy(header, tmp_path)
+    other = dataclasses.replace(companion.COMPANION, sources=(changed, header))
+    assert companion.build(tmp_path / "other source", other).name != here
     with monkeypatch.context() as patch:
         patch.setattr(companion, "_version", lambda compiler: "another compiler 1.0")
         assert companion.build(tmp_path / "other compiler").name != here

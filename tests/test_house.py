@@ -206,5 +206,6 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
         "offload/timeline/page.html",
         "allocator/_native.pyi",
         *(f"allocator/csrc/{n}" for n in ("companion.cpp", "entry.h", "driver_abi.h")),
+        *(f"allocator/csrc/torch/{n}" for n in ("cuda_allocator.cpp", "history.h", "report.h")),
     }
     assert installed == python | {f"ballonet/{name}" for name in data}

@@ -23,49 +23,6 @@ def clean() -> Iterator[None]:
     assert runtime.current() is None
 
 
-SNAPSHOT: Mapping[str, Any] = {
-    "page_size": 1000,
-    "budget": 20_000,
-    "created": 14,
-    "pages": {"free": 2, "weights": 3, "activations": 5, "kv": 3, "retiring": 1},
-    "physical_peak": 16_000,
-    "driver_calls": {"cuMemCreate": 17, "cuMemRelease": 3, "cuMemMap": 40},
-    "heap": {
-        "live": 4_000, "live_peak": 4_500, "requested": 3_900, "requested_peak": 4_400, "reserved": 5_000,
-        "blocks": 7, "allocations": 30, "frees": 23, "allocated_total": 90_000, "freed_total": 86_000,
-    },
-}  # fmt: skip
-
-
-def test_statistics_from_a_snapshot() -> None:
-    reset = {"allocations": 10, "frees": 9, "allocated_total": 50_000, "freed_total": 40_000}
-    stats = torch_stats.memory_stats(SNAPSHOT, reset)
-    assert stats["allocated_bytes"]["all"] == {
-        "current": 10_000, "peak": 10_500, "allocated": 40_000, "freed": 46_000,
-    }  # fmt: skip
-    assert torch_stats.memory_stats(SNAPSHOT)["active_bytes"]["all"]["allocated"] == 90_000
-    assert stats["requested_bytes"]["all"]["current"] == 9_900
-    assert (stats["reserved_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["peak"]) == (14_000, 16_000)
-    assert stats["allocation"]["all"] == {"current": 7, "peak": 7, "allocated": 20, "freed": 14}
-    assert (stats["num_device_alloc"], stats["num_device_free"]) == (17, 3)
-    assert stats["allocated_bytes"]["small_pool"]["current"] == 0
-
-
-def test_a_peak_is_never_above_what_existed_nor_below_what_is() -> None:
-    peak = dict(SNAPSHOT) | {"physical_peak": 10_200}
-    assert torch_stats.memory_stats(peak)["allocated_bytes"]["all"]["peak"] == 10_200
-    peak |= {"physical_peak": 9_000}
-    assert torch_stats.memory_stats(peak)["allocated_bytes"]["all"]["peak"] == 10_000
-
-
-@pytest.mark.parametrize(
-    ("free", "budget", "expected"),
-    [(100_000, 20_000, 8_000), (3_500, 20_000, 5_000), (100_000, 14_000, 2_000), (100_000, 9_000, 2_000)],
-)
-def test_what_can_still_be_had(free: int, budget: int, expected: int) -> None:
-    assert torch_stats.mem_get_info(dict(SNAPSHOT) | {"budget": budget}, free, 10**6) == (expected, 10**6)
-
-
 @pytest.fixture
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[_native.Device]:
     """A stand-in device under torch's CUDA statistics, which think that CUDA is in use."""

@@ -120,6 +120,73 @@ py::dict snapshot(Device& device) {
   return result;
 }
 
+py::dict memory_stats(Device& device) {
+  BallonetStats stats;
+  {
+    py::gil_scoped_release release;
+    stats = device.stats();
+  }
+  const auto entry = [](const BallonetFigure& figure) {
+    py::dict result;
+    result["current"] = figure.current;
+    result["peak"] = figure.peak;
+    result["allocated"] = figure.allocated;
+    result["freed"] = figure.freed;
+    return result;
+  };
+  py::dict result;
+  const auto put = [&](const char* name, const BallonetFigure(&figures)[BALLONET_CLASSES]) {
+    py::dict classes;
+    classes["all"] = entry(figures[BALLONET_ALL]);
+    classes["small_pool"] = entry(figures[BALLONET_SMALL]);
+    classes["large_pool"] = entry(figures[BALLONET_LARGE]);
+    result[name] = classes;
+  };
+  put("allocation", stats.allocation);
+  put("segment", stats.segment);
+  put("active", stats.active);
+  put("inactive_split", stats.inactive_split);
+  put("allocated_bytes", stats.allocated_bytes);
+  put("reserved_bytes", stats.reserved_bytes);
+  put("active_bytes", stats.active_bytes);
+  put("inactive_split_bytes", stats.inactive_split_bytes);
+  put("requested_bytes", stats.requested_bytes);
+  result["num_alloc_retries"] = stats.num_alloc_retries;
+  result["num_ooms"] = stats.num_ooms;
+  result["num_sync_all_streams"] = stats.num_sync_all_streams;
+  result["num_device_alloc"] = stats.num_device_alloc;
+  result["num_device_free"] = stats.num_device_free;
+  result["max_split_size"] = -1;
+  result["oversize_allocations"] = entry({});
+  result["oversize_segments"] = entry({});
+  return result;
+}
+
+py::list segments(Device& device) {
+  std::vector<Heap::Segment> found;
+  {
+    py::gil_scoped_release release;
+    found = device.segments();
+  }
+  py::list rows;
+  for (const Heap::Segment& segment : found) {
+    py::list blocks;
+    for (const BallonetBlock& block : segment.blocks) {
+      const char* state = block.allocated ? "allocated" : block.active ? "pending" : "free";
+      blocks.append(py::make_tuple(block.address, block.size, block.requested, state));
+    }
+    rows.append(
+        py::make_tuple(segment.facts.address, segment.facts.size, segment.facts.pool, segment.facts.small, blocks));
+  }
+  return rows;
+}
+
+std::vector<std::uint64_t> addresses(const std::vector<void*>& pointers) {
+  std::vector<std::uint64_t> result;
+  for (void* pointer : pointers) result.push_back(reinterpret_cast<std::uint64_t>(pointer));
+  return result;
+}
+
 py::list events(Device& device) {
   py::list rows;
   for (const Events::Event& event : device.mapper->events.drain()) {
@@ -161,13 +228,26 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           "free_memory", [](Device& d) { return d.mapper->free_memory(); }, ReleaseGil())
       .def("set_budget", &set_budget, py::arg("nbytes"), py::arg("wait_ns") = 0)
       .def("snapshot", &snapshot)
+      .def("memory_stats", &memory_stats)
+      .def("memory_info", &Device::memory_info, ReleaseGil())
+      .def("reset_peaks", &Device::reset_peaks, ReleaseGil())
+      .def("reset_accumulated", &Device::reset_accumulated, ReleaseGil())
+      .def_property("fraction", py::cpp_function(&Device::fraction, ReleaseGil()),
+                    py::cpp_function(&Device::set_fraction, ReleaseGil()))
+      .def("segments", &segments)
       .def(
-          "reset_peaks",
-          [](Device& d) {
-            d.heap.reset_peaks();
-            d.mapper->reset_peak();
+          "checkpoint",
+          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool) {
+            return d.heap.checkpoint({pool.first, pool.second});
           },
-          ReleaseGil())
+          py::arg("pool"), ReleaseGil())
+      .def(
+          "restore_checkpoint",
+          [](Device& d, const Heap::Checkpoint& state) {
+            const Heap::Restored restored = d.heap.restore(state);
+            return std::make_pair(addresses(restored.freed), addresses(restored.created));
+          },
+          py::arg("state"), ReleaseGil())
       .def("trim", &Device::trim, ReleaseGil())
       .def(
           "reap",

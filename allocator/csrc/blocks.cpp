@@ -130,6 +130,15 @@ Blocks::Block* Blocks::take(Block* free, std::uint64_t size) {
   return free;
 }
 
+Blocks::Block* Blocks::carve(Block* free, std::uint64_t offset, std::uint64_t size) {
+  if (offset == free->offset) return take(free, size);
+  unhang(free);
+  Block* const middle = split(free, offset - free->offset);
+  hang(free);
+  hang(middle);
+  return take(middle, size);
+}
+
 Blocks::Block* Blocks::release(Block* live) {
   --live_;
   live->state = State::kFree;

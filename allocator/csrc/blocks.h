@@ -51,6 +51,8 @@ class Blocks {
   Block* best_fit(std::uint64_t size);
   // Cuts `size` from the front of a free block; the rest stays free. Returns the live block.
   Block* take(Block* free, std::uint64_t size);
+  // Cuts [offset, offset + size) out of a free block; the rest stays free. Returns the live block. Pre: inside it.
+  Block* carve(Block* free, std::uint64_t offset, std::uint64_t size);
   // A live block becomes free and joins its neighbours. Returns the joined block.
   Block* release(Block* live);
   // [from, to) of a hole becomes free and joins its neighbours. Pre: page boundaries. Returns the joined block.
@@ -88,6 +90,7 @@ class Blocks {
   // Throws InvariantBroken.
   void check() const;
   const Block* first() const { return first_; }
+  Block* first() { return first_; }
 
  private:
   static constexpr unsigned kSteps = 32;

@@ -7,7 +7,7 @@
 namespace ballonet {
 
 Device::Device(const Mapper::Options& options, bool spill)
-    : mapper(std::make_shared<Mapper>(options)), reclaim(mapper), heap(mapper, reclaim, spill) {
+    : mapper(std::make_shared<Mapper>(options)), reclaim(mapper), heap(mapper, reclaim, spill), asked_(options.budget) {
   mapper->start_background();
 }
 
@@ -78,11 +78,12 @@ void Device::set_budget(std::size_t bytes, std::int64_t wait_ns, const std::func
   std::size_t ticket, before;
   {
     std::lock_guard<std::mutex> lock(budget_mutex_);
-    if (!pending_) met_ = mapper->numbers().budget;
+    if (!pending_) met_ = asked_;
     ticket = ++newest_;
     pending_ = true;
     before = met_;
-    mapper->set_budget(pages);
+    asked_ = pages;
+    apply_budget();
   }
   try {
     shrink(pages, ticket, wait_ns < INT64_MAX - since ? since + wait_ns : INT64_MAX, pause);
@@ -91,11 +92,33 @@ void Device::set_budget(std::size_t bytes, std::int64_t wait_ns, const std::func
     mapper->events.add(Events::Kind::kBudgetRefused, pages, since, static_cast<std::int64_t>(before));
     if (ticket == newest_) {
       pending_ = false;
-      mapper->set_budget(met_);
+      asked_ = met_;
+      apply_budget();
     }
     throw;
   }
   mapper->events.add(Events::Kind::kBudget, pages, since, static_cast<std::int64_t>(before));
+}
+
+// Pre: the budget's lock is held.
+void Device::apply_budget() {
+  const auto allowed = static_cast<double>(mapper->total_memory() / mapper->page_size) * fraction_;
+  mapper->set_budget(fraction_ < 1.0 ? std::min(asked_, static_cast<std::size_t>(allowed)) : asked_);
+}
+
+void Device::set_fraction(double fraction) {
+  {
+    std::lock_guard<std::mutex> lock(budget_mutex_);
+    fraction_ = fraction;
+    heap.allow_spilling(fraction == 1.0);
+    apply_budget();
+  }
+  heap.shrink(false);
+}
+
+double Device::fraction() {
+  std::lock_guard<std::mutex> lock(budget_mutex_);
+  return fraction_;
 }
 
 // Device pages that nothing could give back.

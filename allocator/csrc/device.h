@@ -47,6 +47,18 @@ class Device {
   void close();
   bool closed() const { return closed_; }
   void check();
+  // No page is created beyond this share of the device's memory, whatever the budget is. What exists above it goes back
+  // to the driver as it is given back; nothing is taken away. Pre: 0 <= fraction <= 1.
+  void set_fraction(double fraction);
+  double fraction();
+
+  // In torch's words: see Note [What the numbers mean here] in device_stats.cpp.
+  BallonetStats stats();
+  void reset_peaks();
+  void reset_accumulated();
+  std::pair<std::size_t, std::size_t> memory_info();  // what can still be had, and all there is
+  std::vector<Heap::Segment> segments();
+
   // Taken together: no allocation comes in between.
   std::pair<Mapper::Numbers, Heap::Numbers> numbers();
 
@@ -56,6 +68,7 @@ class Device {
 
  private:
   std::size_t immovable();
+  void apply_budget();
   void shrink(std::size_t pages, std::size_t ticket, std::int64_t deadline, const std::function<void()>& pause);
   template <class Attempt>
   auto with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt());
@@ -66,7 +79,13 @@ class Device {
   const HeldOverFork held_{ForkRank::kBudget, budget_mutex_};
   std::size_t newest_ = 0;  // how many budgets were asked for
   bool pending_ = false;    // the newest is not met yet
-  std::size_t met_ = 0;     // pages of the last one that was, while one is pending
+  std::size_t asked_;       // pages of the newest
+  std::size_t met_ = 0;     // of the last one that was met, while one is pending
+  double fraction_ = 1.0;
+  std::mutex since_mutex_;  // a leaf
+  const HeldOverFork since_held_{ForkRank::kLast, since_mutex_};
+  Heap::Numbers since_{};  // when torch's totals were last reset
+  unsigned long long created_since_ = 0, released_since_ = 0;
 };
 
 }  // namespace ballonet

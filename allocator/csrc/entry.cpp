@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "contract.h"
 #include "registry.h"
 
 namespace ballonet {
@@ -29,15 +30,11 @@ std::string broken(const DriverError& error) {
       error.name.c_str(), static_cast<int>(error.code), error.function.c_str());
 }
 
-int allocate(std::size_t size, int device, void* stream, void** out) {
+}  // namespace
+
+int keep_failure() {
   try {
-    Device* const bound = bound_device(device);
-    if (bound == nullptr)
-      return fail(BALLONET_FAILED,
-                  "ballonet serves one device, and not this one: show torch no other (CUDA_VISIBLE_DEVICES), or "
-                  "install() for it");
-    *out = bound->heap.allocate(size, static_cast<CUstream>(stream));
-    return 0;
+    throw;
   } catch (const PoolExhausted& error) {
     return fail(BALLONET_EXHAUSTED, error.what());
   } catch (const DriverError& error) {
@@ -48,8 +45,25 @@ int allocate(std::size_t size, int device, void* stream, void** out) {
   }
 }
 
-void deallocate(void* pointer) {
-  if (Heap* heap = heap_of(pointer)) heap->deallocate(pointer);
+namespace {
+
+int allocate(std::size_t size, int device, void* stream, void** out) {
+  try {
+    Device* const bound = bound_device(device);
+    if (bound == nullptr)
+      return fail(BALLONET_FAILED,
+                  "ballonet serves one device, and not this one: show torch no other (CUDA_VISIBLE_DEVICES), or "
+                  "install() for it");
+    *out = bound->heap.allocate(size, static_cast<CUstream>(stream));
+    return 0;
+  } catch (...) {
+    return keep_failure();
+  }
+}
+
+bool deallocate(void* pointer) {
+  Heap* heap = heap_of(pointer);
+  return heap != nullptr && heap->deallocate(pointer);
 }
 
 void record_stream(void* pointer, void* stream) {
@@ -66,21 +80,14 @@ void trim(int ordinal) {
   }
 }
 
-constexpr BallonetCore kCore = {
-    kBallonetCoreVersion,  allocate, deallocate, record_stream, trim, owns, serving, [] { return t_error.c_str(); },
-    [] { return t_code; },
-};
-
-using TorchPool = std::pair<unsigned long long, unsigned long long>;  // c10::MempoolId_t
-
-MempoolId id_of(const TorchPool& pool) { return {pool.first, pool.second}; }
+MempoolId id_of(const BallonetPool& pool) { return {pool.first, pool.second}; }
 
 // torch turns a null pointer into a null tensor, so a failure has to be thrown.
 void* plain_alloc(std::ptrdiff_t size, int device, void* stream) {
   if (size <= 0) return nullptr;
   void* out = nullptr;
-  if (kCore.allocate(static_cast<std::size_t>(size), device, stream, &out) != 0) {
-    throw std::runtime_error(kCore.last_error());
+  if (core_table()->allocate(static_cast<std::size_t>(size), device, stream, &out) != 0) {
+    throw std::runtime_error(core_table()->last_error());
   }
   return out;
 }
@@ -90,32 +97,32 @@ void* plain_alloc(std::ptrdiff_t size, int device, void* stream) {
 void* plain_segment(std::ptrdiff_t size, int device, void* stream) {
   if (size <= 0) return nullptr;
   void* out = nullptr;
-  const int failed = kCore.allocate(static_cast<std::size_t>(size), device, stream, &out);
+  const int failed = core_table()->allocate(static_cast<std::size_t>(size), device, stream, &out);
   if (failed == 0 || failed == BALLONET_EXHAUSTED) return out;
-  throw std::runtime_error(kCore.last_error());
+  throw std::runtime_error(core_table()->last_error());
 }
 
-void plain_free(void* pointer, std::ptrdiff_t, int, void*) { kCore.deallocate(pointer); }
+void plain_free(void* pointer, std::ptrdiff_t, int, void*) { core_table()->deallocate(pointer); }
 
-void plain_record_stream(void* pointer, void* stream) { kCore.record_stream(pointer, stream); }
+void plain_record_stream(void* pointer, void* stream) { core_table()->record_stream(pointer, stream); }
 
 void plain_trim() {
-  for (int ordinal = 0; ordinal < kMaxDevices; ++ordinal) kCore.trim(ordinal);
+  for (int ordinal = 0; ordinal < kMaxDevices; ++ordinal) core_table()->trim(ordinal);
 }
 
 // Note [Pools of CUDA graphs]
 // Without these three a graph's temporaries would come from the common heap, and what is allocated later would get
 // their addresses, which every replay writes to. So they must not depend on a compiler at run time: they are here,
 // and take what torch passes, `std::function` and `std::pair`, whose layout is libstdc++'s and that of no torch.
-void plain_begin_pool(int ordinal, TorchPool pool, std::function<bool(CUstream)> filter) {
+void plain_begin_pool(int ordinal, BallonetPool pool, std::function<bool(void*)> filter) {
   if (Device* device = bound_device(ordinal)) device->heap.begin_pool(id_of(pool), std::move(filter));
 }
 
-void plain_end_pool(int ordinal, TorchPool pool) {
+void plain_end_pool(int ordinal, BallonetPool pool) {
   if (Device* device = bound_device(ordinal)) device->heap.end_pool(id_of(pool));
 }
 
-void plain_release_pool(int ordinal, TorchPool pool) {
+void plain_release_pool(int ordinal, BallonetPool pool) {
   if (Device* device = bound_device(ordinal)) device->heap.release_pool(id_of(pool));
 }
 
@@ -136,7 +143,26 @@ std::pair<const char*, std::uintptr_t> entry(const char* name, Function* functio
 
 }  // namespace
 
-const BallonetCore* core_table() { return &kCore; }
+const BallonetCore* core_table() {
+  static const BallonetCore core = [] {
+    BallonetCore table{};
+    table.version = kBallonetCoreVersion;
+    table.allocate = allocate;
+    table.deallocate = deallocate;
+    table.record_stream = record_stream;
+    table.trim = trim;
+    table.owns = owns;
+    table.serving = serving;
+    table.last_error = [] { return t_error.c_str(); };
+    table.last_code = [] { return t_code; };
+    table.begin_pool = plain_begin_pool;
+    table.end_pool = plain_end_pool;
+    table.release_pool = plain_release_pool;
+    fill_contract(table);
+    return table;
+  }();
+  return &core;
+}
 
 std::vector<std::pair<const char*, std::uintptr_t>> plain_entry_points() {
   return {

@@ -17,47 +17,53 @@ void* Heap::allocate(std::size_t size, CUstream stream) {
   const Key key{owner, filling_.empty() ? MempoolId{} : pool_for(stream), wanted < kSmall};
   Arenas& arenas = arenas_for(key);
   Arena* arena = nullptr;
-  Blocks::Block* block = nullptr;
-  for (auto candidate = arenas.begin(); candidate != arenas.end() && block == nullptr; ++candidate) {
-    arena = candidate->get();
-    block = arena->blocks.best_fit(wanted);
-  }
+  Blocks::Block* block = best_fit(arenas, wanted, arena);
   if (block == nullptr) {
     block = allocate_slow(lock, key, wanted, arena);
   } else {
-    ++numbers_.hits;
+    ++hits_;
   }
   block = arena->blocks.take(block, wanted);
-  block->requested = size;
-  block->tag = arena;
-  const std::uint64_t address = arena->range->base + block->offset;
-  live_.insert(address, block);
+  void* const address = hand_out(*arena, block, size);
   if (is_per_thread(stream)) use_on(block, owner);
-  ++numbers_.allocations;
-  numbers_.allocated_total += wanted;
-  numbers_.live += wanted;
-  numbers_.requested += size;
-  numbers_.live_peak = std::max(numbers_.live_peak, numbers_.live);
-  numbers_.requested_peak = std::max(numbers_.requested_peak, numbers_.requested);
+  return address;
+}
+
+Blocks::Block* Heap::best_fit(Arenas& arenas, std::uint64_t size, Arena*& arena) {
+  Blocks::Block* block = nullptr;
+  for (auto candidate = arenas.begin(); candidate != arenas.end() && block == nullptr; ++candidate) {
+    arena = candidate->get();
+    block = arena->blocks.best_fit(size);
+  }
+  return block;
+}
+
+// A block that was cut for `requested` bytes becomes a live one.
+void* Heap::hand_out(Arena& arena, Blocks::Block* block, std::uint64_t requested) {
+  block->requested = requested;
+  block->tag = &arena;
+  const std::uint64_t address = arena.range->base + block->offset;
+  live_.insert(address, block);
+  count(arena.key, [&](Usage& usage) { usage.allocated(block->size, requested); });
   return reinterpret_cast<void*>(address);
 }
 
-void Heap::deallocate(void* address) {
+bool Heap::deallocate(void* address) {
   std::lock_guard<std::mutex> lock(mutex);
   Blocks::Block* block = live_.erase(reinterpret_cast<std::uint64_t>(address));
-  if (block == nullptr) return;
-  ++numbers_.frees;
-  numbers_.live -= block->size;
-  numbers_.freed_total += block->size;
-  numbers_.requested -= block->requested;
-  if (!block->shared) {
-    release(block);
-  } else {
-    const auto users = users_.find(block);
-    waiting_.push_back({mapper_->fence_over(users->second), block});
-    users_.erase(users);
-  }
+  if (block == nullptr) return false;
+  take_back(block);
   if (mapper_->above_budget()) give_back();
+  return true;
+}
+
+// A block that is no longer among the live ones becomes free, at once or when it has passed on its streams.
+void Heap::take_back(Blocks::Block* block) {
+  count(static_cast<Arena*>(block->tag)->key, [&](Usage& usage) { usage.freed(block->size, block->requested); });
+  if (!block->shared) return release(block);
+  const auto users = users_.find(block);
+  waiting_.push_back({mapper_->fence_over(users->second), block});
+  users_.erase(users);
 }
 
 void Heap::record_stream(void* address, CUstream stream) {
@@ -127,6 +133,7 @@ Blocks::Block* Heap::allocate_slow(Lock& lock, const Key& key, std::uint64_t siz
     } catch (const PoolExhausted&) {
       // It is tried again with all that can be had, and then with what can be reclaimed.
     }
+    ++retries_;
     try {
       if (!mapper_->capturing()) settle(lock);
       return fit_with_reclaimed(lock, key, size, arena);
@@ -138,7 +145,9 @@ Blocks::Block* Heap::allocate_slow(Lock& lock, const Key& key, std::uint64_t siz
       reason = error.what();
     }
   }
+  if (Blocks::Block* block = fallback(key, size, arena)) return block;
   if (Blocks::Block* block = spill(lock, key, size, arena, reason)) return block;
+  ++refusals_;
   mapper_->events.add(Events::Kind::kRefuse, (size + page_ - 1) / page_);
   throw PoolExhausted(exhausted(size, reason, missing));
 }
@@ -166,7 +175,7 @@ Blocks::Block* Heap::fit_with_reclaimed(Lock& lock, const Key& key, std::uint64_
 
 // A free block on host pages, or nullptr; `reason` then says why, where that is not for lack of permission.
 Blocks::Block* Heap::spill(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena, std::string& reason) {
-  if (!spill_ || !(key.pool == MempoolId{}) || mapper_->capturing()) return nullptr;
+  if (!spill_ || limited_ || !(key.pool == MempoolId{}) || mapper_->capturing()) return nullptr;
   if (!mapper_->has_host_pages()) {
     reason += ". Nor can it lie on the host: " + mapper_->host_refused();
     return nullptr;
@@ -223,40 +232,15 @@ Blocks::Block* Heap::fit(Lock& lock, const Key& key, std::uint64_t size, Arena*&
   }
 }
 
-void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (const auto& entry : filling_) {
-    if (entry.first == pool)
-      throw UsageError("this memory pool is being filled already: end the other capture or use_mem_pool first");
-  }
-  filling_.emplace_back(pool, std::move(filter));
-  ++pools_[pool];
-  mapper_->captures_may_begin();
-}
-
-void Heap::end_pool(MempoolId pool) {
-  std::lock_guard<std::mutex> lock(mutex);
-  const std::size_t before = filling_.size();
-  filling_.erase(
-      std::remove_if(filling_.begin(), filling_.end(), [&](const auto& entry) { return entry.first == pool; }),
-      filling_.end());
-  mapper_->captures_are_over(before - filling_.size());
-}
-
-void Heap::release_pool(MempoolId pool) {
-  std::lock_guard<std::mutex> lock(mutex);
-  const auto found = pools_.find(pool);
-  if (found == pools_.end() || --found->second > 0) return;
-  pools_.erase(found);
-  drop_released();
-}
-
 // Nobody will allocate from a released pool again: its arenas go as soon as no block of theirs is live.
 void Heap::drop_released() {
   for (auto entry = arenas_.begin(); entry != arenas_.end();) {
     const bool released = !(entry->first.pool == MempoolId{}) && pools_.count(entry->first.pool) == 0;
     const bool idle = std::all_of(entry->second.begin(), entry->second.end(),
                                   [](const auto& arena) { return arena->blocks.empty(); });
+    if (released && idle) {
+      for (const auto& arena : entry->second) tell_all_unmapped(*arena);
+    }
     entry = released && idle ? arenas_.erase(entry) : std::next(entry);
   }
   hot_[0] = hot_[1] = nullptr;
@@ -290,16 +274,31 @@ std::string Heap::exhausted(std::size_t asked, const std::string& reason, std::s
       "budget %s, or BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and "
       "caches that are no longer needed",
       out_of_memory(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
-      bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(), in_units(numbers_.live).c_str(),
-      bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(), bytes(Owner::kFree).c_str(),
+      bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(),
+      in_units(usage_[BALLONET_ALL].bytes.current).c_str(), bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(),
+      bytes(Owner::kFree).c_str(),
       in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(),
       in_units(pages.spilled * page_).c_str(), reason.c_str(), larger.c_str());
 }
 
 Heap::Numbers Heap::numbers_locked() const {
-  Numbers numbers = numbers_;
-  numbers.blocks = live_.size();
-  numbers.cached = 0;
+  const Usage& all = usage_[BALLONET_ALL];
+  Numbers numbers{all.bytes.current,
+                  all.bytes.peak,
+                  all.requested.current,
+                  all.requested.peak,
+                  all.blocks.current,
+                  all.blocks.added,
+                  all.blocks.removed,
+                  hits_,
+                  all.bytes.added,
+                  all.bytes.removed,
+                  0,
+                  retries_,
+                  refusals_,
+                  waits_,
+                  {}};
+  std::copy(std::begin(usage_), std::end(usage_), std::begin(numbers.usage));
   for (const auto& [key, arenas] : arenas_) {
     for (const auto& arena : arenas) numbers.cached += arena->blocks.free_bytes();
   }
@@ -308,8 +307,7 @@ Heap::Numbers Heap::numbers_locked() const {
 
 void Heap::reset_peaks() {
   std::lock_guard<std::mutex> lock(mutex);
-  numbers_.live_peak = numbers_.live;
-  numbers_.requested_peak = numbers_.requested;
+  for (Usage& usage : usage_) usage.reset_peaks();
 }
 
 void Heap::check() {
@@ -334,7 +332,7 @@ void Heap::check() {
     }
   }
   for (const Waiting& waiting : waiting_) --live, bytes -= waiting.block->size;
-  if (live != live_.size() || bytes != numbers_.live)
+  if (live != live_.size() || bytes != usage_[BALLONET_ALL].bytes.current)
     throw InvariantBroken("live blocks and their addresses do not add up");
 }
 

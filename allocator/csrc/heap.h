@@ -48,16 +48,19 @@
 #include <vector>
 
 #include "address_map.h"
+#include "entry.h"
 #include "fork.h"
 #include "mapper.h"
 #include "reclaim.h"
 #include "spans.h"
+#include "usage.h"
 
 namespace ballonet {
 
 struct MempoolId {
   std::uint64_t first = 0, second = 0;
   bool operator==(const MempoolId& other) const { return first == other.first && second == other.second; }
+  BallonetPool pair() const { return {first, second}; }
   bool operator<(const MempoolId& other) const { return std::tie(first, second) < std::tie(other.first, other.second); }
 };
 
@@ -75,13 +78,46 @@ class Heap {
   // Throws PoolExhausted with a message for the user. Pre: size > 0.
   void* allocate(std::size_t size, CUstream stream);
   // Unknown addresses are ignored. Throws nothing.
-  void deallocate(void* address);
+  bool deallocate(void* address);  // false: unknown
   void record_stream(void* address, CUstream stream);
   std::size_t block_size(void* address);
 
+  // What the filter says yes to comes from the pool. Throws UsageError where it is being filled already.
   void begin_pool(MempoolId pool, StreamFilter filter);
   void end_pool(MempoolId pool);
+  // A pool keeps its pages for as long as it has users: `begin_pool` and `hold_pool` add one, `release_pool` takes one.
+  void hold_pool(MempoolId pool);
   void release_pool(MempoolId pool);
+  unsigned pool_users(MempoolId pool);
+  // May what fits nowhere else lie in free blocks of this pool?
+  void set_use_on_oom(MempoolId pool, bool use);
+
+  // Which blocks of a pool are live. See Note [Checkpoints].
+  struct Checkpoint {
+    struct Live {
+      std::uint64_t address, size, requested;
+    };
+    MempoolId pool;
+    std::vector<Live> blocks;
+  };
+  // Throws UsageError where there is no such pool.
+  Checkpoint checkpoint(MempoolId pool);
+  struct Restored {
+    std::vector<void*> freed, created;
+  };
+  // Throws UsageError with nothing changed.
+  Restored restore(const Checkpoint& state);
+
+  // Every segment and its blocks, in the order of their addresses, without those of ranges.
+  struct Segment {
+    BallonetSegment facts;
+    std::vector<BallonetBlock> blocks;
+  };
+  std::vector<Segment> segments();
+  bool find(const void* address, BallonetBlock& out);
+  std::uint64_t largest_free();
+  // Is told under the lock; nullptr: nobody.
+  void observe(const BallonetObserver* observer);
 
   // Every page that no live block lies on goes to the pool; returns how many. Waits for the streams that used them;
   // does nothing during a stream capture.
@@ -98,6 +134,8 @@ class Heap {
   struct Numbers {
     std::uint64_t live, live_peak, requested, requested_peak, blocks, allocations, frees, hits;
     std::uint64_t allocated_total, freed_total, cached;
+    std::uint64_t retries, refusals, waits;  // allocations tried again, refused; how often all streams were waited for
+    Usage usage[BALLONET_CLASSES];
   };
   Numbers numbers_locked() const;  // pre: the caller holds `mutex`
   void reset_peaks();
@@ -105,6 +143,9 @@ class Heap {
   void check();
   // Retires every arena without live blocks; returns how many blocks are live.
   std::size_t close();
+
+  // Whoever limits the share of the device's memory wants to be refused beyond it, and not be served from the host.
+  void allow_spilling(bool allowed) { limited_ = !allowed; }
 
   // Called once, when the first block is spilled, under locks.
   static std::atomic<void (*)()> on_spill;
@@ -162,12 +203,27 @@ class Heap {
   void reuse_passed();
   void tell_idle() const;
   bool held(const Arena& arena) const;
+  // Applies it to what is counted of all blocks, and of those of the key's class.
+  template <class Count>
+  void count(const Key& key, Count each) {
+    each(usage_[BALLONET_ALL]);
+    each(usage_[key.small ? BALLONET_SMALL : BALLONET_LARGE]);
+  }
+  void tell_mapped(const Arena& arena, const Span& span);
+  void tell_unmapped(const Arena& arena, const Span& span);
+  Blocks::Block* best_fit(Arenas& arenas, std::uint64_t size, Arena*& arena);
+  Blocks::Block* fallback(const Key& key, std::uint64_t size, Arena*& arena);
+  void* hand_out(Arena& arena, Blocks::Block* block, std::uint64_t requested);
+  void take_back(Blocks::Block* block);
+  void tell_all_unmapped(const Arena& arena);
+  Arena* arena_at(MempoolId pool, std::uint64_t address);
   std::uint64_t allowance() const;
 
   const HeldOverFork held_{ForkRank::kHeap, mutex, [this] { tell_idle(); }};
   std::shared_ptr<Mapper> mapper_;
   Reclaim& reclaim_;
   const bool spill_;
+  std::atomic<bool> limited_{false};
   std::uint64_t page_;
   std::map<Key, Arenas> arenas_;
   Key hot_key_[2]{};
@@ -176,8 +232,14 @@ class Heap {
   std::deque<Waiting> waiting_;
   std::unordered_map<Blocks::Block*, std::vector<CUstream>> users_;
   std::vector<std::pair<MempoolId, StreamFilter>> filling_;
-  std::map<MempoolId, unsigned> pools_;  // torch pools that graphs may replay from
-  Numbers numbers_{};
+  struct Pooled {
+    unsigned users = 0;
+    bool use_on_oom = false;
+  };
+  std::map<MempoolId, Pooled> pools_;  // torch pools that graphs may replay from
+  const BallonetObserver* observer_ = nullptr;
+  std::uint64_t hits_ = 0, retries_ = 0, refusals_ = 0, waits_ = 0;
+  Usage usage_[BALLONET_CLASSES];
 };
 
 }  // namespace ballonet

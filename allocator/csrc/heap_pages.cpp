@@ -6,7 +6,9 @@
 namespace ballonet {
 
 // Bytes that may exist for activations before idle pages are moved rather than new ones made.
-std::uint64_t Heap::allowance() const { return numbers_.requested_peak + numbers_.requested_peak / 64 + 3 * page_; }
+std::uint64_t Heap::allowance() const {
+  return usage_[BALLONET_ALL].requested.peak + usage_[BALLONET_ALL].requested.peak / 64 + 3 * page_;
+}
 
 // Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
 // hole, so that the placement stays true. False where some were, with the hole as it was: they are free once every
@@ -16,6 +18,7 @@ bool Heap::back(Arena& arena, const Blocks::Placement& placement, bool may_harve
   const std::int64_t since = now_ns();
   if (arena.key.place == Place::kHost) {
     mapper_->map(*arena.range, first, count, Place::kHost, false);
+    tell_mapped(arena, {first, count});
     arena.blocks.fill(placement.hole, placement.from, placement.to);
     mapper_->events.add(Events::Kind::kSpill, count, since);
     return true;
@@ -35,6 +38,7 @@ bool Heap::back(Arena& arena, const Blocks::Placement& placement, bool may_harve
     if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) return false;
   }
   mapper_->map(*arena.range, first, count, Place::kDevice, false);
+  tell_mapped(arena, {first, count});
   arena.blocks.fill(placement.hole, placement.from, placement.to);
   if (const std::size_t deflated = std::min(idle, count)) mapper_->events.add(Events::Kind::kDeflate, deflated, since);
   return true;
@@ -43,6 +47,9 @@ bool Heap::back(Arena& arena, const Blocks::Placement& placement, bool may_harve
 // A live block becomes free. Host pages that nothing lies on any more go at once.
 void Heap::release(Blocks::Block* block) {
   Arena& arena = *static_cast<Arena*>(block->tag);
+  count(arena.key, [&](Usage& usage) { usage.passed(block->size); });
+  if (observer_ != nullptr && block->shared)
+    observer_->passed(arena.range->base + block->offset, block->requested, arena.key.stream, arena.key.pool.pair());
   Blocks::Block* free = arena.blocks.release(block);
   if (arena.key.place == Place::kDevice) return;
   const std::uint64_t begin = arena.blocks.inner_begin(free), end = arena.blocks.inner_end(free);
@@ -50,6 +57,7 @@ void Heap::release(Blocks::Block* block) {
   const Span span{begin / page_, (end - begin) / page_};
   arena.blocks.punch(free, begin, end);
   mapper_->retire(*arena.range, {span});
+  tell_unmapped(arena, span);
   mapper_->events.add(Events::Kind::kUnspill, span.count);
 }
 
@@ -63,6 +71,7 @@ void Heap::give_back() {
 
 // Everything that waiting can free, and every page that nothing lies on, goes to the pool. Returns how many.
 std::size_t Heap::settle(Lock& lock) {
+  ++waits_;
   settle_waiting(lock);
   const std::size_t pages = harvest(~std::size_t{0}, nullptr, nullptr);
   Unlocked unlocked(lock);
@@ -100,6 +109,7 @@ std::size_t Heap::harvest(std::size_t pages, const Blocks::Block* keep_before, c
         return taken < pages;
       });
       if (!spans.empty()) mapper_->retire(*arena->range, spans);
+      for (const Span& span : spans) tell_unmapped(*arena, span);
       if (taken >= pages) return taken;
     }
   }

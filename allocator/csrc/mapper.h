@@ -271,6 +271,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
 
   Backing backing(Range& range, std::size_t piece);
   PageId page(Range& range, std::size_t piece);
+  // Stretches of addresses of weights and KV that have device pages of their own, and their bytes.
+  std::vector<std::pair<CUdeviceptr, std::size_t>> pages_of_ranges();
   // Where the page is that the piece leads to, be it retiring.
   std::optional<Place> place(Range& range, std::size_t piece);
   // Pieces that lead to a page and are not retiring.

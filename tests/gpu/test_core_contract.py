@@ -1,0 +1,216 @@
+"""All that torch asks of its CUDA allocator, asked through torch: statistics, snapshots, history, observers, fractions,
+memory pools, checkpoints of graphs' pools, the profiler. PyTorch's own tests of these are run by
+tests/simgpu/torch_suite.py where they are at hand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .scene import Place, play
+
+pytestmark = pytest.mark.gpu
+MIB = 2**20
+
+
+def snapshot_adds_up(place: Place) -> None:
+    """The snapshot lists what the statistics count, block by block, pages of ranges included."""
+    kept = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (100, 3 * MIB, 700, 5 * MIB)]
+    held = place.range(3)
+    del kept[1]
+    torch.cuda.synchronize()
+    segments, stats = torch.cuda.memory_snapshot(), torch.cuda.memory_stats()
+    for kind, wanted in (("all", ("small", "large")), ("small_pool", ("small",)), ("large_pool", ("large",))):
+        of = [segment for segment in segments if segment["segment_type"] in wanted]
+        for name, field in (("reserved", "total"), ("allocated", "allocated"), ("active", "active")):
+            assert stats[f"{name}_bytes.{kind}.current"] == sum(segment[f"{field}_size"] for segment in of), name
+        assert stats[f"requested_bytes.{kind}.current"] == sum(segment["requested_size"] for segment in of)
+    for segment in segments:
+        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+    addresses = {b["address"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated"}
+    assert {tensor.data_ptr() for tensor in kept} <= addresses
+    held.close()
+
+
+def history_is_recorded(place: Place) -> None:
+    """Who allocated what, when it went, and what pages came and went for it."""
+
+    def allocates() -> torch.Tensor:
+        return torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
+
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
+    tensor = allocates()
+    address = tensor.data_ptr()
+    live = [b for s in torch.cuda.memory_snapshot() for b in s["blocks"] if b["address"] == address]
+    assert "allocates" in str(live[0]["frames"])
+    side = torch.cuda.Stream()
+    tensor.record_stream(side)
+    del tensor
+    torch.cuda.synchronize()
+    torch.ones(MIB, device="cuda")
+    torch.cuda.empty_cache()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    of_block = [entry["action"] for entry in trace if entry["addr"] == address]
+    assert of_block[-3:] == ["alloc", "free_requested", "free_completed"] or of_block[:1] == ["segment_map"], of_block
+    assert trace[-1]["action"] == "segment_unmap"
+    assert "empty_cache" in str(trace[-1]["frames"])
+    assert torch._C._cuda_isHistoryEnabled()
+    torch.cuda.memory._record_memory_history(None)
+    assert not torch.cuda.memory._snapshot()["device_traces"][0]
+
+
+def fractions_and_observers(place: Place) -> None:
+    """A fraction refuses new pages, whoever asked to be told of it is told, and nothing else is harmed."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    told: list[tuple[int, int]] = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda device, size, all_, free: told.append((device, size)))
+    kept = torch.ones(MIB, device="cuda")
+    torch.cuda.set_per_process_memory_fraction(20 * MIB / total)
+    assert torch.cuda.get_per_process_memory_fraction() == pytest.approx(20 * MIB / total)
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried to allocate 32\.00 MiB\. GPU 0 has"):
+        torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+    assert told == [(0, 32 * MIB)]
+    assert torch.cuda.memory_stats()["num_ooms"] == 1
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.ones(8 * MIB, device="cuda").sum().item() == 8 * MIB == 8 * kept.sum().item()
+
+
+def pools_of_the_user(place: Place) -> None:
+    """torch.cuda.MemPool(): memory of its own, counted, and given back with the pool."""
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        inside = torch.ones(3 * MIB, dtype=torch.uint8, device="cuda")
+        assert pool.use_count() == 2
+    outside = torch.ones(3 * MIB, dtype=torch.uint8, device="cuda")
+    mine = {b["address"] for s in pool.snapshot() for b in s["blocks"]}
+    assert inside.data_ptr() in mine
+    assert outside.data_ptr() not in mine
+    assert pool.use_count() == 1
+    del inside
+    address = pool.id
+    del pool
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert address not in [segment["segment_pool_id"] for segment in torch.cuda.memory_snapshot()]
+    with pytest.raises(RuntimeError, match=r"torch\.cuda\.MemPool\(\) works"):
+        torch.cuda.MemPool(torch.cuda.memory._get_current_allocator()._allocator)
+
+
+def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = work()
+    return graph, out
+
+
+def checkpoints_of_graphs(place: Place) -> None:
+    """What inductor's graph trees do (torch.compile, mode="reduce-overhead"): tensors of a replay are taken for what
+    lived when the capture ended, and come back with deleters."""
+    given = torch.ones(MIB, device="cuda")
+    graph, outputs = captured(lambda: (given + 1, given * 3))
+    pool, device = graph.pool(), 0
+    pointers = {tensor.data_ptr() for tensor in outputs}
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, pointers)
+    state = torch._C._cuda_getCheckpointState(device, pool)
+    del outputs
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
+    torch._C._cuda_setCheckpointPoolState(device, state, [], [])
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, pointers)
+    for pointer in pointers:
+        torch._C._cuda_cudaCachingAllocator_raw_delete(pointer)
+    assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
+    with pytest.raises(RuntimeError, match="invalid device pointer"):
+        torch._C._cuda_cudaCachingAllocator_raw_delete(next(iter(pointers)))
+    graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="no memory pool"):
+        torch._C._cuda_getCheckpointState(device, (0, 10**6))
+
+
+def accelerator_and_profiler(place: Place) -> None:
+    """torch.accelerator asks the same allocator, and the profiler hears of each block."""
+    kept = torch.ones(MIB, device="cuda")
+    assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() >= kept.nbytes
+    torch.empty(8 * MIB, device="cuda")
+    before = place.pages("activations")
+    torch.accelerator.empty_cache()
+    assert place.pages("activations") < before
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+    assert any("self_device_memory_usage" in dir(e) and e.self_device_memory_usage for e in profile.events()) or (
+        "[memory]" in {event.name for event in profile.events()}
+    )
+
+
+def sharing_is_refused(place: Place) -> None:
+    """What another process cannot have is refused with what to do."""
+    tensor = torch.ones(10, device="cuda")
+    with pytest.raises(RuntimeError, match="cudaIpc: copy the tensor to the CPU"):
+        tensor.untyped_storage()._share_cuda_()
+    assert tensor.sum().item() == 10
+
+
+@pytest.mark.parametrize(
+    "scene",
+    [
+        snapshot_adds_up,
+        history_is_recorded,
+        fractions_and_observers,
+        pools_of_the_user,
+        checkpoints_of_graphs,
+        accelerator_and_profiler,
+        sharing_is_refused,
+    ],
+)
+def test_torch_has_what_it_asks_for(scene: Callable[[Place], None]) -> None:
+    play(scene, "cuda")
+
+
+WITHOUT_COMPILER = """
+import warnings
+import torch, ballonet
+from ballonet.allocator import companion
+companion.COMPILERS = ("no-such-compiler",)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ballonet.install("256MiB")
+assert sum("no C++ compiler" in str(warning.message) for warning in caught) == 2, [str(w.message) for w in caught]
+given = torch.full((1000,), 2.0, device="cuda")
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    middle = given + 1
+    address, out = middle.data_ptr(), middle * 2
+    del middle
+later = [torch.full((1000,), 7.0, device="cuda") for _ in range(50)]
+assert address not in {tensor.data_ptr() for tensor in later}
+graph.replay()
+torch.cuda.synchronize()
+assert out.eq(6).all().item() and all(tensor.eq(7).all().item() for tensor in later)
+assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() > 0
+torch.accelerator.empty_cache()
+try:
+    torch.empty(2**30, device="cuda")
+except RuntimeError as error:
+    assert "CUDA out of memory. Tried to allocate 4.00 GiB." in str(error), error
+"""
+
+
+def test_graphs_keep_their_memory_without_a_compiler(tmp_path: Path) -> None:
+    environment = os.environ | {"BALLONET_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
