@@ -3,7 +3,9 @@
 Only what pyproject.toml cannot say lives here: where the packages are and how the extensions are compiled.
 """
 
+import os
 import shutil
+import sys
 from glob import glob
 from pathlib import Path
 
@@ -41,6 +43,13 @@ def needs_compile(obj: str, source: str) -> bool:
 
 class BuildExt(build_ext):
     """An editable install takes what was built in place before, where nothing of it has changed since."""
+
+    def run(self) -> None:
+        asked = os.environ.get("CXX", "").split()[:1]
+        if not any(map(shutil.which, asked or ("c++", "g++", "clang++"))):
+            looked = asked[0] if asked else "c++, g++ or clang++"
+            sys.exit(f"ballonet needs a C++17 compiler and finds no {looked}: install one (Debian: apt install g++)")
+        super().run()
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))

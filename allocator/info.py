@@ -65,7 +65,8 @@ def show(facts: Facts) -> None:
         budget = facts["defaults"]["budget"]
         table.add_row("budget", format_size(budget) if budget else "chosen at install() from the free memory")
         peer = facts["defaults"]["peer"]
-        table.add_row("peer", f"{peer}, {format_size(facts['defaults']['peer_budget'])}" if peer else "none")
+        used = f"{peer}, {format_size(facts['defaults']['peer_budget'])}" if peer else "none is used (BALLONET_PEER)"
+        table.add_row("peer", used)
     memory = facts["memory"]
     table.add_row("host memory", f"{format_size(memory['available'])} of {format_size(memory['total'])} available")
     console.print(table)
@@ -127,7 +128,11 @@ def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iter
         yield "host pages at device addresses", *_host_pages(config, target)
         yield "preflight", *_preflight(config, target)
         others = ", ".join(f"device {each}" for each in target.facts["peers"])
-        yield "a peer for KV", True, others or "no other device can be reached: a second pool on this one, only"
+        yield (
+            "a peer for KV could be used",
+            True,
+            others or "no other device can be reached: a second pool on this one, only",
+        )
         shared = target.facts["posix_handles"]
         yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
     yield "companion for torch", *_companion(config)

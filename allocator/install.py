@@ -21,8 +21,8 @@ import torch
 
 from . import _native, control, runtime
 from .companion import Companion, CompanionUnavailable, TorchAllocator, load, load_allocator
-from .config import Config, cache_dir, parse_size, parse_time
-from .errors import BallonetError, BudgetInUse, DriverError, InstallError, UnsupportedVersion
+from .config import Config, cache_dir, format_size, parse_size, parse_time
+from .errors import BallonetError, BudgetInUse, ConfigError, DriverError, InstallError, UnsupportedVersion
 from .interrupts import Guarded
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
@@ -148,6 +148,9 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
     """
     device = runtime.require()
     nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
+    _, there = device.free_memory()
+    if nbytes > there:
+        raise ConfigError(f"the budget is {format_size(nbytes)} but the device has {format_size(there)}: ask for less")
     began, patience = time.monotonic(), parse_time(timeout, "timeout")
     try:
         device.set_budget(nbytes, round(patience * 1e9))
@@ -259,6 +262,13 @@ def _started(asked: Config, settings: Config) -> _Installed:
         device = runtime.start(settings, _torch_has_cuda(), spill=not late)
         undo.callback(runtime.stop)
         device.on_spill(spilled)
+        if device.kind == "standin" and settings.device == "auto" and torch.version.cuda is not None:
+            warnings.warn(
+                "ballonet found no GPU that torch can use, so it serves models on the CPU (the host stand-in): "
+                "`python -m ballonet info` says why",
+                UserWarning,
+                stacklevel=4,
+            )
         device.bind()
         undo.callback(device.unbind)
         companion = _companion(settings, device)

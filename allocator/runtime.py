@@ -105,7 +105,7 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
     config = findings.applied(config, target.facts)
     page = page_size(config, target.kind)
     given = None if config.budget is None else whole_pages(config.budget, page, "the budget")
-    if given is not None and target.kind == "cuda" and given > target.facts["total_memory"]:
+    if given is not None and given > target.facts["total_memory"]:
         raise ConfigError(
             f"the budget is {format_size(given)} but {target.facts['name']} has "
             f"{format_size(target.facts['total_memory'])}: ask for less"

@@ -366,7 +366,8 @@ def draw(path: Path, runs: dict[str, list[Turn]]) -> None:
     for axes in (times, tokens):
         axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
         axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
-        axes.legend(frameon=False, loc="upper left", fontsize="small")
+        # Above the lines and bars, not on them.
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize="small", borderaxespad=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)

@@ -209,3 +209,18 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
         *(f"allocator/csrc/torch/{n}" for n in ("cuda_allocator.cpp", "history.h", "report.h")),
     }
     assert installed == python | {f"ballonet/{name}" for name in data}
+
+
+def test_a_build_without_a_compiler_says_so_in_a_sentence(sdist: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext", "--inplace"],
+        cwd=sdist,
+        env={"PATH": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "ballonet needs a C++17 compiler and finds no c++, g++ or clang++: install one (Debian: apt install g++)\n"
+    )

@@ -410,6 +410,27 @@ def test_what_torch_caches_of_the_pool_is_asked_for_before_giving_up(
 
 
 @pytest.mark.usefixtures("full_host")
+def test_a_cache_that_only_a_traceback_holds_is_collected_before_giving_up(device: Device) -> None:
+    def interrupted() -> None:
+        other = ElasticLayer()
+        other.update(*tokens(1500))
+        raise KeyboardInterrupt
+
+    layer, held = ElasticLayer(), []
+    gc.disable()
+    try:
+        try:
+            interrupted()
+        except KeyboardInterrupt as error:
+            held += [error, held]  # a circle, as notebooks and debuggers make them
+        del held
+        layer.update(*tokens(1500, 1))
+    finally:
+        gc.enable()
+    assert torch.equal(layer.keys, tokens(1500, 1)[0])
+
+
+@pytest.mark.usefixtures("full_host")
 def test_out_of_pages_while_the_batch_grows_leaves_the_layer_as_it_was(device: Device) -> None:
     layer, stock = ElasticLayer(), DynamicLayer()
     for each in (layer, stock):

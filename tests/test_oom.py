@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, runtime
+from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, BudgetInUse, ConfigError, NotInstalled
 from ballonet.allocator.install import install, restore, set_budget
 
@@ -52,6 +54,26 @@ def test_it_names_the_smallest_budget_that_would_do(device: _native.Device, fits
     with nullcontext() if fits else pytest.raises(torch.OutOfMemoryError):
         torch.empty(BUDGET - 2**18, dtype=torch.uint8)
     assert not keep[0].any()
+
+
+def test_a_budget_beyond_the_machine_is_refused(device: _native.Device) -> None:
+    with pytest.raises(ConfigError, match="but the device has"):
+        set_budget("999TiB")
+    assert device.budget == BUDGET
+    with pytest.raises(ConfigError, match="ask for less"):
+        runtime.open_device(Config(device="cpu", budget=999 * 2**40))
+
+
+def test_that_no_gpu_was_found_is_said_where_torch_could_use_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.warns(UserWarning, match="found no GPU that torch can use"):
+        install(budget=BUDGET, page_size=PAGE)
+    restore()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        install(budget=BUDGET, page_size=PAGE)
+    restore()
 
 
 def test_one_can_go_on_after_it(device: _native.Device) -> None:

@@ -18,7 +18,7 @@ from ballonet.allocator import _native, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count, Event, Events
-from ballonet.offload.timeline.recorder import Recorder
+from ballonet.offload.timeline.recorder import Recorder, mark
 from ballonet.offload.timeline.series import Row
 
 PAGE = 65536
@@ -257,3 +257,14 @@ def test_a_relative_path_is_where_it_was_when_it_was_given(
     with ballonet.timeline("run.json"):
         os.chdir("other")
     assert (tmp_path / "run.json").exists()
+
+
+def test_what_begins_is_marked_while_somebody_records() -> None:
+    mark("nobody hears this")
+    recorder = Recorder(Fake(), interval=60)
+    mark("generate()")
+    recording = recorder.stop()
+    mark("too late")
+    ((when, name),) = recording.marks
+    assert name == "generate()"
+    assert recording.start <= when <= recording.stop

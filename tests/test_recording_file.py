@@ -185,6 +185,8 @@ def test_any_other_suffix_is_refused(path: str) -> None:
 # -- the script of the page, where there is something to run it with
 
 CHECKS = """
+const COUNT = (events, pages, seconds) => ({ events, pages, seconds });
+const REFUSED = times => times.map(when => ({ ...EVENT, lever: "refuse", when }));
 const rows = [[0,0,1,0,0,0], [1,0,2,0,0,0], [1.5,0,9,0,0,0], [1.6,0,3,0,0,0], [9,0,4,0,0,0]];
 const told = {
   view: inView(rows, 0.5, 10, 100), thin: inView(rows, 0, 10, 5 - 1), late: inView(rows, 9.5, 10, 10),
@@ -195,6 +197,11 @@ const told = {
   match: [matches(EVENT, "", ""), matches(EVENT, "spill", "")].concat(
     [matches(EVENT, "", "LLAMA main"), matches(EVENT, "", "x")]),
   sentence: sentence(EVENT, 4096),
+  collapsed: collapsed(REFUSED([0, .4, .9, 5]).concat(EVENT, EVENT)).map(each => each.times),
+  repeated: sentence(collapsed(REFUSED([0, .5]))[0], 4096),
+  quiet: story({ events: [{ ...EVENT, lever: "budget" }], counts: { budget: { set: COUNT(1, 9, 2) } } }),
+  short: story({ page_size: 4096, events: [{ ...EVENT, lever: "spill", when: 5.04 }],
+    counts: { spill: { pull: COUNT(2, 512, 3.4) }, refuse: { pull: COUNT(39, 1, 0) } } }),
 };
 console.log(JSON.stringify(told));
 """
@@ -218,6 +225,13 @@ def test_the_functions_of_the_page(tmp_path: Path) -> None:
     assert told["times"] == ["", "250 ms", "2 s", "3 µs"]
     assert told["upTo"] == [2, 0, 5]
     assert told["match"] == [True, False, True, False]
+    assert told["collapsed"] == [3, 1, 1, 1], "only refusals that repeat are one"
+    assert ", 2 times within 500 ms" in told["repeated"]
+    assert told["quiet"] == "Memory was never short."
+    assert told["short"] == (
+        "Memory was short from 5.04 s on; 2 MiB lay on pages of the host for want of others; 3.4 s went into moving; "
+        "39 requests found no page at first (they waited, lay on the host, or failed)."
+    )
     assert told["sentence"] == (
-        "idle weights: pull 3 pages (12 KiB), of llama, layer 2, asked by MainThread, predicted 250 ms"
+        "idle weights: taken 3 pages (12 KiB), of llama, layer 2, asked by MainThread, predicted 250 ms"
     )

@@ -26,6 +26,7 @@ from torch import nn
 
 from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Farewell, guarded
+from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, layer_types
 from ..lease import ForwardLease, opened
 from .grouping import CacheRanges
@@ -179,6 +180,8 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
     def prepare(model: Any, *args: Any, **kwargs: Any) -> Any:
         given = signature.bind(model, *args, **kwargs).arguments
         known = _attached.get(id(model))
+        if known is not None:
+            mark("generate()")
         if getattr(given.get("generation_config"), "cache_implementation", None) not in _ELASTIC:
             known = None
         # The longest that the cache gets to be: the last token generated is never put into it.

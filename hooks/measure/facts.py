@@ -98,6 +98,9 @@ def show(facts: Facts) -> None:
     for slo in facts["slos"]:
         console.print(f"\nsmallest interval for an SLO of {slo['slo'] * 1e3:.4g} ms, {slo['phase']}:")
         console.print(_table_1(slo, layers))
+        console.print("n: every n-th layer streams; ∞: none may; no: it takes longer with every layer resident, too.")
+        listed = f"{slo['listed'] * 1e3:.4g} ms"
+        console.print(f"Counted for {listed}, and for the longest time measured of any size that is no larger.")
     for each in facts["left"]:
         console.print(f"[yellow]not measured:[/] {each['batch']} x {each['length']}: {each['why']}")
     console.print()

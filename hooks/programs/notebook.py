@@ -45,4 +45,10 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
     if _installed:
         restore()
         _installed = runtime.current() is not None  # memory of the pool is still in use, so it closes later
-    print("ballonet: unloaded; models and the allocator are as they were")
+    if _installed:
+        print(
+            "ballonet: unloaded; models are as they were. Tensors that lie in the pool keep it open: drop them, and "
+            "ballonet.restore() closes it; until then a new budget needs ballonet.set_budget()"
+        )
+    else:
+        print("ballonet: unloaded; models and the allocator are as they were")

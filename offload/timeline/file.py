@@ -43,6 +43,7 @@ def facts(recording: Recording) -> dict[str, Any]:
             lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in recording.counts.items()
         },
         "missing": recording.missing,
+        "marks": [{"when": seconds(when), "name": name} for when, name in recording.marks],
     }
 
 

@@ -26,6 +26,7 @@ from .series import Level, Recording, Row, fewer, thinned
 
 INTERVAL: Final = 0.05  # seconds between two collections; the device's own log lasts for seconds
 ROWS: Final = 20_000  # that are kept, see `thinned`
+MARKS: Final = 200  # that are kept, the first ones
 EVENTS: Final = 10_000  # that are kept, see `fewer`
 
 
@@ -60,6 +61,7 @@ class Recorder:
         self._levels: list[Level] = []
         self._events: list[Event] = []
         self._missing = 0
+        self._marks: list[tuple[int, str]] = []
         self._counts: Counts = {}
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -107,6 +109,7 @@ class Recorder:
                 tuple(sorted(self._events, key=lambda event: event.when)),
                 self._counts if self._stop is not None else more(self._log.counts(), self._before),
                 self._missing,
+                tuple(self._marks),
             )
 
     def __enter__(self) -> Self:
@@ -150,6 +153,13 @@ class Recorder:
         came = [*self._events, *heard.events]
         self._events = fewer(came, most_events)
         self._missing += heard.lost + len(came) - len(self._events)
+
+
+def mark(name: str) -> None:
+    """Something begins that a reader of the timelines should see, such as "generate()"."""
+    for recorder in _recorders:
+        if len(recorder._marks) < MARKS:
+            recorder._marks.append((time.monotonic_ns(), name))
 
 
 _recorders: list[Recorder] = []

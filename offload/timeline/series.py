@@ -41,6 +41,7 @@ class Recording:
     events: tuple[Event, ...]  # in order of time
     counts: Counts  # of all events, by lever and verb, also of those that were not kept
     missing: int  # events that came and were not kept
+    marks: tuple[tuple[int, str], ...] = ()  # time in ns and name of what began: "manage()", "generate()"
 
 
 def resample(rows: Sequence[Row], start: int, stop: int, points: int) -> Series:
