@@ -156,6 +156,19 @@ def test_a_model_that_was_left_is_managed_once_there_is_room(
     watching.managed[0].release()
 
 
+def test_a_model_that_was_elsewhere_is_managed_once_it_has_come(watching: FirstUse) -> None:
+    model = llama()
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to("meta")
+    with pytest.warns(RuntimeWarning, match="as it is.*meta device"):
+        model(TOKENS.to("meta"))
+    for _ in range(2):
+        model.to_empty(device="cpu").load_state_dict(plain)
+        model(TOKENS)
+        assert len(watching.managed) == 1
+    watching.managed[0].release()
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), PoolExhausted("no room")])
 def test_weights_that_could_not_be_moved_do_not_end_the_program(
     watching: FirstUse, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -12,8 +12,9 @@ Note [First uses that arrive together]
 
 Note [Left as it is]
     A model that cannot be managed, for want of pages as a rule, is left as torch made it, with one warning, and the
-    program goes on. It is tried again at a later use, when the budget has changed or more pages are unused than when it
-    was refused; pages are looked at once in `LOOK_AGAIN` seconds, twice as long after each refusal.
+    program goes on. It is tried again at a later use, when it lies on another device, the budget has changed, or more
+    pages are unused than when it was refused; these are looked at once in `LOOK_AGAIN` seconds, twice as long after
+    each refusal.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class FirstUse:
     def _may_fit(self, model: Any) -> bool:
         """Was it left as it is, and is there reason to try again?"""
         left = self._left.get(model) if self._left else None
-        return left is not None and left.may_fit()
+        return left is not None and left.may_fit(model)
 
     def _manage(self, model: Any) -> None:
         if managed_as(model) is not None:
@@ -135,7 +136,7 @@ class FirstUse:
             self._left.pop(model, None)
         except (BallonetError, PoolExhausted, torch.OutOfMemoryError) as error:
             left = self._left.pop(model, None)
-            self._left[model] = _Left(left)
+            self._left[model] = _Left(model, left)
             if left is None:
                 warnings.warn(_LEAVES.format(type(model).__name__, error), RuntimeWarning, stacklevel=4)
         else:
@@ -146,19 +147,28 @@ class FirstUse:
 class _Left:
     """What there was when a model was refused."""
 
-    def __init__(self, before: _Left | None) -> None:
+    def __init__(self, model: nn.Module, before: _Left | None) -> None:
+        self._place = _place(model)
         self._pause: float = LOOK_AGAIN if before is None else 2 * before._pause
         self._next = time.monotonic() + self._pause
         self._budget, self._unused = _room()
 
-    def may_fit(self) -> bool:
-        """Is there more room than there was? Costs next to nothing until it is time to look."""
+    def may_fit(self, model: nn.Module) -> bool:
+        """Is there more room than there was, or the model on another device? Costs next to nothing until it is time to
+        look."""
         device = runtime.current()
+        if _place(model) != self._place:
+            return True
         if device is None or (device.budget == self._budget and time.monotonic() < self._next):
             return False
         self._next = time.monotonic() + self._pause
         budget, unused = _room()
         return budget != self._budget or unused > self._unused
+
+
+def _place(model: nn.Module) -> torch.device | None:
+    first = next(model.parameters(), None)
+    return None if first is None else first.device
 
 
 def _room() -> tuple[int, int]:
