@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, BudgetInUse
+from ballonet.hooks import governors
 from ballonet.hooks.weights import room
+from ballonet.offload.decide.ladder import Rung
 
 from .models import build, prompts
 from .pool import tiny_layers
@@ -97,6 +100,27 @@ def test_an_idle_model_makes_room_for_a_second_one(monkeypatch: pytest.MonkeyPat
             for _ in range(2):
                 assert torch.allclose(logits(second), expected, atol=1e-4)
                 assert torch.allclose(logits(first), expected, atol=1e-4)
+
+
+def test_an_idle_model_gives_before_layers_of_the_new_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = llama(), llama()
+    expected = logits(first)
+    with ballonet.manage(first):
+        logits(first)
+        ballonet.set_budget((used() + 40) * PAGE)
+        monkeypatch.setattr(room, "PATIENCE", 0.0)
+        with pytest.raises(BudgetError) as refused:
+            ballonet.manage(second, interval=None)
+        monkeypatch.setattr(room, "PATIENCE", 60.0)
+        ballonet.set_budget(refused.value.smallest - 4 * PAGE)
+        governor = governors.of(runtime.require())
+        while all(lot.rung is not Rung.IDLE_WEIGHTS for lot in governor.lots()):
+            time.sleep(0.05)
+        with ballonet.manage(second) as other:
+            assert other.streamed == ()
+            ballonet.set_budget(BUDGET)
+            assert torch.allclose(logits(second), expected, atol=1e-4)
+            assert torch.allclose(logits(first), expected, atol=1e-4)
 
 
 def test_the_smallest_budget_of_a_refusal_works(monkeypatch: pytest.MonkeyPatch) -> None:
