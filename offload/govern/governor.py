@@ -269,9 +269,8 @@ class Governor(Exchange):
         return self._device.take(keys, pages) if keys else 0
 
     def preparing(self) -> Guarded[Callable[[], int]]:
-        """Publishes the reclaim list anew, on a thread of its own, for a budget that was refused by the one before. Hands
-        out what tells whether that is still going on. No lock is taken on this thread: it may be in a signal's
-        handler."""
+        """Publishes the reclaim list anew on a thread of its own, for a budget that the list before refused. Hands out
+        what tells whether that is still going on. No lock is taken on this thread: it may be in a signal's handler."""
 
         def begin() -> Callable[[], int]:
             publishing = threading.Thread(target=self.publish_now, name="ballonet-prepare", daemon=True)
