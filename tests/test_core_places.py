@@ -10,7 +10,8 @@ import pytest
 
 from ballonet.allocator import runtime
 from ballonet.allocator.config import Config
-from ballonet.allocator.errors import BallonetError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
+from ballonet.hooks.weights import room
 
 from .core import PAGE, opened, shim
 
@@ -91,6 +92,14 @@ def test_what_cannot_be_spilled_is_out_of_memory_and_says_why(tmp_path: Path) ->
         pytest.raises(PoolExhausted, match=why),
     ):
         core.device.allocate(3 * PAGE)
+
+
+def test_a_model_that_would_stream_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with (
+        opened(path=shim(tmp_path, HEAD + NO_CREATE)) as core,
+        pytest.raises(ManageError, match=r"cannot stream .*creating a page of host memory.*from_pretrained"),
+    ):
+        room.check_host(core.device, 1)
 
 
 def test_a_program_is_told_once_that_there_are_no_host_pages(tmp_path: Path) -> None:

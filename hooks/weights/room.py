@@ -87,6 +87,11 @@ def _used(device: Device) -> int:
 def check_host(device: Device, pages: int) -> None:
     """ManageError where so many pages of twins cannot be had."""
     left = host_pages_left(device)
+    if pages and device.host_refused:
+        raise ManageError(
+            f"layers cannot stream from host pages here: {device.host_refused}. Give a larger budget for the device; a "
+            "model that ballonet.from_pretrained() loads from safetensors needs no host pages"
+        )
     if pages > left:
         page = device.page_size
         raise ManageError(
