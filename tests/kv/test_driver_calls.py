@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,3 +97,39 @@ def test_a_token_maps_nothing_where_all_is_resident(budget: None) -> None:
         assert {*calls.ways} == {Way.HOME}
         assert sum(maps for maps, *_ in settled) <= sum(grown for *_, grown in settled) + 4
         assert [unmaps for _, unmaps, _ in settled] == [0] * len(settled)
+
+
+def python_calls(budget: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a decode step that fills no page."""
+    monkeypatch.setenv("BALLONET_SPILL", "1")
+    with installed(PAGE, budget=budget * PAGE):
+        return _python_calls(way)
+
+
+def _python_calls(way: Way) -> int:
+    with install.stock():
+        model = models.build("llama", num_hidden_layers=4, **SHAPE)
+    steps, called = list[int](), [0]
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        called[0] += event == "call"
+
+    def forward(*_: Any) -> None:
+        steps.append(called[0])
+        called[0] = 0
+
+    with ballonet.manage(model, interval=None):
+        model.register_forward_pre_hook(forward)
+        calls = Calls(model)
+        sys.setprofile(count)
+        try:
+            models.generate(model, "greedy", prompt(700), 20, prefill_chunk_size=64)
+        finally:
+            sys.setprofile(None)
+        assert {*calls.ways[-8:]} == {way}
+    return min(steps[-8:])
+
+
+def test_a_token_with_kv_away_costs_less_than_a_third_more_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = python_calls(4000, Way.HOME, monkeypatch)
+    assert python_calls(900, Way.BUFFERS, monkeypatch) <= 1.3 * resident
