@@ -219,8 +219,10 @@ class KVTwin:
         busy, clean = Pieces(self._away.runs), Pieces(self._clean.runs)
         for first, end in self._coming.runs:
             busy.add_run(first, end)
-        for piece, done in tuple(self._copying.items()):
-            (clean if done is not None and done.passed() else busy).add(piece)
+        copying = tuple(self._copying.items())
+        passed = [piece for piece, done in copying if done is not None and done.passed()]
+        clean.update(passed)
+        busy.update({piece for piece, _ in copying}.difference(passed))
         ready: Spans = []
         dirty: Spans = []
         for first, end in busy.gaps(self.first, self.full):
@@ -356,15 +358,17 @@ class KVTwin:
         """Pages whose copies have passed are clean, or leave the peer if that can be now, and what was interrupted is
         undone. The caller holds the lock. Are more clean, or fewer on their way? DriverError."""
         self._settle_down()
-        before = len(self._copying)
+        before, passed = len(self._copying), list[int]()
         for piece, done in tuple(self._copying.items()):
             if done is None:
                 if self.home.backing(piece) != "alias":
                     self.pages.retire(piece, 1)
                 del self._copying[piece]
             elif done.passed():
-                self._clean.add(piece)  # first: it is offered once it is nowhere else
-                del self._copying[piece]
+                passed.append(piece)
+        self._clean.update(passed)  # first: they are offered once they are nowhere else
+        for piece in passed:
+            del self._copying[piece]
         return len(self._copying) != before
 
     def displace(self, pieces: Iterable[int], transfer: Transfer, stream: int) -> int:
