@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from ballonet.allocator._native import Device
-from ballonet.hooks import governors
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.lease import ForwardLease
