@@ -31,6 +31,7 @@ from typing import Final, TypeVar
 
 import torch
 
+from .config import cuda_homes
 from .errors import BallonetError
 
 CSRC: Final = Path(__file__).parent / "csrc"
@@ -204,10 +205,9 @@ def _cuda_headers(part: Part) -> list[Path]:
     if not part.needs_cuda:
         return []
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
     found = [
         *sorted(packages.glob("*/include")),
-        *(Path(home) / "include" for home in homes if home),
+        *(home / "include" for home in cuda_homes()),
         Path("/usr/local/cuda/include"),
     ]
     for folder in found:

@@ -237,6 +237,12 @@ def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:
     return (Path(xdg) if xdg else user) / "ballonet"
 
 
+def cuda_homes(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
+    """Returns where CUDA toolkits are by the variables that their own tools read."""
+    environ = os.environ if environ is None else environ
+    return tuple(Path(environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name))
+
+
 def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
     """Where the control sockets of this user may be, the best place first: the user's runtime folder (XDG), else the
     folder for temporary files. A process that was started in another environment may have chosen another of them."""
