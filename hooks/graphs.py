@@ -9,10 +9,10 @@ Note [What was read]
     by a graph nobody tells. What may have been read counts as captured:
     - where a forward of the model is open on the thread when a capture begins, or begins within one, all layers that
       are at home: a compiled layer reads its weights with no hook;
-    - where a module of a layer is called by itself, that layer;
+    - where a module of a layer is called by itself, or someone looks at a layer that is watched, that layer;
     - what another graph has captured whose memory this one shares, as it may be the backward of that one, or which is
       replayed within the capture.
-    A weight that is read outside of any module is not noticed, unless its layer streams.
+    A weight that is read by a reference, outside of any module, is not noticed.
 
 Note [Replays]
     A replay is leased as a forward is: by every group that was captured, until its kernels are submitted. Then they are

@@ -48,14 +48,14 @@ def used() -> int:
 
 
 def test_a_lower_budget_waits_until_layers_can_leave() -> None:
-    """Nothing was short, so nothing of the model is on the host when it is asked for."""
+    """Nothing was short, so no layer has a twin when it is asked for."""
     model = llama()
     expected = logits(model)
     with ballonet.manage(model) as managed:
         assert torch.allclose(logits(model), expected, atol=1e-4)
-        assert managed.host_pages == 0
+        assert managed.twins == (0, 0)
         ballonet.set_budget(managed.pages * PAGE, timeout="60s")  # less than that and what is live beside it
-        assert managed.host_pages > 0
+        assert managed.twins[0] > 0
         ballonet.set_budget(BUDGET)
         assert torch.allclose(logits(model), expected, atol=1e-4)
 
