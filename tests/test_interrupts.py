@@ -348,14 +348,12 @@ WAITING = """
     copied = [transfer.copy([(one.address, gone[1].address, 8)], after=0, owner="kv", to="device")]
     copied[0].wait()
     shown = [one.tensor(0, (4,), (1,), 1, 8)]
-    transfers = [_native.Transfer(device)]
     calls = {
         "backing": lambda: one.backing(0), "page": lambda: one.page(0), "backed": lambda: one.backed,
         "reserve": lambda: device.reserve(4096, "kv", group), "tensor": lambda: one.tensor(0, (4,), (1,), 1, 8),
         "drop a tensor": shown.clear, "drop a range": gone.clear, "drop copies": copied.clear,
-        "drop a stream": transfers.clear, "a new stream": lambda: _native.Transfer(device),
+        "a new stream": lambda: _native.Transfer(device),
         "leases": lambda: group.leases, "enter": lambda: lease.enter(group),
-        "note_stream": lambda: device.note_stream(0),
         "note_use": lambda: one.note_use(0, False), "budget": lambda: device.budget, "peaks": device.reset_peaks,
         "snapshot": device.snapshot, "map": lambda: one.map(4, 1), "check": device.check,
     }
