@@ -22,6 +22,8 @@ from ballonet.hooks.managed import manage
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
 
+from .pool import take_out
+
 TOKENS = torch.arange(1, 9)[None]
 
 
@@ -29,8 +31,7 @@ TOKENS = torch.arange(1, 9)[None]
 def installed() -> Iterator[None]:
     ballonet.install(budget="256MiB", page_size="64KiB", device="cpu")
     yield
-    gc.collect()
-    ballonet.restore()
+    take_out()
 
 
 @pytest.fixture
@@ -169,12 +170,12 @@ def test_a_model_that_was_elsewhere_is_managed_once_it_has_come(watching: FirstU
     watching.managed[0].release()
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), PoolExhausted("no room")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, PoolExhausted])
 def test_weights_that_could_not_be_moved_do_not_end_the_program(
-    watching: FirstUse, monkeypatch: pytest.MonkeyPatch, error: Exception
+    watching: FirstUse, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise error
+        raise error("no room")
 
     monkeypatch.setattr(first_use, "manage", refuse)
     model = llama()
