@@ -67,7 +67,7 @@ class Calls:
         self._before = now
 
 
-@pytest.mark.xfail(strict=False, reason="how KV is read depends on the host's clock, which load changes")
+@pytest.mark.xfail(strict=False, reason="KV was read in place here; perhaps as the host's clock decides")
 @pytest.mark.parametrize(("budget", "layers"), [(600, 4), (950, 7)], indirect=["budget"])
 def test_a_token_maps_nothing_while_kv_goes_through_buffers(budget: None, layers: int) -> None:
     """But the page that it lies on. Pages are short, and the governor is asked before each forward."""

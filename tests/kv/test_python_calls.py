@@ -137,7 +137,7 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     return counted.calls, tier.governor._list.published - before
 
 
-@pytest.mark.xfail(strict=False, reason="how KV is read depends on the host's clock, which load changes")
+@pytest.mark.xfail(strict=False, reason="fails where these changes meet; the cause is not found yet")
 def test_a_layer_of_a_prefill_under_pressure_costs_the_same_with_eight_times_as_many_pages() -> None:
     few, many = prefilling(1000), prefilling(8000)
     assert many[0] <= 1.1 * few[0]
