@@ -172,7 +172,7 @@ class Heap {
     }
     ~Arena() {
       HeapAddresses::all().remove(range->base);
-      range->mapper->close(*range);
+      range->mapper->close(*range, !(key.pool == MempoolId{}));  // graphs are replayed on any stream
     }
     Key key;
     std::shared_ptr<Range> range;

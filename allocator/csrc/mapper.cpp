@@ -271,12 +271,12 @@ Mapper::Pieces Mapper::pieces_to_back(Range& range, std::size_t first, std::size
   return found;
 }
 
-void Mapper::close(Range& range) {
+void Mapper::close(Range& range, bool unseen) {
   Ranges done;
   std::lock_guard<std::mutex> lock(mutex);
   if (range.closed_) return;
   DriverScope scope(driver_, context_.handle);
-  retire_locked(range, {{0, range.pieces}});
+  retire_locked(range, {{0, range.pieces}}, unseen);
   range.closed_ = true;
   if (coming_ && (coming_->like == &range || coming_->last == &range)) expect_no_more();
   settle(range);

@@ -239,7 +239,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   // Copies one piece to another page in `to` and maps that in its place. False where nothing was changed: no page is
   // free, the piece is not movable, or another thread holds a lease. Throws DriverError with nothing changed.
   bool move(Range& range, std::size_t piece, Place to);
-  void close(Range& range);
+  // `unseen`: streams may use it that were never seen.
+  void close(Range& range, bool unseen = false);
 
   // Stamps it, so that any later change of a piece it names makes it void. False where it is void already. Throws
   // UsageError where it makes no sense.
@@ -458,7 +459,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   void drop(const std::vector<Filling>& fillings, std::uint64_t as_of);
   bool registered(CUdeviceptr address, std::size_t size) const;
   PageId page_after(Range& range, std::size_t piece, Backing backing);
-  void retire_locked(Range& range, const Spans& spans);
+  void retire_locked(Range& range, const Spans& spans, bool unseen = false);
   // Ranges whose last retirement is done go to `done`, to be destroyed once the lock is released.
   std::size_t reap_locked(Ranges& done);
   // The same once every one of them has passed.

@@ -15,7 +15,7 @@ void Mapper::retire(Range& range, const Spans& spans) {
   reap_later(done);
 }
 
-void Mapper::retire_locked(Range& range, const Spans& spans) {
+void Mapper::retire_locked(Range& range, const Spans& spans, bool unseen) {
   const std::uint32_t ticket = next_ticket_++;
   bool any = false;
   for (const Span& span : spans) {
@@ -37,8 +37,9 @@ void Mapper::retire_locked(Range& range, const Spans& spans) {
     }
   }
   if (!any) return;
-  const bool shares = !retiring_.empty() && !retiring_.back().fence->recorded;
-  auto fence = shares ? retiring_.back().fence : std::make_shared<Fence>(Streams::fence());
+  const bool shares = !unseen && !retiring_.empty() && !retiring_.back().fence->recorded;
+  const auto made = [&] { return std::make_shared<Fence>(unseen ? streams_.fence_over_all() : Streams::fence()); };
+  auto fence = shares ? retiring_.back().fence : made();
   retiring_.push_back({std::move(fence), range.shared_from_this(), spans, ticket});
 }
 

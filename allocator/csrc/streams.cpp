@@ -57,6 +57,12 @@ Fence Streams::fence(const std::vector<CUstream>& some) {
   return made;
 }
 
+Fence Streams::fence_over_all() {
+  Fence made;
+  want_sync(made);
+  return made;
+}
+
 CUevent Streams::event() {
   CUevent event = nullptr;
   if (!spare_.empty()) {

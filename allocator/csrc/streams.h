@@ -17,7 +17,7 @@
 // Note [Streams without events]
 // Where no event can be had of a stream, the whole context is synchronised once: `Fence::sync` says after which of
 // these synchronisations the fence has passed. A stream that was destroyed is forgotten then, as what it was given is
-// done.
+// done. So is it for memory of a graph: no call tells on which streams that was replayed.
 //
 // Note [Streams of threads]
 // The per-thread default stream has one handle for all threads (2) and is the asking thread's. It is a blocking stream,
@@ -66,6 +66,8 @@ class Streams {
 
   // Over every stream seen, recorded when it is first looked at.
   static Fence fence() { return {}; }
+  // The same, and over those that were never seen: the whole context is synchronised.
+  Fence fence_over_all();
   const std::vector<CUstream>& seen() const { return seen_; }
   // Over these, recorded now unless one of them is being captured.
   Fence fence(const std::vector<CUstream>& some);

@@ -1,0 +1,353 @@
+"""Who waits for whom at the core: copies, the streams before and after them, streams that pages and blocks have seen,
+threads with a lease. In each scene somebody is slow, and what happens if nobody waits for it shows in the bytes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ballonet.allocator._native import Done, Lease, Range, Transfer
+
+from .scene import Captured, Place, everywhere, over, play
+
+PIECES = 4
+
+
+def words(place: Place) -> int:
+    return PIECES * place.page // 4
+
+
+def number(place: Place) -> int:
+    """Of the current stream."""
+    return torch.cuda.current_stream().cuda_stream if place.cuda else 0
+
+
+def finish(place: Place, *ranges: Range) -> None:
+    place.synchronize()
+    for each in ranges:
+        each.close()
+    place.device.reap(wait=True)
+
+
+class Link:
+    """Two ranges, the second of which lies on the host if it can, and copies between them."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.here, self.there = place.range(PIECES), place.range(PIECES, mapped=False)
+        (self.there.map_host if place.device.host_pages else self.there.map)(0, PIECES)
+        self.near, self.far = (over(each, torch.int32, words(place)) for each in (self.here, self.there))
+        self.near.fill_(1)
+        self.far.fill_(2)
+        self._transfer = Transfer(place.device)
+        place.synchronize()
+
+    def fetch(self, after: int | None, times: int = 1) -> Done:
+        copies = [(self.here.address, self.there.address, self.here.nbytes)] * times
+        return self._transfer.copy(copies, after=after, owner="kv", to="device")
+
+    def send(self, after: int | None, times: int = 1) -> Done:
+        copies = [(self.there.address, self.here.address, self.here.nbytes)] * times
+        return self._transfer.copy(copies, after=after, owner="kv", to="host")
+
+    def finish(self) -> None:
+        del self.near, self.far
+        finish(self._place, self.here, self.there)
+
+
+def a_copy_waits_for_who_reads(place: Place) -> None:
+    """What a copy overwrites was read by work that is slow."""
+    link, reader = Link(place), place.lane()
+    read = torch.empty_like(link.near)
+    with reader():
+        place.sleep()
+        read.copy_(link.near)
+        done = link.fetch(number(place))
+    done.wait()
+    assert read.eq(1).all().item(), "the copy did not wait for who reads what it overwrites"
+    assert link.near.eq(2).all().item()
+    link.finish()
+
+
+def a_copy_of_all_waits_for_all(place: Place) -> None:
+    """A copy that names no stream comes after the work of every stream that the pool has seen."""
+    link, writer = Link(place), place.lane()
+    with writer():
+        place.sleep()
+        link.near.fill_(3)
+    link.send(None).wait()
+    assert link.far.eq(3).all().item()
+    link.finish()
+
+
+def who_reads_waits_for_a_copy(place: Place) -> None:
+    """The copy begins late, as its source is written by slow work; another stream is to read what it brings."""
+    link, writer, reader = Link(place), place.lane(), place.lane()
+    read = torch.empty_like(link.near)
+    with writer():
+        place.sleep()
+        link.far.fill_(3)
+        done = link.fetch(number(place))
+    with reader():
+        done.before(number(place))
+        read.copy_(link.near)
+    assert place.kind == "cpu" or not done.passed(), "a copy is said to be done before it has begun"
+    reader.lead()
+    assert read.eq(3).all().item(), "the stream did not wait for the copy"
+    assert done.passed()
+    link.finish()
+
+
+def the_host_waits_for_a_copy(place: Place) -> None:
+    """And finds that it has passed."""
+    link, writer = Link(place), place.lane()
+    with writer():
+        place.sleep()
+        done = link.fetch(number(place))
+    done.wait()
+    assert done.passed(), "the host did not wait for the copy"
+    assert link.near.eq(2).all().item()
+    link.finish()
+
+
+def copies_of_one_direction_keep_their_order(place: Place) -> None:
+    """The second one waits for nothing but the first, and both write to the same pages."""
+    link, writer = Link(place), place.lane()
+    other = place.range(PIECES)
+    over(other, torch.int32, words(place)).fill_(5)
+    place.synchronize()
+    with writer():
+        place.sleep()
+        link.fetch(number(place))
+    copies = [(link.here.address, other.address, other.nbytes)]
+    Transfer(place.device).copy(copies, after=number(place), owner="kv", to="device").wait()
+    place.synchronize()
+    assert link.near.eq(5).all().item(), "the first one came last"
+    link.finish()
+    finish(place, other)
+
+
+def pages_wait_for_a_copy(place: Place) -> None:
+    """Pages that copies read or write are given up before those have begun: they leave after them."""
+    link, writer = Link(place), place.lane()
+    del link.near, link.far
+    for copy, gone in ((link.fetch, link.here), (link.send, link.there)):
+        with writer():
+            place.sleep()
+            done = copy(number(place), 16)
+        gone.retire(0, 1)
+        while not done.passed():
+            place.device.reap()
+        place.device.reap(wait=True)
+        (gone.map if gone is link.here or not place.device.host_pages else gone.map_host)(0, 1)
+    finish(place, link.here, link.there)
+
+
+def pages_wait_for_streams_of_copies(place: Place) -> None:
+    """A stream that has copies come after it is known by that."""
+    link = Link(place)
+    seen = torch.empty_like(link.near)
+    place.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
+        place.sleep()
+        link.fetch(number(place)).before(number(place))
+        seen.copy_(link.near)
+        place.sleep()
+        seen.copy_(link.near)
+    del link.near
+    time.sleep(0.6 if place.cuda else 0)  # the copies have passed, and what the stream was given has not
+    link.here.retire(0, 1)
+    place.device.reap()
+    place.synchronize()
+    assert seen.eq(2).all().item()
+    link.near = over(link.there, torch.int32, words(place))
+    link.finish()
+
+
+def pages_wait_for_streams_of_blocks(place: Place) -> None:
+    """A stream that only allocates is known by that: a page that it reads does not leave before."""
+    held = place.range(1)
+    given = over(held, torch.int32, place.page // 4)
+    given.fill_(7)
+    place.synchronize()
+    lane = torch.cuda.Stream() if place.cuda else None
+    with torch.cuda.stream(lane):
+        seen = torch.empty_like(given)
+        place.sleep()
+        seen.copy_(given)
+    del given
+    held.retire(0, 1)
+    assert place.device.reap() == 0 or not place.cuda
+    place.synchronize()
+    assert seen.eq(7).all().item()
+    finish(place, held)
+
+
+def pages_wait_for_recorded_streams(place: Place) -> None:
+    """A tensor over a range is used on a stream that the pool does not know, and says so as any tensor does."""
+    held = place.range(1)
+    given = over(held, torch.int32, place.page // 4)
+    given.fill_(7)
+    seen = torch.empty_like(given)
+    place.synchronize()
+    if place.cuda:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            place.sleep()
+            seen.copy_(given)
+        given.record_stream(stream)
+    del given
+    held.retire(0, 1)
+    assert place.device.reap() == 0 or not place.cuda
+    place.synchronize()
+    finish(place, held)
+
+
+def blocks_wait_for_recorded_streams(place: Place) -> None:
+    """A block that another stream still reads is not given to who asks for as much."""
+    given = torch.full((words(place),), 7, dtype=torch.int32, device=place.kind)
+    lane, seen = place.lane(), torch.empty_like(given)
+    place.synchronize()
+    with lane():
+        place.sleep()
+        seen.copy_(given)
+        lane.uses(given)
+    del given
+    others = [torch.full((words(place),), 9, dtype=torch.int32, device=place.kind) for _ in range(2)]
+    lane.lead()
+    assert seen.eq(7).all().item(), "somebody got a block while it was read"
+    assert all(each.eq(9).all().item() for each in others)
+
+
+class Counting:
+    """A thread's forward, as the core sees one: it counts in pages that it leases, launch after launch."""
+
+    def __init__(self, place: Place) -> None:
+        self.group = place.device.group()
+        self.home, self.twin = (place.device.reserve(PIECES * place.page, "kv", self.group) for _ in range(2))
+        self.home.map(0, PIECES)
+        self._place, self._lane = place, place.lane()
+        self._counter = over(self.home, torch.int32, words(place)).zero_()
+        self._launched = 0
+        self._lane.follow()
+
+    def forward(self, launches: int) -> None:
+        lease = Lease()
+        lease.enter(self.group)
+        with self._lane():
+            for _ in range(launches):
+                self._counter.add_(1)
+        self._launched += launches
+        lease.close()
+
+    def finish(self) -> None:
+        self._lane.lead()
+        assert self._counter.eq(self._launched).all().item(), "a launch counted in pages that were gone"
+        del self._counter
+        finish(self._place, self.home, self.twin)
+
+
+def beside(place: Place, act: Callable[[Counting], bool], rounds: int) -> None:
+    """`act` says whether it did what it is to do, which another thread's lease forbids. It is tried all the while."""
+    counting, acted, stop = Counting(place), 0, threading.Event()
+
+    def elsewhere() -> None:
+        nonlocal acted
+        while not stop.is_set():
+            acted += act(counting)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    try:
+        for _ in range(rounds):
+            counting.forward(40)
+    finally:
+        stop.set()
+        thread.join()
+    while not acted:
+        acted += act(counting)
+    counting.forward(1)
+    counting.finish()
+
+
+def moves_beside_a_forward(place: Place, rounds: int) -> None:
+    steps = iter(range(10**9))
+
+    def move(counting: Counting) -> bool:
+        step = next(steps)
+        return counting.home.move(step % PIECES, place.places[step % len(place.places)])
+
+    beside(place, move, rounds)
+
+
+def pages_taken_beside_a_forward(place: Place, rounds: int) -> None:
+    def take(counting: Counting) -> bool:
+        if counting.home.backing(0) == "alias":
+            return False  # they were taken before
+        place.device.publish([(1, counting.group, [(counting.home, 0, PIECES, counting.twin, 0, [])])])
+        return place.device.take([1]) == PIECES
+
+    beside(place, take, rounds)
+
+
+def captures_go_on(place: Place) -> None:
+    """While one stream is captured pages and blocks are given up and looked after, and copies wait for what others do:
+    the capture ends well, and its graph does what was captured. What was given up leaves afterwards."""
+    link, aside, held = Link(place), place.lane(), place.range(2)
+    given, x = over(held, torch.int32, place.page // 4), torch.ones(1000, device=place.kind)
+    given.fill_(1)
+
+    def work() -> tuple[torch.Tensor, ...]:
+        doubled = x * 2
+        if place.cuda and torch.cuda.is_current_stream_capturing():
+            block = torch.empty(1000, device=place.kind)
+            aside.uses(block)
+            del block
+            held.retire(1, 1)
+            assert place.device.reap() == 0, "what may belong to a graph was looked at"
+            with aside():
+                link.fetch(number(place))
+        return (doubled + 1,)
+
+    captured = Captured(place, work)
+    x.fill_(5)
+    assert captured.replay()[0].eq(11).all().item()
+    assert link.near.eq(2 if place.cuda else 1).all().item()
+    del captured, given
+    place.synchronize()
+    place.device.reap(wait=True)
+    assert held.backing(1) == ("none" if place.cuda else "device")
+    finish(place, held)
+    link.finish()
+
+
+def copies(place: Place) -> None:
+    a_copy_waits_for_who_reads(place)
+    a_copy_of_all_waits_for_all(place)
+    who_reads_waits_for_a_copy(place)
+    the_host_waits_for_a_copy(place)
+    copies_of_one_direction_keep_their_order(place)
+
+
+def pages_and_blocks(place: Place) -> None:
+    pages_wait_for_streams_of_blocks(place)
+    pages_wait_for_streams_of_copies(place)
+    pages_wait_for_recorded_streams(place)
+    blocks_wait_for_recorded_streams(place)
+    pages_wait_for_a_copy(place)
+
+
+@everywhere
+@pytest.mark.parametrize("scene", [copies, pages_and_blocks, captures_go_on])
+def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
+    play(scene, kind)
+
+
+@everywhere
+@pytest.mark.parametrize("scene", [moves_beside_a_forward, pages_taken_beside_a_forward])
+def test_a_lease_keeps_pages_where_they_are(kind: str, scene: Callable[..., None]) -> None:
+    play(scene, kind, rounds=30 if kind == "cuda" else 3)

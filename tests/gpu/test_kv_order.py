@@ -1,0 +1,127 @@
+"""Who waits for whom where a KV cache is used: copies behind for who writes, pages for streams that only append, other
+threads for who leases it, the memory of a graph for its replays."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.lease import ForwardLease
+
+from .scene import Captured, Place, everywhere, play
+from .test_kv_stream import AWAY, LAYERS, PAGES, Cache, decided
+from .test_weights_streaming import streams_here
+
+
+def a_copy_behind_waits_for_who_writes(place: Place) -> None:
+    """Tokens are on their way when their pages are full, and are copied behind; later nothing more is copied."""
+    lane = place.lane()
+    lane.follow()
+    with torch.no_grad(), decided():
+        with lane():
+            place.sleep()
+            cache = Cache(place)
+            cache.tier.write_behind(LAYERS * PAGES)
+        lane.lead()
+        place.synchronize()
+        cache.tier.write_behind(0)
+        copied = place.device.snapshot()["copied"]["kv_d2h"]
+        assert copied >= LAYERS * AWAY * place.page
+        for home in cache.homes:
+            assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+        assert place.device.snapshot()["copied"]["kv_d2h"] == copied
+        cache.finish()
+
+
+def pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
+    """And allocates nothing: the pages of a cache that is dropped meanwhile leave after what it was given."""
+    layer = ElasticLayer(CacheRanges())
+    with torch.no_grad():
+        new = torch.randn(2, 8, 4 * place.page // (2 * 2 * 8 * 128 * 4), 128, device=place.kind)
+        seen = torch.empty_like(new)
+        place.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
+            place.sleep()
+            seen.copy_(layer.update(new, new)[0])
+    layer.reset()
+    del layer
+    assert not place.cuda or place.device.reap() == 0
+    place.synchronize()
+    assert torch.equal(seen, new)
+    place.device.reap(wait=True)
+
+
+def a_replay_keeps_its_memory(place: Place) -> None:
+    """A graph is replayed on a stream that nothing else has used, and dropped before that is done."""
+    x, seen = (torch.zeros(place.page // 2, device=place.kind) for _ in range(2))
+
+    def work() -> tuple[torch.Tensor, ...]:
+        y = x
+        for _ in range(8):
+            y = y + 1
+        seen.copy_(y)
+        return (y,)
+
+    captured = Captured(place, work)
+    seen.zero_()
+    place.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
+        place.sleep()
+        captured.launch()
+    del captured
+    gc.collect()
+    place.device.trim()
+    place.synchronize()
+    assert seen.eq(8).all().item()
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "scene",
+    [a_copy_behind_waits_for_who_writes, pages_wait_for_a_stream_that_only_appends, a_replay_keeps_its_memory],
+)
+def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
+    streams_here(kind)
+    play(scene, kind, pages=256, host_pages=64)
+
+
+def pages_move_meanwhile(place: Place, rounds: int, forwards: bool) -> None:
+    """While one thread uses a cache, in forwards or by itself, another one moves its pages whenever it may."""
+    with torch.no_grad(), decided():
+        cache, stop, moves = Cache(place), threading.Event(), 0
+
+        def elsewhere() -> None:
+            nonlocal moves
+            step = 0
+            while not stop.is_set():
+                step += 1
+                moves += cache.homes[step % LAYERS].range.move(step % AWAY, "device")
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        try:
+            for _ in range(rounds):
+                lease = ForwardLease()
+                if forwards:
+                    lease.open()
+                for number in range(LAYERS):
+                    cache.update(number)
+                lease.close()
+        finally:
+            stop.set()
+            thread.join()
+        assert moves or not forwards
+        cache.finish()
+
+
+@everywhere
+@pytest.mark.parametrize("forwards", [True, False])
+def test_a_lease_keeps_pages_where_they_are(kind: str, forwards: bool) -> None:
+    streams_here(kind)
+    play(pages_move_meanwhile, kind, pages=256, host_pages=64, rounds=12 if kind == "cuda" else 3, forwards=forwards)
