@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda build check format sanitize soak bench figures gpu clean
+.PHONY: help demo test test-cuda mutants build check format sanitize soak bench figures gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ test: check  ## static checks, then every test that this machine can run
 
 test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0
 	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH))
+
+mutants: build  ## plants bugs that a GPU would show, one after the other, and runs what should find them on the simulated one; NAMES="fence-wait ..."
+	@$(PY) tests/simgpu/mutants.py $(NAMES)
 
 build: $(VENV)/.ready  ## the environment and the native core, in place
 	@$(PY) setup.py -q build_ext --inplace
