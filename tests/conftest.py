@@ -6,6 +6,9 @@ import ctypes
 import functools
 import gc
 import os
+import traceback
+from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -51,3 +54,17 @@ def collections_are_quick() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """Lets go of what the frames of a failure hold once they are in the report: models and caches in them would keep
+    the pool in use, and every test after it would fail too."""
+    report = yield
+    error = call.excinfo.value if call.excinfo else None
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            frame.f_locals  # noqa: B018  (what was cached of the locals is made anew, of none)
+        error = error.__cause__ or error.__context__
+    return report

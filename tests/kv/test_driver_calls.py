@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,34 +46,49 @@ def prompt(tokens: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+class Step(NamedTuple):
+    """Driver calls of a decode step, and pages that came to the cache, to activations, to the host."""
+
+    maps: int
+    unmaps: int
+    cache: int
+    activations: int
+    host: int
+
+    @property
+    def grown(self) -> int:
+        return self.cache + max(0, self.activations) + self.host
+
+
 class Calls:
     """What the driver was asked for by decode steps of a model, from the beginning of one to that of the next."""
 
     def __init__(self, model: Any) -> None:
-        self.steps: list[tuple[int, int, int]] = []  # maps, unmaps, pages that the cache has got
-        self._before: tuple[int, int, int] | None = None
+        self.steps: list[Step] = []
+        self._before: Step | None = None
         self.ways: list[Way] = []
-        self._model = model
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
 
     def _forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        calls = runtime.require().snapshot()["driver_calls"]
-        held = sum(cache.held for _, cache in governors.of(runtime.require())._clients.caches)
-        now = calls["cuMemMap"], calls["cuMemUnmap"], held
+        snapshot = runtime.require().snapshot()
+        calls, pages = snapshot["driver_calls"], snapshot["pages"]
+        caches = [cache for _, cache in governors.of(runtime.require())._clients.caches]
+        held = sum(cache.held for cache in caches)
+        host = snapshot["host_pages"] - snapshot["host_free"]
+        now = Step(calls["cuMemMap"], calls["cuMemUnmap"], held, pages["activations"], host)
         if self._before is not None and kwargs["input_ids"].shape[1] == 1:
-            maps, unmaps, grown = (after - before for after, before in zip(now, self._before, strict=True))
-            self.steps.append((maps, unmaps, grown))
-            self.ways += [cache.streamed.way for _, cache in governors.of(runtime.require())._clients.caches]
+            self.steps.append(Step(*(after - before for after, before in zip(now, self._before, strict=True))))
+            self.ways += [cache.streamed.way for cache in caches]
         self._before = now
 
 
-@pytest.mark.xfail(strict=False, reason="KV was read in place here; perhaps as the host's clock decides")
-@pytest.mark.parametrize(("budget", "layers"), [(600, 4), (950, 7)], indirect=["budget"])
+@pytest.mark.parametrize(("budget", "layers"), [(900, 4), (1100, 7)], indirect=["budget"])
 def test_a_token_maps_nothing_while_kv_goes_through_buffers(budget: None, layers: int) -> None:
-    """But the page that it lies on. Pages are short, and the governor is asked before each forward."""
+    """But the page that it lies on, the one that this is copied to on the host, and what attention needs more of. Pages
+    are short, and the governor is asked before each forward."""
     with install.stock():
         model = models.build("llama", num_hidden_layers=layers, **SHAPE)
-        inputs = prompt(400)
+        inputs = prompt(800)
         expected = models.generate(model, "greedy", inputs, TOKENS)
     with ballonet.manage(model):
         calls = Calls(model)
@@ -81,9 +96,9 @@ def test_a_token_maps_nothing_while_kv_goes_through_buffers(budget: None, layers
         assert governors.of(runtime.require()).pages.short, "else nobody would look for pages"
         settled = calls.steps[-20:]
         assert {*calls.ways[-20:]} == {Way.BUFFERS}
-        assert [unmaps for _, unmaps, _ in settled] == [0] * len(settled)
-        assert sum(maps for maps, *_ in settled) <= sum(grown for *_, grown in settled) + layers  # mapped ahead
-        assert sum(maps == 0 for maps, *_ in settled) >= 10
+        assert [step.unmaps for step in settled] == [0] * len(settled)
+        assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + layers  # mapped ahead
+        assert sum(step.maps == 0 for step in settled) >= 10
     assert torch.equal(found.tokens, expected.tokens)
 
 
@@ -96,8 +111,8 @@ def test_a_token_maps_nothing_where_all_is_resident(budget: None) -> None:
         models.generate(model, "greedy", prompt(400), TOKENS)
         settled = calls.steps[-20:]
         assert {*calls.ways} == {Way.HOME}
-        assert sum(maps for maps, *_ in settled) <= sum(grown for *_, grown in settled) + 4
-        assert [unmaps for _, unmaps, _ in settled] == [0] * len(settled)
+        assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + 4
+        assert [step.unmaps for step in settled] == [0] * len(settled)
 
 
 def python_calls(budget: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
