@@ -7,8 +7,6 @@
 namespace ballonet {
 namespace {
 
-MempoolId id_of(BallonetPool pool) { return {pool.first, pool.second}; }
-
 void hold_pool(int ordinal, BallonetPool pool) {
   if (Device* device = bound_device(ordinal)) device->heap.hold_pool(id_of(pool));
 }

@@ -80,8 +80,6 @@ void trim(int ordinal) {
   }
 }
 
-MempoolId id_of(const BallonetPool& pool) { return {pool.first, pool.second}; }
-
 // torch turns a null pointer into a null tensor, so a failure has to be thrown.
 void* plain_alloc(std::ptrdiff_t size, int device, void* stream) {
   if (size <= 0) return nullptr;

@@ -30,6 +30,9 @@ bool owns(const void* pointer);
 // False in the child of a fork, and while no device is bound.
 bool serving();
 
+// As the heap names a pool of torch's.
+inline MempoolId id_of(BallonetPool pool) { return {pool.first, pool.second}; }
+
 const BallonetCore* core_table();
 // Name and address of each function that a pluggable allocator of torch's may call.
 std::vector<std::pair<const char*, std::uintptr_t>> plain_entry_points();

@@ -278,7 +278,8 @@ class Model {
       const Layer& layer = layers_[i];
       if (layer.number == 0) continue;
       entries.push_back({first_key_ + static_cast<std::int64_t>(i),
-                         {group_, {{layer.home, 0, 1, layer.twin, 0, {}}, {layer.home, 1, 2, layer.twin, 1, {}}}}});
+                         {group_, {{layer.home, 0, 1, layer.twin, 0, {}}, {layer.home, 1, 2, layer.twin, 1, {}}}},
+                         std::nullopt});
     }
     std::shuffle(entries.begin(), entries.end(), random_);
     device_.reclaim.publish(std::move(entries));
