@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 
 HEADERS = sorted(glob("allocator/csrc/**/*.h", recursive=True))
 # Compiled at the first use, against the torch found there, by allocator/companion.py.
-COMPILED_LATER = ["csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h", "csrc/torch/*"]
+COMPILED_LATER = ["csrc/companion.cpp", "csrc/entry.h", "csrc/driver_abi.h", "csrc/torch/*.*", "csrc/torch/crt/*"]
 CORE = sorted(set(glob("allocator/csrc/*.cpp")) - {"allocator/csrc/companion.cpp"})
 STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
 ROOMS = ("allocator", "offload", "hooks")

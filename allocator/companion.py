@@ -22,7 +22,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from typing import Final, TypeVar
 
 import torch
 
-from .config import cuda_homes
+from . import cuda_headers
 from .errors import BallonetError
 
 CSRC: Final = Path(__file__).parent / "csrc"
@@ -59,6 +58,8 @@ TORCH_ALLOCATOR: Final = Part(
         CSRC / "torch" / "cuda_allocator.cpp",
         CSRC / "torch" / "history.h",
         CSRC / "torch" / "report.h",
+        CSRC / "torch" / "crt" / "host_config.h",
+        CSRC / "torch" / "crt" / "host_defines.h",
         CSRC / "entry.h",
     ),
     ("torch_cuda", "torch_cpu", "c10_cuda", "c10"),
@@ -184,7 +185,7 @@ def build(folder: Path, part: Part = COMPANION) -> Path:
 
 def _compile(compiler: str, output: str, part: Part) -> None:
     errors = ""
-    options = [*_options(), *(f"-I{folder}" for folder in _cuda_headers(part))]
+    options = [*_options(), *_cuda_options(part)]
     libraries = [f"-l{name}" for name in part.libraries]
     for standard in STANDARDS:
         result = _run([compiler, f"-std={standard}", *options, str(part.sources[0]), *libraries, "-o", output])
@@ -200,22 +201,14 @@ def _options() -> list[str]:
     return ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", abi, f"-I{root / 'include'}", f"-L{root / 'lib'}"]
 
 
-def _cuda_headers(part: Part) -> list[Path]:
-    """The folder with CUDA's headers, where the part needs one. CompanionUnavailable."""
+def _cuda_options(part: Part) -> list[str]:
+    """Options that find CUDA's headers, where the part needs them. CompanionUnavailable."""
     if not part.needs_cuda:
         return []
-    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    found = [
-        *sorted(packages.glob("*/include")),
-        *(home / "include" for home in cuda_homes()),
-        Path("/usr/local/cuda/include"),
-    ]
-    for folder in found:
-        if (folder / "cuda_runtime_api.h").is_file():
-            return [folder]
-    raise CompanionUnavailable(
-        "CUDA's headers are missing (cuda_runtime_api.h): pip install nvidia-cuda-runtime, or set CUDA_HOME"
-    )
+    folder, missing = cuda_headers.find(str(torch.version.cuda))
+    if folder is None:
+        raise CompanionUnavailable(missing)
+    return [f"-I{folder}", "-idirafter", str(part.sources[0].parent)]
 
 
 def _facts(part: Part) -> list[str]:

@@ -7,6 +7,7 @@ context.
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from . import _native, findings, ram, runtime
+from . import _native, cuda_headers, findings, ram, runtime
 from .config import Config, cache_dir
 from .errors import BallonetError, DriverUnavailable
 from .units import format_size
@@ -136,6 +137,8 @@ def _checks(config: Config, target: runtime.Target | None, problem: str) -> Iter
         shared = target.facts["posix_handles"]
         yield "pages that other processes can open", shared, "" if shared else "the driver offers no POSIX handles"
     yield "companion for torch", *_companion(config)
+    if cuda := _cuda_of_torch():
+        yield "torch's whole CUDA allocator", *_torch_allocator(config, cuda)
     yield "transformers", *_at_least("transformers", (5, 17))
     yield "torch", *_at_least("torch", (2, 11))
 
@@ -182,9 +185,22 @@ def _companion(config: Config) -> tuple[bool, str]:
     if kept:
         return True, f"no C++ compiler, but one compiled before: {kept[-1]}"
     return False, (
-        f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool; on a GPU there is "
-        "no torch.OutOfMemoryError, and CUDA graphs have no memory pool of their own, so do not capture any"
+        f"none of {', '.join(COMPILERS)} is in PATH: activations on the CPU stay outside the pool; on a GPU running "
+        "out of memory is a RuntimeError, not torch.OutOfMemoryError"
     )
+
+
+def _torch_allocator(config: Config, cuda: str) -> tuple[bool, str]:
+    """`cuda`: the version that torch was built for."""
+    headers, missing = cuda_headers.find(cuda)
+    if not any(map(shutil.which, COMPILERS)):
+        missing = "there is no C++ compiler"
+    elif headers is not None:
+        return True, f"compiled by install(), with CUDA's headers in {headers}"
+    kept = sorted(cache_dir(config).glob(f"torch-allocator-torch{_version('torch')}*.so"))
+    if kept:
+        return True, f"{missing}; one compiled before: {kept[-1]}"
+    return False, f"{missing}. So {cuda_headers.WITHOUT}"
 
 
 def _at_least(name: str, oldest: tuple[int, int]) -> tuple[bool, str]:
@@ -204,6 +220,16 @@ def _version(name: str) -> str | None:
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the torch that is installed was built for CUDA, from its files."""
+    return _cuda_of_torch() is not None
+
+
+def _cuda_of_torch() -> str | None:
+    """Returns the version of CUDA that the torch that is installed was built for, from its files."""
     spec = importlib.util.find_spec("torch")
-    return bool(spec and spec.origin and (Path(spec.origin).parent / "lib" / "libtorch_cuda.so").exists())
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        found = re.search(r"^cuda\b.*= '([\d.]+)'", (Path(spec.origin).parent / "version.py").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return found[1] if found else None

@@ -22,6 +22,7 @@ import torch
 from . import _native, control, runtime
 from .companion import Companion, CompanionUnavailable, TorchAllocator, load, load_allocator
 from .config import Config, cache_dir, format_size, parse_size, parse_time
+from .cuda_headers import WITHOUT
 from .errors import BallonetError, BudgetInUse, ConfigError, DriverError, InstallError, UnsupportedVersion
 from .interrupts import Guarded
 from .mempool import MemPoolRoute
@@ -368,9 +369,7 @@ def _torch_allocator(settings: Config, device: _native.Device) -> TorchAllocator
         return load_allocator(cache_dir(settings), _native.core_table(), device.ordinal)
     except CompanionUnavailable as error:
         warnings.warn(
-            f"ballonet is torch's CUDA allocator without part of what torch asks of one: {error}. So memory snapshots "
-            "and history, torch.cuda.MemPool(), memory fractions, the profiler's memory events and "
-            'torch.compile(mode="reduce-overhead") raise an error.',
+            f"ballonet is torch's CUDA allocator without part of what torch asks of one: {error}. So {WITHOUT}.",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ballonet.allocator import _native, companion, runtime
+from ballonet.allocator import _native, companion, cuda_headers, runtime
 from ballonet.allocator.companion import Companion, CompanionUnavailable
 from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
@@ -205,6 +205,55 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
     with pytest.raises(CompanionUnavailable, match="no headers here"):
         companion.load(folder, _native.core_table(), 0)
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine without CUDA's headers. Returns an empty folder."""
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(cuda_headers, "TOOLKIT", tmp_path / "usr" / "local" / "cuda")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def headers_in(folder: Path, version: int) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {version}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("packages/nvidia/cu13/include", "path"),
+        ("packages/nvidia/cuda_runtime/include", "path"),
+        ("packages/triton/backends/nvidia/include", "path"),
+        ("toolkit/include", "CUDA_HOME"),
+        ("usr/local/cuda/include", ""),
+    ],
+)
+def test_cuda_headers_are_found(nowhere: Path, monkeypatch: pytest.MonkeyPatch, where: str, named: str) -> None:
+    there = headers_in(nowhere / where, 13000)
+    if named == "path":
+        monkeypatch.setattr(sys, "path", [str(nowhere / "packages")])
+    elif named:
+        monkeypatch.setenv(named, str(nowhere / "toolkit"))
+    assert cuda_headers.find("13.0") == (there, "")
+
+
+def test_cuda_headers_of_another_version_are_not_taken(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(nowhere / "packages")])
+    other = headers_in(nowhere / "packages/nvidia/cuda_runtime/include", 12080)
+    right = headers_in(nowhere / "usr/local/cuda/include", 13020)
+    assert cuda_headers.find("13.0") == (right, "")
+    assert cuda_headers.find("12.8") == (other, "")
+    shutil.rmtree(right)
+    assert cuda_headers.find("13.0") == (
+        None,
+        f"the headers of CUDA 13 (cuda_runtime_api.h) are missing ({other} has those of CUDA 12): pip install "
+        "'nvidia-cuda-runtime==13.*', or set CUDA_HOME to a toolkit of that version",
+    )
 
 
 def test_a_core_of_another_version_is_refused(cache: Path) -> None:

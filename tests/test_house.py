@@ -207,6 +207,7 @@ def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path
         "allocator/_native.pyi",
         *(f"allocator/csrc/{n}" for n in ("companion.cpp", "entry.h", "driver_abi.h")),
         *(f"allocator/csrc/torch/{n}" for n in ("cuda_allocator.cpp", "history.h", "report.h")),
+        *(f"allocator/csrc/torch/crt/{n}" for n in ("host_config.h", "host_defines.h")),
     }
     assert installed == python | {f"ballonet/{name}" for name in data}
 

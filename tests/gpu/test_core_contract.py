@@ -4,11 +4,7 @@ tests/simgpu/torch_suite.py where they are at hand."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,41 +172,3 @@ def sharing_is_refused(place: Place) -> None:
 )
 def test_torch_has_what_it_asks_for(scene: Callable[[Place], None]) -> None:
     play(scene, "cuda")
-
-
-WITHOUT_COMPILER = """
-import warnings
-import torch, ballonet
-from ballonet.allocator import companion
-companion.COMPILERS = ("no-such-compiler",)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    ballonet.install("256MiB")
-assert sum("no C++ compiler" in str(warning.message) for warning in caught) == 2, [str(w.message) for w in caught]
-given = torch.full((1000,), 2.0, device="cuda")
-torch.cuda.synchronize()
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    middle = given + 1
-    address, out = middle.data_ptr(), middle * 2
-    del middle
-later = [torch.full((1000,), 7.0, device="cuda") for _ in range(50)]
-assert address not in {tensor.data_ptr() for tensor in later}
-graph.replay()
-torch.cuda.synchronize()
-assert out.eq(6).all().item() and all(tensor.eq(7).all().item() for tensor in later)
-assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() > 0
-torch.accelerator.empty_cache()
-try:
-    torch.empty(2**30, device="cuda")
-except RuntimeError as error:
-    assert "CUDA out of memory. Tried to allocate 4.00 GiB." in str(error), error
-"""
-
-
-def test_graphs_keep_their_memory_without_a_compiler(tmp_path: Path) -> None:
-    environment = os.environ | {"BALLONET_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, check=False, env=environment
-    )
-    assert done.returncode == 0, done.stderr

@@ -54,14 +54,9 @@ def is_present(torch: str) -> bool:
     return (packages(folder(torch)) / "torch" / "version.py").exists()
 
 
-def index_only() -> dict[str, str]:
-    """The variables for pip: the registry's CUDA wheel, not a CPU build that lies on this machine."""
-    return {**os.environ, "PIP_FIND_LINKS": "", "PIP_NO_INPUT": "1"}
-
-
 def pip(*arguments: object) -> None:
     command = [sys.executable, "-m", "pip", *map(str, arguments)]
-    subprocess.run(command, check=True, env=index_only(), stdout=sys.stderr)
+    subprocess.run(command, check=True, env={**os.environ, "PIP_NO_INPUT": "1"}, stdout=sys.stderr)
 
 
 def fetch(torch: str) -> Path:
@@ -72,7 +67,8 @@ def fetch(torch: str) -> Path:
     if not (environment / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     target = ("--python", environment / "bin" / "python")
-    pip(*target, "install", "--no-deps", "--no-compile", "--progress-bar", "off", f"torch=={torch}")
+    # === is that version and no other: a CPU build that lies on this machine, 2.13.0+cpu, would be taken for a newer one
+    pip(*target, "install", "--no-deps", "--no-compile", "--progress-bar", "off", f"torch==={torch}")
     return environment
 
 
