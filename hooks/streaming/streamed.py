@@ -87,7 +87,9 @@ class Streaming:
     def watch(self, layer: int, module: nn.Module, tensors: Set[int]) -> None:
         """From now on whoever looks at the layer is seen. `tensors`: the ids of what lies in its ranges."""
         if not self._watches and "torch._dynamo" in sys.modules:
-            torch.compiler.reset()  # what was compiled before reads weights and asks nobody
+            # What was compiled before reads weights and asks nobody. Not torch.compiler.reset(): that also resets
+            # inductor's graph trees, which belong to the thread that has them, and this may be another.
+            torch._dynamo.reset_code_caches()
         held = holders(module, tensors)
         self._looked = object()
         self._census[layer] = Census(held, tensors)

@@ -4,11 +4,17 @@ tests/simgpu/torch_suite.py where they are at hand."""
 
 from __future__ import annotations
 
+import ctypes
+import pickle
+import re
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.cuda import _memory_viz
 
 from .scene import Place, play
 
@@ -144,10 +150,39 @@ def accelerator_and_profiler(place: Place) -> None:
     torch.accelerator.empty_cache()
     assert place.pages("activations") < before
     with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
-    assert any("self_device_memory_usage" in dir(e) and e.self_device_memory_usage for e in profile.events()) or (
-        "[memory]" in {event.name for event in profile.events()}
-    )
+        block = torch.empty(4 * MIB, dtype=torch.uint8, device="cuda")
+        del block
+    told = [(event.name, event.self_device_memory_usage) for event in profile.events()]
+    assert ("aten::empty", 4 * MIB) in told, told
+    assert ("[memory]", -4 * MIB) in told, told
+
+
+def plots_are_drawn(place: Place) -> None:
+    """torch's own readers of a snapshot understand it: its text, its plots, its files."""
+    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
+    kept = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
+    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+        torch.cuda.memory._dump_snapshot(file.name)
+        with Path(file.name).open("rb") as dumped:
+            snapshot = pickle.load(dumped)
+    assert re.search(r" = seg_\d+\[\d+:4\.0MiB\]", _memory_viz.trace(snapshot)), "no allocation in its segment"
+    assert "4.0MiB" in _memory_viz.segsum(snapshot)
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert len(plot(snapshot)) > 1000
+    assert kept.sum().item() == 4 * MIB
+    assert f"{torch.cuda.memory_allocated() / MIB:.0f}" in torch.cuda.memory_summary()
+
+
+def pinned_memory_is_torchs_own(place: Place) -> None:
+    """Pinned tensors copy without waiting, in both directions, and torch counts them."""
+    pinned = torch.arange(MIB, dtype=torch.float32).pin_memory()
+    assert pinned.is_pinned()
+    there = pinned.to("cuda", non_blocking=True)
+    assert torch.cuda.host_memory_stats()["active_bytes.current"] >= pinned.nbytes
+    back = torch.empty_like(pinned, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(back, pinned)
 
 
 def sharing_is_refused(place: Place) -> None:
@@ -156,6 +191,24 @@ def sharing_is_refused(place: Place) -> None:
     with pytest.raises(RuntimeError, match="cudaIpc: copy the tensor to the CPU"):
         tensor.untyped_storage()._share_cuda_()
     assert tensor.sum().item() == 10
+
+
+def other_processes_and_devices(place: Place) -> None:
+    """What another process shares is refused with what to do; another device's tensors are copied, and not made."""
+    with pytest.raises(RuntimeError, match="send the tensor through the CPU"):
+        torch.UntypedStorage._new_shared_cuda(0, b"x" * 64, 1024, 0, b"", 0, b"", False)
+    if torch.cuda.device_count() < 2:
+        return
+    with pytest.raises(RuntimeError, match=r"serves one device.*CUDA_VISIBLE_DEVICES"):
+        torch.ones(3, device="cuda:1")
+    runtime, address = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}"), ctypes.c_void_p()
+    assert runtime.cudaSetDevice(1) == runtime.cudaMalloc(ctypes.byref(address), 4096) == runtime.cudaSetDevice(0) == 0
+    storage = torch._C._construct_storage_from_data_pointer(address.value, torch.device("cuda:1"), 4096)
+    there = torch.empty(0, device="cuda:1").set_(storage, 0, (1024,))
+    here = torch.arange(1024.0, device="cuda")
+    there.copy_(here)
+    torch.cuda.synchronize(1)
+    assert torch.equal(torch.zeros(1024, device="cuda").copy_(there), here)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +220,9 @@ def sharing_is_refused(place: Place) -> None:
         pools_of_the_user,
         checkpoints_of_graphs,
         accelerator_and_profiler,
+        plots_are_drawn,
+        pinned_memory_is_torchs_own,
+        other_processes_and_devices,
         sharing_is_refused,
     ],
 )

@@ -51,7 +51,7 @@ def packages(environment: Path) -> Path:
 
 
 def is_present(torch: str) -> bool:
-    return (packages(folder(torch)) / "torch" / "version.py").exists()
+    return (packages(folder(torch)) / "torch" / "lib" / "libtorch_cuda.so").exists()
 
 
 def pip(*arguments: object) -> None:
@@ -67,7 +67,7 @@ def fetch(torch: str) -> Path:
     if not (environment / "bin" / "python").exists():
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     target = ("--python", environment / "bin" / "python")
-    # === is that version and no other: a CPU build that lies on this machine, 2.13.0+cpu, would be taken for a newer one
+    # === is that version and no other: a CPU build of pip's own sources, 2.13.0+cpu, would be taken for a newer one
     pip(*target, "install", "--no-deps", "--no-compile", "--progress-bar", "off", f"torch==={torch}")
     return environment
 

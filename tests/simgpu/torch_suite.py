@@ -154,7 +154,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="PyTorch's own tests under two allocators")
     parser.add_argument("file", type=Path)
     parser.add_argument("-k", default="", dest="expression")
-    parser.add_argument("--limit", type=float, default=120, help="seconds for a test")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for a test")
     parser.add_argument("--report", type=Path, help="writes every result there, as JSON")
     chosen = parser.parse_args()
     if not chosen.file.is_file():
