@@ -118,8 +118,9 @@ class CudaAllocator final : public Base {
   // -- Life ---------------------------------------------------------------------------------------------------------
 
   void init(int devices) override {
+    constexpr std::uint8_t kFirst = 255;  // above torch's own, which 2.15 leaves in place otherwise
     Base::init(devices);
-    c10::SetAllocator(c10::DeviceType::CUDA, this);  // whom torch.accelerator asks
+    c10::SetAllocator(c10::DeviceType::CUDA, this, kFirst);  // whom torch.accelerator asks
   }
 
   std::string name() override { return "ballonet"; }
