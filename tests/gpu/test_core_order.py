@@ -142,6 +142,7 @@ def pages_wait_for_a_copy(place: Place) -> None:
         gone.retire(0, 1)
         while not done.passed():
             place.device.reap()
+            place.device.free_memory()  # raises where the device has failed
         place.device.reap(wait=True)
         (gone.map if gone is link.here or not place.device.host_pages else gone.map_host)(0, 1)
     finish(place, link.here, link.there)

@@ -15,7 +15,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.lease import ForwardLease
 
 from .scene import Captured, Place, everywhere, play
-from .test_kv_stream import AWAY, LAYERS, PAGES, Cache, decided
+from .test_kv_stream import AWAY, LAYERS, LEFT, PAGES, Cache, decided
 from .test_weights_streaming import streams_here
 
 
@@ -25,16 +25,18 @@ def a_copy_behind_waits_for_who_writes(place: Place) -> None:
     lane.follow()
     with torch.no_grad(), decided():
         with lane():
-            place.sleep()
             cache = Cache(place)
+            place.sleep()
+            for number in range(LAYERS):
+                cache.update(number, LEFT)
             cache.tier.write_behind(LAYERS * PAGES)
         lane.lead()
         place.synchronize()
         cache.tier.write_behind(0)
         copied = place.device.snapshot()["copied"]["kv_d2h"]
-        assert copied >= LAYERS * AWAY * place.page
+        assert copied == LAYERS * PAGES * place.page
         for home in cache.homes:
-            assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+            assert sum(home.pages.displace(piece) for piece in range(PAGES)) == PAGES
         assert place.device.snapshot()["copied"]["kv_d2h"] == copied
         cache.finish()
 

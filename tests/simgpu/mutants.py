@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,14 +127,14 @@ def fails(python: Path, mutant: Mutant, test: str) -> Verdict | None:
 def reason(said: str) -> str:
     """The line that tells why: the device's report, else the error that a scene ended with."""
     lines = [line.removeprefix("E").strip() for line in said.splitlines()]
+    lines = [line for line in lines if line.strip("^~ ")]  # marks under code
     for line in lines:
         if line.startswith("simgpu: VIOLATION: "):
             return re.sub(r"0x[0-9a-f]+", "0x...", line.removeprefix("simgpu: VIOLATION: "))[:SAID]
-    errors = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception|Broken|Exhausted)\b", line)]
-    if not errors:
-        return next((line for line in reversed(lines) if line), "")[:SAID]
-    error = lines[errors[0]]
-    return (lines[errors[0] - 1] if error == "AssertionError" else error)[:SAID]
+    for before, line in pairwise(lines):
+        if re.match(r"[\w.]*(Error|Exception|Broken|Exhausted)\b(?!: exit status)", line):
+            return (before if line == "AssertionError" else line)[:SAID]
+    return next((line for line in reversed(lines) if line), "")[:SAID]
 
 
 def judge(python: Path, mutant: Mutant) -> Verdict | None:

@@ -511,4 +511,85 @@ KV = (
     ),
 )
 
-MUTANTS = (*CORE, *KV)
+LAUNCHED = "tests/gpu/test_manage_order.py::test_weights_change_memory_after_what_was_launched[cuda]"
+WAITING = "tests/gpu/test_manage_order.py::test_forwards_wait_while_weights_change_memory[cuda]"
+RELEASED = "tests/gpu/test_manage_order.py::test_a_model_is_released_after_what_was_replayed[cuda]"
+REPLAYED = "tests/gpu/test_manage_order.py::test_weights_stay_where_they_are_in_a_replay[cuda]"
+RUN_OUT = "tests/gpu/test_weights_order.py::test_graphs_while_pages_run_out[cuda]"
+CACHES = "tests/gpu/test_weights_order.py::test_caches_in_graphs[cuda]"
+
+MODELS = (
+    Mutant(
+        "manage-waits",
+        "the waits for what was launched, before weights change memory",
+        (
+            (
+                "hooks/managed.py",
+                "device = runtime.require()\n            moving.wait_for_work(device)\n",
+                "device = runtime.require()\n",
+            ),
+            (
+                "hooks/managed.py",
+                "            moving.wait_for_work(device)  # other threads run it on other streams\n",
+                "",
+            ),
+        ),
+        (LAUNCHED,),
+    ),
+    Mutant(
+        "gate",
+        "the gate at which forwards of other threads wait while weights change memory",
+        (("hooks/gate.py", "            self.gate.wait()\n", ""),),
+        (WAITING,),
+    ),
+    Mutant(
+        "gate-users",
+        "the wait for forwards that run already, before weights change memory",
+        (
+            (
+                "hooks/managed.py",
+                "        gate.wait_until_unused()  # without the lock, for which a forward may wait\n",
+                "",
+            ),
+        ),
+        (WAITING,),
+    ),
+    Mutant(
+        "lease-forward",
+        "the lease of a forward on its weights",
+        (
+            (
+                "hooks/forwards.py",
+                "outermost.lease.open().enter_group(self._weights.group)\n        if self._gate is not None",
+                "outermost.lease.open()\n        if self._gate is not None",
+            ),
+        ),
+        (WAITING,),
+    ),
+    Mutant(
+        "lease-replay",
+        "the lease of a replay on what its graph has captured",
+        (("hooks/graphs.py", "        for _, group in self._groups:\n            lease.enter(group)\n", ""),),
+        (REPLAYED,),
+    ),
+    Mutant(
+        "replay-stream",
+        "the note of the stream that replays a graph",
+        (("hooks/graphs.py", "            device.note_stream(stream_of(device)())\n", "            pass\n"),),
+        (RELEASED,),
+    ),
+    Mutant(
+        "graph-keeps-layers",
+        "the rule that layers stay on the device which a graph has captured",
+        (("hooks/graphs.py", "        known[2].update(layers)\n", ""),),
+        (RUN_OUT,),
+    ),
+    Mutant(
+        "graph-keeps-cache",
+        "what a graph holds of the caches that it reads",
+        (("hooks/graphs.py", "        self._shown += tensors\n", ""),),
+        (CACHES,),
+    ),
+)
+
+MUTANTS = (*CORE, *KV, *MODELS)
