@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator._native import Done, Lease, Range, Transfer
 
-from .scene import Captured, Place, everywhere, over, play
+from .scene import UINT8, Captured, Place, everywhere, over, play
 
 PIECES = 4
 
@@ -236,63 +237,69 @@ class Counting:
         self._launched = 0
         self._lane.follow()
 
-    def forward(self, launches: int) -> None:
+    def forward(self, launches: int, between: Callable[[int], bool] = lambda _: True) -> None:
+        """`between`: after each launch; should it go on?"""
         lease = Lease()
         lease.enter(self.group)
-        with self._lane():
-            for _ in range(launches):
+        for number in range(launches):
+            with self._lane():
                 self._counter.add_(1)
-        self._launched += launches
+            self._launched += 1
+            if number % 16 == 15:
+                self._place.synchronize()
+            if not between(number):
+                break
         lease.close()
 
-    def finish(self) -> None:
+    def check(self) -> None:
         self._lane.lead()
         assert self._counter.eq(self._launched).all().item(), "a launch counted in pages that were gone"
+
+    def finish(self) -> None:
+        self.check()
         del self._counter
         finish(self._place, self.home, self.twin)
 
 
-def beside(place: Place, act: Callable[[Counting], bool], rounds: int) -> None:
-    """`act` says whether it did what it is to do, which another thread's lease forbids. It is tried all the while."""
-    counting, acted, stop = Counting(place), 0, threading.Event()
+def beside(place: Place, act: Callable[[Counting], bool]) -> None:
+    """`act` says whether it did what it is to do, which the lease of another thread forbids."""
+    counting, inside, tried, acted = Counting(place), threading.Event(), threading.Event(), False
 
     def elsewhere() -> None:
         nonlocal acted
-        while not stop.is_set():
-            acted += act(counting)
+        inside.wait()
+        try:
+            acted = act(counting)
+        finally:
+            tried.set()
+
+    def between(number: int) -> bool:
+        if number == 8:
+            inside.set()
+        return not tried.is_set()
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    try:
-        for _ in range(rounds):
-            counting.forward(40)
-    finally:
-        stop.set()
-        thread.join()
-    while not acted:
-        acted += act(counting)
-    counting.forward(1)
+    counting.forward(5000, between)
+    inside.set()
+    thread.join()
+    counting.check()
+    assert not acted, "another thread's lease was not asked for"
+    assert act(counting)
+    counting.forward(3)
     counting.finish()
 
 
-def moves_beside_a_forward(place: Place, rounds: int) -> None:
-    steps = iter(range(10**9))
-
-    def move(counting: Counting) -> bool:
-        step = next(steps)
-        return counting.home.move(step % PIECES, place.places[step % len(place.places)])
-
-    beside(place, move, rounds)
+def moves_beside_a_forward(place: Place) -> None:
+    beside(place, lambda counting: counting.home.move(1, "device"))
 
 
-def pages_taken_beside_a_forward(place: Place, rounds: int) -> None:
+def pages_taken_beside_a_forward(place: Place) -> None:
     def take(counting: Counting) -> bool:
-        if counting.home.backing(0) == "alias":
-            return False  # they were taken before
         place.device.publish([(1, counting.group, [(counting.home, 0, PIECES, counting.twin, 0, [])])])
         return place.device.take([1]) == PIECES
 
-    beside(place, take, rounds)
+    beside(place, take)
 
 
 def captures_go_on(place: Place) -> None:
@@ -310,6 +317,7 @@ def captures_go_on(place: Place) -> None:
             del block
             held.retire(1, 1)
             assert place.device.reap() == 0, "what may belong to a graph was looked at"
+            assert not held.move(0, "device")
             with aside():
                 link.fetch(number(place))
         return (doubled + 1,)
@@ -348,7 +356,42 @@ def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
     play(scene, kind)
 
 
+def given_up_beside_moves(place: Place) -> None:
+    """One thread gives pages up and maps others without a lease; another one is moving them at that moment."""
+    group, stop, moves = place.device.group(), threading.Event(), 0
+    held = place.device.reserve(PIECES * place.page, "kv", group)
+    held.map(0, PIECES)
+
+    def elsewhere() -> None:
+        nonlocal moves
+        while not stop.is_set():
+            for piece in range(PIECES):
+                moves += held.move(piece, "device")
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    try:
+        for step in range(100):
+            piece = step % PIECES
+            held.retire(piece, 1)
+            time.sleep(0.001)
+            assert held.backing(piece) in ("retiring", "none"), "a page that was given up is back"
+            held.map(piece, 1)
+            lease = Lease()
+            lease.enter(group)
+            bytes_there = from_dlpack(held.tensor(piece * place.page, (place.page,), (1,), *UINT8))
+            bytes_there.fill_(step % 251)
+            assert bytes_there.eq(step % 251).all().item()
+            del bytes_there
+            lease.close()
+    finally:
+        stop.set()
+        thread.join()
+    assert moves
+    finish(place, held)
+
+
 @everywhere
-@pytest.mark.parametrize("scene", [moves_beside_a_forward, pages_taken_beside_a_forward])
-def test_a_lease_keeps_pages_where_they_are(kind: str, scene: Callable[..., None]) -> None:
-    play(scene, kind, rounds=30 if kind == "cuda" else 3)
+@pytest.mark.parametrize("scene", [moves_beside_a_forward, pages_taken_beside_a_forward, given_up_beside_moves])
+def test_a_lease_keeps_pages_where_they_are(kind: str, scene: Callable[[Place], None]) -> None:
+    play(scene, kind)

@@ -9,6 +9,7 @@ import torch
 import ballonet
 from ballonet.hooks.measure.marks import marks_of
 from ballonet.hooks.measure.pace import Pace
+from ballonet.offload.govern.activity import Activity, Progress
 from ballonet.offload.measured import link
 from ballonet.offload.measured.record import Point
 
@@ -119,3 +120,25 @@ def the_link_has_a_speed(place: Place) -> None:
 @everywhere
 def test_the_link_has_a_speed(kind: str) -> None:
     play(the_link_has_a_speed, kind)
+
+
+def in_use_until_the_device_is_done(place: Place) -> None:
+    """A forward that was launched long ago, by the host's clock, runs still: its model is not idle."""
+    now = 0.0
+    marks = marks_of(place.device)
+    progress = Progress(marks if marks.ahead else None, lambda: now)
+    activity = Activity(progress)
+    progress.begin()
+    activity.began(now)
+    place.sleep()
+    activity.ended(now, progress.end())
+    now = 100.0
+    assert activity.last(now) == (now if place.cuda else 0.0)
+    place.synchronize()
+    now = 200.0
+    assert activity.last(now) < now
+
+
+@everywhere
+def test_in_use_until_the_device_is_done(kind: str) -> None:
+    play(in_use_until_the_device_is_done, kind)

@@ -27,6 +27,7 @@ BLOCKS = "tests/gpu/test_core_order.py::test_somebody_is_slow[pages_and_blocks-c
 CAPTURE = "tests/gpu/test_core_order.py::test_somebody_is_slow[captures_go_on-cuda]"
 MOVES = "tests/gpu/test_core_order.py::test_a_lease_keeps_pages_where_they_are[moves_beside_a_forward-cuda]"
 TAKES = "tests/gpu/test_core_order.py::test_a_lease_keeps_pages_where_they_are[pages_taken_beside_a_forward-cuda]"
+GIVEN_UP = "tests/gpu/test_core_order.py::test_a_lease_keeps_pages_where_they_are[given_up_beside_moves-cuda]"
 BESIDE = "tests/gpu/test_core_pages.py::test_pages_change_beside_a_kernel[cuda]"
 ATTENTION = "tests/gpu/test_core_pages.py::test_kv_moves_while_attention_runs[cuda]"
 GRAPHS = "tests/gpu/test_core_allocator.py::test_graphs_keep_their_memory[cuda]"
@@ -238,7 +239,7 @@ CORE = (
                 "if (range.closed_ ||",
             ),
         ),
-        (MOVES,),
+        (GIVEN_UP,),
     ),
     Mutant(
         "take-copied",
@@ -400,6 +401,7 @@ KV = (
             ),
         ),
         (BUFFERS,),
+        survives="whoever computes on another stream has it wait for the layer before, whose output it needs, and the copy waits for that stream",
     ),
     Mutant(
         "kv-buffer-held",
@@ -424,6 +426,7 @@ KV = (
             ),
         ),
         (HOME,),
+        survives="pages of its own come to a cache only after everything that was submitted, and the copies are submitted next, by the same thread",
     ),
     Mutant(
         "kv-displace-copied",
@@ -577,6 +580,12 @@ MODELS = (
         "the note of the stream that replays a graph",
         (("hooks/graphs.py", "            device.note_stream(stream_of(device)())\n", "            pass\n"),),
         (RELEASED,),
+    ),
+    Mutant(
+        "end-mark",
+        "the mark at the end of a forward: a model is idle when it was launched, and gives first",
+        (("offload/govern/activity.py", "        if end is not None:\n            self._ends.append(end)\n", ""),),
+        ("tests/gpu/test_pace.py::test_in_use_until_the_device_is_done[cuda]",),
     ),
     Mutant(
         "graph-keeps-layers",
