@@ -285,7 +285,8 @@ def beside(place: Place, act: Callable[[Counting], bool]) -> None:
     thread.join()
     counting.check()
     assert not acted, "another thread's lease was not asked for"
-    assert act(counting)
+    counting.forward(12)
+    assert act(counting), "beside what was launched before it waits"
     counting.forward(3)
     counting.finish()
 

@@ -210,7 +210,7 @@ CORE = (
         "quiesce",
         "the wait for everything that was submitted, before addresses lead elsewhere",
         ((CSRC + "mapper_alias.cpp", "    await(lock, streams_.awaited(fence));\n", ""),),
-        (MOVES, ATTENTION),
+        (ATTENTION, MOVES),
     ),
     Mutant(
         "move-copied",
@@ -227,7 +227,7 @@ CORE = (
                 "",
             ),
         ),
-        (MOVES, ATTENTION),
+        (ATTENTION, MOVES),
     ),
     Mutant(
         "move-changed",
