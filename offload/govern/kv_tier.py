@@ -33,6 +33,7 @@ from ..decide.ladder import Rung
 from ..decide.peer import mean_seconds
 from ..move.kv_stream import Slice
 from ..move.kv_twin import KVTwin, Spans, available
+from .activity import Marks
 from .kv_way import KVWay, Streamed
 from .seat import SPLIT, Offer
 
@@ -46,6 +47,8 @@ class Host(Protocol):
 
     @property
     def events(self) -> Events: ...
+    @property
+    def marks(self) -> Marks | None: ...
     @property
     def page_seconds(self) -> float | None: ...
     @property
@@ -82,7 +85,7 @@ class KVTier:
         self._kept = False
         self._goal = 0  # pages that it is to have in this iteration
         self.block = 1  # ranges that it has, or will have
-        self.way = KVWay(device, group, self.transfer)
+        self.way = KVWay(device, group, self.transfer, governor.marks)
         self.prefills = False  # does the iteration have many rows?
         self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
         self._turns: list[int] = []  # in this one
@@ -400,6 +403,8 @@ class KVTier:
         ready = {twin: twin.copy_behind(pieces) for twin, pieces in chosen.items()}
         copies = [copy for _, found in ready.values() for copy in found]
         if copies:
+            for twin in ready:
+                twin.arrive(self._stream)  # some may have come home just now
             done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
             self.decided("write-behind", "pull", len(copies), self._sending(ready))
             for twin, (mapped, _) in ready.items():

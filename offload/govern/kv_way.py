@@ -20,7 +20,6 @@ Note [Whose turn]
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +32,8 @@ from ...allocator.interrupts import if_free
 from ..decide.layer_stream import IN_PLACE, Choice, Layer, Way, choose
 from ..move.kv_stream import KVStream, Slice
 from ..move.kv_twin import KVTwin, available
+from .activity import Marks
+from .intervals import Intervals
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
@@ -58,11 +59,23 @@ class Streamed:
     exposed: float
 
 
-class KVWay:
-    """Of one cache. See Note [Whose turn]."""
+@dataclass(slots=True)
+class _Iteration:
+    """`rows` of each sequence; pages `away`; the `link`, in bytes per second; whether anything came `through` buffers,
+    which is known at its end."""
 
-    def __init__(self, device: Device, group: Group, transfer: Transfer) -> None:
-        """`group`: of all its ranges; `transfer`: the stream of its copies."""
+    rows: int
+    away: int
+    link: float
+    through: bool = False
+
+
+class KVWay:
+    """How one cache is read. See Note [Whose turn]."""
+
+    def __init__(self, device: Device, group: Group, transfer: Transfer, marks: Marks | None) -> None:
+        """`group`: of all its ranges; `transfer`: the stream of its copies; `marks`: of the device's streams, None
+        where operators are complete when they return."""
         self._device = device
         self._group = group
         self._transfer = transfer
@@ -72,8 +85,8 @@ class KVWay:
         self._wait = 0  # iterations at rest from now on
         self._look = 0  # until it is decided anew
         self._shy = 1  # iterations at rest after the next look of somebody
-        self._since = 0.0  # when the last iteration began
-        self._rows = 0  # of that
+        self._intervals = Intervals[_Iteration](marks)
+        self._iteration: _Iteration | None = None  # that has begun
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
 
     @property
@@ -133,23 +146,18 @@ class KVWay:
 
     def at_home(self, rows: int) -> None:
         """As `arrange`, where nothing is away and there are no buffers."""
-        now = time.monotonic()
-        if self._rows == 1:
-            self._learn(now - self._since, 0, LINK)
-        self._since, self._rows = now, rows
+        self._begin(rows, 0, LINK)
 
     def arrange(self, twins: Sequence[KVTwin], rows: int, link: float | None, stream: int) -> Choice | None:
         """Between two iterations, the next of which has so many `rows` of each sequence. `twins`: of all ranges, in the
         order in which they compute; `link`: bytes per second. What was chosen, where there are other buffers now.
         BallonetError, DriverError."""
-        speed, now = link or LINK, time.monotonic()
+        speed = link or LINK
         if self._buffers.buffers:
             with self._lock:
                 self._buffers.look()
         away = sum([twin.away for twin in twins])
-        if self._rows == 1:
-            self._learn(now - self._since, away, speed)
-        self._since, self._rows = now, rows
+        self._begin(rows, away, speed)
         if self._buffers.pieces:
             self._shy = max(1, self._shy - 1)
         if not away:
@@ -212,10 +220,19 @@ class KVWay:
         if self._buffers.buffers:
             self._buffers.take_off(twins)
 
-    def _learn(self, seconds: float, away: int, link: float) -> None:
-        """How long does an iteration compute? `seconds`: since the one before."""
-        copying = away * self._device.page_size / link
-        if not self._buffers.pieces:
+    def _begin(self, rows: int, away: int, link: float) -> None:
+        """An iteration begins; what is known by now of those before is learned."""
+        if self._iteration is not None:
+            self._iteration.through = self._buffers.pieces > 0
+        self._iteration = _Iteration(rows, away, link)
+        for iteration, seconds in self._intervals.begin(self._iteration):
+            if iteration.rows == 1:
+                self._learn(iteration, seconds)
+
+    def _learn(self, iteration: _Iteration, seconds: float) -> None:
+        """How long does an iteration compute? `seconds`: that it took."""
+        copying = iteration.away * self._device.page_size / iteration.link
+        if not iteration.through:
             self._computes = max(0.0, seconds - copying / IN_PLACE)
         elif self._computes is None or seconds > copying:
             self._computes = seconds

@@ -72,6 +72,7 @@ class Overview:
         self._clock = clock
         self._pause = pause
         self._lock = threading.Lock()
+        self.marks = marks
         self._clients = Clients(pause, Progress(marks, clock))
         self._lending = Lending(window)
         self._traffic = 0.0

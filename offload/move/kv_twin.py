@@ -398,6 +398,7 @@ class KVTwin:
                 chosen.append(piece)
             if dirty:
                 copies = [self._behind(piece) for piece in dirty]
+                self.arrive(stream)  # some may have come home just now
                 transfer.copy(copies, after=stream, owner="kv", to="host").wait()
             led = 0
             for first, count, _ in _runs(chosen, _alike):

@@ -1,0 +1,64 @@
+"""How long iterations take, from the beginning of one to that of the next, in the device's time.
+
+On a GPU the host begins an iteration when it launches it, many layers before the device gets there: the host's clock
+tells how fast the host launches. So each beginning is a mark on the stream, and an interval is read once both of its
+marks have passed, which may be iterations later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar
+
+from .activity import Marks
+
+PENDING: Final = 16  # beginnings that have not passed and are remembered
+
+Tag = TypeVar("Tag")
+
+
+class Intervals(Generic[Tag]):
+    """The intervals of one thread's iterations, each with what its caller said of it."""
+
+    def __init__(self, marks: Marks | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`marks`: None where an operator is complete when it returns; then `clock`, in seconds, tells."""
+        self._marks = marks
+        self._clock = clock
+        self._begun: deque[tuple[Any, Tag]] = deque()
+
+    def begin(self, tag: Tag) -> list[tuple[Tag, float]]:
+        """An iteration begins on this thread's current stream. The iterations that have ended since this was asked
+        last, oldest first: the tag of each, and its seconds. An iteration that is captured is none."""
+        marks = self._marks
+        if marks is None:
+            self._begun.append((self._clock(), tag))
+        elif marks.capturing():
+            self.forget()
+            return []
+        else:
+            self._begun.append((marks.mark(), tag))
+        ended = []
+        while len(self._begun) > 1 and self._passed(self._begun[1][0]):
+            first, said = self._begun.popleft()
+            ended.append((said, self._seconds(first, self._begun[0][0])))
+            self._release(first)
+        if len(self._begun) > PENDING:
+            self._release(self._begun.popleft()[0])
+        return ended
+
+    def forget(self) -> None:
+        """What is not read yet counts no more."""
+        while self._begun:
+            self._release(self._begun.popleft()[0])
+
+    def _passed(self, mark: Any) -> bool:
+        return self._marks is None or self._marks.passed((mark,))
+
+    def _seconds(self, first: Any, last: Any) -> float:
+        return float(last - first) if self._marks is None else self._marks.seconds(first, last)
+
+    def _release(self, mark: Any) -> None:
+        if self._marks is not None:
+            self._marks.release((mark,))
