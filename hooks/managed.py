@@ -172,6 +172,11 @@ def managed(
             if runtime.current() is None:
                 install.install()
             device = runtime.require()
+            if options.floor > device.budget:
+                raise ManageError(
+                    f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
+                    "have: give less, or raise the budget with ballonet.set_budget()"
+                )
             moving.wait_for_work(device)
             seed = runtime.settings().chaos if chaos is None else chaos
             folder = folder or runtime.settings().prefix_dir

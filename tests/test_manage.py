@@ -577,6 +577,7 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
         ({"priority": 1.5}, "whole number"),
         ({"floor": -1}, "floor is -1, which is no size"),
         ({"floor": "much"}, "floor is 'much', which is no size"),
+        ({"floor": "2TiB"}, "floor is 2TiB, which the budget of"),
         ({"chaos": -1}, "seed"),
         ({"chaos": "five"}, "seed"),
         ({"chaos": True}, "seed"),

@@ -95,6 +95,17 @@ def test_the_bytes_are_those_that_a_managed_model_takes(tmp_path: Path, name: st
         assert taken == [facts["bytes"]]
 
 
+@pytest.mark.parametrize(("name", "layers"), [("llama", "num_hidden_layers"), ("gpt2", "n_layer")])
+def test_a_device_must_have_no_more_of_a_model_with_more_layers(tmp_path: Path, name: str, layers: str) -> None:
+    few, many = (
+        model_info.gather(saved(tmp_path / f"{count}", name, **{layers: count}), SETTINGS, 1, 10) for count in (6, 12)
+    )
+    model = models.build(name, **{layers: 12})
+    tensors = {each.data_ptr(): each.nbytes for each in (*model.parameters(), *model.buffers())}
+    assert many["weights"] == sum(tensors.values())
+    assert many["smallest"] == few["smallest"] < few["weights"]
+
+
 def test_what_is_said_of_layers_that_are_alike(tmp_path: Path) -> None:
     changes = {"num_hidden_layers": 5, "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}
     facts = model_info.gather(saved(tmp_path, "gemma2", **changes), SETTINGS, 2, 1000)

@@ -1,4 +1,5 @@
-"""What `python -m ballonet info MODEL` says: which layers of a model's KV cache are elastic, why, and what they take.
+"""What `python -m ballonet info MODEL` says: what a model's weights take, which layers of its KV cache are elastic,
+why, and what those take.
 
 Reads the configuration and nothing else. The verdict is `kinds.plan`, which is also what a managed model does. The
 widths of keys and values come from one token through the model without values (the meta device), as configurations
@@ -7,23 +8,28 @@ are wrong about them for some architectures.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from ...allocator import runtime
 from ...allocator.config import Config
 from ...allocator.errors import BallonetError, ConfigError
 from ...allocator.units import format_size
 from ...offload.decide.geometry import longest
+from ...offload.decide.plan import Fewest
 from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
 from ..kv.grouping import Sizes, geometry_for
 from ..kv.kinds import CachePlan, LayerPlan, plan
+from ..weights.layers import decoder_layers
 
 Facts = dict[str, Any]
 Widths = tuple[int, int, int]  # heads, elements of a key, elements of a value
@@ -34,7 +40,9 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
     """Plain values, ready for JSON. `name`: a folder, a model type or a name on the hub. ConfigError.
 
     Keys: model, type, class, reason (why nothing is elastic, else empty), widths (why they are not known, else empty),
-    batch, tokens, page_size, dtype, bytes (of all elastic layers, None where not known), layers: a list with one entry
+    batch, tokens, page_size, dtype, weights (bytes, None where transformers does not build the model without values),
+    smallest (bytes of them that the device must have, if all other layers stream), bytes (of all elastic layers, None
+    where not known), layers: a list with one entry
     for all layers that are alike: {indices, cross (whether they hold what an encoder said), kind, stock, layer,
     elastic, why}, and where they are elastic and their widths known {heads, k_dim, v_dim, longest (tokens that
     attention kernels can index)}; up to that length also {token_bytes (of one layer, for one token of the whole batch),
@@ -50,7 +58,10 @@ def gather(name: str, settings: Config, batch: int, tokens: int) -> Facts:
         planned = _planned(name, model_class, config)
     dtype = _dtype(config)
     facts |= {"reason": planned.reason, "batch": batch, "tokens": tokens, "page_size": _page_size(settings)}
-    facts |= {"dtype": str(dtype).removeprefix("torch."), "widths": ""}
+    facts |= {"dtype": str(dtype).removeprefix("torch."), "widths": "", "weights": None, "smallest": None}
+    if model_class is not None:
+        with suppress(Exception):  # whatever the model's own code does without values
+            facts |= _weights(model_class, config, dtype.itemsize, facts["page_size"])
     halves = [planned.layers, planned.cross]
     widths: list[list[Widths | None]] = [[None] * len(half) for half in halves]
     if planned.elastic and model_class is not None:
@@ -74,6 +85,13 @@ def show(facts: Facts) -> None:
 
     console = Console()
     console.print(f"{facts['model']}: {facts['class'] or facts['type']}", highlight=False)
+    if facts["weights"] is not None:
+        weights, smallest = format_size(facts["weights"]), format_size(facts["smallest"])
+        console.print(
+            f"Weights: {weights} as {facts['dtype']}. The device must have {smallest} of them, if all layers stream "
+            "from host memory; KV and activations come on top.",
+            highlight=False,
+        )
     if facts["reason"]:
         console.print(f"[yellow]Nothing of its cache is elastic:[/] {facts['reason']}.")
         return
@@ -109,6 +127,25 @@ def _planned(name: str, model_class: type, config: Any) -> CachePlan:
         raise ConfigError(
             f"{name}: {model_class.__name__} prepares no cache for this configuration: {error}"
         ) from error
+
+
+def _weights(model_class: type, config: Any, itemsize: int, page: int) -> Facts:
+    """Of all parameters and buffers, each once; `itemsize`: bytes of an element that is no whole number."""
+    with torch.device("meta"):
+        model = model_class(copy.deepcopy(config))
+    seen: set[int] = set()
+
+    def nbytes(module: nn.Module) -> int:
+        found = {id(each): each for each in (*module.parameters(), *module.buffers()) if id(each) not in seen}
+        seen.update(found)
+        return sum(
+            each.numel() * (itemsize if each.is_floating_point() else each.element_size()) for each in found.values()
+        )
+
+    layers = [nbytes(layer) for layer in decoder_layers(model)]
+    outside = nbytes(model)
+    pages = Fewest().smallest([-(-each // page) for each in layers]) if layers else 0
+    return {"weights": sum(layers) + outside, "smallest": (-(-outside // page) + pages) * page}
 
 
 def _rows(
