@@ -324,21 +324,26 @@ GATE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <unistd.h>
-static volatile int closed;
+static volatile int closed, waits;
 void set_closed(int now) { closed = now; }
+int somebody_waits(void) { return waits; }
 int cuMemUnmap(unsigned long long address, unsigned long size) {
-  while (closed) usleep(1000);
+  while (closed) {
+    waits = 1;
+    usleep(1000);
+  }
   return ((int (*)(unsigned long long, unsigned long))dlsym(RTLD_NEXT, "cuMemUnmap"))(address, size);
 }
 """
 
 WAITING = """
-    import ctypes, faulthandler, os, sys, threading
+    import ctypes, faulthandler, os, sys, threading, time
     from ballonet.allocator import _native
     faulthandler.dump_traceback_later(60, exit=True)  # also where nobody gets the GIL any more
     sys.setswitchinterval(1000)  # a thread runs until it lets go of the GIL
     device = _native.Device(library=sys.argv[1], ordinal=0, page_size=4096, budget=2**20, host_budget=2**16)
-    set_closed = ctypes.CDLL(sys.argv[1]).set_closed
+    gate = ctypes.CDLL(sys.argv[1])
+    set_closed = gate.set_closed
     group = device.group()
     one = device.reserve(8 * 4096, "weights", group)
     one.map(0, 4)
@@ -359,7 +364,9 @@ WAITING = """
     }
     set_closed(1)
     threads = [threading.Thread(target=lambda: one.move(0, "device"), daemon=True)]
-    threads[0].start()  # has the locks of its group and of the mapper, and waits in the driver
+    threads[0].start()
+    while not gate.somebody_waits():  # it has the locks of its group and of the mapper by then
+        time.sleep(0.001)
     for call in calls.values():
         threads.append(threading.Thread(target=call, daemon=True))
         threads[-1].start()
