@@ -45,3 +45,12 @@ def test_what_is_said_of_many_is_one_run() -> None:
     assert found.runs == before
     found.clear()
     assert not found
+
+
+def test_a_copy_is_on_its_own() -> None:
+    found = Pieces([(2, 5), (8, 9)])
+    copy = found.copy()
+    found.discard_run(0, 4)
+    copy.add_run(5, 8)
+    assert (list(found), len(found)) == ([4, 8], 2)
+    assert (list(copy), len(copy)) == ([2, 3, 4, 5, 6, 7, 8], 7)

@@ -216,7 +216,7 @@ class KVTwin:
 
     def spans(self) -> tuple[Spans, Spans]:
         """The full pieces that have a page of the device and may be taken: those that are clean, and the dirty ones."""
-        busy, clean = Pieces(self._away.runs), Pieces(self._clean.runs)
+        busy, clean = self._away.copy(), self._clean.copy()
         for first, end in self._coming.runs:
             busy.add_run(first, end)
         copying = tuple(self._copying.items())

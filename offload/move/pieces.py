@@ -42,6 +42,12 @@ class Pieces:
         """[first, end), ascending, none of which touch."""
         return self._runs
 
+    def copy(self) -> Pieces:
+        """The same pieces, from now on on their own."""
+        made = Pieces()
+        made._runs, made.count = self._runs, self.count
+        return made
+
     def within(self, first: int, end: int) -> list[tuple[int, int]]:
         """The runs of what lies in [first, end)."""
         return [(max(a, first), min(b, end)) for a, b in self._runs if a < end and b > first]
