@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -376,7 +376,9 @@ def test_a_run_on_a_gpu_begins_with_a_preflight(
     begun: list[str] = []
     monkeypatch.setattr(run, "no_gpu", lambda: "")
     monkeypatch.setattr(run, "run", lambda name, *_: begun.append(name) or True)
-    monkeypatch.setattr(run.subprocess, "run", lambda command, **_: begun.append(" ".join(command[1:])))
+    monkeypatch.setattr(
+        run.subprocess, "run", lambda command, **_: begun.append(" ".join(command[1:])) or SimpleNamespace(stdout="")
+    )
     for parts, expected in ((["kv"], ["preflight", "kv"]), (["cpu"], ["cpu"])):
         begun.clear()
         monkeypatch.setattr(sys, "argv", ["run.py", *parts, "--results", str(tmp_path)])
