@@ -14,7 +14,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .pool import bytes_that_exist, take_out
+from .pool import bytes_that_exist, take_out, take_out_leftovers
 
 BUDGET: Final = 2**25
 HOST: Final = 2**24
@@ -25,6 +25,7 @@ PAGES: Final = {"params": [4096, 65536], "ids": ["4KiB", "64KiB"]}
 @contextmanager
 def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     """Installs, for one thread of torch, and takes out what by then nothing may be in use of."""
+    take_out_leftovers()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(budget, page_size=page_size, host_budget=HOST, device="cpu")

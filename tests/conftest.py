@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from .pool import take_out_leftovers
+
 # Most tests are about what happens when device pages run out. Those about spilling, which hides that, turn it on.
 os.environ["BALLONET_SPILL"] = "0"
 
@@ -50,8 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def collections_are_quick() -> None:
     """Modules of torch and transformers, which stay, are not looked through again at every gc.collect() of a test.
 
-    It would take 0.3 s, in hundreds of tests. Whatever a test makes is collected as ever.
+    It would take 0.3 s, in hundreds of tests. Whatever a test makes is collected as ever. Nothing is installed before
+    the first test of a module.
     """
+    take_out_leftovers()
     gc.collect()
     gc.freeze()
 

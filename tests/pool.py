@@ -58,6 +58,13 @@ def bytes_that_exist(place: str = "device") -> int:
     return sum(found.values())
 
 
+def take_out_leftovers() -> None:
+    """Takes out what a test that failed has left installed, so that those after it do not fail too."""
+    if runtime.current() is not None:
+        with suppress(pytest.fail.Exception):  # it was said already
+            take_out(patience=1.0)
+
+
 def take_out(patience: float = 30.0) -> None:
     """Takes out what is installed. A thread behind may hold a model for a moment; what is in use after that fails the
     test, and is told with those who refer to it."""
@@ -156,6 +163,7 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
         ballonet.install(budget=budget, page_size=page_size, device="cpu")
         return runtime.require()
 
+    take_out_leftovers()
     yield install
     gc.collect()
     if (device := runtime.current()) is not None:
