@@ -512,11 +512,13 @@ def test_freeing_waits_for_what_is_queued(gpu: Simulated) -> None:
 
 def test_a_creation_can_be_made_to_fail(start: Callable[..., Simulated]) -> None:
     gpu = start(FAULT="create:2,hostnuma")
-    results = []
-    for _ in range(3):
-        handle = ctypes.c_uint64()
-        results.append(gpu.result("cuMemCreate", ctypes.byref(handle), PAGE, ctypes.byref(properties(DEVICE)), 0))
+    handles = [ctypes.c_uint64() for _ in range(3)]
+    results = [
+        gpu.result("cuMemCreate", ctypes.byref(handle), PAGE, ctypes.byref(properties(DEVICE)), 0) for handle in handles
+    ]
     assert results == [SUCCESS, OUT_OF_MEMORY, SUCCESS]
+    for handle in (handles[0], handles[2]):
+        gpu.ok("cuMemRelease", handle)
     host = AllocationProp(type=1, location=Location(HOST, 0))
     assert gpu.result("cuMemCreate", ctypes.byref(ctypes.c_uint64()), PAGE, ctypes.byref(host), 0) == NOT_SUPPORTED
     assert gpu.attribute(141) == 1  # although it says that it can
