@@ -228,6 +228,22 @@ def test_what_is_retired_while_it_is_copied_is_not_moved(gate: Gate) -> None:
         assert core.pages()["retiring"] == 0
 
 
+def test_a_page_that_is_copied_from_meanwhile_is_not_moved(gate: Gate) -> None:
+    """The move has waited for the streams by then, and the copy was submitted after that."""
+    with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:
+        one, twin = weights(core), core.range(2, "weights")
+        twin.map_host(0, 1)
+        transfer = _native.Transfer(core.device)
+        gate.close(COPIES)
+        mover = pool.submit(one.move, 0, "device")
+        eventually(gate.waiting)
+        copied = transfer.copy([(twin.address, one.address, PAGE)], after=0, owner="weights", to="host")
+        gate.open()
+        assert not mover.result()
+        copied.wait()
+        assert one.move(0, "device")
+
+
 @pytest.mark.parametrize("what", ["home", "twin"])
 def test_what_is_closed_while_its_twin_is_filled_is_not_taken(what: str, gate: Gate) -> None:
     with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:

@@ -362,6 +362,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::mutex mutex;
 
  private:
+  class Submitting;
   friend class Range;
   using Ranges = std::vector<std::shared_ptr<Range>>;
   struct Retirement {
@@ -516,6 +517,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   std::map<CUdeviceptr, std::size_t> registered_;  // host memory, and its size
   std::uint64_t changes_ = 0;                      // how often a piece came to lead elsewhere; a move does not count
   Copied copied_;
+  std::uint64_t submitted_ = 0;  // how often copies began to be submitted
+  std::size_t submitting_ = 0;   // threads that submit copies now, without the lock
   bool shut_ = false;
   bool keeping_ = true;        // pages of ranges that are closed
   std::deque<Stretch> slots_;  // the oldest first

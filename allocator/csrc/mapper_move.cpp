@@ -32,7 +32,10 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   Lock lock(mutex);
   if (!movable()) return false;
   if (to == Place::kHost) prepare(lock, host_, 1);
-  if (!quiesce(lock)) return false;
+  // Copies are submitted without the lock: one that begins after the streams have passed may use the page.
+  const std::uint64_t submitted = submitted_;
+  const auto copies_began = [&] { return submitting_ != 0 || submitted_ != submitted; };
+  if (!quiesce(lock) || copies_began()) return false;
   reap_locked(done);
   if (!movable()) return false;
   const Stretch::Piece before = range.at(index);
@@ -63,7 +66,8 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
       throw DriverError("cuMemUnmap", cuda::kOperatingSystem, "a failure", "clearing the addresses of a page's copy");
     }
     const Range::Piece& now = range.at(index);
-    if (range.closed_ || now.changed != before.changed || now.page != old || now.place != before.place || now.doomed) {
+    if (range.closed_ || now.changed != before.changed || now.page != old || now.place != before.place || now.doomed ||
+        copies_began()) {
       target.relabel(fresh, Owner::kRetiring);  // someone has retired it meanwhile
       release_page(target, fresh);
       return false;
@@ -116,6 +120,21 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
   return true;
 }
 
+// A thread that submits copies; made and ended with the lock held.
+class Mapper::Submitting {
+ public:
+  explicit Submitting(Mapper& mapper) : mapper_(mapper) {
+    ++mapper_.submitted_;
+    ++mapper_.submitting_;
+  }
+  ~Submitting() { --mapper_.submitting_; }
+  Submitting(const Submitting&) = delete;
+  Submitting& operator=(const Submitting&) = delete;
+
+ private:
+  Mapper& mapper_;
+};
+
 // The copies are submitted without the lock: the driver may read plain memory before it returns.
 Fence Mapper::copy(const std::vector<Copy>& parts, std::optional<CUstream> after, Owner owner, Place to) {
   const CUstream stream = to == Place::kDevice ? to_device_ : from_device_;
@@ -131,6 +150,7 @@ Fence Mapper::copy(const std::vector<Copy>& parts, std::optional<CUstream> after
   }
   try {
     if (!before.recorded || before.sync != 0) await(lock, streams_.awaited(before));
+    const Submitting submitting(*this);
     Unlocked unlocked(lock);
     for (CUevent event : before.events) {
       driver_.cuStreamWaitEvent(stream, event, 0U).or_throw("ordering a copy after what runs");
