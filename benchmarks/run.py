@@ -88,6 +88,7 @@ PARTS: Mapping[str, Part] = {
             ("tests/test_runtime.py",),  # compares what is free before and after
             (
                 "tests/gpu/test_core_*.py",
+                "tests/gpu/test_compiled.py",
                 "tests/test_mempool.py",
                 "tests/test_pluggable.py",
             ),
@@ -101,7 +102,7 @@ PARTS: Mapping[str, Part] = {
         test_seconds=250,
     ),
     "weights": Part(
-        tests=(("tests/gpu/test_weights_*.py", "tests/gpu/test_pace.py"),),
+        tests=(("tests/gpu/test_weights_*.py", "tests/gpu/test_manage_*.py", "tests/gpu/test_pace.py"),),
         benchmarks=("streaming", "cold_load"),
         test_seconds=130,
     ),

@@ -377,7 +377,7 @@ def test_a_run_on_a_gpu_begins_with_a_preflight(
     monkeypatch.setattr(run, "no_gpu", lambda: "")
     monkeypatch.setattr(run, "run", lambda name, *_: begun.append(name) or True)
     monkeypatch.setattr(
-        run.subprocess, "run", lambda command, **_: begun.append(" ".join(command[1:])) or SimpleNamespace(stdout="")
+        run.subprocess, "run", lambda command, **_: begun.append(" ".join(command)) or SimpleNamespace(stdout="")
     )
     for parts, expected in ((["kv"], ["preflight", "kv"]), (["cpu"], ["cpu"])):
         begun.clear()
@@ -385,7 +385,7 @@ def test_a_run_on_a_gpu_begins_with_a_preflight(
         with pytest.raises(SystemExit, match=r"^0$"):
             run.main()
         asked = [each for each in begun if "nvidia-smi" not in each and "git" not in each]
-        assert [each.split(" --out ")[0].removeprefix("-m ballonet ") for each in asked] == expected
+        assert [each.split(" --out ")[0].removeprefix(f"{sys.executable} -m ballonet ") for each in asked] == expected
         if "preflight" in expected:
             assert asked[0].endswith("-preflight.json")
             assert str(tmp_path) in asked[0]

@@ -43,6 +43,10 @@ ORDER = (
 )
 QUICK = (
     "tests/gpu/test_core_pages.py",
+    "tests/gpu/test_core_captures.py",
+    "tests/gpu/test_core_order.py",
+    "tests/gpu/test_kv_buffers.py",
+    "tests/gpu/test_weights_order.py",
     "tests/gpu/test_core_simulated.py",
 )
 
