@@ -98,7 +98,7 @@ def test_a_token_maps_nothing_while_kv_goes_through_buffers(budget: None, layers
         assert {*calls.ways[-20:]} == {Way.BUFFERS}
         assert [step.unmaps for step in settled] == [0] * len(settled)
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + layers  # mapped ahead
-        assert sum(step.maps == 0 for step in settled) >= 10
+        assert sum(step.maps == 0 for step in settled) >= 5  # a page holds four tokens
     assert torch.equal(found.tokens, expected.tokens)
 
 
