@@ -342,8 +342,8 @@ KV = (
         (
             (
                 KV_TIER,
-                "copies = [copy for _, found in ready.values() for copy in found]\n        if copies:\n            done = self.transfer.copy(copies, after=self._stream,",
-                "copies = [copy for _, found in ready.values() for copy in found]\n        if copies:\n            done = self.transfer.copy(copies, after=0,",
+                "twin.arrive(self._stream)  # some may have come home just now\n            done = self.transfer.copy(copies, after=self._stream,",
+                "twin.arrive(self._stream)  # some may have come home just now\n            done = self.transfer.copy(copies, after=0,",
             ),
         ),
         (BEHIND,),
@@ -528,8 +528,8 @@ MODELS = (
         (
             (
                 "hooks/managed.py",
-                "device = runtime.require()\n            moving.wait_for_work(device)\n",
-                "device = runtime.require()\n",
+                "            moving.wait_for_work(device)\n            seed",
+                "            seed",
             ),
             (
                 "hooks/managed.py",
