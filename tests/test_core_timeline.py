@@ -33,6 +33,7 @@ def test_every_change_of_owners_is_a_sample() -> None:
         seen.append(newest(core))
         pause()
         kv.retire(1, 2)
+        core.device.reap(wait=True)  # or a thread of the core's does so, a moment later
         seen.append(newest(core))
         pause()
         core.device.trim()
