@@ -19,6 +19,7 @@ from ballonet.allocator.errors import InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 
+from .compilations import compile_it_at_once
 from .core import arm
 
 pytestmark = pytest.mark.skipif(
@@ -158,15 +159,7 @@ def test_the_name_follows_what_it_must_agree_with(cache: Path, monkeypatch: pyte
 
 
 def test_two_processes_compile_it_at_once(tmp_path: Path) -> None:
-    script = (
-        "import sys, pathlib as p; from ballonet.allocator.companion import build; print(build(p.Path(sys.argv[1])))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    paths = {process.communicate()[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
-    assert paths == {str(path) for path in tmp_path.iterdir()}
-    assert len(paths) == 1
+    compile_it_at_once("COMPANION", tmp_path)
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path, cache: Path) -> None:

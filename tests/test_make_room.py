@@ -83,18 +83,24 @@ def test_what_nothing_could_give_is_refused_before_the_time_is_up() -> None:
     del taken
 
 
+def no_room_for(second: Any, monkeypatch: pytest.MonkeyPatch) -> BudgetError:
+    """Lowers the budget to 40 pages more than are used; what `second` is refused with when nothing is waited for."""
+    ballonet.set_budget((used() + 40) * PAGE)
+    monkeypatch.setattr(room, "PATIENCE", 0.0)
+    with pytest.raises(BudgetError) as refused:
+        ballonet.manage(second, interval=None)
+    monkeypatch.setattr(room, "PATIENCE", 60.0)
+    return refused.value
+
+
 def test_an_idle_model_makes_room_for_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = llama(), llama()
     expected = logits(first)
     with ballonet.manage(first) as managed:
         logits(first)
-        ballonet.set_budget((used() + 40) * PAGE)
-        monkeypatch.setattr(room, "PATIENCE", 0.0)
-        with pytest.raises(BudgetError) as refused:
-            ballonet.manage(second, interval=None)
-        monkeypatch.setattr(room, "PATIENCE", 60.0)
-        assert managed.pages * PAGE == refused.value.required, "they are alike"
-        ballonet.set_budget(refused.value.smallest - 4 * PAGE)  # the first one gives a layer
+        refused = no_room_for(second, monkeypatch)
+        assert managed.pages * PAGE == refused.required, "they are alike"
+        ballonet.set_budget(refused.smallest - 4 * PAGE)  # the first one gives a layer
         with ballonet.manage(second, interval=None):
             ballonet.set_budget(BUDGET)
             for _ in range(2):
@@ -107,12 +113,8 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream(monkeypatch: py
     expected = logits(first)
     with ballonet.manage(first):
         logits(first)
-        ballonet.set_budget((used() + 40) * PAGE)
-        monkeypatch.setattr(room, "PATIENCE", 0.0)
-        with pytest.raises(BudgetError) as refused:
-            ballonet.manage(second, interval=None)
-        monkeypatch.setattr(room, "PATIENCE", 60.0)
-        ballonet.set_budget(refused.value.smallest - 4 * PAGE)
+        refused = no_room_for(second, monkeypatch)
+        ballonet.set_budget(refused.smallest - 4 * PAGE)
         governor = governors.of(runtime.require())
         while all(lot.rung is not Rung.IDLE_WEIGHTS for lot in governor.lots()):
             time.sleep(0.05)

@@ -69,7 +69,7 @@ void Heap::tell_unmapped(const Arena& arena, const Span& span) {
     observer_->unmapped(arena.range->base + span.first * page_, size, arena.key.stream, arena.key.pool.pair());
 }
 
-// Of an arena that is about to go. Pre: nothing of it is live.
+// Tells the observer that all of an arena is unmapped, which is about to go. Pre: nothing of it is live.
 void Heap::tell_all_unmapped(const Arena& arena) {
   for (const Blocks::Block* block = arena.blocks.first(); block != nullptr; block = block->after) {
     if (block->state == Blocks::State::kFree) tell_unmapped(arena, {block->offset / page_, block->size / page_});

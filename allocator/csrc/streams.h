@@ -60,7 +60,7 @@ class Streams {
   bool known(CUstream stream) const;
   void note(CUstream stream);
   void forget(CUstream stream);  // it is about to be destroyed, and its work is done
-  // Of captures on any stream; they nest.
+  // Captures began or ended on any stream; they nest.
   void captures_may_begin() { ++captures_; }
   void captures_are_over(std::size_t count) { captures_ -= count; }
 

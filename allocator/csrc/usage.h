@@ -21,7 +21,7 @@ struct Level {
   }
 };
 
-// Of the blocks of one size class, or of all.
+// What is counted of the blocks of one size class, or of all.
 struct Usage {
   Level blocks, bytes, requested;     // handed out
   Level active_blocks, active_bytes;  // these, and what was given back and waits for streams

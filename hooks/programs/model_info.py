@@ -130,7 +130,7 @@ def _planned(name: str, model_class: type, config: Any) -> CachePlan:
 
 
 def _weights(model_class: type, config: Any, itemsize: int, page: int) -> Facts:
-    """Of all parameters and buffers, each once; `itemsize`: bytes of an element that is no whole number."""
+    """The bytes of all parameters and buffers, each once; `itemsize`: of an element that is no whole number."""
     with torch.device("meta"):
         model = model_class(copy.deepcopy(config))
     seen: set[int] = set()

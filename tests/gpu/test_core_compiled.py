@@ -12,6 +12,8 @@ import torch
 
 from ballonet.allocator import companion, cuda_headers
 
+from ..compilations import compile_it_at_once
+
 pytestmark = pytest.mark.gpu
 
 # {change}: what is missing here. {warnings}: how often install() says so. {raised}: of memory that runs out.
@@ -91,13 +93,4 @@ def test_it_is_compiled_with_the_headers_of_pips_torch(tmp_path: Path, monkeypat
 
 
 def test_two_processes_compile_it_at_once(tmp_path: Path) -> None:
-    script = (
-        "import sys, pathlib as p; from ballonet.allocator import companion as c; "
-        "print(c.build(p.Path(sys.argv[1]), c.TORCH_ALLOCATOR))"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    paths = {process.communicate()[0].strip() for process in both}
-    assert [process.returncode for process in both] == [0, 0]
-    assert paths == {str(path) for path in tmp_path.iterdir()}
-    assert len(paths) == 1
+    compile_it_at_once("TORCH_ALLOCATOR", tmp_path)

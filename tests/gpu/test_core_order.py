@@ -23,7 +23,7 @@ def words(place: Place) -> int:
 
 
 def number(place: Place) -> int:
-    """Of the current stream."""
+    """The handle of the current stream."""
     return torch.cuda.current_stream().cuda_stream if place.cuda else 0
 
 
@@ -104,7 +104,7 @@ def who_reads_waits_for_a_copy(place: Place) -> None:
 
 
 def the_host_waits_for_a_copy(place: Place) -> None:
-    """And finds that it has passed."""
+    """Asks whether it has passed, and finds that it has."""
     link, writer = Link(place), place.lane()
     with writer():
         place.sleep()

@@ -41,7 +41,7 @@ def a_copy_behind_waits_for_who_writes(place: Place) -> None:
 
 
 def pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
-    """And allocates nothing: the pages of a cache that is dropped meanwhile leave after what it was given."""
+    """Appends and allocates nothing: the pages of a cache that is dropped meanwhile leave after what it was given."""
     layer = ElasticLayer(CacheRanges())
     with torch.no_grad():
         new = torch.randn(2, 8, 4 * place.page // (2 * 2 * 8 * 128 * 4), 128, device=place.kind)

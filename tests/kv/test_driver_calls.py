@@ -116,7 +116,7 @@ def test_a_token_maps_nothing_where_all_is_resident(budget: None) -> None:
 
 
 def python_calls(budget: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of a decode step that fills no page."""
+    """Python calls of a decode step that fills no page."""
     monkeypatch.setenv("BALLONET_SPILL", "1")
     with installed(PAGE, budget=budget * PAGE):
         return _python_calls(way)

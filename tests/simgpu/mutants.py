@@ -138,7 +138,8 @@ def reason(said: str) -> str:
 
 
 def judge(python: Path, mutant: Mutant) -> Verdict | None:
-    """Of the first of its tests that fails with it. Those that fail without it kill nothing: None where all do."""
+    """The verdict of the first of its tests that fails with it. One that fails without it kills nothing: None where
+    all do."""
     build()
     limits = {test: limit for test in mutant.tests if (limit := limit_of(python, mutant, test))}
     if not limits:
