@@ -294,6 +294,12 @@ class Range:
 
         False as for `alias`, and where others lead to these pages. BallonetError where a side has no page of its own.
         """
+    def adopt(self, first: int, spare: Range, spare_first: int, count: int) -> bool:
+        """These pieces, which lead to another range, get the device pages of `spare` at [spare_first, ...) as their
+        own: what can be read there must be the same. `spare` has them no more.
+
+        False as for `alias`, and where tensors show the pages at the addresses of `spare`. BallonetError where a piece
+        leads nowhere, or where a page is not of the device."""
     def place(self, piece: int) -> Literal["", "device", "host", "peer"]:
         """Where the page is that the piece leads to; "" where there is none."""
     def alias(self, first: int, source: Range, source_first: int, count: int) -> bool:

@@ -169,7 +169,7 @@ class Decoding:
 
     def forget(self, patience: float) -> dict[str, float]:
         """The layers are as if they had never been taken: s until then."""
-        return {"twins s": self._until(lambda: not any(self._managed.twins), patience)}
+        return {"twins s": self._until(lambda: self._managed.host_pages == 0, patience)}
 
     def _until(self, done: Callable[[], bool], patience: float) -> float:
         begin = time.monotonic()

@@ -7,8 +7,8 @@ Note [Leases and interrupts]
     when the thread comes by again, or ends.
 
 Note [Chaos and backward]
-    A forward has ended, and so has its lease, when backward reads weights that its graph holds. Nothing is taken that
-    anyone holds (streaming/watched.py), but chaos asks nobody. So once threads have run the model with gradients the
+    A forward has ended, and so has its lease, when backward reads weights that its graph holds, perhaps on a thread of
+    autograd's own. So once threads have run the model with gradients the
     others move its weights only while no graph holds any. Who looks whether that is so, and moves them, has a lock, for
     which forwards wait that have their lease already: nobody gets from there to a backward in the meantime.
 
@@ -28,10 +28,8 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -39,13 +37,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..allocator._native import Range
 from ..allocator.errors import ModelInUse
 from ..offload.govern.levers import Lever
 from ..offload.move.chaos import Chaos
 from .gate import Gate
 from .lease import ForwardLease, current
+from .streaming.bound import opaquely
 from .streaming.turns import Turn, Turns
-from .streaming.watched import opaquely
 from .weights.ranges import Weights
 
 _CALL = nn.Module._call_impl.__code__
@@ -130,7 +129,7 @@ class Forwards:
     def running(self) -> bool:
         """Whether a forward of the model runs now, on any thread."""
         self._forget_interrupted(sys._getframe())
-        return self._weights.group.leases > 0
+        return self._weights.group.leases > self._turns.leases
 
     def _is_unhooked(self) -> bool:
         return self._unhooked
@@ -154,27 +153,26 @@ class Forwards:
         if self._thread.calls:
             self._thread.calls.append((id(frame), None))
             return
-        turn = self._turns.begin(frame)  # before the lease: whoever has the turn may need pages that no one leases
-        outermost = _Outermost(turn)
+        outermost = _Outermost(Turn())
         self._thread.calls.append((id(frame), outermost))  # before it holds anything
-        turn.abandon = partial(_abandon, weakref.ref(outermost))
+        self._layers.prepare(outermost.turn)  # before the lease: layers may have to be moved for it
         outermost.lease = self._lease()
         outermost.lease.open().enter_group(self._weights.group)
         if self._gate is not None and self._gate.is_closed:  # by whoever did not see the lease
-            outermost.abandon()
+            outermost.lease.close()
             self._gate.wait()
             outermost.lease = self._lease()
             outermost.lease.open().enter_group(self._weights.group)
         if self._is_unhooked():
-            outermost.abandon()
-            self._turns.end(turn)
+            outermost.lease.close()
+            self._turns.end(outermost.turn)
             self._thread.calls.pop()
             return
         if self.chaos is not None:
             with self._moving:
                 self._note_gradients()
         self._before(args, kwargs)
-        self._turns.fly(turn)
+        self._layers.begin(outermost.turn)
         self._weights.use(None)
 
     def _leave(self) -> None:
@@ -194,8 +192,11 @@ class Forwards:
         # Did another thread find no pages? This one may have some that it can do without.
         if self._weights.device.demand:
             self._obey()
-        self._layers.enter(layer)
-        self._weights.use(layer)
+        slot = self._layers.enter(layer)
+        if slot is None:
+            self._weights.use(layer)
+        else:
+            slot.note_use(self._weights.stream(), False)
 
     def _note_gradients(self) -> None:
         if torch.is_grad_enabled():
@@ -217,10 +218,11 @@ class Forwards:
         try:
             if outermost is not None:
                 self._after()
-                self._turns.land(outermost.turn)
+                self._layers.end(outermost.turn)
         finally:
             if outermost is not None:
-                outermost.abandon()
+                if outermost.lease is not None:
+                    outermost.lease.close()
                 self._turns.end(outermost.turn)
             self._thread.calls.pop()  # last: what is interrupted before is done again
 
@@ -232,21 +234,14 @@ class _Outermost:
         self.turn = turn
         self.lease: ForwardLease | None = None
 
-    def abandon(self) -> None:
-        """On any thread."""
-        if self.lease is not None:
-            self.lease.close()
-
-
-def _abandon(reference: weakref.ref[_Outermost]) -> None:
-    if (outermost := reference()) is not None:
-        outermost.abandon()
-
 
 class Layers(Protocol):
-    """What is told of decoder layers."""
+    """What is told of forwards and of decoder layers; `enter` returns what the layer is read from, None for itself."""
 
-    def enter(self, layer: int) -> None: ...
+    def prepare(self, turn: Turn) -> None: ...
+    def begin(self, turn: Turn) -> None: ...
+    def end(self, turn: Turn) -> None: ...
+    def enter(self, layer: int) -> Range | None: ...
     def leave(self, layer: int) -> None: ...
 
 
@@ -283,7 +278,7 @@ class _Entry(Hook):
 
 
 class _OfLayer(Hook):
-    """Where `opaque` a hook at which the compiler breaks its graph. See streaming/streamed.py, Note [Streaming and
+    """Where `opaque` a hook at which the compiler breaks its graph. See streaming/bound.py, Note [Streaming and
     torch.compile]."""
 
     opaque = False

@@ -9,10 +9,10 @@ Note [What was read]
     by a graph nobody tells. What may have been read counts as captured:
     - where a forward of the model is open on the thread when a capture begins, or begins within one, all layers that
       are at home: a compiled layer reads its weights with no hook;
-    - where a module of a layer is called by itself, or someone looks at a layer that is watched, that layer;
+    - where a module of a layer is called by itself, that layer;
     - what another graph has captured whose memory this one shares, as it may be the backward of that one, or which is
       replayed within the capture.
-    A weight that is read by a reference, outside of any module, is not noticed.
+    A weight that is read outside of any module is not noticed, unless its layer streams.
 
 Note [Replays]
     A replay is leased as a forward is: by every group that was captured, until its kernels are submitted. Then they are
@@ -65,6 +65,9 @@ class Model(Protocol):
     @property
     def here(self) -> bool:
         """Is a forward of it open on this thread?"""
+
+    def prepare_capture(self) -> None:
+        """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[Record]) -> None:
         """These layers, with None all that are at home, are about to be captured: `Record.add`. ManageError where one
@@ -193,6 +196,8 @@ class _Graphs(captures.Listener):
             Farewell(graph, partial(_drop, id(graph)), _leave)
         record = _records[id(graph)] = Record(before)
         models = _managed()
+        for model in models:
+            model.prepare_capture()
         record.begin(models)
         for each in list(_records.values()):
             if pool is not None and each.pool == pool and each is not record:

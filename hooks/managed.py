@@ -36,11 +36,11 @@ from .measure.point import point_of
 from .measure.report import Report
 from .streaming.elastic import Elastic, Options
 from .streaming.turns import Turns
-from .streaming.watched import in_graphs
 from .weights import moving
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
-from .weights.ranges import Files, Finder, Weights, nowhere
+from .weights.ranges import Files, Weights
+from .weights.storages import in_graphs
 
 if TYPE_CHECKING:
     from .prefix.store import PrefixStore
@@ -232,13 +232,12 @@ class Managed:
             undo.callback(self._detach)
             self._pace = Pace(marks_of(device), driver=device.driver_ns)
             self._weights = Weights(device, self._pace.waiting)
-            self._turns = Turns(self._name)
+            self._turns = Turns(self._weights.group)
             self._follower = Follower(self._weights)
             undo.callback(self._follower.close)
-            find = _finder(self._model) if generators else nowhere
             governor = governors.of(device)
-            self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, find, options)
-            plan = self._follower.adopt(model, rule, files, find, progress)
+            self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
+            plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
             chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None)
             self._behind = False  # was a look at the model broken off?
@@ -276,7 +275,7 @@ class Managed:
             self._forwards.forget,
             self._forwards.unhook,
             self._detach,
-            self._come_to_rest,
+            self._show_what_is_left,
             self._elastic.close,
             self._weights.forget,
         )
@@ -298,23 +297,13 @@ class Managed:
 
     @property
     def host_pages(self) -> int:
-        """Host pages that hold weights of its layers that stream, or may at any moment."""
+        """Host pages that hold weights of its layers that stream."""
         return self._weights.host_pages
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """The decoder layers that stream."""
+        """The decoder layers that stream: their parameters are on the host, for everyone but their own forward."""
         return self._weights.away()
-
-    @property
-    def flying(self) -> bool:
-        """Do the addresses of those layers lead to slots now? See `resident`."""
-        return bool(self._weights.ring.flying)
-
-    @property
-    def twins(self) -> tuple[int, int]:
-        """How many resident layers have twins, and how many are to have one; they are made in the background."""
-        return self._elastic.twins
 
     @property
     def pace(self) -> Pace:
@@ -326,14 +315,6 @@ class Managed:
         """Tensors that are not in the pool's ranges -> why: those that cannot be moved, and what was changed since and
         could not be taken in again, as of the last look at the model, which is at the first forward after a change."""
         return dict(self._follower.left)
-
-    @property
-    def held(self) -> dict[str, str]:
-        """Tensors of layers that stream which someone outside of the model holds, so that these layers stay at rest ->
-        who, as far as Python can tell. Empty where nothing keeps them from flying under `torch.no_grad()`. It takes a
-        while: all objects that there are are looked through."""
-        model = self._model()
-        return {} if self.released or model is None else self._elastic.streaming.held(model)
 
     def report(self) -> Report:
         """What streams and why, what it costs by the record and as it was measured, and what went over the link."""
@@ -350,14 +331,14 @@ class Managed:
         return self._forwards.chaos
 
     def resident(self) -> AbstractContextManager[None]:
-        """Within it no layer streams, so that any reference to a weight can be read at any time, as can those that are
-        taken through the model outside of it. ManageError, DriverError."""
-        return self._turns.resident()
+        """Within it layers stay where they are, and those that stream are read on the host. So a thread that reads
+        weights by references of its own, while others run models that may need pages, reads them in it."""
+        return self._turns.section()
 
     def editable(self) -> AbstractContextManager[None]:
-        """Within it any reference to a weight can be written, as can those that are taken through the model outside of
-        it. ManageError, DriverError."""
-        return self._turns.resident(self._elastic.forget_twins)
+        """As `resident`: what a forward of a layer writes to its own weights within it stays, as does what is written
+        in any other way."""
+        return self._turns.section()
 
     def release(self) -> None:
         """Gives the model back as it was: the same tensors, in torch's own memory, without hooks. Again: does nothing.
@@ -368,8 +349,7 @@ class Managed:
         self._check_not_running()
         if self._prefixes is not None:
             self._prefixes.flush(PATIENCE)
-        # In this order: a forward that looks at its model has the turn. Layers come to rest one by one.
-        with self._turns.at_rest(or_flying=True), _lock:
+        with _lock:
             model = self._model()
             if self.released or model is None:
                 return
@@ -387,7 +367,7 @@ class Managed:
             self._weights.restore(model)
         except BaseException:
             with suppress(BallonetError, PoolExhausted):  # then it is made up for at the next forward
-                self._follow(model, 1)  # what flies is watched again at once
+                self._follow(model, 1)
             self._elastic.resume()
             raise
         self._forget_prefixes()
@@ -420,11 +400,12 @@ class Managed:
         if model is not None:
             _managed.pop(model, None)
 
-    def _come_to_rest(self) -> None:
-        """The model is gone, and its ranges go with its tensors. What outlives it, or nothing, comes to rest; it cannot
-        where its file is another one by now."""
-        with suppress(BallonetError, PoolExhausted), self._turns.at_rest():
-            pass
+    def _show_what_is_left(self) -> None:
+        """The model is gone, and its ranges go with its tensors. What outlives it can be read; it cannot where its file
+        is another one by now."""
+        with suppress(BallonetError, PoolExhausted):
+            for layer in self._weights.on_host():
+                self._weights.ring.reveal(layer)
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""
@@ -465,7 +446,6 @@ class Managed:
             return f"<Managed {self._name}: {self._end()}>"
         weights = f"{self.pages} pages ({format_size(self.pages * self._weights.device.page_size)}) of weights"
         streamed = f", {len(self.streamed)} of them streamed" if self.streamed else ""
-        streamed += ", at rest" if self.streamed and not self.flying else ""
         kept = len(self._elastic.kept_layers)
         captured = f", {kept} of them in CUDA graphs" if kept else ""
         return f"<Managed {self._name}: {self._forwards.layers} decoder layers{streamed}{captured}, {weights}>"
@@ -484,11 +464,7 @@ class Managed:
             rows.append(("weights on the host", f"{self.host_pages:,} pages", format_size(self.host_pages * page)))
         if self._elastic.kept_layers:
             rows.append(("layers that stay at home", len(self._elastic.kept_layers), "in CUDA graphs"))
-        made, wanted = self.twins
-        if wanted:
-            rows.append(("resident layers with twins", f"{made} of {wanted}", ""))
         rows += [(f"left: {name}", why, "") for name, why in self.left.items()]
-        rows += [(f"at rest: {name}", why, "") for name, why in list(self.held.items())[:8]]
         return table(self._name, ("of the model", "", "memory"), rows)
 
     def _end(self) -> str:
@@ -560,12 +536,6 @@ def _nothing() -> None:
 def _in_graphs(reference: weakref.ref[nn.Module]) -> bool:
     model = reference()
     return model is not None and in_graphs(model)
-
-
-def _finder(model: weakref.ref[nn.Module]) -> Finder:
-    from .weights.files import finder
-
-    return finder(model)
 
 
 def _attach_prefixes(

@@ -138,8 +138,6 @@ class FakeModel:
         self.gone: set[int] = set()  # layers that were taken
         self.changes = 0
         self.asked = 0
-        self.twins = 0, 0
-        self.covered: list[tuple[int, ...]] = []
         self.entries: Callable[[int], bool] = lambda layer: True
         self.decisions: list[Decision] = []
         self.loaded = 0  # pages that came back from the host
@@ -173,9 +171,6 @@ class FakeModel:
 
     def give_up(self, pages: int) -> int:
         return 0
-
-    def cover(self, layers: Sequence[int]) -> None:
-        self.covered.append(tuple(layers))
 
     def arrange(self, governor: Governor, plan: Plan) -> None:
         """As a managed model does it. Pages that it needs beyond those that it has are taken if need be."""

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -181,14 +180,11 @@ def test_smollm2_says_the_same_with_half_of_its_weights(smollm2: Path) -> None:
             layer.register_forward_hook(look)
         assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), expected)
         managed = ballonet.manage(model)
-        assert managed.flying
+        assert managed._weights.ring.copied > 0
         assert 10 < len(managed.streamed) < len(model.model.layers)
         assert managed.host_pages == 0
         assert ballonet.stats().copied.weights_d2h == 0
         assert budget // 2 < peak <= budget
-        for thread in threading.enumerate():
-            if thread.name == "ballonet-twins":  # it may be reading the file
-                thread.join(60)
         del model, layer
 
 

@@ -11,7 +11,6 @@ from ballonet.offload.govern import governor as governor_module
 from ballonet.offload.govern import overview
 from ballonet.offload.govern.governor import Governor
 from ballonet.offload.govern.overview import DWELL, PAUSE
-from ballonet.offload.govern.pages import FORGET
 from ballonet.offload.measured.record import Point
 from ballonet.offload.measured.traffic import Traffic, sent
 
@@ -69,49 +68,6 @@ def test_layers_that_cannot_be_taken_are_not_in_the_list() -> None:
     governor.remove(a)
     with pytest.raises(KeyError):
         governor.before(a, Point("decode", 1, 1))
-
-
-def test_twins_are_prepared_only_once_pages_are_scarce() -> None:
-    device, governor, _, (a, b) = governed(160, {}, {})
-    a.step(governor, kv=39)
-    a.step(governor)
-    assert a.covered == b.covered == [], "half of what is left: a model in a large pool pays nothing"
-    a.step(governor, kv=2)
-    a.step(governor)
-    assert (a.covered, b.covered) == ([(0, 4, 2)], [(0, 4, 2, 6, 1)])
-    device.kv = 0
-    a.step(governor)
-    assert len(a.covered) == 1
-    roomy, other, _, (c,) = governed(1000, {"tpot": 0.1})
-    c.step(other)
-    assert c.plan.streamed
-    d = FakeModel(roomy, "d")
-    other.add(d)
-    d.step(other)
-    assert d.covered == [(0, 4, 2, 6, 1), (0, 4, 2)], "somebody has an SLO"
-
-
-def test_twins_are_given_up_once_pages_have_been_ample_for_long() -> None:
-    device, governor, clock, (a,) = governed(160, {})
-
-    def after(seconds: float, kv: int) -> bool:
-        clock.now, device.kv = clock.now + seconds, kv
-        a.step(governor)
-        return governor.prepares
-
-    home = a.here
-    assert not after(0, 0)
-    assert after(1, 160 - home - 39), "short"
-    assert after(10 * FORGET, 160 - home - 41), "not short, and not ample"
-    assert after(1, 0)
-    assert after(FORGET - 1, 0)
-    assert after(0.5, 160 - home - 41), "not ample for a moment"
-    assert after(1, 0)
-    assert after(FORGET - 1, 0)
-    assert not after(1, 0)
-    covered = len(a.covered)
-    assert after(1, 160 - home - 39)
-    assert len(a.covered) == covered + 1, "again"
 
 
 def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
@@ -200,7 +156,6 @@ def test_models_are_called_without_the_lock() -> None:
         return True
 
     a.entries = other_thread
-    a.cover = other_thread  # type: ignore[method-assign, assignment]
     device.withdraw = other_thread  # type: ignore[method-assign, assignment]
     device.kv = 20
     a.step(governor)

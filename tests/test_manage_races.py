@@ -11,7 +11,6 @@ import torch
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.hooks.streaming.turns import Turn, Turns
 
 from .models import build, prompts
 from .pool import tiny_layers
@@ -78,54 +77,15 @@ def managed_model(interval: int | None) -> tuple[Any, ballonet.Managed, torch.Te
     return model, managed, expected
 
 
-def test_a_forward_that_begins_takes_nothing_in_once_the_model_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, managed, expected = managed_model(None)
+@pytest.mark.parametrize("interval", [None, 2])
+def test_a_forward_that_begins_takes_nothing_in_once_the_model_is_released(
+    monkeypatch: pytest.MonkeyPatch, interval: int | None
+) -> None:
+    model, managed, expected = managed_model(interval)
+    with install.stock():
+        model.register_buffer("extra", torch.zeros(PAGE))
     forward = Beginning(model, managed, monkeypatch)
     managed.release()
     forward.go_on.set()
     assert torch.allclose(forward.result(), expected, atol=1e-5)
     assert none_in_pool(model)
-
-
-def test_release_waits_for_a_turn_and_keeps_no_one_from_ending_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward has its turn, and something to take in, for which it needs the lock of `manage()`."""
-    model, managed, expected = managed_model(2)
-    with install.stock():
-        model.register_buffer("extra", torch.zeros(PAGE))
-    forward = Beginning(model, managed, monkeypatch)
-    waits = threading.Event()
-    take = Turns._take
-
-    def taking(self: Turns, turn: Turn) -> None:
-        waits.set()
-        take(self, turn)
-
-    monkeypatch.setattr(Turns, "_take", taking)
-    releasing = started(managed.release)
-    assert waits.wait(LONG)
-    forward.go_on.set()
-    assert torch.allclose(forward.result(), expected, atol=1e-5)
-    assert ended(releasing)
-    assert managed.released
-    assert none_in_pool(model)
-
-
-def test_a_turn_that_is_held_at_rest_is_held_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns()
-    looks = threading.Semaphore(0)
-    abandoned = Turn.abandoned
-
-    def looking(self: Turn) -> bool:
-        looks.release()
-        return abandoned(self)
-
-    def other() -> None:
-        with turns.at_rest():
-            pass
-
-    monkeypatch.setattr(Turn, "abandoned", looking)
-    with turns.at_rest():
-        waiting = started(other)
-        assert looks.acquire(timeout=LONG)
-        assert looks.acquire(timeout=LONG)  # it has looked, and waits still
-    assert ended(waiting)

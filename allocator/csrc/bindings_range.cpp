@@ -111,6 +111,12 @@ void bind_range(py::module_& module) {
           },
           py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), py::arg("home"), ReleaseGil())
       .def(
+          "adopt",
+          [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count) {
+            return r.mapper().adopt(*r.range, first, *spare.range, spare_first, count);
+          },
+          py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), ReleaseGil())
+      .def(
           "place",
           [](RangeHandle& r, std::size_t piece) {
             const std::optional<Place> place = r.mapper().place(*r.range, piece);

@@ -140,6 +140,10 @@ void Driver::idle_at_fork(CUdeviceptr address, std::size_t size) const {
   if (standin_.ballonet_standin_idle != nullptr) standin_.ballonet_standin_idle(address, size);
 }
 
+void Driver::hold(CUdeviceptr address, std::size_t size, bool held) const {
+  if (standin_.ballonet_standin_hold != nullptr) standin_.ballonet_standin_hold(address, size, held ? 1 : 0);
+}
+
 void Driver::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const {
   if (standin_.ballonet_standin_use == nullptr) return;
   const CUresult code = standin_.ballonet_standin_use(address, size, stream, write ? 1 : 0);

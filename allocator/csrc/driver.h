@@ -92,6 +92,9 @@ class Driver {
   void configure(const BallonetStandinConfig& config) const;
   // For the fork that is about to happen: these bytes are not worth a copy in the child. Stand-in only.
   void idle_at_fork(CUdeviceptr address, std::size_t size) const;
+  // While `held` the mapping of these bytes can be read until another one takes its place. Stand-in only: see Note
+  // [Readers without a lease] in mapper_alias.cpp.
+  void hold(CUdeviceptr address, std::size_t size, bool held) const;
   // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const;
 

@@ -168,14 +168,15 @@ struct BallonetStandinConfig {
 //   ptr+size)
 //   ballonet_standin_idle       for the next fork only: nobody needs the bytes of [ptr, ptr+size), so the child gets
 //   zeros there and no copy
-//   ballonet_standin_violation  copies the newest message of the order checker or of a strict refusal on this
-//   thread ballonet_standin_memfds     the descriptors of the memfds `ballonet-device`, `ballonet-host`,
-//   `ballonet-peer`
+//   ballonet_standin_hold       a mapping can be read while another one takes its place, until held = 0
+//   ballonet_standin_violation  copies the newest message of the order checker or of a strict refusal on this thread
+//   ballonet_standin_memfds     the descriptors of the memfds `ballonet-device`, `ballonet-host`, `ballonet-peer`
 // clang-format off
 #define BALLONET_STANDIN_FUNCTIONS(X)                                                                                 \
   X(ballonet_standin_configure,  "ballonet_standin_configure",  const BallonetStandinConfig*)                         \
   X(ballonet_standin_use,        "ballonet_standin_use",        CUdeviceptr, std::size_t, CUstream, int)              \
   X(ballonet_standin_idle,       "ballonet_standin_idle",       CUdeviceptr, std::size_t)                             \
+  X(ballonet_standin_hold,       "ballonet_standin_hold",       CUdeviceptr, std::size_t, int)                        \
   X(ballonet_standin_violation,  "ballonet_standin_violation",  char*, std::size_t)                                   \
   X(ballonet_standin_memfds,     "ballonet_standin_memfds",     int*, int*, int*)
 // clang-format on

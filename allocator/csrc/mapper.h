@@ -62,6 +62,27 @@ class Unlocked {
   Lock& lock_;
 };
 
+// While it lives, what is added can be read although its pages are exchanged: see Note [Readers without a lease] in
+// mapper_alias.cpp.
+class Readable {
+ public:
+  Readable(const Driver& driver, std::size_t page_size) : driver_(driver), page_size_(page_size) {}
+  ~Readable() {
+    for (CUdeviceptr address : addresses_) driver_.hold(address, page_size_, false);
+  }
+  Readable(const Readable&) = delete;
+  Readable& operator=(const Readable&) = delete;
+  void add(CUdeviceptr address) {
+    addresses_.push_back(address);
+    driver_.hold(address, page_size_, true);
+  }
+
+ private:
+  const Driver& driver_;
+  const std::size_t page_size_;
+  std::vector<CUdeviceptr> addresses_;
+};
+
 enum class Backing : std::uint8_t { kNone, kDevice, kHost, kPeer, kAlias, kRetiring, kKept };
 enum class Place : std::uint8_t { kDevice, kHost, kPeer };
 
@@ -229,6 +250,9 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   bool alias(Range& range, std::size_t first, Range& source, std::size_t source_first, std::size_t count);
   // The reverse: aliased pieces get device pages of their own, whose contents are undefined. Throws PoolExhausted too.
   bool own(Range& range, std::size_t first, std::size_t count);
+  // Aliased pieces get the device pages of `spare` as their own, which hold the same bytes; `spare` has them no more.
+  // All or none; false as for `alias`, and where tensors show those pages. Throws DriverError, UsageError.
+  bool adopt(Range& range, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count);
   // Pages of `spare` come to pieces of `twin`, whose own become free, and the same pieces of `home` lead there where
   // they led to those: all hold the same bytes, so that nothing that was admitted is void. `spare` has them no more.
   // All or none; false as for `alias`, and where others lead to these pages. Throws DriverError, UsageError.

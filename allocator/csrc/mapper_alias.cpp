@@ -7,6 +7,12 @@
 // submitted has passed, and only while no other thread holds a lease on the layer. What the addresses then show is what
 // the other range holds or, with pages of their own again, nothing in particular: the caller copies in what belongs
 // there.
+//
+// Note [Readers without a lease]
+// A thread that computes with a weight outside of any forward holds no lease. On the stand-in it reads what it should
+// at any moment: both pages hold the same bytes, and the one takes the place of the other in one step (`Readable`). A
+// driver has no such call: from the unmap to the access of the next page the address is bare, and what another thread
+// submits just then fails. So such a thread takes a lease (`Managed.resident`).
 #include <algorithm>
 #include <exception>
 
@@ -83,6 +89,39 @@ bool Mapper::own(Range& range, std::size_t first, std::size_t count) {
   for (PageId page : take_pages(device_, count, range.owner, kNoPage, done))
     targets.push_back({page, Backing::kDevice, Place::kDevice});
   exchange({{range, first, targets}});
+  return true;
+}
+
+bool Mapper::adopt(Range& range, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count) {
+  Ranges done;
+  std::unique_lock<std::mutex> lease;
+  if (!may_change(range, lease)) return false;
+  if (spare.group != range.group) throw UsageError("a range of another group");
+  const auto check = [&] {
+    check_span(range, first, count);
+    check_span(spare, spare_first, count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const Range::Piece &piece = range.at(first + i), &page = spare.at(spare_first + i);
+      if (piece.backing != Backing::kAlias || piece.doomed) {
+        throw UsageError(format("piece %zu does not lead to another range", first + i));
+      }
+      if (page.backing != Backing::kDevice || page.doomed) {
+        throw UsageError(format("piece %zu of the other range has no device page of its own", spare_first + i));
+      }
+      if (page.pins > 0 || device_.mappings(page.page) != 1) return false;
+    }
+    return true;
+  };
+  DriverScope scope(driver_, context_.handle);
+  Lock lock(mutex);
+  if (!check() || !quiesce(lock) || !check()) return false;
+  reap_locked(done);
+  std::vector<Target> pages;
+  for (std::size_t i = 0; i < count; ++i) {
+    pages.push_back({spare.at(spare_first + i).page, Backing::kDevice, Place::kDevice});
+  }
+  const std::vector<Target> nothing(count, Target{kNoPage, Backing::kNone, Place::kDevice});
+  exchange({{range, first, pages}, {spare, spare_first, nothing}});
   return true;
 }
 
@@ -163,6 +202,10 @@ void Mapper::exchange(const std::vector<Change>& changes) {
       const Range::Piece& piece = change.range.at(change.first + i);
       steps.push_back({change.range, change.first + i, {piece.page, piece.backing, piece.place}, change.targets[i]});
     }
+  }
+  Readable readable(driver_, page_size);
+  for (const Step& step : steps) {
+    if (step.after.page != kNoPage) readable.add(address(step.range, step.index));
   }
   std::size_t reached = 0;
   std::exception_ptr failed;

@@ -52,6 +52,8 @@ bool Mapper::move(Range& range, std::size_t index, Place to) {
 
   // Fill the new page at the scratch addresses.
   const CUdeviceptr here = address(range, index);
+  Readable readable(driver_, page_size);
+  readable.add(here);
   try {
     map_page(context_.scratch, target, fresh);
     scratch_pool_ = &target;

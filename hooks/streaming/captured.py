@@ -25,7 +25,6 @@ from ...offload.decide.plan import Plan
 from ...offload.govern.governor import Governor
 from .. import governors, graphs
 from ..forwards import Hook
-from ..measure.marks import relaxed
 from ..measure.pace import Pace
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
@@ -74,20 +73,12 @@ class Captured(ABC):
     def kept_pages(self) -> int:
         return sum(self._pages[layer] for layer in self._kept)
 
-    @property
-    def alone(self) -> bool:
-        """Does the forward that asks hold the only lease on the model, but for captures?"""
-        return self.group.leases - graphs.leases(self.group) <= 1
-
     def keep(self, layers: Iterable[int] | None, records: Sequence[graphs.Record]) -> None:
         with self._lock:
-            away = {*self._weights.away(), *self._weights.ring.streamed}
-            chosen = set(range(len(self._order))) - away if layers is None else set(layers)
-            if not chosen.isdisjoint(away):
+            on_host = {*self._weights.on_host(), *self._weights.ring.streamed}
+            chosen = set(range(len(self._order))) - on_host if layers is None else set(layers)
+            if not chosen.isdisjoint(on_host):
                 raise ManageError(CAPTURED)
-            with relaxed(self.device):
-                for layer in chosen:
-                    self._weights.ring.settle(layer)  # no replay waits for the copy of one that came home just now
             for each in records:
                 each.add(self, [self._order[layer] for layer in chosen])
             self._keep_home()
@@ -132,6 +123,10 @@ class Captured(ABC):
         self._kept = now
         self._plan_of(self.plan.streamed, self.plan.slots)
         self._replanned()
+
+    @abstractmethod
+    def prepare_capture(self) -> None:
+        """See graphs.Model."""
 
     @abstractmethod
     def _replanned(self) -> None:

@@ -38,7 +38,7 @@ from ...offload.decide.plan import Plan, Rule, Same
 from . import room
 from .layers import decoder_layers, layer_lists
 from .moving import tenants_of, torch_device
-from .ranges import Files, Finder, Weights, nowhere
+from .ranges import Files, Weights
 from .refusals import refuse_what_moves_weights
 from .storages import Member, Span, members, spans, survey
 
@@ -73,13 +73,12 @@ class Follower:
         model: nn.Module,
         rule: Rule,
         files: Files | None = None,
-        find: Finder = nowhere,
         progress: Callable[[int], object] = int,
     ) -> Plan:
         """Moves every parameter and buffer of `model` into ranges, all or none, and follows it until `close()`.
 
         `rule`: which of its decoder layers stream. `files`: what lies in files, where the model was just loaded from
-        some, and may be on the CPU; `find`, `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
+        some, and may be on the CPU; `progress`: as for `Weights.adopt`. Raises WrongDevice, ManageError,
         BudgetError, torch.OutOfMemoryError, WeightsFileChanged, DriverError.
         """
         refuse_what_moves_weights(model)
@@ -91,7 +90,7 @@ class Follower:
         if found.refused is not None:
             raise found.refused
         working = room.working_pages(model, layers, self._weights.device.page_size)
-        plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, find, progress)
+        plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
         _watch(self)
@@ -152,7 +151,7 @@ class Follower:
                     chosen,
                     0,
                     len(layers),
-                    Same(frozenset((*self._weights.ring.streamed, *self._weights.away()))),
+                    Same(frozenset((*self._weights.ring.streamed, *self._weights.on_host()))),
                     _still(layers),
                 )
         except (BallonetError, torch.OutOfMemoryError) as error:

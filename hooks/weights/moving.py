@@ -80,7 +80,6 @@ class MoveIn:
         self._loader = loader
         self._progress = progress
         self._before: dict[int, torch.Tensor] = {}  # id of a tensor in a file -> what it was: no memory of its own
-        self.made = 0  # storages
 
     def do(self, step: Step) -> None:
         page = step[0][0].nbytes // step[0][0].pieces
@@ -91,7 +90,6 @@ class MoveIn:
                 fill = self._back(opened, first, -(-(offset + span.nbytes) // page) - first)
                 self._note(opened.address + offset, span.nbytes, True)
                 flat = flat_over(opened, offset, span.nbytes)
-                self.made += 1
                 if fill:
                     self._fill(span, flat)
                 for tensor in span.tensors:

@@ -1,14 +1,13 @@
 """Weights in ranges: where a model's parameters and buffers lie in the pool, and where they are beside that.
 
 Note [Weights that stream]
-    The addresses of a layer that streams lead to its twin's pages or to a slot; which of them when is told in
-    hooks/streaming and offload/move/ring.py. Everything here treats its ranges as any other. A layer at home may have
-    a twin as well: then its pages can be had at any moment.
+    The addresses of a layer that streams lead to its twin's pages for as long as it does, and what its own forward
+    reads instead is told in hooks/streaming. Everything here treats its ranges as any other. A resident layer has a
+    twin without pages: the addresses where its weights go when it gives its own.
 
 Note [Which twin]
-    Where all of a range lies in weights files byte for byte its twin is those files, and no second copy is in memory.
-    Of a model that transformers has just loaded on the CPU that is known without reading a byte, as its weights are
-    views of the mapped files; of any other its weights are compared with the files that it says it was loaded from.
+    Where all of a range lies in weights files byte for byte, of a model that was just loaded and that nobody has seen
+    yet, its twin is those files, and no second copy is in memory until somebody looks. All others have page twins.
 
 Note [Whose pages they are]
     A page belongs to the tensors over it and goes with the last of them (`auto_retire`): at once where a weight is
@@ -19,10 +18,9 @@ Note [Whose pages they are]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-import torch
 from torch import nn
 
 from ...allocator._native import Device, Range
@@ -33,17 +31,10 @@ from ...offload.move.ring import Part, Ring, live
 from ...offload.move.twins import Twin
 from ...offload.move.weights_file import FileSpan
 from . import moving, room
-from .mapped import same
 from .moving import MoveIn, Step
 from .storages import Member, Span, members, spans
 
 Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
-Finder = Callable[[Set[int]], Files]  # the same for those of the given ids that lie in files
-
-
-def nowhere(ids: Set[int]) -> Files:
-    """For a model of which no files are known."""
-    return {}
 
 
 class Weights:
@@ -62,11 +53,11 @@ class Weights:
         self._note = moving.note_of(device)
         # Of each decoder layer by its index; under None those of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
-        self.ring = Ring(device, self.group, _unchanged, waiting)
+        self.ring = Ring(device, self.group, waiting)
         self._file_twins = FileTwins(device)
-        self._made = 0  # storages over the ranges, so far
         self._twins: dict[int, Twin] = {}  # by the address of the range
-        self._slot_of: dict[int, Range] = {}  # of a range that is to fly as soon as it is made
+        self._hosted: set[int] = set()  # addresses of ranges whose tensors are moved in on the host
+        self._blank: Range | None = None  # a page, see twins.py, Note [File twins]
 
     def all_ranges(self) -> list[Range]:
         return [each for of_layer in list(self.ranges.values()) for each in of_layer]
@@ -75,11 +66,6 @@ class Weights:
     def pages(self) -> int:
         """Device pages that are behind the ranges now, and behind the slots."""
         return sum(each.backed for each in self.all_ranges() if not is_away(each)) + self.ring.pages
-
-    @property
-    def storages(self) -> int:
-        """Storages that lie over the ranges, whoever uses them."""
-        return self._made - self.group.unpinned
 
     @property
     def host_pages(self) -> int:
@@ -99,31 +85,28 @@ class Weights:
         rule: Rule,
         still: Collection[int] = (),
         known: Files | None = None,
-        find: Finder = nowhere,
         progress: Callable[[int], object] = int,
     ) -> Plan:
         """Moves the spans into new ranges, all or none: one for each of the `layers` decoder layers, one for what
         belongs to no layer.
 
         `working`: pages that using the model needs beside them. `rule`: which layers stream; their weights stay on the
-        host. `still`: layers that must not. `known`: tensors whose bytes are in files, which are read from there and
-        not from the tensor's memory; `find`: asked for those of layers that stream and are not known. `progress` is
-        told the bytes of each step.
+        host. `still`: layers that must not. `known`: tensors whose bytes are in files, of a model that nobody has seen
+        yet: they are read from there and not from the tensor's memory. `progress` is told the bytes of each step.
         Returns what was planned. BudgetError before anything is moved; torch.OutOfMemoryError, WeightsFileChanged,
         DriverError, ManageError.
         """
         blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
         layout = place(blocks, self.device.page_size)
         plan = room.demand(self.device, layout, found, working, layers, rule)
-        twins = self._twins_in_files(layout, found, plan, known, find)
+        twins = self._twins_in_files(layout, found, plan, known)
         room.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
         made: dict[int | None, Range] = {}
         loader = FileLoader(self.device, self._file_twins, self.stream())
         move = MoveIn(self._back, self._note, {} if known is None else known, loader, progress)
         with ExitStack() as always, ExitStack() as undo:
-            always.callback(self._count, move)
             undo.callback(self._file_twins.keep, self._kept())
-            always.callback(self._slot_of.clear)
+            always.callback(self._hosted.clear)
             slots = () if self.ring.streamed else plan.slot_pages
             if slots:
                 undo.callback(self.ring.close)
@@ -132,24 +115,19 @@ class Weights:
                 opened = made[each.layer] = self.device.reserve(each.nbytes, "weights", self.group, auto_retire=True)
                 undo.callback(opened.close)
                 if each.layer is not None and each.layer in slot_of:
-                    file = twins.get(each.layer)
-                    self._twins[opened.address] = Twin(self.device, self._twin_group, opened, file)
+                    self._hosted.add(opened.address)
+                    self._make_twin(opened, twins.get(each.layer))
                     undo.callback(self._drop_twin, opened.address)
             ranges = list(made.values())
             leaving = slot_of.keys() - twins.keys()  # for host pages: where they lie now is room for the others
 
             def steps() -> Iterator[Step]:
-                if twins:  # these layers fly from the beginning
-                    self.ring.make(slots)
-                    for layer in twins:
-                        self._slot_of[made[layer].address] = self.ring.slot(slot_of[layer])
                 for leave in True, False:
                     for step in layout.steps():
                         moves = [(n, spot) for n, spot in step.moves if (layout.ranges[n].layer in leaving) == leave]
                         if moves:
                             yield [(ranges[n], spot.offset, found[spot.block.key]) for n, spot in moves]
-                if not twins:  # the pages that layers have left are there by now
-                    self.ring.make(slots)
+                self.ring.make(slots)  # the pages that layers have left are there by now
 
             moving.run(self.device, steps(), do=move.do, undo=lambda step: move.undo(step, self._step_out))
             loader.finish([*self._kept(), *twins.values()])
@@ -158,55 +136,27 @@ class Weights:
             self.ranges.setdefault(layer, []).append(opened)
         return plan
 
-    def cover(self, layer: int, tenants: Iterable[tuple[Member, Range]], find: Finder) -> None:
-        """Makes the twins of a layer at home: from files where all of it lies there, else once from the device.
-        `tenants`: the tensors in its ranges; nobody writes them meanwhile. PoolExhausted where the host has too few
-        pages, WeightsFileChanged, DriverError; there are no new twins then."""
-        lying: dict[int, list[torch.Tensor]] = {}
-        for member, opened in tenants:
-            lying.setdefault(opened.address, []).append(member.tensor)
-        files = find({id(tensor) for tensors in lying.values() for tensor in tensors})
-        with ExitStack() as undo:
-            for opened in self.ranges.get(layer, ()):
-                if opened.address in self._twins or not opened.backed:
-                    continue
-                at = [(span.start - opened.address, span) for span in spans(lying.get(opened.address, ()), {})]
-                twin = Twin(self.device, self._twin_group, opened, self._file_twin(at, files))
-                undo.callback(twin.close)
-                if twin.file is None:
-                    twin.copy_home(live(opened, 0, opened.pieces))
-                self._twins[opened.address] = twin
-                undo.callback(self._drop_twin, opened.address)
-                if opened.closed:  # by a finalizer, which does not come by again
-                    self._drop_twin(opened.address)
-            undo.pop_all()
-
-    def uncover(self, layer: int) -> None:
-        """The twins of a layer at home are worth nothing any more."""
-        for opened in self.ranges.get(layer, ()):
-            self._drop_twin(opened.address)
-        self._file_twins.keep(self._kept())
-
-    def covered(self) -> dict[int, tuple[Part, ...]]:
-        """The layers all of whose large tensors have twins, each with those of its ranges."""
-        layers = sorted(layer for layer in list(self.ranges) if layer is not None)
-        return {layer: parts for layer in layers if (parts := self.parts(layer))}
-
     def parts(self, layer: int) -> tuple[Part, ...]:
-        """The ranges of a layer with their twins, where all of its large tensors have one."""
-        ranges = self.ranges.get(layer, ())  # which a finalizer may empty at any moment
-        there = [(opened, self._twins.get(opened.address)) for opened in list(ranges) if opened.backed]
+        """The ranges of a layer with their twins."""
         parts: list[Part] = []
-        for opened, twin in there:
-            if twin is None:  # perhaps since a moment ago
-                return ()
+        for opened in list(self.ranges.get(layer, ())):  # which a finalizer may empty at any moment
+            if not opened.backed:
+                continue
+            twin = self._twins.get(opened.address)
+            if twin is None or twin.closed:
+                twin = self._make_twin(opened)
             for first, count in live(opened, 0, opened.pieces):
                 offset = sum(part.count for part in parts)
                 parts.append(Part(opened, twin, offset, first, count))
         return tuple(parts)
 
     def away(self) -> tuple[int, ...]:
-        """The layers whose addresses lead to a twin or a slot."""
+        """The layers that have no device pages of their own."""
+        back = self.ring.back
+        return tuple(layer for layer in self.on_host() if layer not in back)
+
+    def on_host(self) -> tuple[int, ...]:
+        """The layers whose addresses lead to a twin."""
         return tuple(
             sorted(
                 layer for layer, ranges in list(self.ranges.items()) if layer is not None and any(map(is_away, ranges))
@@ -248,7 +198,10 @@ class Weights:
         On the stand-in it goes to torch's own memory, on CUDA to blocks of torch's allocator. All or none: raises
         torch.OutOfMemoryError, DriverError, WeightsFileChanged or ManageError with the weights in the pool as before.
         """
-        moving.run(self.device, self._steps_out(model), do=self._step_out, undo=self._step_back_in)
+        try:
+            moving.run(self.device, self._steps_out(model), do=self._step_out, undo=self._step_back_in)
+        finally:
+            self._hosted.clear()
         self.forget()
 
     def forget(self) -> None:
@@ -258,17 +211,16 @@ class Weights:
             self._drop_twin(opened.address)
         self.ranges.clear()
         self.ring.close()
+        self._blank = None
         self._file_twins.close()
 
     def _twins_in_files(
-        self, layout: Layout, found: Sequence[Span], plan: Plan, known: Files | None, find: Finder
+        self, layout: Layout, found: Sequence[Span], plan: Plan, known: Files | None
     ) -> dict[int, FileTwin]:
         """By layer, of those that stream: what has all of their ranges. See Note [Which twin]."""
         ranges = [each for each in layout.ranges if each.layer in plan.streamed]
         lying = {each.layer: [(at.offset, found[at.block.key]) for at in each.placements] for each in ranges}
-        tensors = {id(tensor) for at in lying.values() for _, span in at for tensor in span.tensors}
-        files = known if known is not None else find(tensors) if tensors else {}
-        twins = {layer: self._file_twin(at, files) for layer, at in lying.items() if layer is not None}
+        twins = {layer: self._file_twin(at, known or {}) for layer, at in lying.items() if layer is not None}
         return {layer: twin for layer, twin in twins.items() if twin is not None}
 
     def _file_twin(self, at: Iterable[tuple[int, Span]], files: Files) -> FileTwin | None:
@@ -283,8 +235,19 @@ class Weights:
         twin = self._file_twins.twin(places) if places else None
         return twin if twin is not None and twin.registered else None
 
-    def _count(self, move: MoveIn) -> None:
-        self._made += move.made
+    def _make_twin(self, opened: Range, file: FileTwin | None = None) -> Twin:
+        if file is not None and self._blank is None:
+            blank = self.device.reserve(self.device.page_size, "weights", self._twin_group)
+            (blank.map_host if self.device.host_pages else blank.map)(0, 1)
+            self._blank = blank
+        made = Twin(self.device, self._twin_group, opened, file, self._blank)
+        before = self._twins.get(opened.address)
+        if before is not None and before.closed:
+            self._twins.pop(opened.address, None)
+        kept = self._twins.setdefault(opened.address, made)  # another thread may have been here
+        if kept is not made:
+            made.close()
+        return kept
 
     def _kept(self) -> list[FileTwin]:
         return [twin.file for twin in list(self._twins.values()) if twin.file is not None]
@@ -297,16 +260,14 @@ class Weights:
 
     def _back(self, opened: Range, first: int, count: int) -> bool:
         """Puts pages behind pieces, of the device or of a twin. False where they need not be filled."""
-        slot = self._slot_of.get(opened.address)
-        twin = self._twins.get(opened.address)
-        if slot is not None:
-            opened.alias(first, slot, first, count)
-        elif twin is not None:
-            twin.pages.map_host(first, count)
-            opened.alias(first, twin.pages, first, count)
-        else:
+        if opened.address not in self._hosted:
             opened.map(first, count)
-        return slot is None
+            return True
+        twin = self._twins[opened.address]
+        if twin.file is None:
+            twin.pages.map_host(first, count)
+        twin.lead(first, count)
+        return twin.file is None
 
     def _steps_out(self, model: nn.Module) -> list[Step]:
         """What lies in the ranges: layers first, whose pages are room for the rest, which goes one by one."""
@@ -328,7 +289,8 @@ class Weights:
     def _step_out(self, step: Step) -> None:
         for layer, ranges in self.ranges.items():
             if layer is not None and step[0][0] in ranges:
-                self.ring.ground(layer)  # one at a time: what has its twin in a file needs host pages to be read
+                self.ring.reveal(layer)  # one at a time: what has its twin in a file needs host pages to be read
+        self._hosted.update(opened.address for opened, _, _ in step if is_away(opened))
         moving.out(self.device, step, self._note)
 
     def _step_back_in(self, step: Step) -> None:
@@ -337,7 +299,6 @@ class Weights:
                 first = offset // self.device.page_size
                 self._back(opened, first, -(-(offset + span.nbytes) // self.device.page_size) - first)
                 flat = moving.flat_over(opened, offset, span.nbytes)
-                self._made += 1
                 moving.copy(span, flat)
                 pairs.extend(zip(span.tensors, span.over(flat), strict=True))
                 del flat
@@ -346,16 +307,6 @@ class Weights:
 def is_away(opened: Range) -> bool:
     """Do its addresses lead to pages of another range?"""
     return any(opened.backing(first) == "alias" for first, _ in live(opened, 0, opened.pieces)[:1])
-
-
-def _unchanged(twin: Twin) -> bool:
-    """Do its pages hold what its file does? Not where some of them are gone."""
-    if live(twin.pages, 0, twin.pages.pieces) != [(0, twin.pages.pieces)]:
-        return False
-    with open("/proc/self/mem", "rb", buffering=0) as memory:
-        return all(
-            same(moving.flat_over(twin.pages, offset, span.nbytes), span, memory) for offset, span in twin.places
-        )
 
 
 def _in_file(span: Span, files: Files) -> FileSpan | None:

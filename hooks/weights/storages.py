@@ -48,7 +48,7 @@ class Span:
 
     def over(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """For each tensor its like over `flat`, a uint8[nbytes] that has its storage to itself."""
-        return [_like(tensor, flat, tensor.data_ptr() - self.start) for tensor in self.tensors]
+        return [like_over(tensor, flat, tensor.data_ptr() - self.start) for tensor in self.tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,8 @@ def _checked(span: Span) -> Span:
     return span
 
 
-def _like(tensor: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
+def like_over(tensor: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
+    """A tensor of the same dtype, shape and strides over the storage of `flat`, `offset` bytes from its start."""
     # A tensor made under torch.inference_mode can only be replaced by another such, and a plain one by a plain one.
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         like = torch.empty(0, dtype=tensor.dtype, device=flat.device)
@@ -184,6 +185,13 @@ def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
         inner = getattr(wrapper, attribute)
         if isinstance(inner, torch.Tensor):  # DTensor names its mesh, too
             yield from _unwrapped(f"{name}.{attribute}", inner)
+
+
+def in_graphs(model: nn.Module) -> bool:
+    """Does torch hold any tensor of it, as an autograd graph does?"""
+    plain = (module.__dict__[kind] for module in model.modules() for kind in ("_parameters", "_buffers"))
+    tensors = (tensor for each in plain for tensor in dict.values(each) if tensor is not None)
+    return any(inner._use_count() != 1 for tensor in tensors for _, inner in _unwrapped("", tensor))  # type: ignore[attr-defined]
 
 
 def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int | None]]:

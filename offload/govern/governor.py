@@ -269,22 +269,16 @@ class Governor(Exchange):
         return self._device.take(keys, pages) if keys else 0
 
     def preparing(self) -> Guarded[Callable[[], int]]:
-        """Within it models prepare to give what they may, whether pages are short or not. Hands out what counts the
-        layers that are not ready yet. No lock is taken on this thread: it may be in a signal's handler."""
-        token = object()
+        """Publishes the reclaim list anew on a thread of its own, for a budget that the list before refused. Hands out
+        what tells whether that is still going on. No lock is taken on this thread: it may be in a signal's handler."""
 
         def begin() -> Callable[[], int]:
-            self._asking.add(token)
             publishing = threading.Thread(target=self.publish_now, name="ballonet-prepare", daemon=True)
             publishing.start()
 
-            def unready() -> int:
-                twins = [seat.model.twins for seat in list(self._clients.seats)]
-                return publishing.is_alive() + sum(wanted - made for made, wanted in twins)
+            return lambda: int(publishing.is_alive())
 
-            return unready
-
-        return guarded(begin, lambda failed: self._asking.discard(token))
+        return guarded(begin, lambda failed: None)
 
     def make_room(self, pages: int, last: Rung, patience: float) -> None:
         """Has so many device pages given by the rungs of the list up to the last, or as many as they have, after

@@ -1,11 +1,9 @@
 """What is known of a device's models, KV caches and pages, kept up to date, and the reclaim list that is made of it.
 
 Note [What is prepared]
-    The list has whatever `entry` offers, always. Twins cost host memory, and at each layer a look whether anyone could
-    have written what they hold. So they are prepared (`cover`) only once free pages have been below a quarter of the
-    budget, or somebody has an SLO: a model alone in a large pool never pays. They are given up once pages have been
-    ample for a minute. KV is copied ahead (`write_behind`) only while they are short, and only so much that those that
-    are taken first are clean, or as much as is borrowed.
+    The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it
+    is taken, and a model whose layers never are never pays. KV is copied ahead (`write_behind`) only while pages are
+    short, and only so much that those that are taken first are clean, or as much as is borrowed.
 
 Note [Locks]
     One lock, held while numbers are looked at, never while a model or cache prepares anything or the core waits for a
@@ -83,7 +81,6 @@ class Overview:
         self._wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
         # pages
         self.pages: Final = Pages(device, dwell)
-        self._asking: set[object] = set()  # who wants more than what is free; see Governor.preparing
         self._waited = False  # was anything taken since it was last looked?
         self._list = Published(device)
         self._lots: list[Lot] | None = None  # of the models, where nothing of them has changed
@@ -137,11 +134,6 @@ class Overview:
         """Have pages been short not long ago?"""
         return self.pages.scarce
 
-    @property
-    def prepares(self) -> bool:
-        """Is it worth host memory to have twins?"""
-        return bool(self._asking) or self.pages.scarce or any(seat.has_slo for seat in self._clients.seats)
-
     # -- what happened; the caller holds the lock
 
     def _moved(self, *changed: Seat) -> None:
@@ -185,13 +177,10 @@ class Overview:
     def _look(self, now: float) -> int:
         """At the pages: how many are free, and can some go back to whoever gave theirs?"""
         self._rest(now)
-        scarce = self.prepares
         free, spare = self.pages.look(now, self._waited)
         self._waited = False
         if spare:
             self._send_home(coming_home(self._situation(now, free), self._clients.held(now), spare))
-        if scarce != self.prepares:
-            self._list.stale = True
         if self._wanting and free.bit_length() + 1 != self._wanting:
             self._wanting = 0
             self._moved()
@@ -283,27 +272,13 @@ class Overview:
             self._rest(now)
             situation, held = self._situation(now, 0), self._clients.held(now)
             lots = self._listed(situation, held, self._owed(now))
-            covers = [(seat.model, self._to_cover(seat, lots)) for seat in self._clients.seats]
             behind = self._to_copy(situation, lots, held, now)
             draft = self._list.draft(self._clients.of(lots))
         if draft is not None:
             draft.fill()
             with self._lock:
                 self._list.publish(draft)
-        for model, layers in covers:
-            if layers:
-                model.cover(layers)
         return behind
-
-    def _to_cover(self, seat: Seat, lots: Sequence[Lot]) -> tuple[int, ...]:
-        """Layers whose twins are to be prepared now, the first first. The caller holds the lock."""
-        layers = tuple(lot.index for lot in lots if lot.client == seat.number)
-        if not self.prepares:
-            layers = ()
-        elif layers == seat.covered:
-            return ()
-        seat.covered = layers
-        return layers
 
     def _to_copy(
         self, now: Situation, lots: Sequence[Lot], held: Sequence[Held], time: float

@@ -23,8 +23,8 @@ LONGEST: Final = 1024  # and no more than that
 
 
 class Governed(Protocol):
-    """A managed model. All that is read here is answered at once: the governor holds its lock. `entry` and `cover` are
-    called without it, and may be called on any thread that runs a model."""
+    """A managed model. All that is read here is answered at once: the governor holds its lock. `entry` is called
+    without it, and may be called on any thread that runs a model."""
 
     @property
     def name(self) -> str: ...
@@ -67,14 +67,6 @@ class Governed(Protocol):
     def give_up(self, pages: int) -> int:
         """Up to so many device pages of prefixes that are kept for its prompts and that nobody uses go back, or a few
         more, after their keys; how many. Called without the governor's lock, on any thread. DriverError."""
-
-    @property
-    def twins(self) -> tuple[int, int]:
-        """How many layers at home have twins, and how many are to have one."""
-
-    def cover(self, layers: Sequence[int]) -> None:
-        """These may be taken soon: prepare their twins. Returns at once; `Governor.changed` when that changes what
-        `entry` says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +179,6 @@ class Seat:
     grant: Plan | None = None
     faster: Plan | None = None
     lent: Plan | None = None
-    covered: tuple[int, ...] = ()
     noticed: set[Phase] = field(default_factory=set)
     costs: dict[Point, tuple[Costs, bool]] = field(default_factory=dict)
     passes: Counter[Phase] = field(default_factory=Counter)

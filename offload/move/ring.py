@@ -1,37 +1,47 @@
-"""Streaming itself: the slots that streamed layers take turns in, and the copies that fill them.
+"""The slot ring: the slots that streamed layers take turns in, and the copies that fill them.
 
 Words
-    at home  a layer has device pages of its own
-    at rest  a layer's addresses lead to its twin's pages: slow to compute with, valid for everything
-    flying   they lead to its slot, which holds its weights from `enter` to `leave` only
+    resident  a layer's addresses lead to device pages of its own
+    on the host  they lead to its twin's pages: slow to compute with, valid for everything
+    in a slot  besides, from `enter` to `leave`, a slot holds its weights: what its own forward reads
+    own slot  one that a single layer has, which is on the host and does not stream: it has come back
 
 Note [A pass]
     When a layer has computed, its slot is free, and the copy of the next layer that uses this slot begins, behind the
     copies that were submitted before. So with two slots the copy of a streamed layer starts when the layers before it
     start to compute (Select-N §4.3), and the last layers of a pass start the copies for the next one. Who waits are
-    streams, for events; the host does not.
+    streams, for events; the host does not. Between two passes anybody may write to a layer on the host: so what a slot
+    holds by then is kept only where the caller says that nobody can have, and else is copied again.
+
+Note [Overwriting a slot]
+    A slot is overwritten once every stream has passed that computed the layer which was there. Streams are noted when
+    the layer enters: so this holds as well where it never left, and where the next pass runs on another stream.
 
 Note [What a slot holds]
     is written down slot by slot, and not derived from an index: a pass may end anywhere, by an exception or because a
     model leaves out layers, and the next one finds what is really there. While a copy is submitted a slot is nobody's.
 
-Note [Leaving and coming home]
+Note [Leaving and coming back]
     Which layers stream changes between passes (`arrange`). A layer that begins to stream gives its pages first and the
-    slots are made of what is free then: where memory is short there may be no other. A layer that comes home gets new
-    pages, and its copy is on its way while the layers before it compute; who enters it waits for that. A failure leaves
-    every layer in one of the three states, and the ring usable: it says what streams.
+    slots are made of what is free then: where memory is short there may be no other. A layer that comes back stays on
+    the host and gets a slot of its own. So its weights go to the host once, however often it leaves and comes back;
+    what is written meanwhile is written on the host and copied to the slot as to any other, and its addresses are not
+    touched. The core may take an own slot as it takes a resident layer, and need not copy anything for it. Only
+    `settle` makes a layer resident again, which gives up the copy on the host: the pages of its slot come to its
+    addresses in one step. A failure leaves every layer resident or on the host, and the ring usable: it says what
+    streams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
-from ...allocator.errors import DriverError, ManageError, PoolExhausted
-from .twins import Copies, Twin
+from ...allocator.errors import DriverError
+from .twins import Copies, Twin, not_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +80,30 @@ def spans(part: Part) -> list[tuple[int, int]]:
 
 
 class _Slot:
-    def __init__(self, opened: Range) -> None:
+    def __init__(self, opened: Range, turns: Iterable[int] = ()) -> None:
         self.range = opened
-        self.turns: list[int] = []  # the layers that use it, in the order in which they compute
+        self.turns = list(turns)  # the layers that use it, in the order in which they compute
         self.holds: int | None = None
         self.done: Done | None = None
+        self.readers: set[int] = set()  # streams that compute a layer from it, until copies are ordered behind them
+
+
+def _whole(each: Streamed) -> bool:
+    """Is all of it there that was?"""
+    return all(spans(part) == [(part.first, part.count)] for part in each.parts)
+
+
+def _copies(each: Streamed, slot: _Slot, page: int) -> Copies:
+    """What fills the slot with the layer."""
+    start = slot.range.address
+    return [
+        copy for part in each.parts for copy in part.twin.copies(part.first, part.count, start + part.offset * page)
+    ]
+
+
+def _is_taken(slot: _Slot) -> bool:
+    """Has the core taken the pages of an own slot? Its addresses lead to the host then."""
+    return slot.range.backing(0) != "device"
 
 
 class Ring:
@@ -85,28 +114,26 @@ class Ring:
         self,
         device: Device,
         group: Group,
-        unchanged: Callable[[Twin], bool] = lambda twin: False,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """`unchanged`: do the pages of a file twin hold what the file does? `waiting()` is entered around each wait of
-        a stream for a copy. DriverError."""
+        """`waiting()` is entered around each wait of a stream for a copy. DriverError."""
         self._device = device
         self._group = group
         self._page = device.page_size
         self._transfer = Transfer(device)
-        self._unchanged = unchanged
         self._waiting = waiting
         self.copied = 0  # bytes that came from twins so far
+        # Called before a layer is copied to its slot: is it the first one there, whose copy may be for the next pass?
+        self.loading: Callable[[int, bool], None] = lambda layer, first: None
         self._slots: list[_Slot] = []
-        self._layers: dict[int, Streamed] = {}
-        self._aloft = False  # do all layers fly, each to its slot?
-        self._flying: set[int] = set()  # those that may: an interrupt leaves too many here, never too few
-        self._arriving: dict[int, tuple[Done, Streamed]] = {}  # layers at home whose weights are on their way
+        self._layers: dict[int, Streamed] = {}  # those that stream
+        self._back: dict[int, tuple[Streamed, _Slot]] = {}  # those that have come back, with their own slots
 
     @property
     def pages(self) -> int:
-        """Pages of all slots."""
-        return sum(slot.range.pieces for slot in self._slots)
+        """Device pages of all slots."""
+        own = sum(slot.range.pieces for _, slot in list(self._back.values()) if not _is_taken(slot))
+        return sum(slot.range.pieces for slot in self._slots) + own
 
     @property
     def slots(self) -> int:
@@ -119,310 +146,285 @@ class Ring:
         return tuple(sorted(self._layers))
 
     @property
-    def flying(self) -> frozenset[int]:
-        """The layers whose addresses lead to slots."""
-        return frozenset(self._flying)
+    def back(self) -> tuple[int, ...]:
+        """The layers that have come back and have slots of their own, ascending."""
+        return tuple(sorted(layer for layer, (_, slot) in list(self._back.items()) if not _is_taken(slot)))
+
+    @property
+    def host_pages(self) -> int:
+        """Host pages of those."""
+        return sum(part.twin.pages.backed for each, _ in list(self._back.values()) for part in each.parts)
 
     def slot_of(self, layer: int) -> int:
         """In which of them a streamed layer takes its turns."""
         return self._layers[layer].slot
 
+    def sharing(self, layer: int) -> list[int]:
+        """The layers that are read from the same slot, this one too."""
+        found = self._found(layer)
+        return [] if found is None else list(found[1].turns)
+
+    def place(self, layer: int) -> Range | None:
+        """What a layer on the host is read from; None where memory was too short for a slot: it is read on the host."""
+        found = self._found(layer)
+        return None if found is None else found[1].range
+
+    def parts(self, layer: int) -> tuple[Part, ...]:
+        """Of a layer that streams or has come back."""
+        each = self._layers.get(layer)
+        return each.parts if each is not None else self._back[layer][0].parts
+
+    def offer(self, layer: int) -> list[tuple[Range, int, int, Range, int, Copies]]:
+        """The pages of an own slot, for `Device.publish`; none where the layer has none."""
+        if layer not in self._back:
+            return []
+        each, slot = self._back[layer]
+        found = []
+        for part in each.parts:
+            twin = part.twin
+            sources = twin.copies(part.first, part.count, 0) if twin.file is not None else []
+            found.append((slot.range, part.offset, part.count, twin.pages, part.first, sources))
+        return found
+
     def make(self, slot_pages: Sequence[int]) -> None:
         """The first slots, before there are layers. PoolExhausted, DriverError: there are none then."""
         try:
             for pages in slot_pages:
-                self._slots.append(self._new_slot(pages))
+                self._slots.append(_Slot(self._reserve(pages)))
         except BaseException:
             self.close()
             raise
 
-    def slot(self, index: int) -> Range:
-        """The pages of a slot, for what is to fly from the beginning."""
-        return self._slots[index].range
-
-    def arrange(
-        self,
-        slot_pages: Sequence[int],
-        layers: Sequence[Streamed],
-        stream: int,
-        aloft: Iterable[int] = (),
-        resting: Iterable[Streamed] = (),
-    ) -> None:
-        """From now on `layers` stream, in the order in which they compute, and no others. Those of them that lead to
-        their slot already are `aloft`; `resting`: others that were led to their twins. See Note [Leaving and coming
-        home]. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
-        wanted = {each.layer: each for each in layers}
-        coming = [each for each in layers if each.layer not in self._layers]
-        for slot in self._slots:
-            slot.holds = None  # what it holds may be of another layer by now
-        self._flying.update(aloft)
-        self._layers.update((each.layer, each) for each in resting)
+    def arrange(self, slot_pages: Sequence[int], layers: Sequence[Streamed], others: Iterable[Streamed] = ()) -> None:
+        """From now on `layers` stream, in the order in which they compute, and no others. `others`: those on the host
+        that come back; who is not among them keeps its own slot. Nobody shows what is in slots. See Note [Leaving and
+        coming back]. PoolExhausted; ManageError where addresses cannot be exchanged now; WeightsFileChanged,
+        DriverError."""
+        wanted, coming = ({each.layer: each for each in given} for given in (layers, others))
+        self._close_own({*wanted, *coming, *(layer for layer, (each, _) in self._back.items() if not _whole(each))})
         self._layers.update({layer: wanted[layer] for layer in wanted.keys() & self._layers.keys()})
-        self._aloft = False
-        for each in coming:
-            self._arrive(each.layer)  # it may have come home just now
         try:
-            self._enlarge(slot_pages, coming)
-            while coming:
-                self._depart(coming.pop(0))
-            for layer in sorted(self._layers.keys() - wanted.keys()):
-                self._bring_home(self._layers[layer], stream)
-            for slot in self._slots[len(slot_pages) :]:
-                slot.range.close()
-            del self._slots[len(slot_pages) :]
+            for layer, each in (wanted | coming).items():
+                if layer in coming or layer not in self._layers:
+                    self._depart(each)  # a failure may have left some of it resident
+            self._enlarge(slot_pages)
+            for layer in self._layers.keys() - wanted.keys() - coming.keys():
+                del self._layers[layer]  # nothing is left of it
+            for layer in sorted(coming):
+                self._come_back(self._layers[layer])
+            while len(self._slots) > len(slot_pages):
+                self._slots.pop().range.close()
         finally:
             self._share()
 
-    def begin(self, stream: int) -> None:
-        """A pass begins on `stream`: all layers fly, and the copies of the first ones are on their way. Those that
-        cannot now stay at rest, or at home. WeightsFileChanged, DriverError."""
-        if not self._aloft:
-            flying = [self._take_off(each) for each in self._layers.values()]  # as many as can
-            self._aloft = all(flying)
-        for slot in self._slots:
-            if slot.turns:
-                self._load(slot.turns[0], stream)
+    def begin(self, stream: int, unchanged: Callable[[int], bool] = lambda layer: False) -> None:
+        """A pass begins on `stream`: the copies of the first layers are on their way. `unchanged`: is a layer what it
+        was when its copy began, before this pass? DriverError."""
+        for slot in (*self._slots, *(slot for _, slot in self._back.values())):
+            first = slot.turns[0] if slot.turns else None
+            if slot.holds != first or first is None or not unchanged(first):
+                slot.holds = None
+            if first is not None and slot.holds is None:
+                self._load(first, stream)
 
-    def enter(self, layer: int, stream: int) -> None:
-        """`stream` is about to compute the layer. WeightsFileChanged, DriverError."""
-        arriving = self._arriving.get(layer)
-        if arriving is not None:
-            done, home = arriving
-            self._before(done, home, stream)
-            if done.passed():
-                self._arriving.pop(layer, None)
-        elif layer in self._flying:
-            self._load(layer, stream)
-            found = self._layers[layer]
-            done_ = self._slots[found.slot].done
-            if done_ is not None:
-                self._before(done_, found, stream)
+    def enter(self, layer: int, stream: int) -> bool:
+        """`stream` is about to compute the layer from its slot. False where it has none. WeightsFileChanged,
+        DriverError."""
+        found = self._found(layer)
+        if found is None or not self._load(layer, stream):
+            return False
+        each, slot = found
+        slot.readers.add(stream)
+        assert slot.done is not None
+        try:
+            with self._waiting():
+                slot.done.before(stream)
+        except DriverError:
+            self._check(each)
+            raise
+        return True
 
-    def join(self, layer: int, stream: int) -> None:
-        """Another stream computes it, too, before its `leave`. On any thread. WeightsFileChanged, DriverError."""
-        each = self._layers.get(layer)
-        done = self._slots[each.slot].done if each is not None and layer in self._flying else None
-        if each is not None and done is not None:
-            self._before(done, each, stream)
+    def forget(self, layer: int) -> None:
+        """What the layer's slot holds are not its weights any more."""
+        found = self._found(layer)
+        if found is not None and found[1].holds == layer:
+            found[1].holds = None
 
-    def leave(self, layer: int, stream: int) -> None:
-        """`stream` was given all that computes the layer. WeightsFileChanged, DriverError."""
-        if layer in self._flying:
-            turns = self._slots[self._layers[layer].slot].turns
-            self._load(turns[(turns.index(layer) + 1) % len(turns)], stream)
+    def leave(self, layer: int, ahead: Callable[[int], bool] = lambda layer: False) -> None:
+        """The streams that entered were given all that computes the layer. The copy of the next one begins, if it is
+        one of this pass, or `ahead` allows it. DriverError."""
+        found = self._found(layer)
+        if found is None:
+            return
+        turns = found[1].turns
+        after = turns[turns.index(layer) + 1 :]
+        following = after[0] if after else turns[0]
+        if after or (following != layer and ahead(following)):
+            self._load(following)
+
+    def give_away(self, layer: int) -> None:
+        """Someone holds what the layer showed of its slot: those addresses lead to its twin from now on, and the slot
+        gets others. PoolExhausted: its layers have no slot then; DriverError."""
+        each, slot = self._found(layer) or (None, None)
+        if each is None or slot is None:
+            return
+        held, slot.holds = slot.range, None
+        for part in each.parts:
+            for first, count in spans(part):
+                held.alias(part.offset + first - part.first, part.twin.pages, first, count)
+        slot.range = self._device.reserve(held.nbytes, "weights", self._group)
+        slot.range.map(0, held.pieces)
 
     def check(self) -> None:
-        """WeightsFileChanged unless the files of all twins are what they were. After a pass: what was copied was
-        right."""
-        for each in self._layers.values():
-            for part in each.parts:
-                part.twin.check()
+        """WeightsFileChanged unless the files of all twins are what they were; each is looked at once. After a pass:
+        what was copied was right."""
+        parts = [part for each in self._on_host() for part in each.parts]
+        files = [part.twin.file for part in parts if part.twin.file is not None]
+        for file in {file: None for twin in files for file in twin.files}:
+            file.check()
 
-    def show(self, layer: int) -> bool:
-        """Someone looks at the layer and may write it. On any thread. False where it does not stream any more."""
-        each = self._layers.get(layer)
-        for part in () if each is None else each.parts:
-            part.twin.shown = True
-        return each is not None
-
-    def rest(self) -> None:
-        """Someone may look: every layer is at rest or at home. PoolExhausted where the host has no room for the twins,
-        ManageError where that cannot be now, DriverError."""
-        for layer in sorted(self._arriving):
-            self._arrive(layer)
-        for layer in sorted(self._flying):
-            self.ground(layer)
-        for layer in self._layers:
-            self.show(layer)
+    def reveal(self, layer: int) -> None:
+        """Someone else may look at the layer: its addresses lead to its weights, also where its twin was a file. Raises
+        as `Twin.reveal`."""
+        for each in self._on_host():
+            if each.layer == layer:
+                for part in each.parts:
+                    part.twin.reveal(spans(part))
 
     def settle(self, layer: int) -> None:
-        """The weights of a layer that came home are there. On any thread. WeightsFileChanged, DriverError."""
-        arriving = self._arriving.get(layer)
-        if arriving is not None:
-            done, each = arriving
+        """A layer that has come back is resident again, and its copy on the host is given up. Nobody shows what is in
+        slots. ManageError where addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
+        each, slot = self._back[layer]
+        with ExitStack() as undo:
+            undo.callback(self._share)
+            undo.callback(lambda: self._close_own([layer] if _is_taken(slot) else []))  # what is left is no slot
+            slot.holds = None
             try:
-                done.wait()
-            except DriverError:
-                for part in each.parts:
-                    part.twin.check()
-                raise
-
-    def ground(self, layer: int) -> None:
-        """One layer is at rest, if it was flying; at home, if it was on its way."""
-        self._arrive(layer)
-        if layer not in self._flying:
-            return
-        self._aloft = False
-        for slot in self._slots:
-            slot.holds = None  # twins may be written from now on
-        each = self._layers[layer]
+                self._copy(_copies(each, slot, self._page), None).wait()  # somebody may have written on the host
+            finally:
+                self._check(each)
+            for part in each.parts:
+                for first, count in spans(part):
+                    if not part.home.adopt(first, slot.range, part.offset + first - part.first, count):
+                        raise not_now()
+                    undo.callback(part.twin.lead, first, count)
+            undo.pop_all()
+        del self._back[layer]
+        slot.range.close()
         for part in each.parts:
-            part.twin.ground(spans(part), self._transfer, 0)
-        if not self._lead(each, to_slot=False):
-            raise _not_now()
-        self._flying.discard(layer)
-
-    def forget(self) -> None:
-        """No layer streams: all are at rest, or at home, and may have other numbers from now on. The slots stay. Raises
-        as `rest`."""
-        self.rest()
-        self._layers.clear()
-        self._share()
+            part.twin.close()
 
     def close(self) -> None:
-        """Gives the slots back. All layers are at rest, or their ranges gone."""
+        """Gives the slots back. No layer streams any more; those on the host stay there."""
+        self._close_own()
         self._layers.clear()
-        self._flying.clear()
-        self._arriving.clear()
         while self._slots:
             self._slots.pop().range.close()
 
-    def _new_slot(self, pages: int) -> _Slot:
+    def release_layers(self) -> None:
+        """No layer streams, and those on the host may have other numbers from now on. The shared slots stay."""
+        self._close_own()
+        self._layers.clear()
+        self._share()
+
+    def _on_host(self) -> list[Streamed]:
+        return [*list(self._layers.values()), *(each for each, _ in list(self._back.values()))]
+
+    def _found(self, layer: int) -> tuple[Streamed, _Slot] | None:
+        """The layer and its slot; None where memory was too short for one."""
+        each = self._layers.get(layer)
+        if each is None:
+            return self._back.get(layer)
+        return (each, self._slots[each.slot]) if self._fits(each) else None
+
+    def _close_own(self, layers: Collection[int] | None = None) -> None:
+        """Own slots of these layers go, with None all; the layers are on the host."""
+        for layer in self._back.keys() & (self._back if layers is None else layers):
+            each, slot = self._back.pop(layer)
+            slot.range.close()
+            for part in each.parts:
+                if part.twin.file is not None:  # what the core filled from it when it took the slot
+                    part.twin.drop()
+            self._layers[layer] = each
+
+    def _reserve(self, pages: int) -> Range:
         with ExitStack() as undo:
             opened = self._device.reserve(pages * self._page, "weights", self._group)
             undo.callback(opened.close)
             opened.map(0, pages)
             undo.pop_all()
-        return _Slot(opened)
+        return opened
 
-    def _enlarge(self, slot_pages: Sequence[int], coming: list[Streamed]) -> None:
-        """As many slots, and each as large, as wanted. Layers of `coming` are removed that gave their pages for it."""
+    def _enlarge(self, slot_pages: Sequence[int]) -> None:
+        """As many slots, and each as large, as wanted."""
         for index, pages in enumerate(slot_pages):
-            if index < len(self._slots) and self._slots[index].range.pieces >= pages:
-                continue
-            while True:
-                try:
-                    made = self._new_slot(pages)
-                    break
-                except PoolExhausted:
-                    if not coming:
-                        raise
-                    each = coming.pop(0)
-                    self._to_rest(each)
-            if index < len(self._slots):
-                old, self._slots[index] = self._slots[index], made
-                self._lead_away(index)
-                old.range.close()
-            else:
-                self._slots.append(made)
-
-    def _lead_away(self, index: int) -> None:
-        """The layers of a slot that was replaced go to the new one."""
-        for each in self._layers.values():
-            if each.slot == index and each.layer in self._flying and not self._lead(each, to_slot=True):
-                raise _not_now()
-
-    def _arrive(self, layer: int) -> None:
-        """It is at home, if it was on its way."""
-        self.settle(layer)
-        self._arriving.pop(layer, None)
-
-    def _to_rest(self, each: Streamed) -> None:
-        self._layers[each.layer] = each
-        for part in each.parts:
-            part.twin.ground(spans(part), self._transfer, 0)
-        if not self._lead(each, to_slot=False):
-            raise _not_now()
-
-    def _take_off(self, each: Streamed) -> bool:
-        """It flies, if there is a slot for it and it can now."""
-        if not self._fits(each):
-            return False
-        self._flying.add(each.layer)
-        if self._lead(each, to_slot=True):
-            for part in each.parts:
-                part.twin.lift(self._unchanged)
-            return True
-        return False
+            if index == len(self._slots):
+                self._slots.append(_Slot(self._reserve(pages)))
+            elif self._slots[index].range.pieces < pages:
+                slot = self._slots[index]
+                made = self._reserve(pages)
+                slot.range.close()
+                slot.range, slot.holds = made, None
 
     def _depart(self, each: Streamed) -> None:
-        """It streams from now on: at rest, but where that would fill host memory."""
-        if each.layer in self._flying:  # from the beginning
-            self._layers[each.layer] = each
-        elif self._fits(each) and any(part.twin.file for part in each.parts):
-            self._layers[each.layer] = each
-            self._flying.add(each.layer)
-            if not self._lead(each, to_slot=True):
-                raise _not_now()
-        else:
-            self._to_rest(each)
+        """It is on the host from now on, if it was not."""
+        for part in each.parts:
+            here = [span for span in spans(part) if part.home.backing(span[0]) != "alias"]
+            if here:
+                part.twin.copy_home(here)
+            with ExitStack() as undo:
+                undo.callback(self._drop_unused, part, here)
+                if not all(part.twin.lead(first, count) for first, count in here):
+                    raise not_now()
+                undo.pop_all()
+        self._layers[each.layer] = each
 
-    def _bring_home(self, each: Streamed, stream: int) -> None:
-        with ExitStack() as undo:
-            copies = []
-            for part in each.parts:
-                for first, count in spans(part):
-                    if not part.home.own(first, count):
-                        raise _not_now()
-                    undo.callback(self._lead, each, each.layer in self._flying)
-                    copies += part.twin.copies(first, count, part.home.address + first * self._page)
-            done = self._copy(copies, stream)
-            undo.pop_all()
-        self._arriving[each.layer] = done, each
-        self._flying.discard(each.layer)
+    def _drop_unused(self, part: Part, spans: Sequence[tuple[int, int]]) -> None:
+        if all(part.home.backing(first) != "alias" for first, _ in spans):
+            part.twin.drop()
+
+    def _come_back(self, each: Streamed) -> None:
+        """It gets a slot of its own, which is filled when a pass begins."""
+        self._back[each.layer] = each, _Slot(self._reserve(sum(part.count for part in each.parts)), [each.layer])
         del self._layers[each.layer]
-        if any(part.twin.file is not None and part.twin.pages.backed for part in each.parts):
-            self.settle(each.layer)  # somebody has looked: what the file does not have is in those pages
-            for part in each.parts:
-                part.twin.lift(self._unchanged)
 
     def _share(self) -> None:
         """Whose turn it is in which slot, after layers have come and gone."""
         for index, slot in enumerate(self._slots):
             turns = (each for _, each in sorted(self._layers.items()) if each.slot == index and self._fits(each))
             slot.turns = [each.layer for each in turns]
-            if slot.holds not in slot.turns:
-                slot.holds = None
+            slot.holds = None
 
-    def _load(self, layer: int, after: int) -> None:
-        """Has the slot of the layer hold it, once what `after` was given so far has passed."""
-        found = self._layers[layer]
-        slot = self._slots[found.slot]
+    def _load(self, layer: int, after: int | None = None) -> bool:
+        """Has the slot of the layer hold it, once its readers have passed, and what `after` was given so far. False
+        where it has none. See Note [Overwriting a slot]."""
+        found = self._found(layer)
+        if found is None:
+            return False
+        each, slot = found
         if slot.holds == layer:
-            return
+            return True
         slot.holds = None
-        copies = [
-            copy
-            for part in found.parts
-            for copy in part.twin.copies(part.first, part.count, slot.range.address + part.offset * self._page)
-        ]
-        slot.done = self._copy(copies, after)
+        self.loading(layer, layer == slot.turns[0])
+        streams = sorted(slot.readers if after is None else {*slot.readers, after})
+        for stream in streams[:-1]:
+            self._copy([], stream)  # copies are made in the order of their submission
+        led = layer in self._back and _is_taken(slot)  # to the host copy: it would be copied onto itself
+        slot.done = self._copy([] if led else _copies(each, slot, self._page), streams[-1] if streams else None)
         slot.holds = layer
+        slot.readers.clear()
+        return True
 
-    def _copy(self, copies: Copies, after: int) -> Done:
+    def _copy(self, copies: Copies, after: int | None) -> Done:
         done = self._transfer.copy(copies, after=after, owner="weights", to="device")
         self.copied += sum(nbytes for _, _, nbytes in copies)
         return done
 
-    def _before(self, done: Done, each: Streamed, stream: int) -> None:
-        try:
-            with self._waiting():
-                done.before(stream)
-        except DriverError:
-            for part in each.parts:
-                part.twin.check()
-            raise
+    def _check(self, each: Streamed) -> None:
+        for part in each.parts:
+            part.twin.check()
 
     def _fits(self, each: Streamed) -> bool:
-        """Is there a slot for it? Where memory was too short for one the layer stays at rest."""
+        """Is there a slot for it? Where memory was too short for one the layer is read on the host."""
         pages = sum(part.count for part in each.parts)
-        return each.slot < len(self._slots) and pages <= self._slots[each.slot].range.pieces
-
-    def _lead(self, each: Streamed, to_slot: bool) -> bool:
-        """Leads the layer's addresses to its slot, or to its twin. False where that cannot be now; half way both are
-        valid, the slot because the layer is among those that fly."""
-        for part in each.parts:
-            for first, count in spans(part):
-                to, at = part.twin.pages, first
-                if to_slot:
-                    to, at = self._slots[each.slot].range, part.offset + first - part.first
-                if not part.home.alias(first, to, at, count):
-                    return False
-        return True
-
-
-def _not_now() -> ManageError:
-    return ManageError(
-        "streamed layers cannot be exchanged while another thread runs the model or a CUDA graph is being captured: "
-        "run the model once before the capture, and do not capture its streamed layers"
-    )
+        return each.slot < len(self._slots) and pages <= self._slots[each.slot].range.backed

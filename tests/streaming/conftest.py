@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -51,6 +51,23 @@ def another_clock(installed: None) -> None:
 def original() -> Any:
     with install.stock():
         return build("llama", num_hidden_layers=LAYERS)
+
+
+def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:
+    """Does this have layers read from slots?"""
+    ring = managed._weights.ring
+    enter, found = ring.enter, list[bool]()
+
+    def counted(layer: int, stream: int) -> bool:
+        found.append(enter(layer, stream))
+        return found[-1]
+
+    ring.enter = counted  # type: ignore[method-assign]
+    try:
+        act()
+    finally:
+        del ring.enter
+    return any(found)
 
 
 @pytest.fixture

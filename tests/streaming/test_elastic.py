@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.hooks import governors
-from ballonet.hooks.streaming.elastic import Elastic
 from ballonet.offload.decide.plan import Plan, spread, streaming
+from ballonet.offload.move.weights_file import WeightsFile
 
+from ..core import PAGE_CALLS, calls
 from ..pool import bytes_that_exist
-from .conftest import BUDGET, LAYERS, PAGE
-from .test_remapping import full, until
+from .conftest import BUDGET, LAYERS, PAGE, streams
+from .test_remapping import full
 from .test_streaming import Output, say
 
 
@@ -39,10 +39,9 @@ def folder(original: Any, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def loaded(original: Any, folder: Path) -> Iterator[Any]:
-    """As transformers loads it: its weights are views of the mapped file."""
-    with install.stock_everywhere():
-        yield type(original).from_pretrained(folder)
+def loaded(original: Any, folder: Path) -> Any:
+    """As `ballonet.from_pretrained` loads it: nobody has seen its weights, which are where its file is mapped."""
+    return ballonet.from_pretrained(folder, interval=1)
 
 
 def tensors(model: Any) -> dict[str, bytes]:
@@ -57,48 +56,73 @@ def plans(managed: ballonet.Managed) -> Iterator[Plan]:
 
 
 def change(managed: ballonet.Managed, plan: Plan) -> None:
-    """As between two iterations, with nobody at work on twins."""
-    for thread in threading.enumerate():
-        if thread.name == "ballonet-twins":
-            thread.join(60)
+    """As between two iterations."""
     managed._elastic._change(plan)
 
 
-def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any, stock: Output) -> None:
+LOOKS: dict[str, Callable[[Any], object]] = {
+    "state": lambda it: it.state_dict(),
+    "parameters": lambda it: list(it.parameters()),
+    "one": lambda it: it.model.layers[2].mlp.up_proj.weight,
+    "thread": lambda it: _on_a_thread(it.state_dict),
+    "part": lambda it: it.model.layers[2].mlp(torch.ones(1, it.config.hidden_size)),
+    "gradients": lambda it: it(torch.arange(4)[None]).logits.sum().backward(),
+    "compiled": lambda it: torch.compile(it.model.layers[2].mlp, backend="eager")(torch.ones(1, it.config.hidden_size)),
+}
+
+
+def _on_a_thread(act: Callable[[], object]) -> object:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(act()))
+    thread.start()
+    thread.join(60)
+    return found
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any, stock: Output, how: str) -> None:
+    """Until somebody looks: from then on its pages are in host memory, where they can be read and written."""
     before = bytes_that_exist("host")
-    with ballonet.manage(loaded, interval=1) as managed:
+    with ballonet.manage(loaded) as managed:
         assert managed.streamed == tuple(range(LAYERS))
         assert managed.host_pages == 0
-        assert say(loaded).agrees(stock)
-        assert managed.flying
-        assert bytes_that_exist("host") == before, "no second copy"
-        assert tensors(loaded) == tensors(original)
+        assert streams(managed, lambda: say(loaded).agrees(stock))
+        assert bytes_that_exist("host") <= before + PAGE, "no second copy"
+        held = LOOKS[how](loaded)
         assert managed.host_pages > 0, "whoever looked was shown pages"
+        loaded.zero_grad()
         assert say(loaded).agrees(stock)
-        gc.collect()
-        assert say(loaded).agrees(stock)
-        assert managed.host_pages == 0, "the file has what they held"
+        assert tensors(loaded) == tensors(original)
+        del held
+        assert streams(managed, lambda: say(loaded).agrees(stock))
     assert tensors(loaded) == tensors(original)
     assert ballonet.stats().copied.weights_d2h == 0
 
 
-def test_twins_that_are_made_while_it_runs_are_in_its_file_too(
-    loaded: Any, stock: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved, before = ballonet.stats().copied.weights_d2h, bytes_that_exist("host")
-    monkeypatch.setattr(Elastic, "running", property(lambda self: True))
-    governors.of(runtime.require()).bandwidth = 1e12  # every layer's copy is hidden
-    with ballonet.manage(loaded) as managed, full(but=200):
-        assert say(loaded).agrees(stock)
-        until(lambda: managed.twins[0] > 0)
-        assert managed.host_pages == 0
-        assert say(loaded).agrees(stock)
-        assert bytes_that_exist("host") <= before, "no second copy"
-    assert ballonet.stats().copied.weights_d2h == moved
+def test_a_file_is_looked_at_once_in_a_forward(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+    check = WeightsFile.check
+    monkeypatch.setattr(WeightsFile, "check", lambda self: (looks.append(self.path), check(self))[1])
+    with ballonet.manage(loaded):
+        for _ in range(3):
+            looks.clear()
+            with torch.no_grad():
+                loaded(torch.arange(4)[None])
+            assert len(looks) == 1
 
 
-def test_what_is_written_at_rest_is_not_taken_from_the_file_again(loaded: Any, original: Any, stock: Output) -> None:
-    with ballonet.manage(loaded, interval=1) as managed:
+def test_layers_of_a_file_come_home_and_go(loaded: Any, original: Any, stock: Output) -> None:
+    with ballonet.manage(loaded) as managed:
+        for plan in plans(managed):
+            change(managed, plan)
+            assert managed.streamed == plan.streamed
+            assert say(loaded).agrees(stock)
+            runtime.require().check()
+        assert tensors(loaded) == tensors(original)
+
+
+def test_what_is_written_is_not_taken_from_the_file_again(loaded: Any, original: Any, stock: Output) -> None:
+    with ballonet.manage(loaded) as managed:
         assert say(loaded).agrees(stock)
         with managed.editable(), torch.no_grad():
             loaded.model.layers[1].mlp.down_proj.weight.mul_(2)
@@ -107,9 +131,7 @@ def test_what_is_written_at_rest_is_not_taken_from_the_file_again(loaded: Any, o
             original.model.layers[1].mlp.down_proj.weight.mul_(2)
         try:
             for _ in range(2):
-                assert say(loaded).agrees(say(original))
-            assert managed.flying
-            assert managed.host_pages > 0, "that layer's twin is in memory now"
+                assert streams(managed, lambda: say(loaded).agrees(say(original)))
         finally:
             with torch.no_grad():
                 original.model.layers[1].mlp.down_proj.weight.div_(2)
@@ -118,7 +140,7 @@ def test_what_is_written_at_rest_is_not_taken_from_the_file_again(loaded: Any, o
 @pytest.mark.parametrize("damage", ["written", "truncated", "replaced"])
 def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Output, damage: str) -> None:
     path = folder / "model.safetensors"
-    managed = ballonet.manage(loaded, interval=1)
+    managed = ballonet.manage(loaded)
     assert say(loaded).agrees(stock)
     if damage == "written":
         with path.open("r+b") as file:
@@ -150,31 +172,50 @@ def test_every_way_from_one_plan_to_another(model: Any, original: Any, stock: Ou
         assert tensors(model) == tensors(original)
 
 
-def test_twins_are_made_once(model: Any, stock: Output) -> None:
-    """To the host weights go when they first leave, and never again."""
-    before = ballonet.stats().copied.weights_d2h
+def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: Any, stock: Output) -> None:
+    """Read and written by a reference from before, with layers coming and going."""
+    weight = model.model.layers[1].mlp.up_proj.weight
+    row = weight.data[3]
+    expected = bytes(original.model.layers[1].mlp.up_proj.weight.detach().numpy().tobytes())
     with ballonet.manage(model) as managed:
-        found = list(plans(managed))
-        change(managed, found[-1])
-        copied = ballonet.stats().copied.weights_d2h
-        assert copied - before == managed.host_pages * PAGE > 0
-        for plan in (found[0], found[3], found[-2], found[0], found[-1]):
+        view = weight.data[1:]
+        for plan in plans(managed):
             change(managed, plan)
+            assert bytes(weight.detach().numpy().tobytes()) == expected
+            assert bytes(view.numpy().tobytes()) == expected[-view.nbytes :]
+            view.mul_(2)
+            assert not say(model).agrees(stock)
+            view.div_(2)
             assert say(model).agrees(stock)
-        assert ballonet.stats().copied.weights_d2h == copied
+        del view
+    assert bytes(row.numpy().tobytes()) == expected[3 * row.nbytes : 4 * row.nbytes]
 
 
-def test_a_layer_that_somebody_holds_stays(model: Any, stock: Output) -> None:
-    with ballonet.manage(model) as managed:
-        held = model.model.layers[1].mlp.up_proj.weight
-        plan = list(plans(managed))[-1]
-        with pytest.raises(ballonet.BallonetError, match="from outside"):
-            change(managed, plan)
-        assert say(model).agrees(stock)
-        del held
-        gc.collect()
-        change(managed, plan)
-        assert say(model).agrees(stock)
+def test_no_token_moves_a_page(model: Any) -> None:
+    """Nothing is mapped, led elsewhere or made while layers stream."""
+
+    @torch.no_grad()
+    def tokens() -> None:
+        for _ in range(5):
+            model(torch.arange(4)[None], use_cache=False)
+
+    with ballonet.manage(model, interval=1) as managed:
+        tokens()
+        before = {name: calls().get(name, 0) for name in PAGE_CALLS}
+        assert streams(managed, tokens)
+        assert {name: calls().get(name, 0) for name in PAGE_CALLS} == before
+
+
+def test_a_model_that_gives_nothing_pays_nothing(model: Any, stock: Output) -> None:
+    """With few pages left, and none asked for: no host page, no copy, and the dictionaries of torch."""
+    before = ballonet.stats().copied.weights_d2h
+    plain = type(torch.nn.Linear(1, 1).__dict__["_parameters"])
+    with ballonet.manage(model) as managed, full(but=200):
+        for _ in range(3):
+            assert say(model).agrees(stock)
+        assert managed.streamed == ()
+        assert (managed.host_pages, ballonet.stats().copied.weights_d2h) == (0, before)
+        assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
 
 
 def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
@@ -217,7 +258,6 @@ def test_after_a_release_that_fails_nobody_reads_a_slot(
 ) -> None:
     with ballonet.manage(model, interval=1) as managed:
         assert say(model).agrees(stock)
-        assert managed.flying
         with monkeypatch.context() as patched:
             patched.setattr(managed._weights, "restore", lambda model: 1 / 0)
             with pytest.raises(ZeroDivisionError):

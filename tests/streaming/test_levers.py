@@ -21,7 +21,7 @@ from ballonet.offload.move import chaos
 from ..models import build
 from ..pool import bytes_that_exist
 from .conftest import BUDGET, LAYERS, PAGE
-from .test_remapping import IDS, full, until
+from .test_remapping import IDS, full
 from .test_streaming import Output, say
 
 CYCLES = 200
@@ -60,7 +60,6 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, monkeypatch: pytest.
         say(idle)
         now[0] += 5
         say(model)
-        until(lambda: other.twins[0] > 0 and active.twins[0] > 0)
         say(model)
         rungs = ladder(governor)
         assert list(rungs) == sorted(rungs)
@@ -107,7 +106,6 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, monkeypatch: p
         say(idle)
         now[0] += 5
         say(model)
-        until(lambda: not other._elastic.plan.streamed)
         lots = governor.lots()
         assert sum(lot.pages for lot in lots if lot.rung is Rung.IDLE_WEIGHTS) <= 2
         assert not [lot for lot in lots if lot.rung is Rung.HIDDEN_WEIGHTS]
@@ -133,7 +131,6 @@ def test_a_load_that_comes_and_goes_leaves_nothing_behind(
             say(idle)
             now[0] += 5
             say(model)
-            until(lambda: other.twins[0] > 0 or bool(other.streamed))
             with full(but=40):
                 with torch.no_grad():
                     assert torch.equal(model(IDS, use_cache=True).logits, long)
@@ -195,7 +192,6 @@ def test_a_square_wave_of_hundreds_of_cycles(
             cache = filled(ballonet.KVCache(config=model.config))
             logits(idle)
             logits(model)
-            until(lambda: other.twins[0] > 0)
             logits(model, cache)
             home = (active.pages, other.pages)
             for cycle in range(CYCLES):
@@ -234,7 +230,6 @@ def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any, monkeypat
     managed = [ballonet.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
     for each, _ in them:
         say(each)
-    until(lambda: all(each.twins[0] > 0 or each.streamed for each in managed))
     for _ in range(4):
         for each, expected in them:
             assert say(each).agrees(expected)

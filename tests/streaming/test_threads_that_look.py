@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,7 +19,6 @@ from ballonet.offload.decide.plan import Plan, streaming
 
 from .. import graphs
 from .conftest import INPUTS
-from .test_remapping import until
 
 LONG = 60.0  # seconds
 
@@ -61,52 +59,29 @@ def told(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
         yield Told(model, it, monkeypatch)
 
 
-def test_a_layer_that_somebody_holds_does_not_come_home(told: Told, stock: torch.Tensor) -> None:
-    told.stream(1, 2)
-    held = told.model.model.layers[1].mlp.up_proj.weight
-    assert torch.equal(told.stream(2), stock)
-    assert list(told.it.streamed) == [1, 2], "it may be read at any moment"
-    del held
-    gc.collect()
-    assert torch.equal(told.stream(2), stock)
-    assert list(told.it.streamed) == [2]
-
-
-def test_what_was_taken_and_is_held_does_not_come_home(told: Told, stock: torch.Tensor) -> None:
-    told.stream(1)
-    told.it._weights.ring.forget()  # as what was taken: it is away, and in no slot
-    held = told.model.model.layers[1].mlp.up_proj.weight
-    assert torch.equal(told.stream(), stock)
-    assert list(told.it.streamed) == [1]
-    del held
-    gc.collect()
-    assert torch.equal(told.stream(), stock)
-    assert list(told.it.streamed) == []
-
-
-def test_whoever_looks_at_a_layer_that_comes_home_waits_for_it(
-    told: Told, original: Any, stock: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+def test_a_thread_that_reads_by_a_reference_while_layers_come_and_go(
+    told: Told, original: Any, stock: torch.Tensor
 ) -> None:
-    module, seen = told.model.model.layers[1].mlp.up_proj, []
+    """In a section of its own nothing is moved under it."""
     wanted = original.model.layers[1].mlp.up_proj.weight
-    looker = threading.Thread(target=lambda: seen.append(torch.equal(module.weight, wanted)))
-    ring, turns = told.it._weights.ring, told.it._turns
-    bring_home = ring._bring_home
+    held = told.model.model.layers[1].mlp.up_proj.weight
+    begun, stop, seen = threading.Event(), threading.Event(), []
 
-    def look(*arguments: Any) -> None:
-        looker.start()
-        until(lambda: len(turns._queue) == 2 or not looker.is_alive())
-        assert not seen, "it looks while the layer leads to nothing"
-        bring_home(*arguments)
+    @torch.no_grad()
+    def read() -> None:
+        while not stop.is_set():
+            with told.it.resident():
+                seen.append(torch.equal(held, wanted))
+                begun.set()
 
-    told.stream(1)
-    with told.it.resident():
-        pass  # at rest whoever looks need not wait, else
-    monkeypatch.setattr(ring, "_bring_home", look)
-    assert torch.equal(told.stream(), stock)
-    looker.join(LONG)
-    assert seen == [True]
-    assert told.it._elastic.entry(1) is None, "it may have been written since its twin was made"
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(LONG)
+    for layers in ((1,), (), (1, 2), (0,), (1,), ()):
+        assert torch.equal(told.stream(*layers), stock)
+    stop.set()
+    reader.join(LONG)
+    assert all(seen)
 
 
 def test_nothing_comes_or_goes_in_a_section(told: Told, stock: torch.Tensor) -> None:
@@ -115,35 +90,22 @@ def test_nothing_comes_or_goes_in_a_section(told: Told, stock: torch.Tensor) -> 
         for layers in ((), (1, 2)):
             assert torch.equal(told.stream(*layers), stock)
             assert list(told.it.streamed) == [1]
+        assert told.it._elastic.entry(0) is None
     assert torch.equal(told.stream(), stock)
     assert list(told.it.streamed) == []
 
 
-def test_who_makes_a_twin_does_not_wait_for_the_lock_with_the_turn(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has the lock may wait for the turn: a finalizer of the model that runs wherever garbage is collected."""
-    it, asked, came = told.it._elastic, threading.Event(), threading.Event()
-    it._wanted = (0,)
-
-    class Lock(Recorded):
-        def acquire(self, blocking: bool = True) -> bool:
-            asked.set()
-            return super().acquire(blocking)
-
-    def take_turn() -> None:
-        with told.it._turns.at_rest():
-            came.set()
-
-    inner = it._lock
-    monkeypatch.setattr(it, "_lock", Lock(Recorder(), "model", inner))
-    threads = [threading.Thread(target=it._cover_wanted), threading.Thread(target=take_turn)]
-    with inner:
-        for each in threads:
-            each.start()
-            assert asked.wait(LONG)
-        assert came.wait(LONG)
-    for each in threads:
-        each.join(LONG)
-    assert it._ready == {0}
+def test_a_change_that_is_made_in_a_section_is_taken_in(told: Told, stock: torch.Tensor) -> None:
+    told.stream(1)
+    with told.it.editable():
+        weight = told.model.model.layers[1].mlp.up_proj.weight
+        told.model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(weight.detach().clone() * 2)
+        assert not torch.equal(told.stream(1), stock)
+        told.model.model.layers[1].mlp.up_proj.weight.data.div_(2)
+        del weight
+        assert torch.equal(told.stream(1), stock)
+        assert not told.it.left
+    assert torch.equal(told.stream(1), stock)
 
 
 # The order of locks
@@ -198,12 +160,14 @@ class Recorded:
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Of all locks above the core, from now on."""
     it, governor = Recorder(), governors.of(runtime.require())
-    take, end = Turns._take, Turns.end
+    take, end = Turns.take, Turns.end
 
-    def recorded_take(self: Turns, turn: Turn) -> None:
+    def recorded_take(self: Turns, turn: Turn) -> bool:
         it.waits("turn", id(self))
-        take(self, turn)
-        it.held.append(("turn", id(self)))
+        found = take(self, turn)
+        if found:
+            it.held.append(("turn", id(self)))
+        return found
 
     def recorded_end(self: Turns, turn: Turn) -> None:
         while ("turn", id(self)) in it.held:
@@ -213,7 +177,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     class Threading:
         RLock: Callable[[], Recorded] = staticmethod(lambda: it.lock("model", threading.RLock()))
 
-    monkeypatch.setattr(Turns, "_take", recorded_take)
+    monkeypatch.setattr(Turns, "take", recorded_take)
     monkeypatch.setattr(Turns, "end", recorded_end)
     monkeypatch.setattr(captured, "threading", Threading)
     monkeypatch.setattr(managed, "_lock", it.lock("manage", managed._lock))
@@ -237,9 +201,7 @@ def test_locks_are_taken_in_one_order(
         with graphs.capture(graph):
             logits(model)
         del graph
-        monkeypatch.setattr(governors.of(runtime.require()).pages, "scarce", True)
         told.stream()
-        until(lambda: it.twins[0] == it.twins[1] > 0)
         assert model.model.layers[0].mlp.up_proj.weight is not None  # of a layer that might be taken
         with it.editable():
             logits(model)

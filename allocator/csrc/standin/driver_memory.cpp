@@ -64,6 +64,13 @@ CUresult cuMemHostUnregister(void* pointer) {
   });
 }
 
+CUresult ballonet_standin_hold(CUdeviceptr address, std::size_t size, int held) {
+  return enter(Needs::kInit, "ballonet_standin_hold", [&](State& all, auto&) {
+    held != 0 ? all.mappings.hold(address) : all.mappings.let_go(address, size);
+    return CUresult{cuda::kSuccess};
+  });
+}
+
 CUresult ballonet_standin_idle(CUdeviceptr address, std::size_t size) {
   return enter(Needs::kInit, "ballonet_standin_idle", [&](State& all, auto&) {
     all.mappings.idle(address, size);

@@ -146,7 +146,8 @@ CUresult Mappings::map(std::uint64_t address, std::uint64_t size, std::uint64_t 
                   ull{address}, ull{size}, ull{hits_before ? std::prev(next)->first : next->first});
   }
   const auto made = mappings_.emplace_hint(next, address, Mapping{size, handle, false, false});
-  if (::mmap(pointer(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, fd(backing.store),
+  const int access = held_.count(address) > 0 ? PROT_READ | PROT_WRITE : PROT_NONE;
+  if (::mmap(pointer(address), size, access, MAP_SHARED | MAP_FIXED, fd(backing.store),
              static_cast<off_t>(backing.offset)) == MAP_FAILED) {
     const int error = errno;
     mappings_.erase(made);
@@ -196,6 +197,10 @@ CUresult Mappings::set_access(std::uint64_t address, std::uint64_t size, bool fo
   return cuda::kSuccess;
 }
 
+void Mappings::let_go(std::uint64_t address, std::uint64_t size) {
+  if (held_.erase(address) > 0 && mappings_.count(address) == 0) cover(address, size);
+}
+
 bool Mappings::mapping_at(std::uint64_t address, std::uint64_t* start, std::uint64_t* size) const {
   const auto next = mappings_.upper_bound(address);
   if (next == mappings_.begin() || address >= std::prev(next)->first + std::prev(next)->second.size) return false;
@@ -216,7 +221,8 @@ bool Mappings::open_for_cpu(std::uint64_t address, std::uint64_t size) const {
 CUresult Mappings::unmap(std::uint64_t address, std::uint64_t size) {
   const CUresult refused = whole(address, size, "cuMemUnmap");
   if (refused != cuda::kSuccess) return refused;
-  bool covered = cover(address, size);
+  const bool held = held_.count(address) > 0 && mappings_.at(address).size == size;
+  bool covered = held || cover(address, size);
   if (!covered && errno == ENOMEM && cushion_.burst()) covered = cover(address, size);
   // Where another thread took the cushion's maps, the memory stays mapped without access: no hole, and it can be
   // punched out.

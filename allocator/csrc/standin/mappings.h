@@ -3,9 +3,14 @@
 // Note [Never a hole]. A reservation is PROT_NONE memory, and unmapping puts PROT_NONE memory back in one
 // mmap(MAP_FIXED). An address that munmap() had freed could be given to anyone by the next mmap() of any library, and
 // the next cuMemMap would destroy what lies there.
+//
+// Note [Held]. Threads of a CPU are ordered by no stream: one may read an address at any moment, also while its page is
+// exchanged. So a mapping that is held stays readable until mmap(MAP_FIXED) puts the next one in its place, in one
+// step. To the driver's calls it is unmapped meanwhile, as any other.
 #pragma once
 
 #include <map>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -29,6 +34,10 @@ class Mappings {
   // `for_cpu`: too, which only host memory can be.
   CUresult set_access(std::uint64_t address, std::uint64_t size, bool for_cpu);
   CUresult unmap(std::uint64_t address, std::uint64_t size);
+
+  // Until it is let go of, what is mapped at `address` can be read after `unmap`, for as long as nothing else is there.
+  void hold(std::uint64_t address) { held_.insert(address); }
+  void let_go(std::uint64_t address, std::uint64_t size);
 
   // Success where [address, address + size) is exactly one or more whole mappings that touch each other.
   CUresult whole(std::uint64_t address, std::uint64_t size, const char* function) const;
@@ -77,6 +86,7 @@ class Mappings {
   std::uint64_t next_handle_ = 1;                        // never reused: a stale handle is always refused
   std::map<std::uint64_t, std::uint64_t> reservations_;  // address -> bytes
   std::map<std::uint64_t, Mapping> mappings_;            // by address
+  std::set<std::uint64_t> held_;                         // addresses
   Visible visible_;
   std::map<std::uint64_t, std::uint64_t> idle_;  // address -> bytes, of the next fork; none overlap
 };

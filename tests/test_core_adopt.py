@@ -1,0 +1,149 @@
+"""Pages that come to other addresses with their bytes, and who reads there meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from ballonet.allocator._native import Lease, Range
+from ballonet.allocator.errors import BallonetError
+
+from .core import PAGE, Core, arm, disarm, holds, opened, write
+
+COUNT = 3
+MANY = 256  # pages: their comparison takes longer than a thread takes to wake up
+LIBC = ctypes.CDLL(None)
+
+
+class Layer:
+    """Leads to the host, with the same bytes in device pages of another range."""
+
+    def __init__(self, core: Core, count: int = COUNT) -> None:
+        self.count = count
+        self.group = core.device.group()
+        self.home = core.range(self.count, "weights", self.group)
+        self.twin = core.range(self.count, "weights", self.group)
+        self.twin.map_host(0, self.count)
+        write(self.twin.address, 5, self.count * PAGE)
+        self.home.alias(0, self.twin, 0, self.count)
+        self.spare = core.range(self.count, "weights", self.group)
+        self.fill()
+
+    def fill(self) -> None:
+        self.spare.map(0, self.count)
+        write(self.spare.address, 5, self.count * PAGE)
+
+    def adopt(self) -> bool:
+        return self.home.adopt(0, self.spare, 0, self.count)
+
+    def leave(self) -> bool:
+        return self.home.alias(0, self.twin, 0, self.count)
+
+
+def backings(opened: Range) -> set[str]:
+    return {opened.backing(piece) for piece in range(COUNT)}
+
+
+@pytest.fixture
+def core() -> Iterator[Core]:
+    with opened(budget=2 * MANY, host_budget=2 * MANY) as made:
+        yield made
+        made.device.check()
+
+
+def test_pages_come_with_their_bytes(core: Core) -> None:
+    layer = Layer(core)
+    pages = [layer.spare.page(piece) for piece in range(COUNT)]
+    ctypes.memset(layer.spare.address, 7, PAGE)
+    assert layer.adopt()
+    assert [layer.home.page(piece) for piece in range(COUNT)] == pages
+    assert backings(layer.home) == {"device"}
+    assert backings(layer.spare) == {"none"}
+    assert holds(layer.home.address, 7)
+    assert holds(layer.home.address + PAGE, 5, 2 * PAGE)
+    assert core.pages()["weights"] == COUNT
+    core.device.check()
+
+
+def test_what_is_refused(core: Core) -> None:
+    layer = Layer(core)
+    with pytest.raises(BallonetError, match="another group"):
+        layer.home.adopt(0, core.range(COUNT, "weights", core.device.group()), 0, COUNT)
+    with pytest.raises(BallonetError, match="does not lead to another range"):
+        layer.spare.adopt(0, layer.home, 0, COUNT)
+    with pytest.raises(BallonetError, match="no device page of its own"):
+        layer.home.adopt(0, layer.twin, 0, COUNT)
+    view = layer.spare.tensor(0, (PAGE,), (1,), 1, 8)
+    assert not layer.adopt(), "a tensor shows the page where it is"
+    del view
+    lease, entered, go = Lease(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        lease.enter(layer.group)
+        entered.set()
+        go.wait(60)
+        lease.close()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert entered.wait(60)
+    assert not layer.adopt(), "another thread uses it"
+    go.set()
+    thread.join(60)
+    assert layer.adopt()
+
+
+@pytest.mark.parametrize("function", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess"])
+@pytest.mark.parametrize("ahead", range(1, 8))
+def test_a_failure_leaves_the_bytes_where_they_were(core: Core, function: str, ahead: int) -> None:
+    layer = Layer(core)
+    arm(function, ahead)
+    with suppress(BallonetError):
+        layer.adopt()
+    assert holds(layer.home.address, 5, COUNT * PAGE)
+    assert backings(layer.home) in ({"alias"}, {"device"})
+    core.device.check()
+    disarm()
+    if backings(layer.home) == {"alias"}:
+        assert layer.adopt()
+
+
+@contextmanager
+def reading(address: int, right: bytes) -> Iterator[list[int]]:
+    """A thread that compares these bytes as often as it can, without the lock of the interpreter; what came of it."""
+    found, done = [0], threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            found.append(LIBC.memcmp(ctypes.c_void_p(address), right, len(right)))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        thread.join(60)
+
+
+def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
+    """By a thread that holds no lease, at any moment: where pages leave, come back, move, and where a driver fails."""
+    layer = Layer(core, MANY)
+    with reading(layer.home.address, bytes([5]) * MANY * PAGE) as found:
+        for n in range(20):
+            assert layer.adopt()
+            assert layer.home.move(n, "host")
+            assert layer.home.move(n, "device")
+            if n % 10 == 9:
+                arm("cuMemMap", 1 + n)
+                with suppress(BallonetError):
+                    layer.leave()
+                disarm()
+            assert layer.home.backing(0) == "alias" or layer.leave()
+            layer.fill()
+    assert set(found) == {0}
+    assert len(found) > 20
