@@ -1,7 +1,8 @@
 """Every kind of architecture gives stock's tokens on the device, whichever lever is pulled while it answers.
 
 A third of all architectures, those of the CPU's proof (tests/test_generate_equivalence.py); several in a scene, since a
-process of its own takes longer to start than a tiny model to answer.
+process of its own takes longer to start than a tiny model to answer. Prefixes are kept by every other one that reads
+nothing but text.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import ballonet
 from ballonet.allocator.errors import PoolExhausted
 
 from .. import models
 from ..architectures import ARCHITECTURES
+from ..architectures.encoder_decoders import ENCODER_DECODERS
+from ..architectures.multimodal import MULTIMODAL
 from .scene import Place, everywhere, play
 from .stock import differences
 from .test_weights_streaming import small_layers, streams_here
 
 NAMES = tuple(ARCHITECTURES)[::3]
+# No prefix is kept of the others: what an encoder gave is not among the tokens.
+ALONE = tuple(name for name in ARCHITECTURES if name not in ENCODER_DECODERS | MULTIMODAL)[::2][: len(NAMES)]
 AT_ONCE = 8  # architectures of a scene
 FEW = ("llama", "mixtral", "qwen3_next")  # on the stand-in, where others have the proof for all
 TOKENS = 8
@@ -76,31 +82,44 @@ def spill(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
             filler.close()
 
 
+@contextlib.contextmanager
+def prefix(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
+    """What a prompt begins with is copied from what an earlier one left behind."""
+    with ballonet.manage(model, prefix_cache=True) as managed:
+        yield lambda: managed.prefixes is not None and managed.prefixes.counts.hits > 0
+
+
 LEVERS: dict[str, Lever] = {
     "chaos": chaos,
     "streaming": streaming,
     "streaming and chaos": streaming_and_chaos,
     "spill": spill,
+    "prefix": prefix,
 }
 
 
-def ways(name: str) -> tuple[str, ...]:
+def ways(name: str, lever: str) -> tuple[str, ...]:
+    if lever == "prefix":
+        return ("in turns",)
     return tuple(way for way in ("padded", "beam") if way not in ARCHITECTURES[name].refuses)
 
 
 def answers(model: Any, name: str, way: str, place: Place) -> models.Output:
-    mode, rows = ("greedy", 3) if way == "padded" else (way, 2)
-    inputs = {
-        key: value.to(place.kind) for key, value in models.questions(name, rows, 16, padded=way == "padded").items()
-    }
-    return models.generate(model, mode, inputs, TOKENS)
+    mode, rows = {"padded": ("greedy", 3), "in turns": ("greedy", 1)}.get(way, (way, 2))
+    asked = models.questions(name, rows, 16, padded=way == "padded")
+    inputs = {key: value.to(place.kind) for key, value in asked.items()}
+    answer = models.generate(model, mode, inputs, TOKENS)
+    if way != "in turns" or inputs.keys() != {"input_ids", "attention_mask"} or model.config.is_encoder_decoder:
+        return answer
+    more = torch.cat([answer.tokens, inputs["input_ids"][:, -5:]], dim=1)
+    return models.generate(model, mode, {**inputs, "input_ids": more, "attention_mask": torch.ones_like(more)}, TOKENS)
 
 
 def tokens_are_stocks(place: Place, names: tuple[str, ...], lever: str) -> None:
     wrong, idle = [], []
     for name in names:
         model = models.build(name).to(place.kind)
-        expected = {way: answers(model, name, way, place) for way in ways(name)}
+        expected = {way: answers(model, name, way, place) for way in ways(name, lever)}
         with LEVERS[lever](place, model) as pulled:
             for way, right in expected.items():
                 if said := differences(answers(model, name, way, place), right):
@@ -121,7 +140,7 @@ def test_tokens_are_stocks(kind: str, first: int, lever: str, monkeypatch: pytes
     streams_here(kind)
     if kind == "cpu" and first:
         pytest.skip("tests/test_generate_equivalence.py has all of them for a CPU")
-    names = NAMES[first : first + AT_ONCE] if kind == "cuda" else FEW
+    names = (ALONE if lever == "prefix" else NAMES)[first : first + AT_ONCE] if kind == "cuda" else FEW
     if lever == "spill":
         monkeypatch.setenv("BALLONET_SPILL", "1")
     play(tokens_are_stocks, kind, pages=256, host_pages=256, names=names, lever=lever)
