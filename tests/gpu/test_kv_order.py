@@ -17,6 +17,8 @@ from .scene import Captured, Place, everywhere, play
 from .test_kv_stream import AWAY, LAYERS, LEFT, PAGES, Cache, decided
 from .test_weights_streaming import streams_here
 
+LONG = 60.0  # seconds, after which a thread hangs
+
 
 def a_copy_behind_waits_for_who_writes(place: Place) -> None:
     """Tokens are on their way when their pages are full, and are copied behind; later nothing more is copied."""
@@ -95,14 +97,14 @@ def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
 def pages_move_meanwhile(place: Place, rounds: int, forwards: bool) -> None:
     """While one thread uses a cache, in forwards or by itself, another one moves its pages whenever it may."""
     with torch.no_grad(), decided():
-        cache, stop, moves = Cache(place), threading.Event(), 0
+        cache, stop, moved = Cache(place), threading.Event(), threading.Event()
 
         def elsewhere() -> None:
-            nonlocal moves
             step = 0
             while not stop.is_set():
                 step += 1
-                moves += cache.homes[step % LAYERS].range.move(step % AWAY, "device")
+                if cache.homes[step % LAYERS].range.move(step % AWAY, "device"):
+                    moved.set()
 
         thread = threading.Thread(target=elsewhere)
         thread.start()
@@ -113,11 +115,13 @@ def pages_move_meanwhile(place: Place, rounds: int, forwards: bool) -> None:
                     lease.open()
                 for number in range(LAYERS):
                     cache.update(number)
+                moved.clear()
                 lease.close()
+                if forwards:
+                    assert moved.wait(LONG), "nothing moves between two forwards"
         finally:
             stop.set()
             thread.join()
-        assert moves or not forwards
         cache.finish()
 
 
