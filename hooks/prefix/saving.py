@@ -215,7 +215,7 @@ class Saver:
         """The blocks [reached, end) of a prompt, up to the first that no whole file has."""
         runs = list[Run]()
         while reached < end:
-            saved = files.load(keys[reached])
+            saved = files.load(keys[reached], lambda name, dtype, shape, nbytes: self._memory(nbytes))
             if saved is None:
                 break
             first = reached - saved.part.keys.index(keys[reached])
@@ -302,8 +302,18 @@ class Saver:
                 for kind, tensor in zip(("keys", "values"), parts(layer), strict=True):
                     if tensor.dtype not in _DTYPES:
                         return None
-                    tensors[f"{layer}.{kind}"] = _array(tensor)
+                    memory = self._memory(tensor.nbytes)
+                    array = tensors[f"{layer}.{kind}"] = Array(_DTYPES[tensor.dtype], tuple(tensor.shape), memory)
+                    _tensor(array).copy_(tensor)
         return tensors
+
+    def _memory(self, nbytes: int) -> memoryview:
+        """Memory of the host that is not the pool's; pinned where there is a GPU, which copies several times as fast
+        from there, unless there is no more of that."""
+        if torch_device(self._device).type == "cuda":
+            with suppress(RuntimeError):
+                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy().data
+        return np.empty(nbytes, np.uint8).data
 
     def _aside(self) -> AbstractContextManager[object]:
         """A stream of its own: what it copies waits for nothing that a request computes."""
@@ -329,13 +339,6 @@ class Saver:
             if salt not in self._folders:
                 self._folders[salt] = PrefixFiles(self._directory, self._limit, salt)
             return self._folders[salt]
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """A copy on the host, in memory that is not the pool's."""
-    memory = np.empty(tensor.numel() * tensor.element_size(), np.uint8)
-    torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-    return Array(_DTYPES[tensor.dtype], tuple(tensor.shape), memory.data)
 
 
 def _tensor(array: Array) -> torch.Tensor:

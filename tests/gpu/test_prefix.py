@@ -8,12 +8,15 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator.errors import BudgetInUse
+from ballonet.hooks.prefix import saving
+from ballonet.offload.move.prefix_file import Saved
 
 from .. import models
 from .scene import Captured, Place, everywhere, play
@@ -275,12 +278,22 @@ def test_files_are_written_while_graphs_are_captured(kind: str, tmp_path: Path) 
 
 
 def in_files(place: Place, folder: str, again: bool) -> None:
-    """One process writes, another one with the same model reads."""
-    model = speaker(place)
+    """One process writes, another one with the same model reads, to memory that the device copies from at full
+    speed."""
+    model, pinned = speaker(place), list[bool]()
     wanted = expected(model, place, range(1))
     managed = ballonet.manage(model, prefix_cache=True, prefix_dir=folder)
+
+    class Noted(saving.FileRun):
+        def __init__(self, saved: Saved, *rest: Any) -> None:
+            pinned.extend(torch.frombuffer(each.data, dtype=torch.uint8).is_pinned() for each in saved.tensors.values())
+            super().__init__(saved, *rest)
+
     talk = Talk(model, place, 0)
-    compare([[talk.turn(count) for count in words(place)]], wanted)
+    with patch.object(saving, "FileRun", Noted):
+        compare([[talk.turn(count) for count in words(place)]], wanted)
+    assert pinned.count(place.cuda) == len(pinned)
+    assert bool(pinned) == again
     assert managed.prefixes is not None
     assert managed.prefixes.flush(60)
     assert (managed.prefixes.counts.on_disk >= 256) == again
