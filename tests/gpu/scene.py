@@ -69,6 +69,15 @@ class Lane:
         with contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
+    @property
+    def handle(self) -> int:
+        """To the driver; 0 on a CPU."""
+        return 0 if self.stream is None else int(self.stream.cuda_stream)
+
+    def done(self) -> bool:
+        """All that it has been given so far?"""
+        return self.stream is None or bool(self.stream.query())
+
     def follow(self, other: Lane | None = None) -> None:
         """What comes next waits for what `other` (None: the current stream) has been given so far."""
         if self.stream is not None:

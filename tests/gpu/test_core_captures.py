@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 import torch
 
 from ballonet.allocator._native import Transfer
@@ -60,3 +63,23 @@ def a_capture_and_a_copy(place: Place, pieces: int) -> None:
 @everywhere
 def test_a_capture_and_a_copy(kind: str) -> None:
     play(a_capture_and_a_copy, kind, pieces=4)
+
+
+@pytest.mark.gpu
+def test_nothing_is_looked_at_once_a_capture_may_begin() -> None:
+    play(announced, "cuda")
+
+
+def announced(place: Place) -> None:
+    """A thread that begins a capture says from what memory first: from then on no event is recorded for pages that wait
+    to be unmapped, as it might be on its stream."""
+    held = place.range(1)
+    place.device.reap(wait=True)
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        held.retire(0, 1)
+        assert place.device.reap() == 0
+        time.sleep(0.1)
+        assert held.backing(0) == "retiring"
+    place.device.reap(wait=True)
+    assert held.backing(0) == "none"
+    held.close()

@@ -359,23 +359,25 @@ def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
 
 def given_up_beside_moves(place: Place) -> None:
     """One thread gives pages up and maps others without a lease; another one is moving them at that moment."""
-    group, stop, moves = place.device.group(), threading.Event(), 0
+    group, stop, moves, tried = place.device.group(), threading.Event(), 0, 0
     held = place.device.reserve(PIECES * place.page, "kv", group)
     held.map(0, PIECES)
 
     def elsewhere() -> None:
-        nonlocal moves
+        nonlocal moves, tried
         while not stop.is_set():
             for piece in range(PIECES):
                 moves += held.move(piece, "device")
+                tried += 1
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     try:
         for step in range(100):
-            piece = step % PIECES
+            piece, before = step % PIECES, tried
             held.retire(piece, 1)
-            time.sleep(0.001)
+            while tried < before + 2 and thread.is_alive():  # what was being moved has been
+                time.sleep(0.0001)
             assert held.backing(piece) in ("retiring", "none"), "a page that was given up is back"
             held.map(piece, 1)
             lease = Lease()

@@ -13,6 +13,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.lease import ForwardLease
 
+from .hold import held_copies
 from .scene import Captured, Place, everywhere, play
 from .test_kv_stream import AWAY, LAYERS, LEFT, PAGES, Cache, decided
 from .test_weights_streaming import streams_here
@@ -21,7 +22,8 @@ LONG = 60.0  # seconds, after which a thread hangs
 
 
 def a_copy_behind_waits_for_who_writes(place: Place) -> None:
-    """Tokens are on their way when their pages are full, and are copied behind; later nothing more is copied."""
+    """Tokens are on their way when their pages are full, and are copied behind; later nothing more is copied. Pages are
+    dirty for as long as copies have not begun."""
     lane = place.lane()
     lane.follow()
     with torch.no_grad(), decided():
@@ -30,15 +32,41 @@ def a_copy_behind_waits_for_who_writes(place: Place) -> None:
             place.sleep()
             for number in range(LAYERS):
                 cache.update(number, LEFT)
-            cache.tier.write_behind(LAYERS * PAGES)
+            with held_copies(place, "host") as hold:
+                cache.tier.write_behind(LAYERS * PAGES)
+                cache.tier.write_behind(0)
+                dirty = sum(home.pages.dirty for home in cache.homes)
+                assert hold.released or dirty == LAYERS * PAGES, "a page is said to be clean before it is copied"
         lane.lead()
         place.synchronize()
         cache.tier.write_behind(0)
+        assert not any(home.pages.dirty for home in cache.homes)
         copied = place.device.snapshot()["copied"]["kv_d2h"]
         assert copied == LAYERS * PAGES * place.page
         for home in cache.homes:
             assert sum(home.pages.displace(piece) for piece in range(PAGES)) == PAGES
         assert place.device.snapshot()["copied"]["kv_d2h"] == copied
+        cache.finish()
+
+
+def who_writes_again_waits_for_the_copy(place: Place) -> None:
+    """Full pages are being copied behind when tokens on them are forgotten, and others come there."""
+    lane = place.lane()
+    with torch.no_grad(), decided():
+        cache = Cache(place)
+        layer, new = cache.pairs[0][0], cache.drawn(LEFT)
+        lane.follow()
+        with lane():
+            cache.read(0, new)  # the last page is full
+            cache.read(0, new)
+            place.synchronize()
+            with held_copies(place, "host") as hold:
+                cache.tier.write_behind(LAYERS * PAGES)
+                layer.crop(-2 * LEFT)
+                cache.read(0, new)
+                hold.keeps(lane.done)
+            layer.crop(-LEFT)
+        lane.lead()
         cache.finish()
 
 
@@ -87,7 +115,12 @@ def a_replay_keeps_its_memory(place: Place) -> None:
 @everywhere
 @pytest.mark.parametrize(
     "scene",
-    [a_copy_behind_waits_for_who_writes, pages_wait_for_a_stream_that_only_appends, a_replay_keeps_its_memory],
+    [
+        a_copy_behind_waits_for_who_writes,
+        who_writes_again_waits_for_the_copy,
+        pages_wait_for_a_stream_that_only_appends,
+        a_replay_keeps_its_memory,
+    ],
 )
 def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
     streams_here(kind)

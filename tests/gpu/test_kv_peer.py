@@ -9,6 +9,7 @@ from ballonet.offload.decide.layer_stream import Choice, Way
 from ballonet.offload.govern import kv_way
 from ballonet.offload.govern.governor import Governor
 
+from .hold import held_copies
 from .scene import Lane, Place, everywhere, play
 from .test_kv_stream import AWAY, LAYERS, Cache
 from .test_weights_streaming import streams_here
@@ -18,7 +19,7 @@ IN_PLACE = Choice(Way.IN_PLACE, AWAY, 0, 0, 0.0, 0.0, 0.0)
 
 def up_and_down(place: Place, rounds: int) -> None:
     """The older pages of each layer leave for the peer, those that find no room there for the host; then some go on to
-    the host, behind copies that run beside attention; then all come home."""
+    the host, once copies have passed that run beside attention; then all come home."""
     shown = place.device.snapshot()
     assert shown["peer"], place.device.peer_refused
     room = shown["peer_budget"] // place.page
@@ -31,7 +32,10 @@ def up_and_down(place: Place, rounds: int) -> None:
             for home in cache.homes:
                 assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
             near = cache.tier.near
-            cache.tier.demote(room // 4)
+            with held_copies(place, "host") as hold:
+                cache.tier.demote(room // 4)
+                cache.tier.write_behind(0)
+                assert hold.released or cache.tier.leaving == min(near, room // 4), "it did not wait for the copies"
             for lane in lanes:
                 for number in range(LAYERS):
                     lane.follow(before)

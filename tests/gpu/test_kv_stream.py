@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,7 +17,9 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.decide.layer_stream import Choice, Way
 from ballonet.offload.govern import kv_way
 from ballonet.offload.govern.governor import Governor
+from ballonet.offload.move.kv_twin import KVTwin
 
+from .hold import Hold, held_copies
 from .scene import Lane, Place, everywhere, play
 from .test_weights_streaming import streams_here
 
@@ -47,18 +49,40 @@ class Cache:
         for number in range(LAYERS):
             self.update(number, tokens)
 
-    def update(self, number: int, tokens: int = 1) -> None:
-        """Of one layer, on the current stream, and its attention."""
+    def drawn(self, tokens: int = 1) -> torch.Tensor:
+        """What comes next."""
         batch, heads, dim = self._shape
-        new = torch.randn(batch, heads, tokens, dim, device=self._place.kind).to(self._dtype)
-        elastic, stock = self.pairs[number]
-        found = elastic.update(new, -new)
-        early = oldest(found)
-        right = stock.update(new, -new)
+        return torch.randn(batch, heads, tokens, dim, device=self._place.kind).to(self._dtype)
+
+    def read(self, number: int, new: torch.Tensor) -> tuple[Any, list[torch.Tensor]]:
+        """Appends to one layer, on the current stream; what it shows, and its oldest token, read at once."""
+        found = self.pairs[number][0].update(new, -new)
+        return found, oldest(found)
+
+    def check(self, number: int, new: torch.Tensor, found: Any, early: list[torch.Tensor]) -> None:
+        """That, by the stock layer; `found` may be None."""
+        right = self.pairs[number][1].update(new, -new)
         if self._place.cuda:
             torch.cuda._sleep(2_000_000)
-        self.compare(found, right)
+        if found is not None:
+            self.compare(found, right)
         self.wrong += sum((mine != theirs).sum() for mine, theirs in zip(early, oldest(right), strict=True))
+
+    def update(self, number: int, tokens: int = 1) -> None:
+        """Of one layer, on the current stream, and its attention."""
+        new = self.drawn(tokens)
+        self.check(number, new, *self.read(number, new))
+
+    def pass_late(self, lane: Lane, copies: AbstractContextManager[Hold]) -> None:
+        """All layers, which wait for copies that are held."""
+        drawn = [self.drawn() for _ in self.pairs]
+        lane.follow()
+        with copies as hold, lane():  # and nothing beside them, as an allocation may wait for what others have left
+            early = [self.read(*each)[1] for each in enumerate(drawn)]
+            hold.keeps(lane.done)
+        with lane():
+            for number, new in enumerate(drawn):
+                self.check(number, new, None, early[number])
 
     def compare(self, found: Any, right: Any) -> None:
         for mine, theirs in zip(found, right, strict=True):
@@ -96,7 +120,8 @@ def decided() -> Iterator[None]:
 
 
 def through_buffers(place: Place, steps: int) -> None:
-    """Layers take turns in buffers; streams change between iterations, and in some of them between layers."""
+    """Layers take turns in buffers; streams change between iterations, and in some of them between layers. In one
+    more no copy to a buffer begins before all is launched."""
     with torch.no_grad(), decided():
         cache = Cache(place)
         for home in cache.homes:
@@ -110,6 +135,8 @@ def through_buffers(place: Place, steps: int) -> None:
                 with lane():
                     cache.update(number)
                 before = lane
+            if step == steps // 2 and before is not None:
+                cache.pass_late(before, held_copies(place, "device"))
         streamed = cache.tier.streamed
         assert streamed.way is Way.BUFFERS
         assert streamed.buffers == 2
@@ -126,9 +153,28 @@ def test_layers_take_turns_in_buffers(kind: str) -> None:
     play(through_buffers, kind, pages=256, host_pages=64, steps=30 if kind == "cuda" else 6)
 
 
+@contextmanager
+def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
+    """What comes home gets pages at once, and its bytes once the hold is released that is in the list then: by itself
+    for who waits with the host (`soon`)."""
+    fetch, holds = KVTwin.fetch, list[Hold]()
+    with ExitStack() as stack:
+
+        def fetched(*args: Any) -> None:
+            if not holds:
+                holds.append(stack.enter_context(held_copies(place, "device")))
+                if soon:
+                    holds[0].release_soon()
+            fetch(*args)
+
+        with mock.patch.object(KVTwin, "fetch", fetched):
+            yield holds
+
+
 def coming_home(place: Place, rounds: int) -> None:
     """Pages come home while the layers compute, one after the other. In most rounds somebody holds what a layer has
-    shown, and reads it on a stream that waits for nobody; copies to the host go on beside it."""
+    shown, and reads it on a stream that waits for nobody; copies to the host go on beside it. In the first rounds what
+    comes home is late."""
     with torch.no_grad(), decided():
         cache = Cache(place)
         elsewhere, computing = place.lane(), place.lane()
@@ -138,21 +184,28 @@ def coming_home(place: Place, rounds: int) -> None:
             shown = cache.pairs[step % LAYERS : step % LAYERS + 1] if step % 3 else []
             held = [tensor for elastic, _ in shown for tensor in (elastic.keys, elastic.values)]
             right = [tensor for _, stock in shown for tensor in (stock.keys, stock.values)]
+            drawn = [cache.drawn() for _ in range(LAYERS)]
             place.synchronize()
             computing.follow()
-            with computing():
-                if place.cuda:
-                    torch.cuda._sleep(20_000_000)
-                assert cache.tier.bring_back(LAYERS * AWAY, cache.homes[0].pages.stream) == LAYERS * AWAY
-            with elsewhere():
-                apart = oldest(held)
-            elsewhere.lead()
-            same = [torch.equal(mine, theirs) for mine, theirs in zip(apart, oldest(right), strict=True)]
-            assert all(same), "what somebody holds was not there yet"
-            del held, right, apart, shown
+            with late(place, soon=bool(held)) if step < 3 else nullcontext([]) as holds:
+                with computing():
+                    if place.cuda:
+                        torch.cuda._sleep(20_000_000)
+                    assert cache.tier.bring_back(LAYERS * AWAY, cache.homes[0].pages.stream) == LAYERS * AWAY
+                assert all(hold.released or not held for hold in holds), "what somebody holds was not there yet"
+                with elsewhere():
+                    apart = oldest(held)
+                elsewhere.lead()
+                same = [torch.equal(mine, theirs) for mine, theirs in zip(apart, oldest(right), strict=True)]
+                assert all(same), "what somebody holds was not there yet"
+                del held, right, apart, shown
+                with computing():
+                    found = [cache.read(*each) for each in enumerate(drawn)]
+                for hold in holds:
+                    hold.keeps(computing.done)
             with computing():
                 for number in range(LAYERS):
-                    cache.update(number)
+                    cache.check(number, drawn[number], *found.pop(0))
                 cache.tier.write_behind(LAYERS)
             computing.lead()
         cache.finish()

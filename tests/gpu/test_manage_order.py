@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 
 import ballonet
 from ballonet.allocator.errors import ModelInUse
+from ballonet.hooks.weights import moving
 
+from .hold import held
 from .scene import Captured, Place, everywhere, play
 from .stock import questions
 from .test_weights_streaming import tiny
 
 ROUNDS = 3
+SHORT = 1.0  # seconds in which a thread comes to where it should not
 
 
 def launched_before(place: Place) -> None:
@@ -50,9 +56,28 @@ def launched_before(place: Place) -> None:
         del first, second, taken
 
 
+def no_page_is_given_back(place: Place) -> None:
+    """The same of weights that share a page with others, so that nobody waits until it can be unmapped."""
+    model = tiny("llama", place, layers=1)
+    ballonet.manage(model).release()  # what is done once is done
+    weight = model.model.norm.weight
+    seen = torch.zeros_like(weight)
+    place.synchronize()
+    place.device.trim()
+    with held(place) as hold:
+        with hold.lane():
+            seen.copy_(weight)
+        hold.release_soon()
+        managed = ballonet.manage(model)
+        assert hold.released, "manage() did not wait for who reads the weights"
+    managed.release()
+    assert torch.equal(seen, weight)
+
+
 @everywhere
-def test_weights_change_memory_after_what_was_launched(kind: str) -> None:
-    play(launched_before, kind, pages=256)
+@pytest.mark.parametrize("scene", [launched_before, no_page_is_given_back])
+def test_weights_change_memory_after_what_was_launched(kind: str, scene: Callable[[Place], None]) -> None:
+    play(scene, kind, pages=256)
 
 
 def beside_forwards(place: Place, rounds: int) -> None:
@@ -96,6 +121,110 @@ def beside_forwards(place: Place, rounds: int) -> None:
 @everywhere
 def test_forwards_wait_while_weights_change_memory(kind: str) -> None:
     play(beside_forwards, kind, pages=256, rounds=8 if kind == "cuda" else 3)
+
+
+class Paused:
+    """A forward on another thread that stops before a layer, until it may go on."""
+
+    def __init__(self, model: Any, ids: torch.Tensor, layer: int) -> None:
+        self.there, self._go = threading.Event(), threading.Event()
+        self.logits: torch.Tensor | None = None
+        self._handle = model.model.layers[layer].register_forward_pre_hook(self._pause)
+        self._thread = threading.Thread(target=self._run, args=(model, ids))
+        self._thread.start()
+
+    @torch.no_grad()
+    def _run(self, model: Any, ids: torch.Tensor) -> None:
+        self.logits = model(ids, use_cache=False).logits
+
+    def _pause(self, *_: object) -> None:
+        self.there.set()
+        self._go.wait()
+
+    def go_on(self) -> torch.Tensor | None:
+        """To its end."""
+        self._go.set()
+        self._thread.join()
+        self._handle.remove()
+        return self.logits
+
+
+@contextlib.contextmanager
+def changing(act: Callable[[], object]) -> Iterator[None]:
+    """`act` is called when a model's weights are about to change memory."""
+    wait = moving.wait_for_work
+
+    def waited(device: Any) -> None:
+        act()
+        wait(device)
+
+    with mock.patch.object(moving, "wait_for_work", waited):
+        yield
+
+
+@torch.no_grad()
+def begins_meanwhile(place: Place) -> None:
+    """A forward that begins while weights change memory begins when they have."""
+    model, began = tiny("llama", place), list[bool]()
+    ids = questions("llama", place.kind)["input_ids"]
+    right = model(ids, use_cache=False).logits
+    forwards: list[Paused] = []
+
+    def meanwhile() -> None:
+        if not forwards:
+            forwards.append(Paused(model, ids, 0))
+            began.append(forwards[0].there.wait(SHORT))
+
+    with changing(meanwhile), ballonet.manage(model):
+        assert torch.equal(forwards[0].go_on(), right)
+    assert began == [False], "a forward began while weights changed memory"
+
+
+@torch.no_grad()
+def runs_already(place: Place) -> None:
+    """Weights change memory once a forward has ended that runs already, whatever layer it is at."""
+    model = tiny("llama", place, layers=3)
+    ids = questions("llama", place.kind)["input_ids"]
+    right = model(ids, use_cache=False).logits
+    for layer in range(3):
+        forward, begins = Paused(model, ids, layer), threading.Event()
+        forward.there.wait()
+        with changing(begins.set):
+            thread = threading.Thread(target=ballonet.manage, args=(model,))
+            thread.start()
+            began = begins.wait(SHORT)
+            logits = forward.go_on()
+            thread.join()
+        ballonet.manage(model).release()
+        assert torch.equal(logits, right)
+        assert not began, f"weights changed memory while layer {layer} was about to run"
+
+
+@torch.no_grad()
+def pages_stay(place: Place) -> None:
+    """While a forward runs, whatever layer it is at, no other thread moves pages of its weights."""
+    model = tiny("llama", place, layers=3)
+    ids = questions("llama", place.kind)["input_ids"]
+    with ballonet.manage(model, interval=None) as managed:
+        right = model(ids, use_cache=False).logits
+        ranges = list(managed._weights.all_ranges())
+
+        def moves() -> int:
+            return sum(held.move(piece, "device") for held in ranges for piece in range(held.pieces))
+
+        for layer in range(3):
+            forward = Paused(model, ids, layer)
+            forward.there.wait()
+            moved = moves()
+            assert torch.equal(forward.go_on(), right)
+            assert not moved, f"the lease of a forward was not asked for, before layer {layer}"
+        assert moves() == sum(held.pieces for held in ranges)
+
+
+@everywhere
+@pytest.mark.parametrize("scene", [begins_meanwhile, runs_already, pages_stay])
+def test_a_forward_is_held_open(kind: str, scene: Callable[[Place], None]) -> None:
+    play(scene, kind, pages=256)
 
 
 def captured(model: Any, place: Place) -> Captured:

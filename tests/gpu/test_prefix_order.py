@@ -1,0 +1,114 @@
+"""Who waits for whom where a stored prefix is used: who copies it for who wrote it, who goes on with it for who copied,
+other threads for who copies."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.lease import ForwardLease
+from ballonet.hooks.prefix.sequence import KeptSequence, Run, copy_in, reading
+
+from .hold import held
+from .scene import Place, everywhere, play
+
+
+class Stored:
+    """A sequence of one layer that fills some pages, and new tokens."""
+
+    def __init__(self, place: Place) -> None:
+        heads, dim = (8, 128) if place.cuda else (2, 16)
+        self.tokens = 2 * place.page // (2 * heads * dim * 4)
+        self.new = torch.randn(1, heads, self.tokens, dim, device=place.kind)
+        self.layer = ElasticLayer(CacheRanges(expected=3 * self.tokens))
+        self.sequence = KeptSequence([self.layer], range(2 * self.tokens), b"")
+        self.append()
+        place.synchronize()
+
+    def append(self) -> None:
+        """As a forward does."""
+        lease = ForwardLease().open()
+        self.layer.update(self.new, -self.new)
+        lease.close()
+
+    def copied(self) -> ElasticLayer:
+        """To another cache; submitted."""
+        copy = ElasticLayer(CacheRanges())
+        end = self.layer.get_seq_length()
+        copy_in([copy], [[Run(self.sequence, 0, end)]], [0])
+        return copy
+
+    def check(self, copy: ElasticLayer, times: int) -> None:
+        assert torch.equal(copy.keys, torch.cat([self.new] * times, dim=2))
+        assert torch.equal(copy.values, torch.cat([-self.new] * times, dim=2))
+
+
+def who_copies_waits_for_who_wrote(place: Place) -> None:
+    stored, reader = Stored(place), place.lane()
+    stored.copied()  # what is done once is done
+    place.synchronize()
+    with held(place) as hold:
+        with hold.lane():
+            stored.append()
+            stored.sequence.was_written()
+        with reader():
+            copy = stored.copied()
+        hold.keeps(reader.done)
+    reader.lead()
+    stored.check(copy, 2)
+
+
+def who_goes_on_waits_for_who_copied(place: Place) -> None:
+    stored, writer = Stored(place), place.lane()
+    with held(place) as hold:
+        with hold.lane():
+            copy = stored.copied()
+        with writer():
+            stored.sequence.after_reads()
+            stored.layer.cut(0, stored.tokens)
+            stored.new.neg_()
+            stored.append()
+        hold.keeps(writer.done)
+    writer.lead()
+    hold.lane.lead()
+    stored.new.neg_()
+    stored.check(copy, 1)
+
+
+def other_threads_move_nothing_that_is_copied(place: Place) -> None:
+    stored = Stored(place)
+    home = stored.layer.home
+    assert home is not None
+    moves = 0
+
+    def elsewhere() -> None:
+        nonlocal moves
+        moves = sum(home.range.move(piece, "device") for piece in range(2))
+
+    def tried() -> int:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        return moves
+
+    with reading([Run(stored.sequence, 0, stored.tokens)]):
+        keys, values = stored.sequence.part(0, 0, stored.tokens)
+        assert not tried(), "the lease of who copies was not asked for"
+        assert torch.equal(keys, -values)
+    assert tried() == 2
+    del keys, values
+    stored.check(stored.copied(), 1)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "scene",
+    [who_copies_waits_for_who_wrote, who_goes_on_waits_for_who_copied, other_threads_move_nothing_that_is_copied],
+)
+def test_prefixes_are_used_in_order(kind: str, scene: Callable[[Place], None]) -> None:
+    play(scene, kind, pages=256)

@@ -1,0 +1,130 @@
+"""Who waits for whom where layers stream through slots: a layer for its copy, the next copy for who reads the slot, one
+that was made ahead for who writes on the host, new pages for who reads the addresses that get them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator._native import Transfer
+
+from .hold import Hold, held, held_copies
+from .scene import Place, everywhere, over, play
+from .stock import questions
+from .test_weights_streaming import LAYERS, small_layers, streams_here, tiny
+
+PAGES = 4
+
+
+def made(place: Place) -> tuple[Any, torch.Tensor]:
+    return tiny("llama", place), questions("llama", place.kind)["input_ids"]
+
+
+@torch.no_grad()
+def answer(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(ids, use_cache=False).logits
+    return logits
+
+
+def layers_wait_for_their_copies(place: Place) -> None:
+    model, ids = made(place)
+    right, lane = answer(model, ids), place.lane()
+    lane.follow()
+    with small_layers(), ballonet.manage(model, interval=1):
+        with lane():
+            answer(model, ids)  # memory is there
+        place.synchronize()
+        with held_copies(place, "device") as hold:
+            with lane():
+                found = answer(model, ids)
+            hold.keeps(lane.done)
+        lane.lead()
+        assert torch.equal(found, right)
+
+
+def copies_wait_for_layers(place: Place) -> None:
+    """A layer computes late: no copy overtakes it that comes after one to its slot."""
+    model, ids = made(place)
+    right, lane = answer(model, ids), place.lane()
+    lane.follow()
+    aside = place.lane()
+    one, other = place.range(1), place.range(1)
+    holds: list[Hold] = []
+    for layer in range(LAYERS - 2):  # which another one follows in its slot
+        with small_layers(), ballonet.manage(model, interval=1):
+            with lane():
+                answer(model, ids)
+            place.synchronize()
+            handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: holds.append(Hold(place, lane)))
+            with lane():
+                found = answer(model, ids)
+            handle.remove()
+            copies = [(one.address, other.address, place.page)]
+            done = Transfer(place.device).copy(copies, after=aside.handle, owner="kv", to="device")
+            holds[-1].keeps(done.passed)
+            holds[-1].close()
+            lane.lead()
+            assert torch.equal(found, right), f"layer {layer} was overwritten before it computed"
+            done.wait()
+    one.close()
+    other.close()
+
+
+def what_is_written_is_copied_again(place: Place) -> None:
+    """Somebody who holds weights writes to them between two passes, in a way that nobody counts."""
+    model, ids = made(place)
+    stock, _ = made(place)
+    with small_layers(), ballonet.manage(model, interval=1):
+        for layer in range(LAYERS):
+            weight, right = (each.model.layers[layer].mlp.down_proj.weight for each in (model, stock))
+            for _ in range(2):
+                answer(model, ids)
+                for each in (weight, right):
+                    each.data.mul_(1.5)
+                assert torch.equal(answer(model, ids), answer(stock, ids)), f"layer {layer} is what it was before"
+
+
+def addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
+    """Addresses that lead to the host get pages with the same bytes, while slow work reads there."""
+    group = place.device.group()
+    home, twin, spare = (place.device.reserve(PAGES * place.page, "weights", group) for _ in range(3))
+    (twin.map_host if place.device.host_pages else twin.map)(0, PAGES)
+    spare.map(0, PAGES)
+    for each in (twin, spare):
+        over(each, torch.uint8, PAGES * place.page).fill_(7)
+    assert home.alias(0, twin, 0, PAGES)
+    shown = over(home, torch.uint8, PAGES * place.page)
+    seen = torch.empty_like(shown)
+    place.synchronize()
+    with held(place) as hold:
+        with hold.lane():
+            seen.copy_(shown)
+        hold.release_soon()
+        assert home.adopt(0, spare, 0, PAGES)
+        assert hold.released, "pages changed while they were read"
+    hold.lane.lead()
+    assert seen.eq(7).all().item()
+    assert shown.eq(7).all().item()
+    del shown
+    for each in (home, twin, spare):
+        each.close()
+    place.device.reap(wait=True)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    "scene",
+    [
+        layers_wait_for_their_copies,
+        copies_wait_for_layers,
+        what_is_written_is_copied_again,
+        addresses_that_get_pages_wait_for_who_reads,
+    ],
+)
+def test_slots_are_used_in_order(kind: str, scene: Callable[[Place], None]) -> None:
+    streams_here(kind)
+    play(scene, kind, pages=256, host_pages=128)
