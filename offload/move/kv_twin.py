@@ -399,8 +399,8 @@ class KVTwin:
             if dirty:
                 copies = [self._behind(piece) for piece in dirty]
                 self.arrive(stream)  # some may have come home just now
-                transfer.copy(copies, after=stream, owner="kv", to="host").wait()
-            led = 0
+                transfer.copy(copies, after=stream, owner="kv", to="host")
+            led = 0  # `alias` waits for all that was submitted, the copies too
             for first, count, _ in _runs(chosen, _alike):
                 if not self.home.alias(first, self.pages, first, count):
                     break
