@@ -1,18 +1,20 @@
 """Plants one bug at a time in a copy of the project, and runs the tests that should then fail on the simulated device.
 
-    python tests/simgpu/mutants.py                    every mutant of mutants_list.py
-    python tests/simgpu/mutants.py fence-retire ...   these
+    python tests/simgpu/mutants.py                    those of mutants_list.py that were not judged as they are
+    python tests/simgpu/mutants.py fence-retire ...   these, whether they were or not
     python tests/simgpu/mutants.py --list             are the texts that they replace in the sources?
     python tests/simgpu/mutants.py --table            only writes docs/mutants.md from build/mutants.json
 
 A mutant removes one fence, wait, `record_stream` or lease: what a GPU needs and a CPU, whose operators are complete
 when they return, does not miss. A test kills it that passes without it and fails with it. The copy is in build/mutants;
-what each run found is added to build/mutants.json. Exit status 1 where a mutant lives that should not.
+what each run found is added to build/mutants.json, under a hash of the mutant and its tests. Exit status 1 where a
+mutant lives that should not.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -34,6 +36,7 @@ ROOT = environment.ROOT
 COPY = ROOT / "build" / "mutants"
 VERDICTS = ROOT / "build" / "mutants.json"
 TABLE = ROOT / "docs" / "mutants.md"
+SCENES = ("tests/gpu/scene.py", "tests/gpu/hold.py")  # which all tests are made of
 SECONDS = 300  # that a test may take, and with a bug ten times what it took without: one that hangs is killed
 SAID = 150  # characters of what is quoted
 HEADER = """\
@@ -165,17 +168,26 @@ def limit_of(python: Path, mutant: Mutant, test: str) -> float:
     return _limits[key]
 
 
+def key_of(mutant: Mutant) -> str:
+    """What its verdict depends on: the bug, and its tests as they are."""
+    files = sorted({*SCENES, *(test.partition("::")[0] for test in mutant.tests)})
+    parts = [
+        repr((mutant.edits, mutant.tests, mutant.delay, mutant.seed)),
+        *((ROOT / file).read_text() for file in files),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
 def known() -> dict[str, Verdict]:
-    """What earlier runs found."""
-    return (
-        {name: Verdict(*found) for name, found in json.loads(VERDICTS.read_text()).items()} if VERDICTS.exists() else {}
-    )
+    """What earlier runs found, by key."""
+    found = json.loads(VERDICTS.read_text()) if VERDICTS.exists() else {}
+    return {key: Verdict(*each) for key, each in found.items()}
 
 
-def table(verdicts: dict[str, Verdict]) -> str:
-    rows = []
+def table() -> str:
+    rows, verdicts = [], known()
     for mutant in MUTANTS:
-        by, said = verdicts.get(mutant.name, Verdict("", "not judged yet"))
+        by, said = verdicts.get(key_of(mutant), Verdict("", "not judged yet"))
         killed = f"`{by.removeprefix('tests/gpu/')}`" if by else "-"
         shown = said or mutant.survives or "**it lives**"
         rows.append(f"| {mutant.name} | {mutant.what} | {killed} | {shown.replace('|', '/').replace('<', '&lt;')} |\n")
@@ -197,17 +209,18 @@ def main() -> int:
             print(f"{mutant.name:24} {misplaced(mutant) or mutant.what}")
         return any(map(misplaced, chosen))
     if options.table:
-        TABLE.write_text(table(known()))
+        TABLE.write_text(table())
         return 0
     python = options.python or environment.prepare(environment.fetch(environment.TORCH))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as Ctrl-C: the bug is taken out again
     copy_project()
-    wrong = 0
+    keys = {mutant.name: key_of(mutant) for mutant in chosen}  # of what was just copied
+    verdicts, wrong = {} if options.names else known(), 0
     for number, mutant in enumerate(chosen, 1):
         began = time.monotonic()
-        found = judge(python, mutant)
+        found = verdicts.get(keys[mutant.name]) or judge(python, mutant)
         if found is not None:
-            VERDICTS.write_text(json.dumps({**known(), mutant.name: found}, indent=1))
+            VERDICTS.write_text(json.dumps({**known(), keys[mutant.name]: found}, indent=1))
         killed = found is not None and bool(found.by)
         wrong += killed == bool(mutant.survives)
         ended = f"killed by {found.by}: {found.said}" if found and killed else "lives" if found else "not judged"
