@@ -30,6 +30,7 @@ from .test_weights_streaming import small_layers, streams_here
 
 PAGES = 1024
 HOST_PAGES = 1024
+LANES = 8  # pages for what is free and partly used: each stream has its own of these
 TOKENS = 8  # of an answer
 MOST = 16  # conversations that one model begins until the pool is full
 # So many that KV takes several times what activations do, and numbers that have a unit of more than a block of either.
@@ -130,7 +131,7 @@ class Pair:
             budget += place.device.snapshot()["physical_peak"] // place.page - weights
             speaker.store.clear()
             self._quiet()
-        ballonet.set_budget(budget * place.page)
+        ballonet.set_budget((budget + LANES) * place.page)
 
     def _quiet(self) -> int:
         """Pages that are left when nothing of what came before is."""
