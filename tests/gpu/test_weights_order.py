@@ -202,18 +202,18 @@ def caches_in_graphs(place: Place) -> None:
             logits: torch.Tensor = model(ids[:, :1], past_key_values=cache).logits
         return logits
 
-    def filled() -> DynamicCache:
+    def filled(tokens: torch.Tensor) -> DynamicCache:
         with torch.no_grad():
-            cache: DynamicCache = model(ids, use_cache=True).past_key_values
+            cache: DynamicCache = model(tokens, use_cache=True).past_key_values
         return cache
 
-    right, right_step = begin()[0].clone(), step(filled()).clone()
+    right, right_step = begin()[0].clone(), step(filled(ids)).clone()
     with small_layers(), ballonet.manage(model):
         whole = Captured(place, begin)
-        held = [filled() for _ in range(4 if place.cuda else 1)]  # one for each time that the work is done
+        held = [filled(ids) for _ in range(4 if place.cuda else 1)]  # one for each time that the work is done
         later = Captured(place, lambda: (step(held.pop()),))
         for _ in range(3):
-            step(filled())  # caches come and go where the others were
+            step(filled(ids.flip(1)))  # caches of others come and go where those were
             gc.collect()
             assert torch.equal(whole.replay()[0], right)
             if place.cuda:
