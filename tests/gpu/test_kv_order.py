@@ -4,7 +4,9 @@ threads for who leases it, the memory of a graph for its replays."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.lease import ForwardLease
 
-from .hold import held_copies
-from .scene import Captured, Place, everywhere, play
+from .hold import Hold, held_copies
+from .scene import Captured, Lane, Place, everywhere, play
 from .test_kv_stream import AWAY, LAYERS, LEFT, PAGES, Cache, decided
 from .test_weights_streaming import streams_here
 
@@ -70,6 +72,13 @@ def who_writes_again_waits_for_the_copy(place: Place) -> None:
         cache.finish()
 
 
+class Unknown(Lane):
+    """A stream that the pool does not know of yet."""
+
+    def __init__(self, place: Place) -> None:
+        self.stream = torch.cuda.Stream() if place.cuda else None
+
+
 def pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
     """Appends and allocates nothing: the pages of a cache that is dropped meanwhile leave after what it was given."""
     layer = ElasticLayer(CacheRanges())
@@ -77,14 +86,20 @@ def pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
         new = torch.randn(2, 8, 4 * place.page // (2 * 2 * 8 * 128 * 4), 128, device=place.kind)
         seen = torch.empty_like(new)
         place.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
-            place.sleep()
-            seen.copy_(layer.update(new, new)[0])
-    layer.reset()
-    del layer
-    assert not place.cuda or place.device.reap() == 0
+        with closing(Hold(place, Unknown(place))) as hold:
+            with hold.lane():
+                seen.copy_(layer.update(new, new)[0])
+            assert layer.home is not None
+            pages = layer.home.range
+            layer.reset()
+            del layer
+            for _ in range(20 if place.cuda else 0):  # whoever looks, this thread or the one in the background
+                place.device.reap()
+                assert pages.backing(0) == "retiring", "a page was given back while it was written"
+                time.sleep(0.01)
     place.synchronize()
     assert torch.equal(seen, new)
+    del pages
     place.device.reap(wait=True)
 
 
