@@ -102,7 +102,14 @@ PARTS: Mapping[str, Part] = {
         test_seconds=250,
     ),
     "weights": Part(
-        tests=(("tests/gpu/test_weights_*.py", "tests/gpu/test_manage_*.py", "tests/gpu/test_pace.py"),),
+        tests=(
+            (
+                "tests/gpu/test_weights_*.py",
+                "tests/gpu/test_slots_*.py",
+                "tests/gpu/test_manage_*.py",
+                "tests/gpu/test_pace.py",
+            ),
+        ),
         benchmarks=("streaming", "cold_load"),
         test_seconds=130,
     ),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -63,7 +65,8 @@ def notebook(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     opened = Notebook()
-    yield opened
+    with patch.dict(os.environ):  # cells set variables
+        yield opened
     opened.run("%unload_ext ballonet")
     opened.forget_error()
     opened.shell.reset()
