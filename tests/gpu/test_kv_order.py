@@ -41,6 +41,7 @@ def a_copy_behind_waits_for_who_writes(place: Place) -> None:
                 assert hold.released or dirty == LAYERS * PAGES, "a page is said to be clean before it is copied"
         lane.lead()
         place.synchronize()
+        place.device.synchronize()  # on the stand-in copies are late as well
         cache.tier.write_behind(0)
         assert not any(home.pages.dirty for home in cache.homes)
         copied = place.device.snapshot()["copied"]["kv_d2h"]
