@@ -315,7 +315,7 @@ def _versions(leaves: Sequence[Any]) -> int:
 
 
 def _view(tensor: Any, flat: torch.Tensor, spot: Spot) -> Any:
-    """Its like over a slot; what of it does not lie in the layer's ranges is its own. None where nothing does."""
+    """A tensor like it over a slot; what is outside of the layer's ranges stays its own. None where all is."""
     if _wraps(tensor):
         names, context = tensor.__tensor_flatten__()
         made = {name: getattr(tensor, name) for name in names}

@@ -258,7 +258,7 @@ class Elastic(Captured):
             self._governed = True
 
     def close(self) -> None:
-        """Its layers stay where they are, and are read there."""
+        """Ends streaming: layers stay where they are, and are read there."""
         self.followed = False
         graphs.forget(self)
         for layer in self._weights.on_host():

@@ -111,8 +111,8 @@ class Streaming:
                 self.reveal(layer)
 
     def begin(self, turn: Turn) -> None:
-        """It is about to run layers. ManageError while a graph is being captured, whose replays would read slots at any
-        time; DriverError."""
+        """The forward is about to run layers. ManageError while a graph is being captured, whose replays would read
+        slots at any time; DriverError."""
         if self._capturing() and self._on_host():
             raise ManageError(CAPTURED)
         if not self._layers or torch.is_grad_enabled() or self._turns.sections:
@@ -126,8 +126,8 @@ class Streaming:
         self._ring.begin(self._stream(), self._unchanged)
 
     def end(self, turn: Turn) -> None:
-        """It has run them, as far as it did. WeightsFileChanged where what they computed with may not have been the
-        weights; DriverError."""
+        """The forward has run its layers, or some. WeightsFileChanged where what they computed with may not have been
+        the weights; DriverError."""
         if self._turn is turn:
             self._end()
             self._turn = None
@@ -154,7 +154,7 @@ class Streaming:
         return self._ring.place(layer)
 
     def leave(self, layer: int) -> None:
-        """It has run. ManageError where it has written to its slot, DriverError."""
+        """The layer has run. ManageError where it has written to its slot, DriverError."""
         if self._inside == layer and self._turns.has(self._turn) and self._layers[layer].active and self._end():
             raise ManageError(_WRITTEN.format(layer))
 

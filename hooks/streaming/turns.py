@@ -97,7 +97,7 @@ class Turns:
 
     @property
     def leases(self) -> int:
-        """Those on the model that sections of this thread hold."""
+        """Leases on the model that sections of this thread hold."""
         me = threading.get_ident()
         return sum(thread == me for thread in list(self.sections.values()))
 

@@ -170,7 +170,7 @@ class Ring:
         return None if found is None else found[1].range
 
     def parts(self, layer: int) -> tuple[Part, ...]:
-        """Of a layer that streams or has come back."""
+        """Parts of a layer that streams or has come back."""
         each = self._layers.get(layer)
         return each.parts if each is not None else self._back[layer][0].parts
 
@@ -367,7 +367,7 @@ class Ring:
                 slot.range, slot.holds = made, None
 
     def _depart(self, each: Streamed) -> None:
-        """It is on the host from now on, if it was not."""
+        """Moves the layer to the host, if it is not there."""
         for part in each.parts:
             here = [span for span in spans(part) if part.home.backing(span[0]) != "alias"]
             if here:
@@ -384,7 +384,7 @@ class Ring:
             part.twin.drop()
 
     def _come_back(self, each: Streamed) -> None:
-        """It gets a slot of its own, which is filled when a pass begins."""
+        """Gives the layer a slot of its own, which is filled when a pass begins."""
         self._back[each.layer] = each, _Slot(self._reserve(sum(part.count for part in each.parts)), [each.layer])
         del self._layers[each.layer]
 

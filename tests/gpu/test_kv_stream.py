@@ -69,7 +69,7 @@ class Cache:
         self.wrong += sum((mine != theirs).sum() for mine, theirs in zip(early, oldest(right), strict=True))
 
     def update(self, number: int, tokens: int = 1) -> None:
-        """Of one layer, on the current stream, and its attention."""
+        """Appends to one layer, on the current stream, and computes its attention."""
         new = self.drawn(tokens)
         self.check(number, new, *self.read(number, new))
 
