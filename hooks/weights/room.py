@@ -28,7 +28,6 @@ from .layers import text_config
 from .storages import Span
 
 SHORT = 64  # tokens
-PATIENCE = 10.0  # seconds that other models are given to copy their layers to the host
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
 _SMALL_BLOCKS = 4  # pages
 
@@ -65,9 +64,9 @@ def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, 
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept
         if (lack := missing(sum(pages))) > 0:
-            governors.of(device).make_room(lack, Rung.IDLE_KV, PATIENCE)
+            governors.of(device).make_room(lack, Rung.IDLE_KV)
     if (lack := missing(rule.smallest(pages))) > 0:
-        governors.of(device).make_room(lack, Rung.STALLING_WEIGHTS, PATIENCE)
+        governors.of(device).make_room(lack, Rung.LAST_WEIGHTS)
     others = max(0, _used(device) - sources)
     fixed = others + own
     plan = rule.choose(pages, total - fixed)

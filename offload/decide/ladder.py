@@ -40,9 +40,10 @@ class Rung(IntEnum):
     HIDDEN_WEIGHTS = 6  # of models that run, while the copies hide
     STALLING_WEIGHTS = 8  # beyond that, within the model's cap
     RUNNING_KV = 9  # read in place
-    WAIT = 10  # for what other threads use
-    SPILL = 11  # pages of the host in the place of pages of the device
-    REFUSE = 12
+    LAST_WEIGHTS = 10  # beyond the model's cap, before anything waits or is refused
+    WAIT = 11  # for what other threads use
+    SPILL = 12  # pages of the host in the place of pages of the device
+    REFUSE = 13
 
     @property
     def label(self) -> str:
@@ -58,6 +59,7 @@ LISTED: Final = (
     Rung.HIDDEN_WEIGHTS,
     Rung.STALLING_WEIGHTS,
     Rung.RUNNING_KV,
+    Rung.LAST_WEIGHTS,
 )
 
 

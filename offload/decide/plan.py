@@ -102,16 +102,17 @@ def spread(pages: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found)) if total else ()
 
 
-def fewest(pages: Sequence[int], available: int, ratio: Fraction, most: int | None = None) -> Plan | None:
-    """The plan that fits `available` device pages at the smallest time per pass: of those with one slot and those with
-    two, the one that streams the fewest layers each, and no more than `most`. None where streaming as many as that does
-    not fit."""
-    return _fewest(tuple(pages), available, ratio, len(pages) if most is None else most)
+def fewest(
+    pages: Sequence[int], available: int, ratio: Fraction, most: int | None = None, slots: tuple[int, ...] = SLOTS
+) -> Plan | None:
+    """The plan that fits `available` device pages at the smallest time per pass: of those with as many `slots`, the one
+    that streams the fewest layers each, and no more than `most`. None where streaming as many as that does not fit."""
+    return _fewest(tuple(pages), available, ratio, len(pages) if most is None else most, slots)
 
 
 @lru_cache(maxsize=1024)
-def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, most: int) -> Plan | None:
-    found = (_least(pages, available, slots, most) for slots in SLOTS)
+def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, most: int, slots: tuple[int, ...]) -> Plan | None:
+    found = (_least(pages, available, count, most) for count in slots)
     fitting = [plan for plan in found if plan is not None]
     return min(fitting, key=lambda plan: (plan.expected(ratio).time, plan.host_pages), default=None)
 

@@ -10,13 +10,15 @@ Note [Nested]
 Note [As much as can be arranged]
     A layer that is taken gives all its pages, and what streams then needs slots, which come out of layers that stream
     as well (m is more than what is freed). So a model gives as many pages as the plan that frees most under its cap,
-    and never more: then there is always a plan for what is left.
+    and never more: then there is always a plan for what is left. Beyond the cap, at the end of the list, it gives as
+    many as the plan that frees most at all: a budget far below, or an allocation that would fail, is met by a model
+    that is slow. What an SLO needs (`Model.least`) stays even then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
@@ -45,12 +47,22 @@ def nested(pages: tuple[int, ...], streamed: tuple[int, ...] = ()) -> tuple[int,
     return tuple(order)
 
 
-def listing(models: Iterable[Model], gone: Mapping[str, Collection[int]]) -> list[tuple[str, int]]:
+def listing(
+    models: Iterable[Model], gone: Mapping[str, Collection[int]]
+) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     """(model, layer) of all that may be taken, in the order of `remap.victims`: idle models each until it has given
-    what it can, then those that run, in turns. `gone`: layers of each that have no pages of their own. See Note [As
-    much as can be arranged]."""
+    what it can, then those that run, in turns. The first list stays within the caps, the second goes on beyond them.
+    `gone`: layers of each that have no pages of their own. See Note [As much as can be arranged]."""
     givers = [_Giver.of(model, gone[model.name]) for model in victims(models)]
-    taken: list[tuple[str, int]] = []
+    within = _in_turns(givers)
+    for giver in givers:
+        giver.left += giver.beyond
+    return within, _in_turns(givers)
+
+
+def _in_turns(those: Iterable[_Giver]) -> list[tuple[str, int]]:
+    """What each gives of what is `left` to give."""
+    givers, taken = list(those), []
     while givers:
         giver = givers[0] if not givers[0].model.active else min(givers, key=lambda it: (it.model.priority, it.part))
         layer = next((each for each in giver.order if giver.model.plan.pages[each] <= giver.left), None)
@@ -72,11 +84,14 @@ class _Giver:
     model: Model
     order: list[int]
     left: int  # pages that it can still give
+    beyond: int  # and so many more beyond its cap
     freed: int
 
     @classmethod
     def of(cls, model: Model, gone: Collection[int]) -> _Giver:
-        return cls(model, list(nested(model.plan.pages, tuple(sorted(gone)))), givable(model), model.freed)
+        order, within = list(nested(model.plan.pages, tuple(sorted(gone)))), givable(model)
+        most = givable(replace(model, base=len(model.plan.pages)))
+        return cls(model, order, within, most - within, model.freed)
 
     @property
     def part(self) -> Fraction:

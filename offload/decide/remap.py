@@ -157,7 +157,7 @@ def revert(models: Iterable[Model], spare: int) -> Remapping:
         if spare + freed <= 0:
             break
         costs, now = model.costs, model.plan
-        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, model.cap)
+        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, max(model.cap, len(now.streamed)))
         if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
             plans[model.name] = plan
             freed += now.device_pages - plan.device_pages

@@ -28,7 +28,6 @@ from .decision import Decision, decide, faster
 from .exchange import Exchange
 from .homecoming import coming_home, on_waking
 from .kv_way import Streamed
-from .pages import POLL
 from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
 from .sharing import admit
 
@@ -280,21 +279,13 @@ class Governor(Exchange):
 
         return guarded(begin, lambda failed: None)
 
-    def make_room(self, pages: int, last: Rung, patience: float) -> None:
-        """Has so many device pages given by the rungs of the list up to the last, or as many as they have, after
-        waiting `patience` seconds at most for what has to be copied first. DriverError."""
-        deadline = time.monotonic() + patience
-        with self.preparing() as unready:
-            while True:
-                left = unready()
-                self.publish_now()
-                keys = [lot.client * LAYERS + lot.index for lot in self.lots() if lot.rung <= last]
-                for key in keys:
-                    if pages > 0:
-                        pages -= self._device.take([key])
-                if pages <= 0 or not left or time.monotonic() > deadline:
-                    return
-                time.sleep(POLL)
+    def make_room(self, pages: int, last: Rung) -> None:
+        """Has so many device pages given by the rungs of the list up to the last, or as many as they have.
+        DriverError."""
+        self.publish_now()
+        for lot in self.lots():
+            if pages > 0 and lot.rung <= last:
+                pages -= self._device.take([lot.client * LAYERS + lot.index])
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""

@@ -9,7 +9,7 @@ from ..decide.ladder import Lot, Rung, above_floors, claimed
 from ..decide.reclaim import givable, listing
 from ..decide.remap import Model
 from .caches import CacheSeat
-from .seat import SPLIT, Offer
+from .seat import SPLIT, Offer, Seat
 from .situation import Situation
 
 
@@ -40,18 +40,24 @@ def of_models(now: Situation) -> Iterator[Lot]:
     models = {name: now.model(seat) for name, seat in seats.items()}
     gone = {name: {*seat.model.plan.streamed, *seat.taken} for name, seat in seats.items()}
     hidden = {name: _hidden(model) for name, model in models.items()}
-    for name, layer in listing(models.values(), gone):
-        seat, model = seats[name], models[name]
-        pages = model.plan.pages[layer]
-        hidden[name] -= pages
+    within, beyond = listing(models.values(), gone)
+    for name, layer in within:
+        model = models[name]
+        hidden[name] -= model.plan.pages[layer]
         if not model.active:
-            rung, lost = Rung.IDLE_WEIGHTS, 0.0
+            yield _layer(seats[name], model, layer, Rung.IDLE_WEIGHTS)
         elif hidden[name] >= 0:
-            rung, lost = Rung.HIDDEN_WEIGHTS, 0.0
+            yield _layer(seats[name], model, layer, Rung.HIDDEN_WEIGHTS)
         else:
-            rung, lost = Rung.STALLING_WEIGHTS, model.costs.page_seconds
-        # Of one recency: equals are in their order already.
-        yield Lot(rung, seat.number, layer, pages, model.priority, 0.0, lost, 0.0, seat.number)
+            yield _layer(seats[name], model, layer, Rung.STALLING_WEIGHTS, model.costs.page_seconds)
+    for name, layer in beyond:
+        model = models[name]
+        yield _layer(seats[name], model, layer, Rung.LAST_WEIGHTS, model.costs.page_seconds if model.active else 0.0)
+
+
+def _layer(seat: Seat, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Lot:
+    """A layer as a lot. All have one recency: equals are in their order already."""
+    return Lot(rung, seat.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=seat.number)
 
 
 def _hidden(model: Model) -> int:

@@ -54,7 +54,7 @@ class Draft:
     number: int
     order: Sequence[tuple[Client, Lot]]
     entries: list[Any] = field(default_factory=list)
-    pages: dict[int, int] = field(default_factory=dict)  # by number of the client
+    pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
 
     @property
@@ -73,7 +73,8 @@ class Draft:
                 self.entries.append((client.key(lot.index), *entry))
                 if lot.divisible:
                     self.limits[client.key(lot.index)] = lot.pages
-                self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
+                if lot.rung is not Rung.LAST_WEIGHTS:
+                    self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
 
     def names(self) -> dict[int, Named]:
         """Of its entries, by key."""
@@ -92,7 +93,7 @@ class Published:
         self._keys: list[tuple[int, Rung, bool, int]] = []
         self._current = True  # has the core what was offered last?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
-        self.pages: dict[int, int] = {}  # that are in it, by number of the client
+        self.pages: dict[int, int] = {}  # that are in it, within caps, by number of the client
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 

@@ -223,15 +223,17 @@ class Seat:
         return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
 
     def standing(self, point: Point, page_seconds: float | None) -> Plan:
-        """What it has to stream now: the fastest plan for the pages that are left to it."""
+        """What it has to stream now: the fastest plan for the pages that are left to it. Beyond its cap with one slot:
+        pages are so short that the next layer may have to go, and a slot cannot."""
         plan = self.model.plan
         if not self.taken:
             return plan
         costs, _ = self.at(point, page_seconds)
         left = plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
-        for most in (max(cap(costs), self.base), None):
-            if (found := fewest(plan.pages, left, costs.ratio, most)) is not None:
-                return found
+        most = max(cap(costs), self.base)
+        found = fewest(plan.pages, left, costs.ratio, most) or fewest(plan.pages, left, costs.ratio, slots=(1,))
+        if found is not None:
+            return found
         found = fewest(plan.pages, smallest(plan.pages), costs.ratio)
         assert found is not None
         return found

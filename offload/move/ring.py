@@ -210,10 +210,10 @@ class Ring:
             self._enlarge(slot_pages)
             for layer in self._layers.keys() - wanted.keys() - coming.keys():
                 del self._layers[layer]  # nothing is left of it
+            while len(self._slots) > len(slot_pages):  # whose pages are those of layers that come back
+                self._slots.pop().range.close()
             for layer in sorted(coming):
                 self._come_back(self._layers[layer])
-            while len(self._slots) > len(slot_pages):
-                self._slots.pop().range.close()
         finally:
             self._share()
 
