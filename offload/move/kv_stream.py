@@ -135,6 +135,7 @@ class KVStream:
     def take_off(self, twins: Sequence[KVTwin]) -> None:
         """What is away of these layers flies, as far as their buffer has room, nobody holds a tensor over it, and
         addresses can be exchanged now. `twins`: in the order in which they compute. DriverError."""
+        self._see()  # `open` may have taken pages of the first buffer for the second
         flights = [self._flight_of(twin) or self._flight(twin, n) for n, twin in enumerate(twins)]
         self._flights = [*flights, *(each for each in self._flights if each not in flights)]
         for twin, flight in zip(twins, flights, strict=True):

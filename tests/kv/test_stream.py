@@ -27,6 +27,7 @@ from ballonet.hooks.prefix.sequence import Gone, KeptSequence
 from ballonet.offload.decide import layer_stream
 from ballonet.offload.decide.layer_stream import Way
 from ballonet.offload.govern import kv_tier, kv_way
+from ballonet.offload.govern.seat import LAYERS as KEYS
 from ballonet.offload.move import kv_stream, kv_twin
 from ballonet.offload.move.kv_twin import available
 
@@ -561,6 +562,29 @@ def test_buffers_are_the_last_that_a_cache_has(streamed: Layers, device: Device)
     assert tier._device.snapshot()["reclaimed"]
     streamed.check()
     device.check()
+
+
+def test_buffers_whose_pages_are_taken_while_they_are_opened(device: Device) -> None:
+    """The second one may find no pages but those of the first, once another thread has published that."""
+    open_buffers, taken = kv_stream.KVStream.open, 0
+
+    def opened(stream: kv_stream.KVStream, count: int, pages: int) -> int:
+        nonlocal taken
+        made = open_buffers(stream, count, pages)
+        layers.tier.governor.publish_now()
+        mine = [lot for lot in layers.tier.governor.lots() if lot.client == layers.tier.number]
+        taken += device.take([lot.client * KEYS + lot.index for lot in mine if lot.index in layers.tier._slices])
+        return made
+
+    hog, layers = room(device, 26), Layers(100)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_stream.KVStream, "open", opened)
+        for _ in range(3 * kv_way.AGAIN):
+            layers.update()
+    assert taken > 0
+    layers.check()
+    device.check()
+    hog.close()
 
 
 def test_an_idle_cache_gives_its_buffers_to_who_asks(device: Device) -> None:
