@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ...allocator import runtime
-from ...allocator.install import install, restore
+from ...allocator.config import Config
+from ...allocator.errors import InstallError
+from ...allocator.install import install, restore, set_budget
 from ...allocator.units import format_size
 from .first_use import FirstUse
 
@@ -22,10 +24,12 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     if _watching is not None:
         print("ballonet: loaded already")
         return
-    _installed = _installed or runtime.current() is None
+    before, _installed = runtime.current(), _installed or runtime.current() is None
     install()
     _watching = FirstUse()
     device = runtime.require()
+    if _installed and device is before and (asked := Config.from_env().budget) is not None:
+        set_budget(asked)  # the pool was kept open, under the budget of the time before
     place = f"GPU {device.ordinal}" if device.kind == "cuda" else "the CPU (host stand-in)"
     print(
         f"ballonet: {format_size(device.budget)} on {place} in pages of {format_size(device.page_size)}; models are "
@@ -34,7 +38,8 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Gives models back as they were, and torch its own allocator if loading had replaced it."""
+    """Gives models back as they were, and torch its own allocator if loading had replaced it and torch can return to
+    it."""
     global _watching, _installed
     if _watching is None:
         return
@@ -43,7 +48,11 @@ def unload_ipython_extension(ipython: InteractiveShell) -> None:
         managed.release()
     _watching = None
     if _installed:
-        restore()
+        try:
+            restore()
+        except InstallError as error:
+            print(f"ballonet: unloaded; models are as they were. The pool stays: {error}")
+            return
         _installed = runtime.current() is not None  # memory of the pool is still in use, so it closes later
     if _installed:
         print(
