@@ -26,6 +26,7 @@ from ..offload.decide.plan import Fewest, Interval, Rule
 from ..offload.govern.levers import levers
 from ..offload.measured.record import Record
 from ..offload.move.chaos import Chaos
+from ..offload.timeline.recorder import mark
 from . import governors
 from .forwards import Forwards
 from .gate import Gate
@@ -177,6 +178,7 @@ def managed(
                     f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
                     "have: give less, or raise the budget with ballonet.set_budget()"
                 )
+            mark("manage()")
             moving.wait_for_work(device)
             seed = runtime.settings().chaos if chaos is None else chaos
             folder = folder or runtime.settings().prefix_dir

@@ -23,6 +23,7 @@ import torch
 from ...allocator import install, runtime
 from ...allocator.display import progress
 from ...allocator.errors import ManageError
+from ...offload.timeline.recorder import mark
 from .. import compat
 from ..managed import managed
 from .mapped import file_spans
@@ -83,6 +84,7 @@ def from_pretrained(
     on_device = compat.quantization(config, options) or any(options.get(name) for name in _KERNELS)
     if on_device:
         options["device_map"] = {"": home}
+    mark("from_pretrained()")
     with torch.device("cpu"), install.stock_everywhere():
         loaded = (cls or compat.causal_model(config)).from_pretrained(name_or_path, **options)
     model = loaded[0] if isinstance(loaded, tuple) else loaded
