@@ -24,8 +24,8 @@ demo: build  ## the same answer with less and less memory; draws build/demo.png
 test: check  ## static checks, then every test that this machine can run
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal
 
-test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0
-	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH))
+test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0, DELAY=50 SEED=1
+	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH)) $(if $(DELAY),--delay $(DELAY)) $(if $(SEED),--seed $(SEED))
 
 mutants: build  ## plants bugs that a GPU would show, one after the other, and runs what should find them on the simulated one; NAMES="fence-wait ..."
 	@$(PY) tests/simgpu/mutants.py $(NAMES)

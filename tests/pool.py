@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
+from types import FrameType, GeneratorType
 
 import pytest
 import torch
@@ -24,10 +24,11 @@ from ballonet.allocator.errors import BallonetError
 from ballonet.offload.decide import layout
 
 
-def mapped() -> list[tuple[int, int]]:
-    """The addresses [first, end) that lead to the device's memfd."""
+def mapped(*places: str) -> list[tuple[int, int]]:
+    """The addresses [first, end) that lead to the memfd of the device, or of these `places`."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    bounds = (line.split()[0].split("-") for line in lines if "memfd:ballonet-device" in line)
+    names = tuple(f"memfd:ballonet-{place}" for place in places or ("device",))
+    bounds = (line.split()[0].split("-") for line in lines if any(name in line for name in names))
     return [(int(first, 16), int(end, 16)) for first, end in bounds]
 
 
@@ -151,8 +152,9 @@ def _tree(of: object, holders: dict[int, list[object]], depth: int = 5) -> Itera
 
 def _looks(each: object) -> bool:
     """Is it of the search itself?"""
-    code = each.f_code if isinstance(each, FrameType) else getattr(each, "gi_code", None)
-    return code is not None and code.co_filename == __file__
+    if isinstance(each, GeneratorType):
+        return each.gi_code.co_filename == __file__
+    return isinstance(each, FrameType) and each.f_code.co_filename == __file__
 
 
 @contextmanager

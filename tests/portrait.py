@@ -52,8 +52,9 @@ class Portrait:
         )
 
 
-def all_in_pool(model: nn.Module) -> bool:
-    now = mapped()
+def all_in_pool(model: nn.Module, *places: str) -> bool:
+    """On pages of the device, or of any of the `places`."""
+    now = mapped(*places)
     return all(in_pool(tensor, now) for tensor in tensors(model).values())
 
 

@@ -564,3 +564,11 @@ def test_how_far_it_is_is_shown_in_a_terminal(
     ballonet.from_pretrained(tmp_path)
     assert ("Loading LlamaForCausalLM" in screen.getvalue()) == terminal
     assert len(told) > 3
+
+
+def test_a_timeline_marks_what_begins(tmp_path: Path, device: Device) -> None:
+    folder = saved(tmp_path / "model")
+    with ballonet.timeline(tmp_path / "run.json"):
+        generate(ballonet.from_pretrained(folder), "greedy", prompts(2, 9))
+    marks = json.loads((tmp_path / "run.json").read_text())["marks"]
+    assert [each["name"] for each in marks] == ["from_pretrained()", "manage()", "generate()"]

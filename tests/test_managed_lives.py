@@ -226,7 +226,7 @@ def test_an_operation_leaves_what_it_leaves_of_a_twin(device: Device, name: str)
     assert contents(model) == expected
     assert conserved(device, managed)
     assert torch.equal(tokens(model), tokens(twin))
-    assert all_in_pool(model)
+    assert all_in_pool(model, "device", *(["host"] if managed.chaos else []))  # which pulls levers
     assert not managed.left
     now = tensors(model)
     assert stayed.items() <= {name: tensor.data_ptr() for name, tensor in now.items()}.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -110,7 +111,7 @@ def the_link_has_a_speed(place: Place) -> None:
         return
     speeds = [each for each in found if each is not None]
     assert len(speeds) == 3
-    if place.cuda:
+    if place.cuda and "SIMGPU_HOME" not in os.environ:  # the simulated one copies as fast as it finds a core
         assert min(speeds) > 1e9
     after = place.device.snapshot()
     assert after["pages"]["weights"] == before["pages"]["weights"]

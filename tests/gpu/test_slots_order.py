@@ -74,6 +74,42 @@ def copies_wait_for_layers(place: Place) -> None:
     other.close()
 
 
+def copies_wait_for_every_reader(place: Place) -> None:
+    """Two layers have a slot each, which two streams read one after the other, the first of them late. Then one of the
+    layers is written to, and copied again."""
+    model, ids = made(place)
+    right = answer(model, ids)
+    late, early = sorted((place.lane(), place.lane()), key=lambda lane: lane.handle)
+    aside = place.lane()
+    one, other = place.range(1), place.range(1)
+    with small_layers(), ballonet.manage(model, interval=LAYERS // 2) as managed:
+        layer, _ = managed.streamed
+        for lane in (late, early):
+            lane.follow()
+            with lane():
+                answer(model, ids)  # memory is there
+        place.synchronize()
+        holds: list[Hold] = []
+        handle = model.model.layers[layer].register_forward_pre_hook(lambda *_: holds.append(Hold(place, late)))
+        with late():
+            found = answer(model, ids)
+        handle.remove()
+        with early():
+            answer(model, ids)
+            model.model.layers[layer].mlp.down_proj.weight.data.mul_(1.5)
+            answer(model, ids)
+        copies = [(one.address, other.address, place.page)]
+        done = Transfer(place.device).copy(copies, after=aside.handle, owner="kv", to="device")
+        holds[0].keeps(done.passed)
+        holds[0].close()
+        late.lead()
+        assert torch.equal(found, right), "a layer was copied again while a stream read it"
+        done.wait()
+        place.synchronize()
+    one.close()
+    other.close()
+
+
 def what_is_written_is_copied_again(place: Place) -> None:
     """Somebody who holds weights writes to them between two passes, in a way that nobody counts."""
     model, ids = made(place)
@@ -121,6 +157,7 @@ def addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
     [
         layers_wait_for_their_copies,
         copies_wait_for_layers,
+        copies_wait_for_every_reader,
         what_is_written_is_copied_again,
         addresses_that_get_pages_wait_for_who_reads,
     ],

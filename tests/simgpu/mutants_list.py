@@ -56,6 +56,7 @@ RUNS = "tests/gpu/test_manage_order.py::test_a_forward_is_held_open[runs_already
 STAY = "tests/gpu/test_manage_order.py::test_a_forward_is_held_open[pages_stay-cuda]"
 FILLED = "tests/gpu/test_slots_order.py::test_slots_are_used_in_order[layers_wait_for_their_copies-cuda]"
 FREE = "tests/gpu/test_slots_order.py::test_slots_are_used_in_order[copies_wait_for_layers-cuda]"
+READERS = "tests/gpu/test_slots_order.py::test_slots_are_used_in_order[copies_wait_for_every_reader-cuda]"
 KEPT = "tests/gpu/test_slots_order.py::test_slots_are_used_in_order[what_is_written_is_copied_again-cuda]"
 ADOPTED = "tests/gpu/test_slots_order.py::test_slots_are_used_in_order[addresses_that_get_pages_wait_for_who_reads-cuda]"
 RELEASED = "tests/gpu/test_manage_order.py::test_a_model_is_released_after_what_was_replayed[cuda]"
@@ -181,6 +182,8 @@ MODELS = (
           ("offload/move/ring.py", "                slot.done.before(stream)\n", "                pass\n")),
     plant("slot-free", "the wait of a copy into a slot for the streams that read it", FREE,
           ("offload/move/ring.py", "streams[-1] if streams else None)", "0)")),
+    plant("slot-readers", "the wait of a copy into a slot for all of the streams that read it but one", READERS,
+          ("offload/move/ring.py", "        for stream in streams[:-1]:\n            self._copy([], stream)  # copies are made in the order of their submission\n", "")),
     plant("slot-kept", "the questions whether somebody can have written to a layer since it was copied for the next forward", KEPT,
           ("hooks/streaming/streamed.py", "return layer in self._unseen and bound.unheld() and self._versions.get(layer) == bound.written()", "return bound is not None"),
           ("hooks/streaming/streamed.py", "lambda following: self._layers[following].unheld()", "lambda following: True")),

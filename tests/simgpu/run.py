@@ -1,10 +1,11 @@
 """`make test-cuda`: the tests that need a GPU, on the simulated device, with the streams at several delays and seeds.
 
-    python tests/simgpu/run.py [--torch 2.11.0] [--quick] [--jobs 2] [PATTERN...]
+    python tests/simgpu/run.py [--torch 2.11.0] [--quick] [--jobs 2] [--delay 50 [--seed 1]] [PATTERN...]
 
 A stage is one run of pytest under one setting of the device. A line says which test has just ended; the table at the
-end and build/test-cuda.json say what every stage came to. PATTERN: only stages whose names contain one of them. The
-output of each stage is in build/test-cuda/.
+end and build/test-cuda.json say what every stage came to. PATTERN: only stages whose names contain one of them; with
+--delay one stage, all tests with so many microseconds before each operation. The output of each stage is in
+build/test-cuda/.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ def play(stage: Stage, python: Path, jobs: int) -> Outcome:
         "no:cacheprovider",
     ]
     if jobs > 1:
-        command += ["-n", str(jobs), "--dist", "worksteal"]
+        many = 2 * jobs if stage.delay else jobs  # streams that are late sleep
+        command += ["-n", str(many), "--dist", "worksteal"]
     log = LOGS / (re.sub(r"\W+", "-", stage.name) + ".log")
     start = time.monotonic()
     with subprocess.Popen(
@@ -153,11 +155,17 @@ def main() -> int:
     parser.add_argument("--torch", default=environment.TORCH)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--delay", type=float, help="microseconds")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("patterns", nargs="*")
     chosen = parser.parse_args()
     python = environment.prepare(environment.fetch(chosen.torch))
     LOGS.mkdir(parents=True, exist_ok=True)
     stages = QUICK_STAGES if chosen.quick else STAGES
+    if chosen.delay is not None:
+        stages = (
+            Stage(f"everything at {chosen.delay:g} us, seed {chosen.seed}", round(1000 * chosen.delay), chosen.seed),
+        )
     wanted = [each for each in stages if not chosen.patterns or any(part in each.name for part in chosen.patterns)]
     outcomes = []
     for number, stage in enumerate(wanted, 1):

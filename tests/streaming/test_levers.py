@@ -186,7 +186,8 @@ def test_a_square_wave_of_hundreds_of_cycles(
         expected = [logits(model), logits(idle), logits(model, held)]
     gc.collect()
     gc.freeze()  # or `full` looks through all of torch each time
-    weights, kv = ("idle weights", "hidden weights"), ("idle KV", "running KV")
+    weights = ("idle weights", "hidden weights", "stalling weights", "last weights")
+    kv = ("idle KV", "running KV")
     taken, owners = set(), set()
     try:
         with ballonet.manage(model) as active, ballonet.manage(idle) as other:
