@@ -5,6 +5,7 @@ here (the Python layers turn it into `torch.OutOfMemoryError`).
 """
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from typing_extensions import Buffer
@@ -393,6 +394,10 @@ class Guarded(Generic[T]):
 def finish(steps: list[Callable[[], object]], *ignored: object) -> None:
     """Takes the steps out of the list and calls them in this order, again where one raised. What was raised first is
     raised once all are done. Nothing while Python itself ends."""
+
+def first_argument(frame: FrameType) -> object:
+    """What the call was made with first, or what that variable is now; None where it has no argument. Unlike
+    `frame.f_locals`, may be asked of a call that another thread is running."""
 
 class AnyLock(Protocol):
     def acquire(self, blocking: bool = ..., /) -> bool: ...

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..allocator import _native
 from ..allocator.errors import ModelInUse
 from ..allocator.interrupts import Guarded, guarded
 from .streaming.stacks import stack_of, threads
@@ -144,7 +145,7 @@ class Gate:
         code = frame.f_code
         if code.co_name not in (_CALL, "forward") or not code.co_argcount:
             return False
-        return id(frame.f_locals.get(code.co_varnames[0])) in self._modules
+        return id(_native.first_argument(frame)) in self._modules
 
 
 class _Door:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -210,6 +211,47 @@ def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(
     assert same(held.result(), expected)
     with ballonet.manage(model):
         assert all_in_pool(model)
+
+
+class Unheard(nn.Module):
+    """Its forward makes something, waits, and lets go of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.made: Callable[[], object] = object
+
+    def forward(self) -> bool:
+        something = nn.Identity()
+        self.made = weakref.ref(something)
+        self.reached.set()
+        assert self.go_on.wait(LONG)
+        del something
+        return self.made() is None
+
+
+class UnheardInner(Unheard):
+    """An inner function of its forward has its `self`, too."""
+
+    def forward(self) -> bool:
+        def found() -> bool:
+            return super(UnheardInner, self).forward()
+
+        return found()
+
+
+@pytest.mark.parametrize("kind", [Unheard, UnheardInner])
+def test_who_looks_at_a_stack_keeps_nothing_of_it(kind: type[Unheard]) -> None:
+    """The variables of another thread's call, copied to where they are kept, end Python: it frees them while it
+    copies."""
+    module = kind()
+    thread = Thread(module)
+    assert module.reached.wait(LONG)
+    for _ in range(2):
+        assert Gate(module).users() == [thread.ident]
+        assert Gate(nn.Identity()).users() == []
+    module.go_on.set()
+    assert thread.result(), "something lives on"
 
 
 def test_manage_within_a_forward_of_the_model_is_refused(model: Any) -> None:

@@ -120,6 +120,7 @@ PYBIND11_MODULE(_native, module) {
   py::register_exception_translator(&translate);
   py::class_<Device, std::shared_ptr<Device>> device(module, "Device");
   py::class_<Heap::Checkpoint>(module, "Checkpoint");
+  bind_frames(module);
   bind_interrupts(module);
   bind_range(module);
   bind_transfer(module);
