@@ -38,7 +38,6 @@ ORDER = (
     "tests/gpu/test_kv_stream.py",
     "tests/gpu/test_kv_tokens.py",
     "tests/gpu/test_prefix.py",
-    "tests/gpu/test_weights_streaming.py",
     "tests/gpu/test_weights_order.py",
     "tests/gpu/test_balloon_core.py",
 )
