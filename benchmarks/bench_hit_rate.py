@@ -17,7 +17,7 @@ from typing import Any
 
 from common import Figure, options, report
 
-from ballonet.offload.decide.prefix_sim import hits
+from ballonet.offload.policy.prefix_sim import hits
 
 TURNS = {False: 4000, True: 60}  # of the trace made here, by whether it is tiny
 SIZES = (0.02, 0.05, 0.1, 0.25, 0.5)  # of the distinct blocks

@@ -14,8 +14,8 @@ from common import Figure, Options, describe_few, interleaved, options, report
 from peer import answering, peers, serve
 from streamed import WARM, environment
 
-from ballonet.offload.decide.interval import Costs
-from ballonet.offload.decide.remap import cap
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.remap import cap
 
 LAYERS = 16
 INTERVALS = {"cuda": (5, 4, 3, 2, 1), "cpu": (5, 4, 3, 2, 1), "tiny": (2,)}

@@ -101,8 +101,8 @@ def serve_as(name: str, chosen: Options) -> None:
 
 
 def without_buffers() -> None:
-    from ballonet.offload.decide.layer_stream import Choice, Way
-    from ballonet.offload.govern.kv_way import KVWay
+    from ballonet.offload.governor.kv_way import KVWay
+    from ballonet.offload.policy.layer_stream import Choice, Way
 
     KVWay._choose = lambda *_: Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
 
@@ -141,7 +141,7 @@ def lower(nbytes: int) -> None:
     """The budget, until so many bytes that are used have to go."""
     import ballonet
     from ballonet.allocator import runtime
-    from ballonet.hooks import governors
+    from ballonet.hooks.device import governors
 
     device = runtime.require()
     device.trim()

@@ -16,8 +16,8 @@ from common import Figure, Options, describe_few, options, report
 from peer import peers, seconds, serve
 from streamed import MIB, environment, page_size
 
-from ballonet.offload.decide.interval import Costs, meeting
-from ballonet.offload.decide.schedule import every
+from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.schedule import every
 
 LAYERS = 16
 QUOTIENTS = {"cuda": (1.1, 1.5, 3.0), "cpu": (1.1, 1.5, 3.0), "tiny": (3.0,)}
@@ -65,7 +65,7 @@ class Measuring:
 
         import ballonet
         from ballonet.allocator import runtime
-        from ballonet.hooks.measure.profile import Grid, load_or_measure
+        from ballonet.hooks.profile import Grid, load_or_measure
 
         kind = "tiny" if chosen.tiny else chosen.device
         ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))

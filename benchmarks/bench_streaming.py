@@ -3,7 +3,7 @@
 The bound is the larger of the time with every layer resident and of the bytes that a token brings over the link, at the
 bandwidth that the link gives large copies in the same run. "eager" is `generate()` as it is; "graph", on a GPU, the
 same model with its resident layers in CUDA graphs: they compute in a fraction of the time, and hide less. Predicted is
-the schedule (offload/decide/schedule.py), from the resident time and the link as measured. On a GPU there are two
+the schedule (offload/policy/schedule.py), from the resident time and the link as measured. On a GPU there are two
 others: accelerate with half of the layers on the host, and diffusers' group offloading with all of them.
 
 Where a limit is missed a trace of the profiler is kept beside the results. The stand-in's link is slowed to 2 GB/s.
@@ -19,7 +19,7 @@ from common import Figure, Options, interleaved, options, report
 from peer import Peer, answering, peers, serve
 from streamed import MIB, WARM, environment, interval_of, is_managed
 
-from ballonet.offload.decide.interval import Costs
+from ballonet.offload.policy.interval import Costs
 
 INTERVALS = {"cuda": (8, 4, 2, 1), "cpu": (8, 4, 2, 1), "tiny": (2,)}
 OTHERS = {"accelerate": 2, "diffusers": 1}  # the interval that streams as many layers

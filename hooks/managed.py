@@ -22,22 +22,21 @@ from ..allocator.display import table
 from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, PoolExhausted
 from ..allocator.interrupts import Farewell
 from ..allocator.units import format_size
-from ..offload.decide.plan import Fewest, Interval, Rule
-from ..offload.govern.levers import levers
-from ..offload.measured.record import Record
-from ..offload.move.chaos import Chaos
+from ..offload.governor.chaos import Chaos
+from ..offload.governor.levers import levers
+from ..offload.policy.plan import Fewest, Interval, Rule
+from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
-from . import governors
-from .forwards import Forwards
-from .gate import Gate
-from .lease import ForwardLease
-from .measure.marks import marks_of
+from .device import governors, streams
+from .device.gate import Gate
+from .device.lease import ForwardLease
+from .device.marks import marks_of
 from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
 from .streaming.elastic import Elastic, Options
+from .streaming.forwards import Forwards
 from .streaming.turns import Turns
-from .weights import moving
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Files, Weights
@@ -179,7 +178,7 @@ def managed(
                     "have: give less, or raise the budget with ballonet.set_budget()"
                 )
             mark("manage()")
-            moving.wait_for_work(device)
+            streams.wait_for_work(device)
             seed = runtime.settings().chaos if chaos is None else chaos
             folder = folder or runtime.settings().prefix_dir
             kept = (runtime.settings().prefix_cache or folder is not None) if kept is None else kept
@@ -187,7 +186,7 @@ def managed(
             made = Managed(model, gate, device, seed, rule, options, kept, limited, files, progress)
             _managed[model] = made
         try:
-            moving.wait_for_work(device)  # other threads run it on other streams
+            streams.wait_for_work(device)  # other threads run it on other streams
             made._govern()
         except BaseException:
             if files is None:
@@ -386,7 +385,7 @@ class Managed:
 
     def _measured(self) -> Record:
         """What its iterations take, all layers being resident."""
-        from .measure.profile import load_or_measure
+        from .profile import load_or_measure
 
         model = self._model()
         assert model is not None  # manage() holds it

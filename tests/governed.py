@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from ballonet.offload.decide.plan import Plan
-from ballonet.offload.govern.decision import Decision
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.seat import LAYERS, Offer
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.decision import Decision
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.seat import LAYERS, Offer
+from ballonet.offload.policy.plan import Plan
+from ballonet.offload.record.record import Point
 
 PAGE = 1000  # bytes
 LINK = 10**6  # bytes per second: a page in a millisecond

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ballonet.allocator import install
-from ballonet.hooks import graphs
-from ballonet.hooks.measure.marks import HostMarks
+from ballonet.hooks.device import graphs
+from ballonet.hooks.device.marks import HostMarks
 
 _capturing: set[int] = set()  # threads whose stream is captured
 

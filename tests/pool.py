@@ -21,7 +21,7 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 
 def mapped(*places: str) -> list[tuple[int, int]]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from ballonet.offload.govern.activity import Activity, Progress
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.overview import PAUSE
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.activity import Activity, Progress
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.overview import PAUSE
+from ballonet.offload.record.record import Point
 
 from .governed import LINK, Clock, FakeCache, FakeDevice, FakeModel
 

@@ -19,7 +19,7 @@ from ballonet.hooks.kv import grouping
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.decide import geometry
+from ballonet.offload.policy import geometry
 
 from .caches import PAGES, installed
 from .models import build, generate, prompts

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.decide import layout
-from ballonet.offload.move.chaos import MOVES, OF_A_PEER, WHERE, Chaos
+from ballonet.offload.governor.chaos import MOVES, OF_A_PEER, WHERE, Chaos
+from ballonet.offload.policy import layout
 
 from . import models
 from .pool import installing

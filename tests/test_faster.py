@@ -1,6 +1,6 @@
 """One slot or two by what was measured: against brute force, and as the governor asks for it.
 
-See offload/govern/decision.py, Note [One slot or two]."""
+See offload/governor/decision.py, Note [One slot or two]."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs
-from ballonet.offload.decide.plan import Plan, fewest, spread, streaming
-from ballonet.offload.govern.decision import MARGIN, fastest
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.seat import LOOK
-from ballonet.offload.measured.record import Phase
+from ballonet.offload.governor.decision import MARGIN, fastest
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.seat import LOOK
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
+from ballonet.offload.record.record import Phase
 
 from .governed import EQUAL, LINK, PAGE, Clock, FakeDevice, FakeModel, governed
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
-from ballonet.offload.decide.layout import ALIGNMENT, Block, place
-from ballonet.offload.move.file_twin import FileTwins, Place, runs
-from ballonet.offload.move.weights_file import FileSpan, WeightsFile
+from ballonet.offload.policy.layout import ALIGNMENT, Block, place
+from ballonet.offload.residency.file_twin import FileTwins, Place, runs
+from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
 from .contract.driver import ALREADY_REGISTERED, NOT_REGISTERED, READ_ONLY
@@ -374,8 +374,8 @@ SCENE = """
     from pathlib import Path
     from ballonet.allocator import _native
     from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
-    from ballonet.offload.move.file_twin import FileTwins
-    from ballonet.offload.move.weights_file import WeightsFile
+    from ballonet.offload.residency.file_twin import FileTwins
+    from ballonet.offload.residency.weights_file import WeightsFile
     from tests import weights
     from tests.core import PAGE, opened
 

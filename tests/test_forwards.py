@@ -14,7 +14,7 @@ from torch import nn
 import ballonet
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.lease import current
+from ballonet.hooks.device.lease import current
 
 from . import models
 from .pool import in_pool, installing

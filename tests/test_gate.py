@@ -19,12 +19,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator.errors import ModelInUse
-from ballonet.hooks import gate as gates
-from ballonet.hooks.gate import Gate
+from ballonet.hooks.device import gate as gates
+from ballonet.hooks.device.gate import Gate
+from ballonet.hooks.device.stacks import stack_of
 from ballonet.hooks.managed import managed_as
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
-from ballonet.hooks.streaming.stacks import stack_of
 from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.geometry import ALIGNMENT, INT32, Geometry, choose, longest
+from ballonet.offload.policy.geometry import ALIGNMENT, INT32, Geometry, choose, longest
 
 PAGE = 4096
 geometries = st.builds(

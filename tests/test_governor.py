@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs
-from ballonet.offload.decide.ladder import Rung
-from ballonet.offload.decide.plan import Plan, at_interval, fewest, smallest, spread, streaming
-from ballonet.offload.decide.reclaim import listing, nested
-from ballonet.offload.decide.remap import Model, cap, reclaimable
-from ballonet.offload.decide.schedule import gaps
-from ballonet.offload.govern.overview import DWELL, PAUSE
-from ballonet.offload.govern.pages import SPARE
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.overview import DWELL, PAUSE
+from ballonet.offload.governor.pages import SPARE
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.policy.plan import Plan, at_interval, fewest, smallest, spread, streaming
+from ballonet.offload.policy.reclaim import listing, nested
+from ballonet.offload.policy.remap import Model, cap, reclaimable
+from ballonet.offload.policy.schedule import gaps
+from ballonet.offload.record.record import Point
 
 from .governed import EQUAL, LINK, FakeDevice, FakeModel, governed, keys, trace
 

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from ballonet.offload.decide.plan import Plan, streaming
-from ballonet.offload.govern import governor as governor_module
-from ballonet.offload.govern import overview
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.overview import DWELL, PAUSE
-from ballonet.offload.measured.record import Point
-from ballonet.offload.measured.traffic import Traffic, sent
+from ballonet.offload.governor import governor as governor_module
+from ballonet.offload.governor import overview
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.overview import DWELL, PAUSE
+from ballonet.offload.governor.traffic import Traffic, sent
+from ballonet.offload.policy.plan import Plan, streaming
+from ballonet.offload.record.record import Point
 
 from .governed import EQUAL, LINK, Clock, FakeDevice, FakeModel, governed, keys, trace
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.offload.decide.plan import Plan, smallest, spread
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.overview import DWELL, PAUSE
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.overview import DWELL, PAUSE
+from ballonet.offload.policy.plan import Plan, smallest, spread
+from ballonet.offload.record.record import Point
 
 from .core import PAGE, Core, behind, holds, opened, physical, write
 from .governed import Clock

@@ -11,13 +11,13 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs, meeting
-from ballonet.offload.decide.ledger import Client, Refusal, Shares, share
-from ballonet.offload.decide.ledger import options as options_of
-from ballonet.offload.decide.plan import Plan, at_interval, fewest
-from ballonet.offload.govern.overview import PAUSE
-from ballonet.offload.govern.pages import SPARE
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.overview import PAUSE
+from ballonet.offload.governor.pages import SPARE
+from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.ledger import Client, Refusal, Shares, share
+from ballonet.offload.policy.ledger import options as options_of
+from ballonet.offload.policy.plan import Plan, at_interval, fewest
+from ballonet.offload.record.record import Point
 
 from .governed import EQUAL, LINK, PAGE, FakeModel, governed, keys
 from .links import fair

@@ -18,6 +18,25 @@ from ballonet.allocator import _native, runtime
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("allocator", "offload", "hooks", "facade")  # each may import those before it, and itself
+FOLDERS = (  # the same within the rooms; a file that is named stands for itself
+    "allocator",
+    "allocator/preflight",
+    "offload/policy",
+    "offload/record",
+    "offload/residency",
+    "offload/governor",
+    "offload/timeline",
+    "offload",
+    "hooks/compat",
+    "hooks/device",
+    "hooks/measure",
+    "hooks/weights",
+    "hooks/streaming",
+    "hooks/kv",
+    "hooks/prefix",
+    "hooks",
+    "hooks/programs",
+)
 SOURCES = [
     *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
     *(("facade", path) for path in sorted((ROOT / "src" / "ballonet").glob("*.py"))),
@@ -59,6 +78,44 @@ def test_imports_go_one_way(room: str, path: Path) -> None:
     assert wrong_imports(room, ast.parse(path.read_text()), path) == []
 
 
+def folder(module: str) -> str | None:
+    """The entry of FOLDERS that a module of the package belongs to: the longest that is a beginning of its name."""
+    found = [each for each in FOLDERS if f"{module}.".startswith(f"ballonet.{each.replace('/', '.')}.")]
+    return max(found, key=len, default=None)
+
+
+def imports_above(path: Path, tree: ast.AST) -> list[str]:
+    """What a file imports from folders that come after its own."""
+    module = ".".join(("ballonet", *path.relative_to(ROOT).with_suffix("").parts))
+    own = folder(module.removesuffix(".__init__"))
+    assert own is not None, f"{path} is in no folder of FOLDERS"
+    package = module.rpartition(".")[0]
+    used = {name: folder(name) for name in imported(tree, package)}
+    return [name for name, its in used.items() if its and FOLDERS.index(its) > FOLDERS.index(own)]
+
+
+@pytest.mark.parametrize(
+    "path", [path for room, path in SOURCES if room != "facade"], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_folders_import_one_way(path: Path) -> None:
+    assert imports_above(path, ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("offload/policy/plan.py", "from ..residency.ring import Ring"),
+        ("offload/residency/ring.py", "from ..governor import levers"),
+        ("hooks/device/lease.py", "from ..kv.pages import KVPages"),
+        ("hooks/kv/pages.py", "from .. import managed"),
+        ("hooks/compat.py", "from .device import marks"),
+        ("hooks/managed.py", "from .programs.run import run"),
+    ],
+)
+def test_an_import_of_a_later_folder_is_seen(path: str, line: str) -> None:
+    assert imports_above(ROOT / path, ast.parse(line)) != []
+
+
 @pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_users_import_the_package_and_not_a_folder(path: Path) -> None:
     assert wrong_imports("facade", ast.parse(path.read_text())) == []
@@ -85,14 +142,14 @@ def test_every_module_is_in_the_architecture() -> None:
     told = {(room, name) for room, files in rows for name in re.findall(r"`(\w+)`", files)}
     there = {(path.parent.relative_to(ROOT).as_posix(), path.stem) for room, path in SOURCES if room != "facade"}
     assert {entry for entry in there - told if entry[1] != "__init__"} == set()
-    assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/decide", "simulate")}
+    assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/policy", "simulate")}
 
 
 def test_decisions_are_pure() -> None:
     """What decides imports no torch, no driver and nothing that moves."""
-    allowed = ("ballonet.offload.decide", "ballonet.allocator.errors", "ballonet.allocator.units")
-    for path in sorted((ROOT / "offload" / "decide").glob("*.py")):
-        names = list(imported(ast.parse(path.read_text()), "ballonet.offload.decide"))
+    allowed = ("ballonet.offload.policy", "ballonet.allocator.errors", "ballonet.allocator.units")
+    for path in sorted((ROOT / "offload" / "policy").glob("*.py")):
+        names = list(imported(ast.parse(path.read_text()), "ballonet.offload.policy"))
         assert [name for name in names if name.startswith("ballonet") and not name.startswith(allowed)] == [], path
         assert not {name.split(".")[0] for name in names} & {"torch", "transformers", "time", "random"}, path
 

@@ -20,12 +20,13 @@ import ballonet
 from ballonet.allocator import install, interrupts, runtime
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Farewell, guarded, if_free
-from ballonet.hooks import forwards, governors, lease, managed
+from ballonet.hooks import managed
+from ballonet.hooks.device import governors, lease
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.streaming import elastic, streamed, turns
+from ballonet.hooks.streaming import elastic, forwards, streamed, turns
 from ballonet.hooks.weights import moving
-from ballonet.offload.govern import caches, clients, governor, kv_tier, overview
+from ballonet.offload.governor import caches, clients, governor, kv_tier, overview
 
 from .core import PAGE, shim
 from .models import build, prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ballonet.offload.govern.intervals import PENDING, Intervals
+from ballonet.offload.governor.intervals import PENDING, Intervals
 
 
 class Device:

@@ -24,12 +24,12 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError, NotInstalled, UnsupportedVersion
 from ballonet.hooks import compat
+from ballonet.hooks.device.lease import ForwardLease, current
 from ballonet.hooks.kv import grouping
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.lease import ForwardLease, current
 
 from .pool import bytes_that_exist, in_pool
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
-from ballonet.offload.decide.ladder import LISTED, Absent, Lot, Rung, above_floors, first_home, ordered
-from ballonet.offload.decide.plan import Plan, streaming
-from ballonet.offload.govern.overview import CLEAN, DWELL, PAUSE
-from ballonet.offload.govern.pages import SHORT, SPARE
-from ballonet.offload.govern.seat import LAYERS
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.overview import CLEAN, DWELL, PAUSE
+from ballonet.offload.governor.pages import SHORT, SPARE
+from ballonet.offload.governor.seat import LAYERS
+from ballonet.offload.policy.ladder import LISTED, Absent, Lot, Rung, above_floors, first_home, ordered
+from ballonet.offload.policy.plan import Plan, streaming
+from ballonet.offload.record.record import Point
 
 from .governed import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, governed, trace
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.layout import ALIGNMENT, LARGE, Block, Layout, place
+from ballonet.offload.policy.layout import ALIGNMENT, LARGE, Block, Layout, place
 
 PAGES = st.sampled_from([4096, 65536, 2**21])
 SIZES = st.one_of(

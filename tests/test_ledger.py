@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs, meeting
-from ballonet.offload.decide.ledger import Client, Option, Refusal, Shares, options, settle, share
+from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.ledger import Client, Option, Refusal, Shares, options, settle, share
 
 from .links import fair
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.lending import (
+from ballonet.offload.policy.lending import (
     Account,
     Exchange,
     Unit,

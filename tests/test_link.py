@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ballonet.allocator._native import Transfer
-from ballonet.offload.measured import link
+from ballonet.offload.record import link
 
 from .core import PAGE, Core, opened
 

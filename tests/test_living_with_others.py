@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import AlreadyManaged, ManageError
-from ballonet.offload.decide import layout, plan
+from ballonet.offload.policy import layout, plan
 
 from . import models
 from .pool import installing

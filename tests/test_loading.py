@@ -30,9 +30,9 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BudgetError, ManageError, WrongDevice
-from ballonet.hooks.weights import loading
+from ballonet.hooks import loading
 from ballonet.hooks.weights.storages import members, survey
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 from .gpu.scene import PRELUDE
 from .models import build, generate, prompts
@@ -280,7 +280,7 @@ MEMORY = """
     import ballonet
     from ballonet.allocator import runtime
     from ballonet.hooks.weights import moving
-    from ballonet.offload.move.weights_file import WeightsFile
+    from ballonet.offload.residency.weights_file import WeightsFile
 
     def kib(name):
         return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])

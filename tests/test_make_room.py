@@ -11,8 +11,8 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, BudgetInUse
-from ballonet.hooks import governors
-from ballonet.offload.decide.ladder import Rung
+from ballonet.hooks.device import governors
+from ballonet.offload.policy.ladder import Rung
 
 from .core import eventually
 from .models import build, prompts

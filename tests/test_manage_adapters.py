@@ -12,7 +12,7 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 from . import models
 from .pool import installing

@@ -23,7 +23,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
 from ballonet.hooks.weights.moving import MoveIn
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing

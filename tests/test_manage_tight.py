@@ -13,7 +13,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 from .models import build, generate, prompts
 from .pool import bytes_that_exist, take_out

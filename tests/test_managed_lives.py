@@ -23,7 +23,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 from . import models
 from .pool import in_pool, installing

@@ -19,7 +19,7 @@ from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import mapped
 from ballonet.hooks.weights.mapped import Mapped, file_spans
 from ballonet.hooks.weights.storages import Member, members
-from ballonet.offload.move.weights_file import FileSpan, WeightsFile
+from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
 from .models import build

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.measure import marks as marking
-from ballonet.hooks.measure.marks import CudaMarks, HostMarks
+from ballonet.hooks.device import marks as marking
+from ballonet.hooks.device.marks import CudaMarks, HostMarks
 from ballonet.hooks.measure.pace import PENDING, Measured, Pace
 from ballonet.hooks.measure.point import point_of
-from ballonet.offload.measured.record import Point
+from ballonet.offload.record.record import Point
 
 from . import core
 from .models import build, generate, prompts

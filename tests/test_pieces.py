@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from ballonet.offload.move.pieces import Pieces, runs_of
+from ballonet.offload.residency.pieces import Pieces, runs_of
 
 
 def test_they_are_those_of_brute_force() -> None:

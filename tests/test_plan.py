@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs
-from ballonet.offload.decide.plan import Plan, at_interval, fewest, smallest, spread, streaming
-from ballonet.offload.decide.schedule import closed_form, evenly, one_slot
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Plan, at_interval, fewest, smallest, spread, streaming
+from ballonet.offload.policy.schedule import closed_form, evenly, one_slot
 
 RATIOS = [Fraction(r) for r in ("1/2", "1", "2", "4", "8", "80")]
 sizes = st.lists(st.integers(0, 9), min_size=1, max_size=8)
@@ -53,7 +53,7 @@ def test_time_of_a_plan() -> None:
 
 
 def passes(plan: Plan, ratio: Fraction, count: int) -> list[Fraction]:
-    """When each of so many passes is over, as the ring does it (offload/move/ring.py, Note [A pass]): what a slot
+    """When each of so many passes is over, as the ring does it (offload/residency/ring.py, Note [A pass]): what a slot
     holds is not copied again."""
     mean = Fraction(sum(plan.pages), len(plan.pages))
     turns = {slot: [k for k, s in zip(plan.streamed, plan.slots, strict=True) if s == slot] for slot in plan.slots}

@@ -13,8 +13,8 @@ import pytest
 
 from ballonet.__main__ import main
 from ballonet.allocator.errors import ConfigError, TraceError
-from ballonet.offload.decide import prefix_sim
-from ballonet.offload.measured.prefix_trace import read
+from ballonet.offload.policy import prefix_sim
+from ballonet.offload.record.prefix_trace import read
 from ballonet.offload.timeline import curve
 
 MOONCAKE = Path(__file__).parents[2] / "shared" / "data" / "traces" / "mooncake_conversation_trace.jsonl"

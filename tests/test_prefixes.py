@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ballonet.offload.decide import worth
-from ballonet.offload.decide.prefixes import Hits, Index, chain
-from ballonet.offload.decide.worth import Odds, Recency
+from ballonet.offload.policy import worth
+from ballonet.offload.policy.prefixes import Hits, Index, chain
+from ballonet.offload.policy.worth import Odds, Recency
 
 Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
 

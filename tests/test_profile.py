@@ -20,17 +20,17 @@ import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, ManageError
-from ballonet.hooks.measure import facts as profile_facts
-from ballonet.hooks.measure import profile
-from ballonet.hooks.measure.key import key_of
-from ballonet.hooks.measure.marks import HostMarks
+from ballonet.hooks import profile
+from ballonet.hooks.device.key import key_of
+from ballonet.hooks.device.marks import HostMarks
 from ballonet.hooks.measure.pace import Pace
 from ballonet.hooks.measure.point import point_of
-from ballonet.hooks.measure.profile import Grid, load_or_measure, measured
-from ballonet.offload.decide import layout
-from ballonet.offload.decide.interval import Costs
-from ballonet.offload.measured import link, record
-from ballonet.offload.measured.record import Point, Record, load
+from ballonet.hooks.profile import Grid, load_or_measure, measured
+from ballonet.hooks.programs import facts as profile_facts
+from ballonet.offload.policy import layout
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.record import link, record
+from ballonet.offload.record.record import Point, Record, load
 
 from .models import build
 from .pool import bytes_that_exist, take_out

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs, fitting, meeting
-from ballonet.offload.decide.plan import at_interval
-from ballonet.offload.measured.record import (
+from ballonet.offload.policy.interval import Costs, fitting, meeting
+from ballonet.offload.policy.plan import at_interval
+from ballonet.offload.record.record import (
     GRID,
     WINDOW,
     Point,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs
-from ballonet.offload.decide.plan import Plan, fewest, spread, streaming
-from ballonet.offload.decide.remap import (
+from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
+from ballonet.offload.policy.remap import (
     Calm,
     Model,
     Remapping,

@@ -11,10 +11,10 @@ import pytest
 
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.report import Report, Times, interval_of
-from ballonet.offload.decide.layer_stream import Way
-from ballonet.offload.decide.plan import Plan, at_interval, spread, streaming
-from ballonet.offload.govern.kv_way import Streamed
-from ballonet.offload.measured.record import Phase, Point
+from ballonet.offload.governor.kv_way import Streamed
+from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.policy.plan import Plan, at_interval, spread, streaming
+from ballonet.offload.record.record import Phase, Point
 
 PAGE = 1000
 PAGES = (10,) * 32

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from ballonet.allocator._native import Range
 from ballonet.allocator.errors import BallonetError, PoolExhausted
-from ballonet.offload.decide.plan import streaming
-from ballonet.offload.move.ring import Part, Ring, Streamed
-from ballonet.offload.move.twins import Twin
+from ballonet.offload.policy.plan import streaming
+from ballonet.offload.residency.ring import Part, Ring, Streamed
+from ballonet.offload.residency.twins import Twin
 
 from .core import PAGE, PAGE_CALLS, Core, arm, calls, holds, opened, pending, write
 

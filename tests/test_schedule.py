@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.schedule import (
+from ballonet.offload.policy.schedule import (
     Pass,
     closed_form,
     evenly,

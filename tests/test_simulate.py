@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.__main__ import main
-from ballonet.offload.decide.schedule import evenly, one_slot, two_slots
-from ballonet.offload.decide.whatif import facts
+from ballonet.offload.policy.schedule import evenly, one_slot, two_slots
+from ballonet.offload.policy.whatif import facts
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.decide.interval import Costs, meeting
-from ballonet.offload.decide.ledger import Client, Shares, share
-from ballonet.offload.decide.plan import at_interval, fewest, spread, streaming
-from ballonet.offload.decide.remap import cap
-from ballonet.offload.decide.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
-from ballonet.offload.measured.record import Point, Record
+from ballonet.offload.policy.interval import Costs, meeting
+from ballonet.offload.policy.ledger import Client, Shares, share
+from ballonet.offload.policy.plan import at_interval, fewest, spread, streaming
+from ballonet.offload.policy.remap import cap
+from ballonet.offload.policy.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
+from ballonet.offload.record.record import Point, Record
 
 ONE = Fraction(1)
 WHOLE = [Fraction(r) for r in (1, 2, 3, 5, 8, 13, 20)]

@@ -16,9 +16,9 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Group
-from ballonet.hooks import forwards, lease
-from ballonet.hooks.lease import Holding, current
-from ballonet.hooks.streaming import streamed, turns
+from ballonet.hooks.device import lease
+from ballonet.hooks.device.lease import Holding, current
+from ballonet.hooks.streaming import forwards, streamed, turns
 from ballonet.hooks.streaming.turns import Turn, Turns
 
 from .models import build, prompts

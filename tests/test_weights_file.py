@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from ballonet.allocator.errors import BallonetError, WeightsFileChanged, WeightsFileError
-from ballonet.offload.move import weights_file
-from ballonet.offload.move.safetensors import LONGEST_HEADER, read_header
-from ballonet.offload.move.weights_file import WeightsFile
+from ballonet.offload.residency import weights_file
+from ballonet.offload.residency.safetensors import LONGEST_HEADER, read_header
+from ballonet.offload.residency.weights_file import WeightsFile
 
 from . import weights
 

@@ -23,8 +23,8 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import files as weights_files
 from ballonet.hooks.weights.storages import members
-from ballonet.offload.move.file_twin import FileTwins
-from ballonet.offload.move.weights_file import WeightsFile
+from ballonet.offload.residency.file_twin import FileTwins
+from ballonet.offload.residency.weights_file import WeightsFile
 
 from . import weights
 from .gpu.scene import PRELUDE
@@ -277,7 +277,7 @@ SCENE = """
     from transformers import AutoModelForCausalLM
     from ballonet.allocator.errors import WeightsFileChanged
     from ballonet.hooks.weights import files as weights_files
-    from ballonet.offload.move.weights_file import WeightsFile
+    from ballonet.offload.residency.weights_file import WeightsFile
     from tests import weights
 
     torch.set_num_threads(1)

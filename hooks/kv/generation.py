@@ -28,7 +28,7 @@ from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Farewell, guarded
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, layer_types
-from ..lease import ForwardLease, opened
+from ..device.lease import ForwardLease, opened
 from .grouping import CacheRanges
 from .kinds import ELASTIC, elastic_layers, reason_to_leave
 from .layer import ElasticLayer

@@ -6,11 +6,11 @@ import weakref
 from typing import Any, Final, NamedTuple
 
 from ...allocator._native import Device, Group
-from ...offload.decide.geometry import Geometry, choose, longest
-from ...offload.govern.kv_tier import KVTier
-from .. import governors
+from ...offload.governor.kv_tier import KVTier
+from ...offload.policy.geometry import Geometry, choose, longest
 from ..compat import longest_sequence, one_shape
-from ..lease import Kept
+from ..device import governors
+from ..device.lease import Kept
 from .range import KVRange, Shape
 
 # Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.

@@ -31,10 +31,10 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ...allocator import runtime
 from ...allocator.errors import ManageError
-from .. import graphs
 from ..compat import DynamicLayer, carries_derivatives, cropped
-from ..lease import Holding
-from ..weights.moving import torch_device
+from ..device import graphs
+from ..device.lease import Holding
+from ..device.streams import torch_device
 from .grouping import CacheRanges
 from .range import KVRange, Latest, Shape
 

@@ -2,8 +2,8 @@
 
 Note [Full pages]
     Pages that are full may be taken at any moment, between two lines too; then their addresses lead to the host, and
-    all that is done to them is done there (offload/move/kv_twin.py). Appending never writes to one. Whatever does, or
-    lets go of its tokens, says so first (`lower`); it is said to be full again after everything else (`filled`).
+    all that is done to them is done there (offload/residency/kv_twin.py). Appending never writes to one. Whatever does,
+    or lets go of its tokens, says so first (`lower`); it is said to be full again after everything else (`filled`).
 
 Note [Kept]
     A page of 8 MiB holds 2,048 tokens of a layer of an 8B model, so a conversation of 200 tokens fills none, and its 32
@@ -22,11 +22,11 @@ import torch
 
 from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
-from ...offload.decide.geometry import Geometry
-from ...offload.govern.kv_tier import KVTier
-from ...offload.move.kv_twin import KVTwin
-from ..lease import Holding, Kept
-from ..measure.marks import relaxed
+from ...offload.governor.kv_tier import KVTier
+from ...offload.policy.geometry import Geometry
+from ...offload.residency.kv_twin import KVTwin
+from ..device.lease import Holding, Kept
+from ..device.marks import relaxed
 from .prefill import ROWS, worth_copying
 from .room import find_room, map_device
 
@@ -166,7 +166,7 @@ class KVPages:
             self._twin.first = 0
 
     def appended(self, *, took: bool, next_takes: bool) -> None:
-        """A token came; see offload/decide/ahead.py."""
+        """A token came; see offload/policy/ahead.py."""
         if self._tier is not None and (took or next_takes):
             self._tier.appended(self._number, took=took, next_takes=next_takes)
 

@@ -18,8 +18,8 @@ from typing import Final
 import torch
 
 from ...allocator._native import Device, Range
-from ...offload.decide.geometry import Geometry
-from ...offload.move.kv_twin import available
+from ...offload.policy.geometry import Geometry
+from ...offload.residency.kv_twin import available
 
 ROWS: Final = 64  # up to so many of a sequence read in place
 _ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more

@@ -44,10 +44,10 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from ...allocator._native import Device, Group
-from ...offload.decide.geometry import Geometry
-from ...offload.govern.kv_tier import KVTier
+from ...offload.governor.kv_tier import KVTier
+from ...offload.policy.geometry import Geometry
 from ..compat import StorageWeakRef
-from ..lease import Holding, Kept, current
+from ..device.lease import Holding, Kept, current
 from .pages import KVPages
 from .prefill import copied_in
 

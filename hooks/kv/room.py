@@ -24,10 +24,10 @@ from ...allocator import runtime
 from ...allocator._native import Device, Range
 from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
-from ...offload.decide.ladder import Rung
-from ...offload.govern.kv_tier import KVTier
-from .. import graphs
-from ..prefix.pressure import give_up
+from ...offload.governor.kv_tier import KVTier
+from ...offload.policy.ladder import Rung
+from ..device import graphs
+from ..device.pressure import give_up
 
 PATIENCE: Final = 5.0  # seconds that other threads get to give what they lease
 _STEP: Final = 0.1  # seconds between two tries, and all that they get when the last wait was in vain

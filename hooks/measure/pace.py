@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
-from ...offload.measured.record import Point
-from .marks import Marks
+from ...offload.record.record import Point
+from ..device.marks import Marks
 
 PENDING: Final = 64  # forwards that wait to be read; the oldest are forgotten
 

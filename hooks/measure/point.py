@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ...offload.measured.record import Point
+from ...offload.record.record import Point
 
 _CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call it
 _PACKED: Final = ("cu_seq_lens_q", "cu_seqlens_q", "block_table")  # sequences of several lengths in one row

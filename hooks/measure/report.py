@@ -11,13 +11,13 @@ from typing import Any, Final, Self, get_args
 
 from ...allocator.display import table
 from ...allocator.units import format_size, format_time
-from ...offload.decide.interval import Costs
-from ...offload.decide.layer_stream import Way
-from ...offload.decide.plan import Plan
-from ...offload.decide.schedule import every, gaps
-from ...offload.govern.kv_way import Streamed
-from ...offload.govern.lend import Lent
-from ...offload.measured.record import Phase
+from ...offload.governor.kv_way import Streamed
+from ...offload.governor.lend import Lent
+from ...offload.policy.interval import Costs
+from ...offload.policy.layer_stream import Way
+from ...offload.policy.plan import Plan
+from ...offload.policy.schedule import every, gaps
+from ...offload.record.record import Phase
 from .pace import Measured
 
 NO_LOANS: Final = Lent()

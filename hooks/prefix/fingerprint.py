@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...allocator._native import Device
-from ..measure.key import key_of
+from ..device.key import key_of
 
 SAMPLES: Final = 256  # of a tensor
 _FACTS: Final = ("model", "size", "device", "torch", "transformers")  # of those that tell performance records apart

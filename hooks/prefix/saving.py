@@ -35,13 +35,13 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.display import steps
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...offload.decide.stored import Reading, reading
-from ...offload.govern.governor import Governor
-from ...offload.measured.record import Record
-from ...offload.move.prefix_file import Array, Saved
-from ...offload.move.prefix_files import PrefixFiles
-from ..measure.marks import relaxed
-from ..weights.moving import torch_device
+from ...offload.governor.governor import Governor
+from ...offload.policy.stored import Reading, reading
+from ...offload.record.record import Record
+from ...offload.residency.prefix_file import Array, Saved
+from ...offload.residency.prefix_files import PrefixFiles
+from ..device.marks import relaxed
+from ..device.streams import torch_device
 from .counts import Counts
 from .fingerprint import fingerprint
 from .identity import Identity

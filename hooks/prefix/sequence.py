@@ -23,12 +23,12 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 import torch
 
 from ...allocator.errors import BallonetError
-from ...offload.govern.kv_tier import KVTier
+from ...offload.governor.kv_tier import KVTier
+from ..device.lease import ForwardLease, Holding
 from ..kv.grouping import CacheRanges
 from ..kv.kinds import elastic_counterpart
 from ..kv.layer import ElasticLayer
 from ..kv.range import KVRange
-from ..lease import ForwardLease, Holding
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

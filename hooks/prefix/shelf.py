@@ -30,7 +30,7 @@ from collections.abc import Hashable, Sequence
 from itertools import groupby
 from typing import Final, cast
 
-from ...offload.decide.prefixes import Index, chain
+from ...offload.policy.prefixes import Index, chain
 from .sequence import KeptSequence, Run
 from .whole import WholeState, state_key
 from .whole_shelf import States

@@ -21,11 +21,11 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.interrupts import if_free
 from ...allocator.units import format_size
-from ...offload.decide.prefixes import chain
-from ...offload.govern.governor import Governor
-from ...offload.govern.seat import Governed
+from ...offload.governor.governor import Governor
+from ...offload.governor.seat import Governed
+from ...offload.policy.prefixes import chain
+from ..device import pressure
 from ..kv.layer import ElasticLayer
-from . import pressure
 from .counts import Counts
 from .identity import Identity, Looks
 from .sequence import Gone, KeptSequence, Pair, Run, copy_in, fill_in, reading

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from ...offload.decide.prefixes import chain
+from ...offload.policy.prefixes import chain
 from ..compat import HybridSlidingLayer, LinearAttentionLayer, SlidingLayer
 from ..kv.hybrid import ElasticHybridLayer
 from ..kv.layer import ElasticLayer

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.interrupts import Farewell
 from ..compat import cache_name
-from ..forwards import Hook
+from ..streaming.forwards import Hook
 from .whole import WholeState
 
 _BY_TOKEN: Final = ("input_ids", "attention_mask")  # arguments with a column for each token

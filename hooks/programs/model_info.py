@@ -24,8 +24,8 @@ from ...allocator import runtime
 from ...allocator.config import Config
 from ...allocator.errors import BallonetError, ConfigError
 from ...allocator.units import format_size
-from ...offload.decide.geometry import longest
-from ...offload.decide.plan import Fewest
+from ...offload.policy.geometry import longest
+from ...offload.policy.plan import Fewest
 from ..compat import DynamicCache, generating_class, load_config, longest_sequence, one_shape, run_without_values
 from ..kv.grouping import Sizes, geometry_for
 from ..kv.kinds import CachePlan, LayerPlan, plan

@@ -1,4 +1,4 @@
-"""The layers of one model that CUDA graphs have captured: the model's side of hooks/graphs.py.
+"""The layers of one model that CUDA graphs have captured: the model's side of hooks/device/graphs.py.
 
 Note [Kept at home]
     A layer that a graph has captured stays at home. To the governor it is one with no pages that could stream (`plan`),
@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator._native import Device, Group
 from ...allocator.errors import ManageError
 from ...allocator.interrupts import if_free
-from ...offload.decide.plan import Plan
-from ...offload.govern.governor import Governor
-from .. import governors, graphs
-from ..forwards import Hook
+from ...offload.governor.governor import Governor
+from ...offload.policy.plan import Plan
+from ..device import governors, graphs
 from ..measure.pace import Pace
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
+from .forwards import Hook
 
 CAPTURED: Final = (
     "layers that stream cannot be captured in a CUDA graph, nor those that gave their pages for something else: "

@@ -1,5 +1,5 @@
 """Which layers of one model are resident and which stream, from one iteration to the next: the model's side of what the
-governor decides (offload/govern/governor.py).
+governor decides (offload/governor/governor.py).
 
 Note [Between iterations]
     An outermost forward that holds the only lease of its model asks what to stream, before it runs: then no kernel of
@@ -31,17 +31,17 @@ from torch import nn
 
 from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
-from ...offload.decide.ledger import Refusal
-from ...offload.decide.plan import Plan, streaming
-from ...offload.govern.decision import Decision
-from ...offload.govern.governor import Governor
-from ...offload.govern.pages import SPARE
-from ...offload.measured.record import Phase, Point, Record
-from ...offload.move.ring import Streamed, spans
-from .. import governors, graphs
+from ...offload.governor.decision import Decision
+from ...offload.governor.governor import Governor
+from ...offload.governor.pages import SPARE
+from ...offload.policy.ledger import Refusal
+from ...offload.policy.plan import Plan, streaming
+from ...offload.record.record import Phase, Point, Record
+from ...offload.residency.ring import Streamed, spans
+from ..device import governors, graphs
+from ..device.pressure import Giver
 from ..measure.pace import Measured, Pace
 from ..measure.report import Report
-from ..prefix.pressure import Giver
 from ..weights import moving, room
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights

@@ -1,16 +1,16 @@
 """The streamed layers of one model: which pass has the slots, and what happens when a layer is entered and left.
 
 Note [Streaming]
-    A layer that streams is on the host, and its parameters show it there (offload/move/ring.py). A forward without
+    A layer that streams is on the host, and its parameters show it there (offload/residency/ring.py). A forward without
     gradients that has the slots (turns.py) brings each layer over before it runs, and the layer's own call reads the
     copy (bound.py). Any other forward, and anyone who looks, reads the host: right, and slower.
     Copies begin before their layers run. What torch counts of writes to such a layer meanwhile has it
     copied again; a write through `weight.data` that another part of the model makes in the same forward is not counted.
 
 Note [Layers that nobody has seen]
-    A layer whose twin is a file (offload/move/twins.py) has nothing at its addresses that could be read. Whoever asks
-    its modules for a weight, other than its own call with the slots, waits until host pages are filled from the file.
-    While another thread runs the model that cannot be; whoever waits longer than `LONG` for it is told.
+    A layer whose twin is a file (offload/residency/twins.py) has nothing at its addresses that could be read. Whoever
+    asks its modules for a weight, other than its own call with the slots, waits until host pages are filled from the
+    file. While another thread runs the model that cannot be; whoever waits longer than `LONG` for it is told.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from torch import nn
 
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
-from ...offload.move.ring import Part, Ring
-from ..forwards import call_frame
+from ...offload.residency.ring import Part, Ring
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
 from .captured import CAPTURED
+from .forwards import call_frame
 from .turns import Turn, Turns
 
 LONG: Final = 60.0  # seconds

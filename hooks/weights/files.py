@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from ...allocator.errors import WeightsFileError
-from ...offload.move.safetensors import Entry
-from ...offload.move.weights_file import FileSpan, WeightsFile
+from ...offload.residency.safetensors import Entry
+from ...offload.residency.weights_file import FileSpan, WeightsFile
 from ..compat import checkpoint_folder, loaded_names
 from .mapped import file_spans, same
 from .storages import has_bytes, members

@@ -34,10 +34,11 @@ from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import BallonetError, ManageError
-from ...offload.decide.plan import Plan, Rule, Same
+from ...offload.policy.plan import Plan, Rule, Same
+from ..device.streams import torch_device
 from . import room
 from .layers import decoder_layers, layer_lists
-from .moving import tenants_of, torch_device
+from .moving import tenants_of
 from .ranges import Files, Weights
 from .refusals import refuse_what_moves_weights
 from .storages import Member, Span, members, spans, survey

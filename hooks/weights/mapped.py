@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from ...allocator.errors import WeightsFileChanged, WeightsFileError
-from ...offload.move.safetensors import LONGEST_HEADER
-from ...offload.move.weights_file import FileSpan, WeightsFile
+from ...offload.residency.safetensors import LONGEST_HEADER
+from ...offload.residency.weights_file import FileSpan, WeightsFile
 from .storages import Member, has_bytes
 
 _LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ [1-9]\d* +(/(?!memfd:).*)$", re.MULTILINE)

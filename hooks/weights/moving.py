@@ -12,23 +12,21 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ...allocator import install
 from ...allocator._native import Device, Range
 from ...allocator.errors import DriverError, ManageError, PoolExhausted, WeightsFileChanged
 from ...allocator.interrupts import Guarded, guarded
-from ...offload.decide.layout import ALIGNMENT
-from ...offload.move.file_twin import FileLoader
-from ...offload.move.weights_file import FileSpan
-from ..measure.marks import relaxed
+from ...offload.policy.layout import ALIGNMENT
+from ...offload.residency.file_twin import FileLoader
+from ...offload.residency.weights_file import FileSpan
+from ..device.streams import torch_device, torch_memory
 from .storages import Member, Span, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
-_CAPTURING = range(900, 910)  # what the driver answers to whoever waits for a stream that is being captured
 _CHUNK = 2**24  # bytes read from a file at a time
 
 Step = list[tuple[Range, int, Span]]  # (range, offset in it, what lies or goes there), moved together
@@ -143,18 +141,6 @@ def copy(span: Span, flat: torch.Tensor) -> None:
         flat[offset : offset + source.numel()].copy_(source)
 
 
-def wait_for_work(device: Device) -> None:
-    """Returns when the device has done all that was submitted to it, on any stream. ManageError while a CUDA graph is
-    being captured, DriverError."""
-    try:
-        with relaxed(device):
-            device.synchronize()
-    except DriverError as error:
-        if error.code in _CAPTURING:
-            raise ManageError("a CUDA graph is being captured on another thread: call manage() afterwards") from error
-        raise
-
-
 def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[Member, Range]]:
     """Those that lie in one of the ranges, each with its range."""
     ordered = sorted(ranges, key=lambda opened: opened.address)
@@ -167,31 +153,6 @@ def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[M
             if n >= 0 and address < bounds[n][1]:
                 result.append((member, ordered[n]))
     return result
-
-
-def torch_device(device: Device) -> torch.device:
-    """Where the tensors of `device` are for torch."""
-    return torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
-
-
-def torch_memory(device: Device) -> AbstractContextManager[None]:
-    """Within it, what this thread allocates on the CPU comes from torch's own allocator. Changes nothing on CUDA."""
-    return install.stock() if device.kind == "standin" else nullcontext()
-
-
-def stream_of(device: Device) -> Callable[[], int]:
-    """What returns this thread's current stream."""
-    if device.kind == "standin":
-        return lambda: 0
-    return lambda: int(torch.cuda.current_stream(device.ordinal).cuda_stream)
-
-
-def note_of(device: Device) -> Callable[[int, int, bool], None]:
-    """What tells the device that this thread's current stream uses (address, bytes, whether it writes)."""
-    stream = stream_of(device)
-    if device.kind == "standin":
-        return lambda address, nbytes, write: device.note_use(address, nbytes, 0, write)
-    return lambda address, nbytes, write: device.note_stream(stream())
 
 
 def swapping() -> Guarded[Pairs]:

@@ -24,12 +24,13 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from torch import nn
 
 from ...allocator._native import Device, Range
-from ...offload.decide.layout import Block, Layout, place
-from ...offload.decide.plan import Plan, Rule
-from ...offload.move.file_twin import FileLoader, FileTwin, FileTwins, Place
-from ...offload.move.ring import Part, Ring, live
-from ...offload.move.twins import Twin
-from ...offload.move.weights_file import FileSpan
+from ...offload.policy.layout import Block, Layout, place
+from ...offload.policy.plan import Plan, Rule
+from ...offload.residency.file_twin import FileLoader, FileTwin, FileTwins, Place
+from ...offload.residency.ring import Part, Ring, live
+from ...offload.residency.twins import Twin
+from ...offload.residency.weights_file import FileSpan
+from ..device import streams
 from . import moving, room
 from .moving import MoveIn, Step
 from .storages import Member, Span, members, spans
@@ -48,9 +49,9 @@ class Weights:
         """`waiting`: as for `Ring`."""
         self.device = device
         self.group = device.group()
-        self.stream = moving.stream_of(device)
+        self.stream = streams.stream_of(device)
         self._twin_group = device.group()  # no lease keeps twins where they are
-        self._note = moving.note_of(device)
+        self._note = streams.note_of(device)
         # Of each decoder layer by its index; under None those of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
         self.ring = Ring(device, self.group, waiting)

@@ -19,11 +19,11 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.errors import BudgetError, ManageError
 from ...allocator.units import format_size
-from ...offload.decide.ladder import Rung
-from ...offload.decide.layout import Layout
-from ...offload.decide.plan import Plan, Rule
-from .. import governors
-from ..prefix.pressure import give_up
+from ...offload.policy.ladder import Rung
+from ...offload.policy.layout import Layout
+from ...offload.policy.plan import Plan, Rule
+from ..device import governors
+from ..device.pressure import give_up
 from .layers import text_config
 from .storages import Span
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from .allocator.install import allocator, install, restore, set_budget
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
+    from .hooks.loading import from_pretrained
     from .hooks.managed import Managed, manage
-    from .hooks.prefix.manual import Session
     from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
-    from .hooks.weights.loading import from_pretrained
+    from .hooks.session import Session
     from .offload.timeline.recorder import timeline
 
 __version__ = "0.1.0"
@@ -34,9 +34,9 @@ _HOMES = {
     "BallonetError": "allocator.errors",
     "KVCache": "hooks.kv.cache",
     "Managed": "hooks.managed",
-    "Session": "hooks.prefix.manual",
+    "Session": "hooks.session",
     "Stats": "allocator.stats",
-    "from_pretrained": "hooks.weights.loading",
+    "from_pretrained": "hooks.loading",
     "install": "allocator.install",
     "load_ipython_extension": "hooks.programs.notebook",
     "manage": "hooks.managed",

@@ -105,8 +105,8 @@ def _preflight(args: argparse.Namespace) -> None:
 
 
 def _profile(args: argparse.Namespace) -> None:
-    from .hooks.measure import facts as profile_facts
-    from .hooks.measure import profile
+    from .hooks import profile
+    from .hooks.programs import facts as profile_facts
 
     default = profile.Grid()
     grid = profile.Grid(args.batch or default.batch, args.length or default.length, args.seconds or default.seconds)
@@ -119,7 +119,7 @@ def _profile(args: argparse.Namespace) -> None:
 
 
 def _simulate(args: argparse.Namespace) -> None:
-    from .offload.decide import schedule, whatif
+    from .offload.policy import schedule, whatif
 
     try:
         at = schedule.evenly(args.layers, args.streamed) if args.at is None else args.at
@@ -131,8 +131,8 @@ def _simulate(args: argparse.Namespace) -> None:
 
 def _prefix_sim(args: argparse.Namespace) -> None:
     from .allocator.display import steps
-    from .offload.decide import prefix_sim
-    from .offload.measured import prefix_trace
+    from .offload.policy import prefix_sim
+    from .offload.record import prefix_trace
     from .offload.timeline import curve
 
     if args.curve is not None:

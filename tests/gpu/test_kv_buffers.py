@@ -11,9 +11,9 @@ import torch
 import ballonet
 from ballonet.allocator import install
 from ballonet.hooks.kv import range as kv_range
-from ballonet.offload.govern import kv_way
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.move import kv_stream
+from ballonet.offload.governor import kv_way
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.residency import kv_stream
 
 from .. import models
 from ..kv.pressure import two_thirds

@@ -11,9 +11,9 @@ from contextlib import closing
 import pytest
 import torch
 
+from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.lease import ForwardLease
 
 from .hold import Hold, held_copies
 from .scene import Captured, Lane, Place, everywhere, play

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ballonet.offload.decide.layer_stream import Choice, Way
-from ballonet.offload.govern import kv_way
-from ballonet.offload.govern.governor import Governor
+from ballonet.offload.governor import kv_way
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.policy.layer_stream import Choice, Way
 
 from .hold import held_copies
 from .scene import Lane, Place, everywhere, play

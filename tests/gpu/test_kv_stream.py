@@ -14,10 +14,10 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.decide.layer_stream import Choice, Way
-from ballonet.offload.govern import kv_way
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.move.kv_twin import KVTwin
+from ballonet.offload.governor import kv_way
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.policy.layer_stream import Choice, Way
+from ballonet.offload.residency.kv_twin import KVTwin
 
 from .hold import Hold, held_copies
 from .scene import Lane, Place, everywhere, play

@@ -11,10 +11,10 @@ import torch
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.offload.govern import kv_way
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.kv_way import KVWay
-from ballonet.offload.move.kv_twin import available
+from ballonet.offload.governor import kv_way
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.kv_way import KVWay
+from ballonet.offload.residency.kv_twin import available
 
 from .. import models
 from ..kv.pressure import two_thirds

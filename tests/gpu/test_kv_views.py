@@ -12,7 +12,7 @@ from transformers import StoppingCriteria
 
 import ballonet
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.decide.geometry import INT32, longest
+from ballonet.offload.policy.geometry import INT32, longest
 
 from .. import models
 from .scene import PAGES, Captured, Place, device_bytes, everywhere, play

@@ -13,7 +13,7 @@ import torch
 
 import ballonet
 from ballonet.allocator.errors import ModelInUse
-from ballonet.hooks.weights import moving
+from ballonet.hooks.device import streams
 
 from .hold import held
 from .scene import Captured, Place, everywhere, play
@@ -152,13 +152,13 @@ class Paused:
 @contextlib.contextmanager
 def changing(act: Callable[[], object]) -> Iterator[None]:
     """`act` is called when a model's weights are about to change memory."""
-    wait = moving.wait_for_work
+    wait = streams.wait_for_work
 
     def waited(device: Any) -> None:
         act()
         wait(device)
 
-    with mock.patch.object(moving, "wait_for_work", waited):
+    with mock.patch.object(streams, "wait_for_work", waited):
         yield
 
 

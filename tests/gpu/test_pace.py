@@ -8,11 +8,11 @@ import threading
 import torch
 
 import ballonet
-from ballonet.hooks.measure.marks import marks_of
+from ballonet.hooks.device.marks import marks_of
 from ballonet.hooks.measure.pace import Pace
-from ballonet.offload.govern.activity import Activity, Progress
-from ballonet.offload.measured import link
-from ballonet.offload.measured.record import Point
+from ballonet.offload.governor.activity import Activity, Progress
+from ballonet.offload.record import link
+from ballonet.offload.record.record import Point
 
 from ..models import build, generate, prompts
 from .scene import Captured, Place, everywhere, play

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.allocator.errors import BudgetInUse
 from ballonet.hooks.prefix import saving
-from ballonet.offload.move.prefix_file import Saved
+from ballonet.offload.residency.prefix_file import Saved
 
 from .. import models
 from .scene import Captured, Place, everywhere, play

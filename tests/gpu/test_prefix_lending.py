@@ -17,11 +17,11 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.lend import Lending, Lent
-from ballonet.offload.move.chaos import Chaos
+from ballonet.offload.governor.chaos import Chaos
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.lend import Lending, Lent
 
 from .. import models
 from .scene import Place, everywhere, play

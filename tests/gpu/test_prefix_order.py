@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.lease import ForwardLease
 from ballonet.hooks.prefix.sequence import KeptSequence, Run, copy_in, reading
 
 from .hold import held

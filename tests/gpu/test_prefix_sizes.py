@@ -10,8 +10,8 @@ import torch
 
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.decide.layer_stream import split
-from ballonet.offload.decide.lending import Unit, block_bytes, unit
+from ballonet.offload.policy.layer_stream import split
+from ballonet.offload.policy.lending import Unit, block_bytes, unit
 
 from .scene import Place, everywhere, play
 from .test_weights_streaming import streams_here

@@ -12,11 +12,11 @@ import torch
 import ballonet
 from ballonet.allocator import _native
 from ballonet.allocator.errors import DriverError, WeightsFileChanged
+from ballonet.hooks.device.streams import stream_of
 from ballonet.hooks.weights import files as weights_files
-from ballonet.hooks.weights.moving import stream_of
-from ballonet.offload.decide.layout import ALIGNMENT
-from ballonet.offload.move.file_twin import FileTwins
-from ballonet.offload.move.weights_file import WeightsFile
+from ballonet.offload.policy.layout import ALIGNMENT
+from ballonet.offload.residency.file_twin import FileTwins
+from ballonet.offload.residency.weights_file import WeightsFile
 
 from .. import weights
 from ..models import build

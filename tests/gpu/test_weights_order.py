@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 
 from .. import models
 from .scene import ROOT, Captured, Lane, Place, everywhere, play

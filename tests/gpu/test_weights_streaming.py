@@ -15,7 +15,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import _native
-from ballonet.offload.decide import layout
+from ballonet.offload.policy import layout
 
 from .. import models
 from .scene import Place, everywhere, play

@@ -14,12 +14,12 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange
-from ballonet.offload.decide.layer_stream import Choice, Way
-from ballonet.offload.govern.kv_tier import KVTier
-from ballonet.offload.move.kv_twin import available
+from ballonet.offload.governor.kv_tier import KVTier
+from ballonet.offload.policy.layer_stream import Choice, Way
+from ballonet.offload.residency.kv_twin import available
 
 POISON = 0xFF  # of what nobody may read: not a number, in every type
 

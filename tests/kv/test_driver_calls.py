@@ -12,10 +12,10 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors
-from ballonet.offload.decide import layer_stream, layout
-from ballonet.offload.decide.layer_stream import Way
-from ballonet.offload.govern import kv_way, pages
+from ballonet.hooks.device import governors
+from ballonet.offload.governor import kv_way, pages
+from ballonet.offload.policy import layer_stream, layout
+from ballonet.offload.policy.layer_stream import Way
 
 from .. import models
 from ..caches import installed

@@ -12,7 +12,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.kv import range as kv_range
 
 from .. import models

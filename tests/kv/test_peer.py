@@ -16,11 +16,11 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv import range as kv_range
-from ballonet.hooks.lease import ForwardLease
-from ballonet.offload.decide.peer import Near, lacking, leaving, mean_seconds
-from ballonet.offload.measured import link
+from ballonet.offload.policy.peer import Near, lacking, leaving, mean_seconds
+from ballonet.offload.record import link
 
 from .. import models
 from ..pool import bytes_that_exist, take_out

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from ballonet.allocator._native import Device
+from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.lease import ForwardLease
-from ballonet.offload.decide import layer_stream
-from ballonet.offload.decide.layer_stream import Way
-from ballonet.offload.govern import kv_way
+from ballonet.offload.governor import kv_way
+from ballonet.offload.policy import layer_stream
+from ballonet.offload.policy.layer_stream import Way
 
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
 from .pressure import homes, press, started, tiers, two_thirds

@@ -17,19 +17,19 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, DriverError
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.lease import ForwardLease
 from ballonet.hooks.prefix.sequence import Gone, KeptSequence
-from ballonet.offload.decide import layer_stream
-from ballonet.offload.decide.layer_stream import Way
-from ballonet.offload.govern import kv_tier, kv_way
-from ballonet.offload.govern.seat import LAYERS as KEYS
-from ballonet.offload.move import kv_stream, kv_twin
-from ballonet.offload.move.kv_twin import available
+from ballonet.offload.governor import kv_tier, kv_way
+from ballonet.offload.governor.seat import LAYERS as KEYS
+from ballonet.offload.policy import layer_stream
+from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.residency import kv_stream, kv_twin
+from ballonet.offload.residency.kv_twin import available
 
 from ..test_cache_faults import Interrupt
 from ..test_kv import tokens

@@ -12,8 +12,8 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv import range as kv_range
-from ballonet.offload.govern import kv_way
-from ballonet.offload.move import kv_stream
+from ballonet.offload.governor import kv_way
+from ballonet.offload.residency import kv_stream
 
 from .. import models
 from ..caches import installed

@@ -12,9 +12,9 @@ import torch
 
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import PoolExhausted
-from ballonet.hooks.lease import ForwardLease
-from ballonet.offload.govern import kv_way
-from ballonet.offload.move.kv_twin import available
+from ballonet.hooks.device.lease import ForwardLease
+from ballonet.offload.governor import kv_way
+from ballonet.offload.residency.kv_twin import available
 
 from ..test_kv import tokens
 from .pressure import poison, two_thirds

@@ -18,18 +18,18 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.prefill import ROWS, copied_in, worth_copying
-from ballonet.hooks.lease import ForwardLease
-from ballonet.offload.decide.ahead import ahead, window
-from ballonet.offload.govern import kv_tier
-from ballonet.offload.move import kv_twin
-from ballonet.offload.move.kv_twin import available
+from ballonet.offload.governor import kv_tier
+from ballonet.offload.policy.ahead import ahead, window
+from ballonet.offload.residency import kv_twin
+from ballonet.offload.residency.kv_twin import available
 
 from .. import pool
 from ..test_cache_faults import Interrupt

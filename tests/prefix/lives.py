@@ -23,10 +23,10 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.prefix import sessions
-from ballonet.offload.decide.ladder import LISTED, Rung
+from ballonet.offload.policy.ladder import LISTED, Rung
 
 from ..kv.pressure import poison, press
 from ..models import VOCABULARY, build

@@ -23,13 +23,13 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.kv import room
 from ballonet.hooks.kv.range import KVRange
-from ballonet.offload.decide import layout
-from ballonet.offload.decide.ladder import Rung
-from ballonet.offload.govern import kv_way
-from ballonet.offload.move.kv_stream import KVStream
+from ballonet.offload.governor import kv_way
+from ballonet.offload.policy import layout
+from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.residency.kv_stream import KVStream
 
 from ..kv.pressure import two_thirds
 from ..test_manage_faults import ERRORS, arm, calls, count

@@ -19,14 +19,14 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.lease import Holding
 from ballonet.hooks.kv.pages import KVPages
-from ballonet.hooks.lease import Holding
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.decide.lending import unit_within
-from ballonet.offload.govern.governor import Governor
-from ballonet.offload.govern.lend import PART, Lent
-from ballonet.offload.move.kv_twin import available
+from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.lend import PART, Lent
+from ballonet.offload.policy.lending import unit_within
+from ballonet.offload.residency.kv_twin import available
 
 from ..models import build
 from ..pool import bytes_that_exist, tiny_layers

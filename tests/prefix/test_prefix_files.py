@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from ballonet.offload.decide.stored import Part, Stored, before, leaving
-from ballonet.offload.move import prefix_file, prefix_files
-from ballonet.offload.move.prefix_file import Array, Damaged, OtherFormat
-from ballonet.offload.move.prefix_files import PrefixFiles
+from ballonet.offload.policy.stored import Part, Stored, before, leaving
+from ballonet.offload.residency import prefix_file, prefix_files
+from ballonet.offload.residency.prefix_file import Array, Damaged, OtherFormat
+from ballonet.offload.residency.prefix_files import PrefixFiles
 
 BLOCK = 4
 SALT = b"model, bfloat16"
@@ -315,8 +315,8 @@ CRASH = """
 import os, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from ballonet.offload.move import prefix_files
-from ballonet.offload.move.prefix_file import Array
+from ballonet.offload.residency import prefix_files
+from ballonet.offload.residency.prefix_file import Array
 folder, steps = Path(sys.argv[1]), ("open", "pwrite", "fsync", "replace", "utime", "unlink", "close", "fstat")
 real = {step: getattr(os, step) for step in steps}
 
@@ -462,8 +462,8 @@ def test_a_file_larger_than_may_be_written_is_no_error(tmp_path: Path) -> None:
     code = (
         "import resource, sys, warnings\n"
         "sys.path.insert(0, sys.argv[2])\n"
-        "from ballonet.offload.move.prefix_files import PrefixFiles\n"
-        "from ballonet.offload.move.prefix_file import Array\n"
+        "from ballonet.offload.residency.prefix_files import PrefixFiles\n"
+        "from ballonet.offload.residency.prefix_file import Array\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, {resource.RLIM_INFINITY}))\n"
         "files = PrefixFiles(sys.argv[1], None, b'salt')\n"
         "large = {'a': Array('U8', (20_000,), memoryview(bytes(20_000)))}\n"
@@ -602,8 +602,8 @@ import sys
 from hashlib import blake2b
 from random import Random
 sys.path.insert(0, sys.argv[2])
-from ballonet.offload.move.prefix_files import PrefixFiles
-from ballonet.offload.move.prefix_file import Array
+from ballonet.offload.residency.prefix_files import PrefixFiles
+from ballonet.offload.residency.prefix_file import Array
 files, random = PrefixFiles(sys.argv[1], 4000, b"salt"), Random(int(sys.argv[3]))
 hits = 0
 for turn in range(150):

@@ -14,10 +14,10 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.decide.ladder import Rung
-from ballonet.offload.move.kv_twin import available
+from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.residency.kv_twin import available
 
 from ..kv.pressure import poison
 from ..models import build

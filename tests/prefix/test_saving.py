@@ -27,9 +27,9 @@ from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.fingerprint import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.decide.stored import Reading, reading
-from ballonet.offload.move import prefix_file
-from ballonet.offload.move.prefix_files import PrefixFiles
+from ballonet.offload.policy.stored import Reading, reading
+from ballonet.offload.residency import prefix_file
+from ballonet.offload.residency.prefix_files import PrefixFiles
 
 from .. import models
 from ..pool import installing
@@ -384,7 +384,7 @@ PROGRAM = """
 import sys
 import torch, ballonet
 from transformers import LlamaConfig, LlamaForCausalLM
-from ballonet.offload.move import prefix_file
+from ballonet.offload.residency import prefix_file
 prefix_file.PIECE = 1000  # as many as there are of a large model: several threads write
 sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.hooks.compat import layer_classes, layer_count
+from ballonet.hooks.device.pressure import give_up
 from ballonet.hooks.prefix import whole_proof
-from ballonet.hooks.prefix.pressure import give_up
 from ballonet.hooks.prefix.whole import STATES
 
 from ..architectures import ARCHITECTURES

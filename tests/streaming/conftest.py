@@ -12,8 +12,8 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors
-from ballonet.offload.decide import layout
+from ballonet.hooks.device import governors
+from ballonet.offload.policy import layout
 
 from ..models import build, prompts
 from ..pool import take_out

@@ -16,8 +16,8 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import WeightsFileChanged
-from ballonet.offload.decide.plan import Plan, spread, streaming
-from ballonet.offload.move.weights_file import WeightsFile
+from ballonet.offload.policy.plan import Plan, spread, streaming
+from ballonet.offload.residency.weights_file import WeightsFile
 
 from ..core import PAGE_CALLS, calls
 from ..pool import bytes_that_exist

@@ -19,10 +19,10 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Lease
 from ballonet.allocator.errors import ManageError, PoolExhausted
-from ballonet.hooks import governors
-from ballonet.hooks.graphs import why_short
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.graphs import why_short
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.decide.plan import spread, streaming
+from ballonet.offload.policy.plan import spread, streaming
 
 from .. import graphs
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE

@@ -16,10 +16,10 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ModelInUse
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 from ballonet.hooks.weights.room import host_pages_left
-from ballonet.offload.decide.plan import Plan, spread, streaming
-from ballonet.offload.govern.pages import FORGET
+from ballonet.offload.governor.pages import FORGET
+from ballonet.offload.policy.plan import Plan, spread, streaming
 
 from .. import graphs
 from ..models import build

@@ -13,10 +13,10 @@ from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors
-from ballonet.offload.decide.ladder import LISTED, Rung
-from ballonet.offload.govern.levers import Lever, levers
-from ballonet.offload.move import chaos
+from ballonet.hooks.device import governors
+from ballonet.offload.governor import chaos
+from ballonet.offload.governor.levers import Lever, levers
+from ballonet.offload.policy.ladder import LISTED, Rung
 
 from ..models import build
 from ..pool import bytes_that_exist

@@ -12,12 +12,13 @@ import pytest
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Device
-from ballonet.hooks import governors, managed
-from ballonet.hooks.measure.marks import HostMarks
-from ballonet.offload.decide.plan import Fewest, Plan, fewest
-from ballonet.offload.govern.pages import SPARE
-from ballonet.offload.govern.seat import LOOK
-from ballonet.offload.measured import link
+from ballonet.hooks import managed
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.marks import HostMarks
+from ballonet.offload.governor.pages import SPARE
+from ballonet.offload.governor.seat import LOOK
+from ballonet.offload.policy.plan import Fewest, Plan, fewest
+from ballonet.offload.record import link
 
 from ..models import Output, build
 from .conftest import BUDGET, INPUTS, PAGE

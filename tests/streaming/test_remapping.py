@@ -13,7 +13,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors
+from ballonet.hooks.device import governors
 
 from ..models import build
 from ..pool import bytes_that_exist

@@ -11,11 +11,11 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.config import cache_dir
 from ballonet.allocator.errors import SLOError
-from ballonet.hooks import governors
-from ballonet.hooks.measure.key import key_of
-from ballonet.offload.decide import layout
-from ballonet.offload.measured import record
-from ballonet.offload.measured.record import Point, Record
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.key import key_of
+from ballonet.offload.policy import layout
+from ballonet.offload.record import record
+from ballonet.offload.record.record import Point, Record
 
 from .conftest import LAYERS
 from .test_remapping import full
@@ -46,7 +46,7 @@ def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     governor = governors.of(runtime.require())
-    monkeypatch.setattr("ballonet.hooks.measure.profile.cache_dir", lambda settings: tmp_path)
+    monkeypatch.setattr("ballonet.hooks.profile.cache_dir", lambda settings: tmp_path)
     monkeypatch.setattr(f"{__name__}.cache_dir", lambda settings: tmp_path)
     governor.bandwidth = 1e12
 
@@ -104,7 +104,7 @@ def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, monk
 def test_a_damaged_record_is_measured_anew(model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     path = measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
     path.write_text(path.read_text()[:-100])
-    monkeypatch.setattr("ballonet.hooks.measure.profile.Grid.sizes", lambda grid, longest=0: [(1, 16)])
+    monkeypatch.setattr("ballonet.hooks.profile.Grid.sizes", lambda grid, longest=0: [(1, 16)])
     with pytest.warns(RuntimeWarning, match=r"cannot be read|damaged"):
         managed = ballonet.manage(model, tpot_slo=60.0)
     with managed:

@@ -1,6 +1,6 @@
 """Models whose layers stream: the tokens of stock, and weights that are what they are for whoever looks.
 
-Weights of layers that do not run lie under poison or under another layer's bytes (offload/move/ring.py), and the
+Weights of layers that do not run lie under poison or under another layer's bytes (offload/residency/ring.py), and the
 stand-in's order checker is on: a read that waits for nothing shows.
 """
 
@@ -22,7 +22,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks.weights import room
-from ballonet.offload.decide import plan
+from ballonet.offload.policy import plan
 
 from ..models import MODES, Output, build, generate
 from ..pool import bytes_that_exist

@@ -12,10 +12,11 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks import governors, managed
+from ballonet.hooks import managed
+from ballonet.hooks.device import governors
 from ballonet.hooks.streaming import captured
 from ballonet.hooks.streaming.turns import Turn, Turns
-from ballonet.offload.decide.plan import Plan, streaming
+from ballonet.offload.policy.plan import Plan, streaming
 
 from .. import graphs
 from .conftest import INPUTS

@@ -9,8 +9,8 @@ import pytest
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.offload.decide import layout
-from ballonet.offload.decide.plan import spread
+from ballonet.offload.policy import layout
+from ballonet.offload.policy.plan import spread
 
 from ..models import Output, ask, build
 from .test_streaming import streamed

@@ -1,0 +1,335 @@
+"""What CUDA graphs have captured of managed models and of their caches, and the leases of replays.
+
+Note [Captured]
+    A replay reads the addresses that were read at the capture, at any time, and no hook runs then. So a layer that was
+    captured stays at home for as long as the graph may be replayed: until it is reset, or collected. The model says so
+    before anything is captured (`Elastic.keep`). A layer that is not at home cannot be captured.
+
+Note [What was read]
+    by a graph nobody tells. What may have been read counts as captured:
+    - where a forward of the model is open on the thread when a capture begins, or begins within one, all layers that
+      are at home: a compiled layer reads its weights with no hook;
+    - where a module of a layer is called by itself, that layer;
+    - what another graph has captured whose memory this one shares, as it may be the backward of that one, or which is
+      replayed within the capture.
+    A weight that is read outside of any module is not noticed, unless its layer streams.
+
+Note [Replays]
+    A replay is leased as a forward is: by every group that was captured, until its kernels are submitted. Then they are
+    ordered, as its stream is noted before. A graph of a model that is released reads addresses that lead nowhere, or
+    to something else, so it is refused.
+
+Note [Captures by others]
+    torch's own class is wrapped (allocator/captures.py). Of a capture that a program begins by itself nobody can tell
+    when its graph is gone: what it captures stays at home until the model is released.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from ...allocator import captures, runtime
+from ...allocator._native import Device, Group, Lease
+from ...allocator.errors import ManageError
+from ...allocator.interrupts import Farewell, Guarded, guarded
+from ...allocator.units import format_size
+from .streams import stream_of
+
+
+class Model(Protocol):
+    """A managed model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> Group: ...
+    @property
+    def device(self) -> Device: ...
+    @property
+    def followed(self) -> bool:
+        """Is it managed still?"""
+
+    @property
+    def kept_pages(self) -> int:
+        """Of layers that stay at home, as graphs have captured them."""
+
+    @property
+    def here(self) -> bool:
+        """Is a forward of it open on this thread?"""
+
+    def prepare_capture(self) -> None:
+        """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
+
+    def keep(self, layers: Iterable[int] | None, records: Sequence[Record]) -> None:
+        """These layers, with None all that are at home, are about to be captured: `Record.add`. ManageError where one
+        of them is not at home."""
+
+    def kept(self) -> bool:
+        """Graphs keep other layers than they did. False where it has no time for that now."""
+
+    def listen(self) -> list[RemovableHandle]:
+        """Has the calls of its modules say what they capture (`noticed`), until the handles are removed."""
+
+    def obey(self) -> None:
+        """Gives what other threads demand of this one. DriverError."""
+
+
+class Record:
+    """What one graph has captured."""
+
+    def __init__(self, before: Record | None = None) -> None:
+        """`before`: of what the graph holds already."""
+        self.before = before
+        self.thread = threading.get_ident()
+        self.capturing = False
+        self.pool: object = None  # whose memory the graph has
+        self._models: dict[int, tuple[weakref.ref[Model], str, set[int]]] = {}  # by id: itself, its name, its layers
+        self._groups: list[tuple[Device, Group]] = []
+        self._shown: list[torch.Tensor] = []
+        self._lease = Lease()
+        self._handles: list[RemovableHandle] = []
+        self.noticed: set[tuple[int, tuple[int, ...] | None]] = set()  # in this capture: models by id, and layers
+
+    def begin(self, models: Iterable[Model]) -> None:
+        """What of these is called from now on is captured."""
+        self.capturing = True
+        for each in models:
+            self._handles += each.listen()
+
+    def end(self) -> None:
+        """The capture has ended. On any thread; again: does nothing."""
+        self.capturing = False
+        self.noticed.clear()
+        while self._handles:
+            self._handles.pop().remove()
+        self._lease.close()
+
+    def add(self, model: Model, layers: Iterable[int]) -> None:
+        """`layers`: the ids of their modules."""
+        known = self._models.get(id(model))
+        if known is None or known[0]() is not model:
+            known = self._models[id(model)] = weakref.ref(model), model.name, set()
+        known[2].update(layers)
+        self.lease(model.device, model.group)
+
+    def lease(self, device: Device, group: Group) -> None:
+        """The group is leased while the graph is captured, and around each replay."""
+        device.note_stream(stream_of(device)())
+        if not any(each is group for _, each in self._groups):
+            self._groups.append((device, group))
+        if self.capturing:
+            self._lease.enter(group)
+
+    def show(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The graph reads these, which nobody else needs to keep."""
+        self._shown += tensors
+
+    def include(self, other: Record) -> None:
+        """All that the other one has captured, too."""
+        for reference, _, layers in list(other._models.values()):
+            model = reference()
+            if model is not None and model.followed:
+                self.add(model, layers)
+        for device, group in list(other._groups):
+            self.lease(device, group)
+        self._shown += other._shown
+
+    def layers(self, model: Model) -> frozenset[int]:
+        """The ids of the modules of layers that it has captured of the model."""
+        known = self._models.get(id(model))
+        return frozenset() if known is None or known[0]() is not model else frozenset(known[2])
+
+    @property
+    def models(self) -> list[Model]:
+        """Those that it has captured something of. ManageError where one of them is managed no more."""
+        found = []
+        for reference, name, _ in list(self._models.values()):
+            model = reference()
+            if model is None or not model.followed:
+                raise ManageError(
+                    f"this CUDA graph reads weights of {name}, which was released or collected since it was captured: "
+                    "capture it again"
+                )
+            found.append(model)
+        return found
+
+    def leased(self) -> Guarded[None]:
+        """Around a replay. See Note [Replays]. ManageError, DriverError."""
+        lease = Lease()
+        return guarded(partial(self._enter, lease), lambda failed: lease.close())
+
+    def _enter(self, lease: Lease) -> None:
+        for model in self.models:
+            model.obey()
+        for _, group in self._groups:
+            lease.enter(group)
+        if (device := runtime.current()) is not None:  # of memory that is no model's, too
+            device.note_stream(stream_of(device)())
+
+    def close(self) -> None:
+        """The graph is gone. Whose layers it kept hears of that later: this may be a finalizer."""
+        self.end()
+        _loosened.extend(reference for reference, _, _ in self._models.values())
+        self._shown.clear()
+
+
+_records: dict[int, Record] = {}  # by id of the graph
+_others: dict[int, Record] = {}  # by id of the model: of captures that torch's class does not know of
+_models: dict[int, weakref.ref[Model]] = {}  # those that are managed, by id
+_loosened: deque[weakref.ref[Model]] = deque()  # of which a graph is gone
+
+
+class _Graphs(captures.Listener):
+    def begins(self, graph: Any, pool: object) -> None:
+        settle()
+        before = _records.get(id(graph))
+        if before is None:
+            Farewell(graph, partial(_drop, id(graph)), _leave)
+        record = _records[id(graph)] = Record(before)
+        models = _managed()
+        for model in models:
+            model.prepare_capture()
+        record.begin(models)
+        for each in list(_records.values()):
+            if pool is not None and each.pool == pool and each is not record:
+                _include(record, each)
+        if before is not None:
+            _include(record, before)
+        for model in models:
+            if model.here:
+                model.keep(None, [record])
+
+    def ended(self, graph: Any, *, captured: bool) -> None:
+        record = _records.get(id(graph))
+        if record is None:
+            return
+        record.end()
+        if captured:
+            record.pool, record.before = graph.pool(), None
+        elif record.before is None:
+            self.reset(graph)
+        else:  # it holds what it held, which torch does not replace
+            _records[id(graph)] = record.before
+            record.close()
+            settle()
+
+    def replaying(self, graph: Any) -> AbstractContextManager[object]:
+        record = _records.get(id(graph))
+        if record is None:
+            return nullcontext()
+        for outer in _here():
+            _include(outer, record)
+        return record.leased()
+
+    def reset(self, graph: Any) -> None:
+        _drop(id(graph))
+        settle()
+
+
+_listener = _Graphs()
+
+
+def capturing(cuda: bool) -> bool:
+    """Is what this thread does being captured? `cuda`: does it compute on a GPU?"""
+    return cuda and torch.cuda.is_current_stream_capturing()
+
+
+def attend(model: Model) -> None:
+    """From now on what is captured of the model is noticed. Again: does nothing."""
+    _models[id(model)] = weakref.ref(model)
+    if hasattr(torch.cuda, "CUDAGraph"):
+        captures.listen(_listener)
+
+
+def forget(model: Model) -> None:
+    """It is managed no more: graphs that have captured some of it are not replayed from now on."""
+    _models.pop(id(model), None)
+    _others.pop(id(model), None)
+    _leave()
+
+
+def noticed(model: Model, layers: tuple[int, ...] | None = None) -> None:
+    """On a thread whose stream is captured, before anything is: these layers are about to be read, with None all that
+    are at home, with () what belongs to no layer. ManageError where one of them is not at home."""
+    records = _here() or [_others.setdefault(id(model), Record())]
+    if new := [each for each in records if (id(model), layers) not in each.noticed]:
+        model.keep(layers, new)
+    for each in new:
+        if each.capturing:  # within a capture nothing comes or goes
+            each.noticed.add((id(model), layers))
+
+
+def shows(device: Device, group: Group, tensors: Iterable[torch.Tensor]) -> None:
+    """On a thread whose stream is captured: these are about to be read, whose pages are leased by that group, and are
+    dropped afterwards. They live as long as the graph."""
+    shown = list(tensors)
+    for record in _here():
+        record.lease(device, group)
+        record.show(shown)
+
+
+def layers_of(model: Model) -> frozenset[int]:
+    """The ids of the modules of the layers that graphs have captured."""
+    records = [*_records.values(), *filter(None, [_others.get(id(model))])]
+    return frozenset().union(*(each.layers(model) for each in records))
+
+
+def why_short() -> str:
+    """For a message that says that pages are missing: what graphs keep of them; empty where that is nothing."""
+    kept = [(model, pages) for model in _managed() if (pages := model.kept_pages)]
+    if not kept:
+        return ""
+    named = ", ".join(f"{format_size(pages * model.device.page_size)} of {model.name}" for model, pages in kept)
+    return f". CUDA graphs keep layers on the device that they have captured ({named}): drop graphs, or reset() them"
+
+
+def leases(group: Group) -> int:
+    """How many captures hold one on the group now."""
+    return sum(each.capturing and any(group is mine for _, mine in each._groups) for each in list(_records.values()))
+
+
+def settle() -> None:
+    """Models hear of graphs that are gone. Called before each forward of any of them."""
+    for _ in range(len(_loosened)):
+        reference = _loosened.popleft()
+        model = reference()
+        if model is not None and not model.kept():
+            _loosened.append(reference)
+    if not _models:
+        _leave()
+
+
+def _here() -> list[Record]:
+    """The captures of this thread that have begun."""
+    return [each for each in list(_records.values()) if each.capturing and each.thread == threading.get_ident()]
+
+
+def _managed() -> list[Model]:
+    found = (reference() for reference in list(_models.values()))
+    return [model for model in found if model is not None and model.followed]
+
+
+def _include(record: Record, other: Record) -> None:
+    record.include(other)
+    _loosened.extend(reference for reference, _, _ in list(record._models.values()))
+    settle()
+
+
+def _drop(key: int) -> None:
+    record = _records.pop(key, None)
+    if record is not None:
+        record.close()
+
+
+def _leave() -> None:
+    if not _models and not _records:
+        captures.leave(_listener)

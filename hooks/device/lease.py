@@ -1,0 +1,138 @@
+"""Leases: what one forward of one model uses, from its entry to its exit, on the thread that runs it.
+
+What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are
+neither moved nor taken. The module hooks of a managed model open one around every forward; KV layers add the group of
+their cache at their first update in it. A cache that is used outside of any lease holds its group for each call, and
+its thread keeps one on what it appends to (`Kept`).
+
+Note [Left in any case]
+    Ctrl-C comes between any two lines, those of a finalizer too. So what was entered is known to an object of the core
+    (`Lease`), which leaves it when it is gone; and what a thread has open is referred to weakly, so that a lease is
+    gone as soon as the forward is that has it, however that ended.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from ...allocator._native import Group, Lease
+
+if TYPE_CHECKING:
+    from ...offload.governor.chaos import KV
+
+
+class _Opened(threading.local):
+    """By this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.leases: list[weakref.ref[ForwardLease]] = []
+
+
+_opened = _Opened()
+
+
+class ForwardLease:
+    """The groups that a forward has entered, and the KV ranges that it has written. Leases nest.
+
+    To be opened once somebody holds it who closes it. `close()` may be called on any thread. One that was not closed,
+    because something ended the forward that runs no hooks, ends with whoever holds it.
+    """
+
+    _closed = True
+
+    def __init__(self) -> None:
+        self._entered = Lease()
+        self._ranges: dict[int, weakref.ref[KV]] = {}
+
+    def open(self) -> Self:
+        """It is the innermost one of this thread from now on."""
+        self._closed = False
+        _opened.leases.append(weakref.ref(self))
+        return self
+
+    def enter_group(self, group: Group) -> None:
+        """Leases the group until `close()`; once, however often it is asked for."""
+        self._entered.enter(group)
+
+    def touched(self, kv: KV) -> None:
+        """Notes that this forward has appended to the range."""
+        self._ranges[id(kv)] = weakref.ref(kv)
+
+    @property
+    def ranges(self) -> tuple[KV, ...]:
+        """The KV ranges that this forward has appended to so far, and that are there yet."""
+        return tuple(kv for each in self._ranges.values() if (kv := each()) is not None)
+
+    def close(self) -> None:
+        """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
+        self._closed = True
+        current()  # forgets those that are closed by now
+        self._ranges.clear()
+        self._entered.close()
+
+
+def current() -> ForwardLease | None:
+    """The innermost lease of this thread that is open."""
+    leases = _opened.leases
+    while leases:
+        lease = leases[-1]()
+        if lease is not None and not lease._closed:  # by another thread
+            return lease
+        del lease
+        leases.pop()
+    return None
+
+
+def opened() -> Iterator[ForwardLease]:
+    """The leases of this thread that are open, the innermost first."""
+    for reference in reversed(_opened.leases):
+        lease = reference()
+        if lease is not None and not lease._closed:
+            yield lease
+
+
+class Kept:
+    """The lease of the thread that uses a group outside of forwards, between its calls too: it reads what a call has
+    shown after that call, and a page must not leave its address while another thread launches kernels."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._held: tuple[int, Lease] | None = None  # by which thread
+
+    def renew(self) -> bool:
+        """The calling thread uses the group from now on. False, and none is kept, within a forward, which has its own
+        lease."""
+        if current() is not None:
+            self._held = None
+            return False
+        if self._held is None or self._held[0] != threading.get_ident():
+            lease = Lease()
+            self._held = None
+            lease.enter(self._group)
+            self._held = threading.get_ident(), lease
+        return True
+
+
+class Holding:
+    """`with Holding(group):` leases it until this thread's lease ends, or without one until the block does."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._alone = Lease()
+
+    def __enter__(self) -> Self:
+        lease = current()
+        if lease is None:
+            self._alone.enter(self._group)
+        else:
+            lease.enter_group(self._group)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._alone.close()

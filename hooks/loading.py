@@ -1,0 +1,122 @@
+"""`from_pretrained()`: a model from its files into the pool, never whole on the device and never twice on the host.
+
+Note [Loading without reading]
+    transformers loads the model, with all that it knows of names, ties, dtypes, experts and missing weights, on the
+    CPU: there a weight that needs no conversion becomes a view of the mapped file, of which nothing is read
+    (mapped.py). What is in memory then are the weights that are not in a file as the model has them: merged experts,
+    another dtype, files of other formats. manage() then fills the ranges layer by layer, from the files where it can
+    (`pread`, or memory that the device copies from), else from memory that is given up as it goes. The mapping is never
+    touched, so a file that changes meanwhile is an error and not a signal.
+
+Note [Loaded on the device]
+    Quantized weights are laid out for a device while they are loaded, and kernels from the hub are chosen by the device
+    that the weights are on. Such a model is loaded to the device by transformers, where it has to fit.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Final, Literal
+
+import torch
+
+from ..allocator import install, runtime
+from ..allocator.display import progress
+from ..allocator.errors import ManageError
+from ..offload.timeline.recorder import mark
+from . import compat
+from .device.streams import torch_device
+from .managed import managed
+from .weights.mapped import file_spans
+from .weights.storages import members
+
+# Options of transformers that place or divide a model, which is what is done here
+_PLACING: Final = (
+    "device_map", "max_memory", "offload_folder", "offload_buffers", "tp_plan", "tp_size", "device_mesh",
+    "distributed_config",
+)  # fmt: skip
+_WHEREVER: Final = ("auto", "balanced", "balanced_low_0", "sequential")  # values of device_map
+_KERNELS: Final = ("use_kernels", "kernel_config")
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str],
+    *,
+    cls: Any = None,
+    interval: int | Literal["auto"] | None = "auto",
+    tpot_slo: float | str | None = None,
+    ttft_slo: float | str | None = None,
+    priority: int = 0,
+    floor: int | str = 0,
+    prefix_cache: bool | int | str | None = None,
+    prefix_dir: str | os.PathLike[str] | None = None,
+    prefix_dir_limit: int | str | None = None,
+    chaos: int | None = None,
+    **options: Any,
+) -> Any:
+    """Loads a model and manages it: `cls.from_pretrained(name_or_path, **options)`, then `manage()`, except that the
+    model may be larger than the device, and larger than what memory is left on the host.
+
+    `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that one writes text, else
+    AutoModelForCausalLM. Weights that lie in safetensors files as the model has them go from there to the device; those
+    that transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds),
+    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `chaos`: as for `manage()`. A `device_map`
+    other than "auto" or the device of ballonet, and the other options that place or divide a model (`offload_folder`,
+    `tp_plan`, …), are refused. Quantized weights, and models with `use_kernels`, are loaded to the device by
+    transformers and have to fit.
+
+    Returns what `cls.from_pretrained` returns; `manage()` gives the Managed of it. Raises what `cls.from_pretrained`
+    and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
+    """
+    if runtime.current() is None:
+        install.install()
+    home = torch_device(runtime.require())
+    if _is_home(options.get("device_map"), home):
+        options.pop("device_map")
+    for option in _PLACING:
+        if options.get(option) is not None and options[option] is not False:
+            raise ManageError(
+                f"ballonet.from_pretrained() brings the model to {home}, for which ballonet was "
+                f"installed, and takes no {option}={options[option]!r}: leave it out, or load the model with "
+                "transformers and call ballonet.manage(model)"
+            )
+    config = compat.peek_config(name_or_path, options)
+    on_device = compat.quantization(config, options) or any(options.get(name) for name in _KERNELS)
+    if on_device:
+        options["device_map"] = {"": home}
+    mark("from_pretrained()")
+    with torch.device("cpu"), install.stock_everywhere():
+        loaded = (cls or compat.causal_model(config)).from_pretrained(name_or_path, **options)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    found = members(model, ())
+    files = file_spans(found)
+    with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in found)) as arrived:
+        managed(
+            model,
+            interval=interval,
+            tpot_slo=tpot_slo,
+            ttft_slo=ttft_slo,
+            priority=priority,
+            floor=floor,
+            prefix_cache=prefix_cache,
+            prefix_dir=prefix_dir,
+            prefix_dir_limit=prefix_dir_limit,
+            chaos=chaos,
+            files=files,
+            progress=arrived,
+        )
+    for member in found:  # what has no place in a range, as what is empty, follows the model to its device
+        if member.tensor.device != home:
+            member.tensor.data = member.tensor.data.to(home)
+    return loaded
+
+
+def _is_home(device_map: Any, home: torch.device) -> bool:
+    """Does `device_map` say no more than that the whole model is to be at `home`?"""
+    if isinstance(device_map, dict) and list(device_map) == [""]:
+        device_map = device_map[""]
+    if isinstance(device_map, int):
+        device_map = f"cuda:{device_map}"
+    if not isinstance(device_map, str | torch.device):
+        return False
+    return device_map in _WHEREVER or str(device_map) in (str(home), home.type)

@@ -1,0 +1,194 @@
+"""The performance record of a model, measured by running it (Select-N §4.4): kept in a file, and reused.
+
+Note [How it is measured]
+    `generate()` is called for random prompts of each size: it makes one prefill, and then decode steps at the length
+    of the prompt and a little above. The first call is to warm up; of the others the median counts. The model is
+    measured as it is: what layers that stream have it wait is taken out (pace.py). Small sizes come first, so that what
+    takes too long, or does not fit in memory, is what is left out; for what was left out the record has no time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+
+from ..allocator import runtime
+from ..allocator._native import Device
+from ..allocator.config import cache_dir
+from ..allocator.display import steps
+from ..allocator.errors import ManageError
+from ..offload.record import link, record
+from ..offload.record.record import Phase, Point, Record
+from . import compat
+from .device.key import key_of
+from .measure.pace import Measured, Pace
+from .weights.layers import text_config
+
+SHORTEST: Final = 64  # tokens of the shortest prompt
+TOKENS: Final = 5  # that are generated: one by the prefill
+ROUNDS: Final = 3  # that count
+
+Size = tuple[int, int]  # sequences, tokens of each
+
+
+class Paced(Protocol):
+    """A model that is managed."""
+
+    @property
+    def pace(self) -> Pace: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: powers of two up to `batch` sequences and `length` tokens, as far as `seconds` last."""
+
+    batch: int = 8
+    length: int = 2048
+    seconds: float = 60.0
+
+    def sizes(self, longest: int = 0) -> list[Size]:
+        """(batch, length), the least work first. `longest`: tokens that the model was made for, 0: not known."""
+        length = min(self.length, longest - TOKENS) if longest else self.length
+        lengths = [each for each in _powers(length) if each >= min(SHORTEST, _powers(length)[-1])]
+        return sorted(
+            ((b, n) for b in _powers(self.batch) for n in lengths), key=lambda size: (size[0] * size[1], size)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """`record`: what there is now, and its file. `reused`: none of it was measured. `left`: what was asked for and is
+    not in it, and why."""
+
+    record: Record
+    path: Path
+    reused: bool
+    left: Mapping[Size, str]
+
+
+def load_or_measure(
+    model: nn.Module, managed: Paced, device: Device, grid: Grid | None = None, *, force: bool = False
+) -> Profile:
+    """The record of a managed model: from its file, or measured and kept there, which takes up to a minute and shows a
+    progress bar. A file that cannot be used is measured anew, with a warning that says why.
+
+    `grid`: measures what of it is missing in the file, too; `force`: everything. The folder is that of
+    `BALLONET_CACHE_DIR`. ManageError where the model, or the link, cannot be measured.
+    """
+    key = key_of(model, device)
+    path = record.path_of(cache_dir(runtime.settings()), key)
+    known = None if force else _known(path, key, model)
+    if known is not None and not (grid and _missing(model, grid, known)):
+        return Profile(known, path, True, {})
+    bandwidth = link.measure(device)
+    if bandwidth is None:
+        raise ManageError(
+            "the link to the host cannot be measured: no page is free, or this device has no host pages (python -m "
+            "ballonet info). Give a larger budget, or a larger host budget"
+        )
+    found = (known or Record(key, bandwidth)).with_bandwidth(bandwidth)
+    found, left = measured(model, managed, found, grid or Grid())
+    try:
+        record.save(found, path)
+    except OSError as error:
+        warnings.warn(f"the performance record cannot be kept in {path}: {error}", RuntimeWarning, stacklevel=2)
+    return Profile(found, path, False, left)
+
+
+def measured(
+    model: nn.Module, managed: Paced, known: Record, grid: Grid, clock: Callable[[], float] = time.monotonic
+) -> tuple[Record, dict[Size, str]]:
+    """`known` with the times of what of the grid it does not have, and what was left out, and why. See Note [How it is
+    measured]. ManageError where the model generates no text from tokens, or nothing of the grid could be measured."""
+    if not isinstance(model, compat.GenerationMixin) or getattr(model, "main_input_name", "") != "input_ids":
+        raise ManageError(f"{type(model).__name__} cannot be profiled: it generates no text from tokens")
+    left: dict[Size, str] = {}
+    missing = _missing(model, grid, known)
+    end, pace = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
+    with steps(f"Measuring {type(model).__name__}", len(missing)) as step:
+        for size in missing:
+            step(f"{size[0]} x {size[1]}")
+            larger = next((why for other, why in left.items() if other[0] <= size[0] and other[1] <= size[1]), "")
+            begun, work = clock(), size[0] * size[1]
+            if larger or (known.seconds and begun + work * pace > end):
+                left[size] = larger or f"it takes longer than the {grid.seconds:.4g} seconds in all"
+                continue
+            try:
+                times = _times(model, managed, size)
+            except torch.OutOfMemoryError:
+                left[size] = "it does not fit in memory"
+            else:
+                known = replace(known, seconds={**known.seconds, **times})
+                pace = (clock() - begun) / work
+            if size in left:
+                gc.collect()
+    if not known.seconds:
+        raise ManageError(
+            f"{type(model).__name__} cannot be profiled: {next(iter(left.values()), 'nothing was asked')}"
+        )
+    return known, left
+
+
+def _known(path: Path, key: Mapping[str, str], model: nn.Module) -> Record | None:
+    try:
+        return record.load(path, key)
+    except record.Missing:
+        return None
+    except record.Unusable as why:
+        text = f"the performance record of {type(model).__name__} is measured anew: {why}"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return None
+
+
+def _missing(model: Any, grid: Grid, known: Record) -> list[Size]:
+    sizes = grid.sizes(compat.longest_sequence(model.config) if hasattr(model, "config") else 0)
+    return [size for size in sizes if any(point not in known.seconds for point in _points(size).values())]
+
+
+def _points(size: Size) -> dict[Phase, Point]:
+    return {"prefill": Point("prefill", *size), "decode": Point("decode", *size)}
+
+
+def _times(model: Any, managed: Paced, size: Size) -> dict[Point, float]:
+    """Seconds of a prefill, and of a decode step, of this size. torch.OutOfMemoryError."""
+    prompt = _prompt(model, size)
+    settings = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    seen: list[Measured] = []
+    for round_ in range(1 + ROUNDS):
+        with managed.pace.listening() as heard:
+            model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
+            if prompt["input_ids"].is_cuda:
+                torch.cuda.synchronize(prompt["input_ids"].device)
+            managed.pace.drain()
+        seen += heard if round_ else ()
+    times = {point: [each.seconds for each in seen if _phase(each) == phase] for phase, point in _points(size).items()}
+    if not all(times.values()):
+        raise ManageError(f"{type(model).__name__} cannot be profiled: its forwards are not those of a known kind")
+    return {point: median(each) for point, each in times.items()}
+
+
+def _phase(measured: Measured) -> Phase | None:
+    return None if measured.point is None else measured.point.phase
+
+
+def _prompt(model: Any, size: Size) -> dict[str, torch.Tensor]:
+    """Of random tokens, those that mean something special left out as far as they are the last ones; the caller's
+    random numbers are not used up."""
+    generator = torch.Generator().manual_seed(0)
+    words = max(2, getattr(text_config(model), "vocab_size", 2) // 2)
+    ids = torch.randint(words, size, generator=generator).to(model.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _powers(most: int) -> list[int]:
+    """Of two, up to `most`; 1 where that is less."""
+    return [1 << n for n in range(max(1, most).bit_length())]

@@ -1,0 +1,157 @@
+"""What `python -m ballonet profile MODEL` says: what iterations take, how fast the link is, and what that hides.
+
+The model is loaded, managed and measured (profile.py); what follows from its record is arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, get_args
+
+from torch import nn
+
+from ...allocator import install, runtime
+from ...allocator.errors import ConfigError, ManageError
+from ...offload.policy.interval import Costs, meeting
+from ...offload.record.record import Phase, Record, intervals, on_grid
+from ..loading import from_pretrained
+from ..managed import manage
+from ..profile import Grid, load_or_measure
+from ..weights.layers import decoder_layers
+
+Facts = dict[str, Any]
+HIDDEN: Final = 1.03  # times what an iteration takes: what copies may add and count as hidden
+
+
+def gather(
+    name: str,
+    budget: str | None,
+    grid: Grid | None,
+    ttft_slo: float | None,
+    tpot_slo: float | None,
+    *,
+    force: bool = False,
+) -> Facts:
+    """Plain values, ready for JSON. `name`: a folder or a name on the hub. SLOs in seconds. ConfigError, and what
+    `ballonet.from_pretrained` and `load_or_measure` raise.
+
+    Keys: model (its class), key (what the record is for), file, reused (whether nothing had to be measured), bandwidth
+    (bytes per second), page_size, layers (pages of each), streamed (the layers that did not fit), points: a list of
+    {phase, batch, length, seconds, ratio (time to copy the mean layer over its time to compute), hidden (the smallest
+    interval that adds no more than 3 %; the number of layers + 1: none does)}, left: a list of {batch, length, why},
+    slos: a list of {phase, slo, listed (the multiple of 2 ms below it), intervals: [[batch, length, the smallest that
+    meets it, or None]]}.
+    """
+    if runtime.current() is None:
+        install.install(budget)
+    model = _loaded(name)
+    managed, device = manage(model), runtime.require()
+    streamed = managed.streamed
+    found = load_or_measure(model, managed, device, grid, force=force)
+    record, page = found.record, device.page_size
+    slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
+    pages = layer_pages(model, page)
+    return {
+        "model": type(model).__name__,
+        "key": dict(record.key),
+        "file": str(found.path),
+        "reused": found.reused,
+        "bandwidth": record.bandwidth,
+        "page_size": page,
+        "layers": list(pages),
+        "streamed": list(streamed),
+        "points": list(_points(record, pages, page)),
+        "left": [{"batch": batch, "length": length, "why": why} for (batch, length), why in found.left.items()],
+        "slos": [
+            {
+                "phase": phase,
+                "slo": slo,
+                "listed": on_grid(slo),
+                "intervals": [[*size, i] for size, i in intervals(record, phase, pages, page, slo).items()],
+            }
+            for phase, slo in slos
+            if slo is not None
+        ],
+    }
+
+
+def show(facts: Facts) -> None:
+    """Prints what `gather` found, for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    key, layers = facts["key"], len(facts["layers"])
+    console.print(f"{facts['model']}, {key['size']} in {layers} decoder layers, on {key['device']}")
+    console.print(f"link: {facts['bandwidth'] / 1e9:.3g} GB/s ({key['link']})")
+    for phase in get_args(Phase):
+        rows = [each for each in facts["points"] if each["phase"] == phase]
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        for column in (phase, "tokens", "ms", "copy / compute", "hidden at interval"):
+            table.add_column(column, justify="right")
+        for row in rows:
+            hidden = "none" if row["hidden"] > layers else f"{row['hidden']}"
+            ms = f"{row['seconds'] * 1e3:.4g}"
+            table.add_row(f"{row['batch']}", f"{row['length']:,}", ms, f"{row['ratio']:.3g}", hidden)
+        console.print()
+        console.print(table)
+    for slo in facts["slos"]:
+        console.print(f"\nsmallest interval for an SLO of {slo['slo'] * 1e3:.4g} ms, {slo['phase']}:")
+        console.print(_table_1(slo, layers))
+        console.print("n: every n-th layer streams; ∞: none may; no: it takes longer with every layer resident, too.")
+        listed = f"{slo['listed'] * 1e3:.4g} ms"
+        console.print(f"Counted for {listed}, and for the longest time measured of any size that is no larger.")
+    for each in facts["left"]:
+        console.print(f"[yellow]not measured:[/] {each['batch']} x {each['length']}: {each['why']}")
+    console.print()
+    console.print(f"{'read from' if facts['reused'] else 'kept in'} {facts['file']}", soft_wrap=True)
+
+
+def layer_pages(model: nn.Module, page_size: int) -> tuple[int, ...]:
+    """Pages of each decoder layer."""
+    sizes = []
+    for layer in decoder_layers(model):
+        found = {id(tensor): tensor.nbytes for tensor in (*layer.parameters(), *layer.buffers())}
+        sizes.append(-(-sum(found.values()) // page_size))
+    return tuple(sizes)
+
+
+def _loaded(name: str) -> Any:
+    try:
+        return from_pretrained(name, dtype="auto")
+    except (OSError, ValueError) as error:  # transformers' words for what is no model
+        raise ConfigError(f"{name!r} is no model that can be loaded: {' '.join(str(error).split())}") from error
+
+
+def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Facts]:
+    if not pages:
+        raise ManageError("the model has no decoder layers that could stream")
+    for point in sorted(record.seconds, key=lambda each: (get_args(Phase).index(each.phase), each)):
+        costs = Costs(tuple(pages), record.seconds[point], page_size / record.bandwidth)
+        yield {
+            **point._asdict(),
+            "seconds": costs.seconds,
+            "ratio": float(costs.ratio),
+            "hidden": meeting(costs, costs.seconds * HIDDEN),
+        }
+
+
+def _table_1(slo: Facts, layers: int) -> Any:
+    """As the paper's: rows are batch sizes, columns lengths."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    found = {(batch, length): interval for batch, length, interval in slo["intervals"]}
+    lengths = sorted({length for _, length in found})
+    for column in ("batch", *(f"{length:,}" for length in lengths)):
+        table.add_column(column, justify="right")
+    for batch in sorted({batch for batch, _ in found}):
+        row = (_cell(found.get((batch, length)), (batch, length) in found, layers) for length in lengths)
+        table.add_row(f"{batch}", *row)
+    return table
+
+
+def _cell(interval: int | None, listed: bool, layers: int) -> str:
+    if not listed:
+        return ""
+    return "no" if interval is None else "∞" if interval > layers else f"{interval}"

@@ -1,0 +1,306 @@
+"""What happens around the forwards of a managed model: its lease, and the boundaries of its decoder layers.
+
+Note [Leases and interrupts]
+    A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
+    But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
+    call of the module it belongs to; a call that is no longer on the stack was interrupted, and its lease is closed
+    when the thread comes by again, or ends.
+
+Note [Chaos and backward]
+    A forward has ended, and so has its lease, when backward reads weights that its graph holds, perhaps on a thread of
+    autograd's own. So once threads have run the model with gradients the
+    others move its weights only while no graph holds any. Who looks whether that is so, and moves them, has a lock, for
+    which forwards wait that have their lease already: nobody gets from there to a backward in the meantime.
+
+Note [Compiled forwards]
+    Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
+    change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
+    chaos. Where only `forward` is compiled (`model.forward = torch.compile(model.forward)`) the hooks of the model are
+    outside of the graph, and its lease is held.
+
+Note [Copies of a managed model]
+    `copy.deepcopy` and `torch.save` copy a module with its hooks. The copy has weights of its own in ordinary memory
+    and is not managed, so the hooks that it gets do nothing. They are made of the standard library, because a file may
+    be loaded where there is no ballonet.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...allocator._native import Range
+from ...allocator.errors import ModelInUse
+from ...offload.governor.chaos import Chaos
+from ...offload.governor.levers import Lever
+from ..device.gate import Gate
+from ..device.lease import ForwardLease, current
+from ..weights.ranges import Weights
+from .bound import opaquely
+from .turns import Turn, Turns
+
+_CALL = nn.Module._call_impl.__code__
+_NO_KEYWORDS: Final[Mapping[str, Any]] = {}
+
+
+class Forwards:
+    """The hooks of one model, and the forwards of it that are running."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        chaos: Chaos | None,
+        lease: Callable[[], ForwardLease],
+        before: Callable[[Sequence[Any], Mapping[str, Any]], None],
+        after: Callable[[], None],
+        obey: Callable[[], None],
+        turns: Turns,
+        layers: Layers,
+        levers: Sequence[Lever],
+        in_graphs: Callable[[], bool],
+    ) -> None:
+        """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
+        each outermost one, under it, and `after()` at its end, `obey()` between two layers when others demand pages;
+        `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
+        autograd hold weights?"""
+        self.chaos = chaos
+        self.layers = 0  # decoder layers that are hooked
+        self._weights = weights
+        self._lease = lease
+        self._before = before
+        self._after = after
+        self._obey = obey
+        self._levers = levers
+        self._in_graphs = in_graphs
+        self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
+        self._learning: set[int] = set()  # threads that have run it with gradients
+        self._turns = turns
+        self._layers = layers
+        self._thread = _Thread()
+        self._gate: Gate | None = None
+        self._unhooked = False
+        self._handles: list[RemovableHandle] = []
+        self._boundaries: list[RemovableHandle] = []
+        self._hooks: dict[int, tuple[_OfLayer, _OfLayer]] = {}
+
+    def hook(self, gate: Gate, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
+        """`entries`: the modules that a forward may begin with; `parts`: others that may be called by themselves, which
+        is no iteration of the model. The lease spans the hooks that they have already. `gate`: is closed, so that no
+        forward begins before the model is ready.
+
+        Scripted modules can have no hooks; their forwards hold no lease.
+        """
+        enter, enter_part = _Entry(self._enter), Hook(self._enter, (), {})
+        for entry, hook in (*((each, enter) for each in entries), *((each, enter_part) for each in parts)):
+            if isinstance(entry, torch.jit.ScriptModule):
+                continue
+            gate.take(entry, hook, self._handles)
+            self._handles.append(entry.register_forward_hook(Hook(self._leave), always_call=True))
+
+    def hook_layers(self, layers: Sequence[nn.Module]) -> None:
+        """`layers`: the decoder layers, in order; those that were hooked before are no more."""
+        _remove(self._boundaries)
+        self._hooks.clear()
+        self.layers = len(layers)
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, torch.jit.ScriptModule):
+                enter, leave = self._hooks[index] = _OfLayer(self._boundary, index), _OfLayer(self._layers.leave, index)
+                self._boundaries.append(layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+                self._boundaries.append(layer.register_forward_hook(leave))
+
+    def break_graphs(self, layer: int, here: bool) -> None:
+        """Must the compiler's graph break where the layer is entered and left?"""
+        for hook in self._hooks.get(layer, ()):
+            hook.opaque = here
+
+    def unhook(self) -> None:
+        self._unhooked = True
+        _remove(self._handles)
+        _remove(self._boundaries)
+
+    def running(self) -> bool:
+        """Whether a forward of the model runs now, on any thread."""
+        self._forget_interrupted(sys._getframe())
+        return self._weights.group.leases > self._turns.leases
+
+    def _is_unhooked(self) -> bool:
+        return self._unhooked
+
+    def check_none_runs(self, gate: Gate) -> None:
+        """ModelInUse where a forward of the model runs on any thread. None begins until the gate is opened, which is
+        closed now."""
+        self._gate = gate  # for those that have passed it, and have no lease yet
+        if self.running() or gate.users(_ENTER):
+            raise ModelInUse(f"a forward of {gate.name} is running: release() it afterwards")
+
+    def forget(self) -> None:
+        """The model is gone, so no forward of it runs: what this thread still holds for one was interrupted."""
+        self._forget_interrupted(None)
+
+    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._is_unhooked():  # since this call began
+            return
+        frame = call_frame()
+        self._forget_interrupted(frame and frame.f_back)
+        if self._thread.calls:
+            self._thread.calls.append((id(frame), None))
+            return
+        outermost = _Outermost(Turn())
+        self._thread.calls.append((id(frame), outermost))  # before it holds anything
+        self._layers.prepare(outermost.turn)  # before the lease: layers may have to be moved for it
+        outermost.lease = self._lease()
+        outermost.lease.open().enter_group(self._weights.group)
+        if self._gate is not None and self._gate.is_closed:  # by whoever did not see the lease
+            outermost.lease.close()
+            self._gate.wait()
+            outermost.lease = self._lease()
+            outermost.lease.open().enter_group(self._weights.group)
+        if self._is_unhooked():
+            outermost.lease.close()
+            self._turns.end(outermost.turn)
+            self._thread.calls.pop()
+            return
+        if self.chaos is not None:
+            with self._moving:
+                self._note_gradients()
+        self._before(args, kwargs)
+        self._layers.begin(outermost.turn)
+        self._weights.use(None)
+
+    def _leave(self) -> None:
+        if self._thread.calls and self._thread.calls[-1][0] == id(call_frame()):
+            self._close_last()
+
+    def _boundary(self, layer: int) -> None:
+        """Before a decoder layer: what may change under a running forward changes here."""
+        lease = current()
+        if self.chaos is not None and lease is not None:
+            self._note_gradients()
+            with self._moving:
+                others = self._learning - {threading.get_ident()}
+                weights = () if others and self._in_graphs() else self._weights.all_ranges()
+                self.chaos.act(weights, lease.ranges)
+            self.chaos.pull(self._levers)
+        # Did another thread find no pages? This one may have some that it can do without.
+        if self._weights.device.demand:
+            self._obey()
+        slot = self._layers.enter(layer)
+        if slot is None:
+            self._weights.use(layer)
+        else:
+            slot.note_use(self._weights.stream(), False)
+
+    def _note_gradients(self) -> None:
+        if torch.is_grad_enabled():
+            self._learning.add(threading.get_ident())
+
+    def _forget_interrupted(self, frame: FrameType | None) -> None:
+        """Closes the leases of this thread's calls that are not among `frame` and its callers."""
+        if self._thread.calls:
+            alive = set()
+            while frame is not None:
+                if frame.f_code is _CALL:  # another frame may be where that of a call was
+                    alive.add(id(frame))
+                frame = frame.f_back
+            while self._thread.calls and self._thread.calls[-1][0] not in alive:
+                self._close_last()
+
+    def _close_last(self) -> None:
+        outermost = self._thread.calls[-1][1]
+        try:
+            if outermost is not None:
+                self._after()
+                self._layers.end(outermost.turn)
+        finally:
+            if outermost is not None:
+                if outermost.lease is not None:
+                    outermost.lease.close()
+                self._turns.end(outermost.turn)
+            self._thread.calls.pop()  # last: what is interrupted before is done again
+
+
+class _Outermost:
+    """What the outermost call holds."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+        self.lease: ForwardLease | None = None
+
+
+class Layers(Protocol):
+    """What is told of forwards and of decoder layers; `enter` returns what the layer is read from, None for itself."""
+
+    def prepare(self, turn: Turn) -> None: ...
+    def begin(self, turn: Turn) -> None: ...
+    def end(self, turn: Turn) -> None: ...
+    def enter(self, layer: int) -> Range | None: ...
+    def leave(self, layer: int) -> None: ...
+
+
+class _Thread(threading.local):
+    """The calls of one model on a thread, outermost first: (id of the call's frame, what the outermost holds). They are
+    gone with the thread, or the model, and so are the leases that they hold."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, _Outermost | None]] = []
+
+
+class Hook:
+    """Calls `act` and changes nothing. See Note [Compiled forwards], Note [Copies of a managed model]."""
+
+    def __init__(self, act: Callable[..., None], *arguments: object) -> None:
+        self._act = act
+        self._arguments = arguments
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(*self._arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
+
+
+class _Entry(Hook):
+    """Hands the arguments of the call on."""
+
+    def __call__(self, module: object, args: Any, kwargs: Any = _NO_KEYWORDS) -> None:
+        # Without keywords where it was removed after the call had begun.
+        if not torch.compiler.is_compiling():
+            self._act(args, kwargs)
+
+
+class _OfLayer(Hook):
+    """Where `opaque` a hook at which the compiler breaks its graph. See streaming/bound.py, Note [Streaming and
+    torch.compile]."""
+
+    opaque = False
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(*self._arguments)
+        elif self.opaque:
+            opaquely(self._act, *self._arguments)
+
+
+_ENTER: Final = Forwards._enter.__code__
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def call_frame() -> FrameType | None:
+    """The innermost call of a module on the stack: the one whose hook is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,129 @@
+"""Chaos mode: moves random pages of weights and KV to other pages while a model runs, to prove that no one can tell.
+
+What lives at a fixed address must give the same results whatever page is behind it. So at the boundaries of decoder
+layers pages that the running forward itself has leased are swapped for others: of weights within the device (weights
+are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to
+its twin, as when the core takes it, and home again, or with it from the peer to the host. Which ones is drawn from a
+generator of its own, so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
+reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or `manage(model,
+chaos=seed)`.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
+
+from .levers import Lever
+
+if TYPE_CHECKING:
+    from ...allocator._native import Place
+
+Way = Literal["device", "host", "peer", "away", "down", "home"]
+WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to go each way
+    "device": ("device", "host", "peer"),
+    "host": ("device", "host", "peer"),
+    "peer": ("device", "host", "peer"),
+    "away": ("device",),
+    "down": ("alias",),
+    "home": ("alias",),
+}
+OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
+MOVES: Final = 2  # attempts per boundary and kind
+SELDOM: Final = 8  # boundaries for one at which a lever is pulled, as a rule
+MOST: Final = 32  # pages that it is asked for
+
+
+class Pages(Protocol):
+    """What chaos needs of a `Range`."""
+
+    @property
+    def pieces(self) -> int: ...
+    def backing(self, piece: int) -> str: ...
+    def move(self, piece: int, to: Place) -> bool: ...
+
+
+class KV(Pages, Protocol):
+    """And of the pages of a KV range."""
+
+    def displace(self, piece: int) -> bool: ...
+    def demote(self, piece: int) -> bool: ...
+    def bring_back(self, piece: int) -> bool: ...
+
+
+P = TypeVar("P", bound=Pages)
+
+
+class Chaos:
+    """One generator and what it has done so far. Several threads may act at once."""
+
+    def __init__(self, seed: int, host: bool, peer: bool = False) -> None:
+        """`host`: whether host pages can be mapped in the place of device pages here; `peer`: is there one?"""
+        self.seed = seed
+        self._ways: tuple[Way, ...] = ("device", "host", "away", "home") if host else ("device",)
+        if peer:
+            self._ways += OF_A_PEER
+        self._shown = [way for way in WHERE if peer or way not in OF_A_PEER]
+        self._random = random.Random(seed)
+        self._levers = random.Random(seed)  # of its own: which pages move does not depend on what else there is
+        self._moved: Counter[str] = Counter()
+        self._pulled: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()
+
+    @property
+    def moved(self) -> Mapping[str, int]:
+        """Pages moved so far: `weights` (to another device page), `kv_device`, `kv_host`, `kv_peer` (to a page of the
+        device, the host, the peer), `kv_away` and `kv_home` (to their twin, and back), `kv_down` (with it to the
+        host). `kv_peer` and `kv_down` only where there is a peer."""
+        with self._lock:
+            return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in self._shown))}
+
+    @property
+    def pulled(self) -> Mapping[tuple[str, str], int]:
+        """Pages that levers freed so far, or gave back, by (rung, "pull" or "revert")."""
+        with self._lock:
+            return dict(self._pulled)
+
+    def act(self, weights: Sequence[Pages], caches: Sequence[KV]) -> None:
+        """Moves a few random pages of ranges that this thread has leased; a page that cannot be moved now stays.
+        DriverError."""
+        for _ in range(MOVES):
+            if (drawn := self._draw(weights, "device")) is not None and drawn[0].move(drawn[1], "device"):
+                self._count("weights")
+            for way in self._random.sample(self._ways, len(self._ways)):
+                if (found := self._draw(caches, way)) is not None:
+                    if _go(*found, way):
+                        self._count(f"kv_{way}")
+                    break
+
+    def pull(self, levers: Sequence[Lever]) -> None:
+        """Pulls or reverts a random one now and then. DriverError."""
+        if levers and self._levers.randrange(SELDOM) == 0:
+            lever, pages = self._levers.choice(levers), self._levers.randint(1, MOST)
+            verb = self._levers.choice(("pull", "pull", "revert"))
+            moved = lever.pull(pages) if verb == "pull" else lever.revert(pages)
+            with self._lock:
+                self._pulled[lever.rung.label, verb] += moved
+
+    def _draw(self, ranges: Sequence[P], way: Way) -> tuple[P, int] | None:
+        """A random piece that can go that way, of a random range that has one."""
+        for pages in self._random.sample(ranges, len(ranges)):
+            found = [piece for piece in range(pages.pieces) if pages.backing(piece) in WHERE[way]]
+            if found:
+                return pages, self._random.choice(found)
+        return None
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._moved[name] += 1
+
+
+def _go(pages: KV, piece: int, way: Way) -> bool:
+    if way == "away":
+        return pages.displace(piece)
+    if way == "down":
+        return pages.demote(piece)
+    return pages.bring_back(piece) if way == "home" else pages.move(piece, way)

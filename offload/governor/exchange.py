@@ -1,0 +1,100 @@
+"""Models of a device lend each other pages: who wants its own takes them back, and nobody keeps what is due.
+
+Note [The fate of what was borrowed]
+    In this order, until what is due is given back; no byte is moved, and what is in use is never touched.
+    1   prefixes that are only kept, and that the host has as well (it is copied there ahead of need, as soon as pages
+        are short: overview.py): one call of the core leads their addresses there. Their keys stay, and lead to the same
+        bytes as before.
+    2   prefixes of which only the device has the bytes: their keys are forgotten first, from the tail, and then their
+        pages go back, a sequence at a time, however many they are (store.py).
+    3   what is left is due yet. It is in the reclaim list before everything but clean prefixes and what costs nothing
+        (Rung.LEND), so that the core takes it the moment that the worker finds no page; what a thread leases is
+        demanded of it, and given at its next layer boundary, as ever.
+
+Note [When]
+    `needs`: before a cache grows, by the thread that uses it, on which its model may take pages back. `keep`: when a
+    request leaves something behind that is kept: a model keeps no more than its own reserve and what others can spare,
+    so that a worker that comes back finds its pages free. While the reserve covers what is used, and pages are free,
+    neither costs more than a look at the counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from ..policy.ladder import Rung
+from .lend import Lent
+from .overview import Overview
+from .seat import LAYERS, Governed
+
+
+class Exchange(Overview):
+    """Thread-safe."""
+
+    def needs(self, number: int, pages: int) -> None:
+        """The cache, which this thread uses, is about to have so many pages more. DriverError."""
+        with self._lock:
+            found = self._clients.whose(number)
+            if found is None or len(self._clients.seats) < 2:
+                return
+            self._hear()
+            now = self._clock()
+            if self._lending.covers(self._clients.use(found, now), now) and self.pages.unused >= pages:
+                return
+            owed = self._settle(now)
+        if owed:
+            self._take_back(owed, found.name)
+
+    def keep(self, model: Governed, caches: Iterable[int]) -> None:
+        """These caches are only kept from now on, for prompts to this model. DriverError."""
+        with self._lock:
+            seat = self._clients.get(model)
+            if seat is None:
+                return
+            for number in caches:
+                self._clients.claim(number, seat)
+            if len(self._clients.seats) < 2:
+                return
+            self._hear()
+            owed = self._settle(self._clock())
+        if owed:
+            self._take_back(owed, "reserves")
+
+    def lending_of(self, model: Governed) -> Lent:
+        """What the model has reserved, lent and borrowed."""
+        with self._lock:
+            seat = self._clients.get(model)
+            return Lent() if seat is None else self._lending.of(self._clients.use(seat, self._clock()))
+
+    def _spare(self, now: float) -> None:
+        """Now and then: reserves that were not used for long enough are others'. The caller holds the lock."""
+        if len(self._clients.seats) > 1 and self._lending.is_due(now):
+            self._settle(now)
+
+    def _settle(self, now: float) -> Mapping[int, int]:
+        """Reserves are what they are by now: what is due? The caller holds the lock."""
+        uses = self._clients.uses(now)
+        for use, pages in self._lending.look(uses, now, self.pages.total):
+            if pages < 0:
+                self.events.decided(Rung.LEND.label, "revert", -pages, what=use.name, by="ballonet")
+        return self._lending.due(uses, self.pages.unused, self.pages.total)
+
+    def _take_back(self, owed: Mapping[int, int], by: str) -> None:
+        """See Note [The fate of what was borrowed]."""
+        with self._lock:
+            self._list.void()
+        self._published()  # and what should be copied behind waits for the next list
+        keys = [lot.client * LAYERS + lot.index for lot in self.lots() if lot.borrowed and lot.rung is Rung.PREFIX]
+        if keys:
+            self._device.take(keys)
+        with self._lock:
+            self._hear()
+            owed = self._owed(self._clock())
+            models = [(seat, owed[seat.number]) for seat in self._clients.seats if seat.number in owed]
+        for seat, pages in models:
+            began = time.monotonic()
+            if gone := seat.model.give_up(pages):
+                took, what = time.monotonic() - began, f"prefixes of {seat.name}"
+                self.events.decided(Rung.LEND.label, "pull", gone, what=what, by=by, measured=took)
+        self.pages_given()

@@ -1,0 +1,61 @@
+"""Who gets pages back that are to spare: numbers in, plans of models and pages of caches out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..policy.ladder import Absent, first_home
+from ..policy.plan import Plan
+from ..policy.remap import Model, revert
+from .lots import Held
+from .situation import Situation
+
+
+class Back(NamedTuple):
+    """By number of the seat: plans with more resident layers, and pages of KV."""
+
+    plans: Mapping[int, Plan]
+    pages: Mapping[int, int]
+
+
+def coming_home(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
+    """Of so many pages, in the order of ladder.py, Note [What comes home first]. A model with an SLO has what that
+    leaves it. `models`: do they have a part in it?"""
+    seats = {seat.number: seat for seat in now.seats if models and seat.auto and not seat.has_slo}
+    states = {number: now.model(seat) for number, seat in seats.items()}
+    priorities = {seat.number: seat.model.priority for seat in now.seats}
+    absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]
+    for held in caches:
+        if held.active and held.displaced:
+            number, priority = held.seat.number, priorities.get(held.seat.model, 0)
+            for count, seconds in ((held.displaced - held.near, now.page_seconds), (held.near, now.peer_seconds)):
+                if count:
+                    seconds = seconds or now.page_seconds or 0.0
+                    absent.append(Absent(number, count, seconds, True, priority, held.used))
+    plans: dict[int, Plan] = {}
+    pages: dict[int, int] = {}
+    for each in first_home(absent):
+        if spare <= 0:
+            break
+        if each.client in states:
+            change = revert([states[each.client]], spare)
+            plans.update((each.client, plan) for plan in change.plans.values())
+            spare += change.freed
+        else:
+            some = min(spare, each.pages)
+            pages[each.client] = pages.get(each.client, 0) + some
+            spare -= some
+    return Back(plans, pages)
+
+
+def _of_model(number: int, model: Model) -> Absent:
+    freed = model.freed
+    seconds = model.stall / max(1, freed) if model.active else 0.0
+    return Absent(number, freed, seconds, model.active, model.priority, model.used)
+
+
+def on_waking(displaced: int, spare: int, offered: int) -> int:
+    """Pages that a cache brings home when it is used again: it reads them in place in each step otherwise, so that they
+    are worth what idle models and caches have. `offered`: by those."""
+    return min(displaced, spare + offered)

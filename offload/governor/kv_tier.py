@@ -1,0 +1,519 @@
+"""A KV cache as the governor of its device knows it: what of it may be taken, what is copied behind, and what comes
+home.
+
+Note [Who calls]
+    The thread that uses the cache calls `iteration`, `grown`, `look` and `bring_back`; the governor everything else, on
+    any thread, `offers` even under its lock, or in a finalizer, in the middle of anything. So nobody waits here for the
+    lock that may have been called so, and nobody who holds it calls the governor.
+
+Note [Before it is copied]
+    A draft of the reclaim list (published.py) may have a page as dirty while its twin gets a page here. Published then,
+    it would mean a twin that holds the bytes. So the governor is told between the two: what is drafted is void.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from heapq import heapify, heappop, heapreplace
+from itertools import count
+from threading import Lock
+from typing import Any, Final, Protocol
+
+from ...allocator._native import Device, Group, Transfer
+from ...allocator.errors import BallonetError, PoolExhausted
+from ...allocator.events import Events
+from ...allocator.interrupts import Farewell, if_free
+from ..policy.ahead import ahead, window
+from ..policy.ladder import Rung
+from ..policy.peer import mean_seconds
+from ..residency.kv_stream import Slice
+from ..residency.kv_twin import KVTwin, Spans, available
+from .activity import Marks
+from .kv_way import KVWay, Streamed
+from .seat import SPLIT, Offer
+
+AHEAD: Final = 2  # layers of a prefill for which pages are made ready
+_FIRST_SLICE: Final = 4  # index of the first offer that is of a buffer: those before are of full pages
+UNSAID: Final = 64  # of the budget, the part of new full pages in a prefill of which the governor is told at once
+
+
+class Host(Protocol):
+    """What of the governor a cache uses."""
+
+    @property
+    def events(self) -> Events: ...
+    @property
+    def marks(self) -> Marks | None: ...
+    @property
+    def page_seconds(self) -> float | None: ...
+    @property
+    def peer_page_seconds(self) -> float | None: ...
+    @property
+    def scarce(self) -> bool: ...
+    def add_cache(self, cache: Any) -> int: ...
+    def remove_cache(self, number: int) -> None: ...
+    def cache_changed(self, number: int) -> None: ...
+    def copies_changed(self) -> None: ...
+    def taken_of(self, number: int) -> frozenset[int]: ...
+    def homecoming(self, number: int) -> int: ...
+    def needs(self, number: int, pages: int) -> None: ...
+    def publish_now(self) -> None: ...
+    def wait_for_pages(self, timeout: float) -> bool: ...
+
+
+class KVTier:
+    """The ranges of one cache; refers to them weakly, and the governor to it."""
+
+    def __init__(self, device: Device, group: Group, governor: Host) -> None:
+        """`group`: of all its ranges."""
+        self.name = "KV cache"
+        self.lock = Lock()
+        self.used = time.monotonic()  # when tokens were appended last
+        self.layers = 0  # that append in an iteration
+        self.patient = True  # did others give what they lease when they were waited for last?
+        self._device = device
+        self._group = group
+        self.governor = governor
+        self._twins: list[weakref.ref[KVTwin]] = []
+        self._transfers: dict[str, Transfer] = {}
+        self._homing = Lock()  # held while pages come home
+        self._kept = False
+        self._goal = 0  # pages that it is to have in this iteration
+        self.block = 1  # ranges that it has, or will have
+        self.way = KVWay(device, group, self.transfer, governor.marks)
+        self.prefills = False  # does the iteration have many rows?
+        self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
+        self._turns: list[int] = []  # in this one
+        self._stream = 0  # that tokens were appended on last
+        self._reclaimed = 0
+        self._leader: tuple[int, int] | None = None
+        self._since = 0  # appends since its last
+        self._unsaid = 0  # pages that are full, which the governor does not know
+        self._behind = Lock()  # of whoever is about to copy what is marked
+        self._next = count()
+        self._full: list[list[tuple[int, Spans]]] = []  # pieces of ranges, by index of the offer, see `_sorted`
+        self._slices: dict[int, Slice] = {}  # by index of the offer
+        self._buffered = 0  # changes of buffers that the governor was told of
+        self.number = governor.add_cache(self)
+        Farewell(self, partial(governor.remove_cache, self.number))
+
+    @property
+    def running(self) -> bool:
+        """Does any thread lease it?"""
+        return self._group.leases > 0
+
+    @property
+    def displaced(self) -> int:
+        """Pages that lie on the peer or the host and would be on the device if there were room, as far as known."""
+        return sum([twin.away for twin in self._there()])
+
+    @property
+    def held(self) -> int:
+        """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
+        return max(self._goal, sum(twin.pieces for twin in self._there()))
+
+    @property
+    def here(self) -> int:
+        """Pages of the device that it has."""
+        self.look()
+        return sum(twin.pieces - twin.away for twin in self._there())
+
+    @property
+    def near(self) -> int:
+        """Of these, those that lie on the peer."""
+        return 0 if self._device.peer is None else sum([twin.near for twin in self._there()])
+
+    @property
+    def on_peer(self) -> int:
+        """Pages of the peer that could go to the host."""
+        self.look()
+        return sum(len(twin.coldest()) for twin in self._there())
+
+    @property
+    def leaving(self) -> int:
+        """Those that are on their way there."""
+        return sum(twin.leaving for twin in self._there())
+
+    @property
+    def kept(self) -> bool:
+        """Is it only there in case that a prompt begins with its tokens? Then it has no buffers. Set while no other
+        thread uses it."""
+        return self._kept
+
+    @kept.setter
+    def kept(self, now: bool) -> None:
+        self._kept, self._goal = now, 0
+        if now:
+            with suppress(BallonetError):  # where they cannot go back now `write_behind` gives them back later
+                self.way.give()
+
+    @property
+    def streamed(self) -> Streamed:
+        """How what is away is read."""
+        return self.way.said(self.displaced)
+
+    # -- for the thread that uses it
+
+    def add(self, twin: KVTwin) -> int:
+        """One more range. Returns its number."""
+        self._twins.append(weakref.ref(twin))
+        return len(self._twins) - 1
+
+    def begins(self, who: tuple[int, int]) -> bool:
+        """A layer, (range, place in it), is about to append: is it the first one of an iteration?"""
+        self._since += 1
+        if who != self._leader and self._leader is not None and self._since <= self.layers:
+            self._turns.append(who[0])
+            return False
+        self._leader, self._since = who, 0
+        self._order, self._turns = self._turns, [who[0]]
+        return True
+
+    def enter(self, twin: KVTwin, stream: int) -> None:
+        """A layer of this range is about to append and to be read, on `stream`. BallonetError, DriverError."""
+        self._stream = stream
+        self._arrive(twin, stream)
+        self.way.enter(twin, stream)
+
+    def wrote(self, stream: int) -> None:
+        """What is full from now on was written by what `stream` was given so far. What is copied behind waits for
+        that."""
+        self._stream = stream
+
+    def prefilling(self, pages: int) -> None:
+        """A layer is about to get so many pages at once, and so will those after it. Where there are not enough for
+        `AHEAD` of them, as many pages of the layers that have run are copied to the host meanwhile, so that they can be
+        given up at once (eLLM §4.3.2). DriverError."""
+        if available(self._device) < AHEAD * pages:
+            self.write_behind(AHEAD * pages)
+            self.governor.publish_now()
+
+    def copied_behind(self) -> bool:
+        """What is being copied to the host has been, so that it may be taken. False where nothing was. DriverError."""
+        with self.lock:
+            waited = sum(twin.copied_behind() for twin in self._there())
+        if waited:
+            self.governor.publish_now()
+        return waited > 0
+
+    def settle(self, twin: KVTwin, stream: int | None) -> None:
+        """What `stream` is given from now on, on None the host, finds the tokens of this range at its addresses, until
+        a layer enters. On any thread. BallonetError, DriverError."""
+        self._arrive(twin, stream)
+        if twin.flying:
+            self.way.ground(twin)
+
+    def _arrive(self, twin: KVTwin, stream: int | None) -> None:
+        if twin.coming:
+            with self._homing:
+                twin.fetch(self.transfer, stream or 0)
+        twin.arrive(stream)
+
+    def iteration(self, stream: int, rows: int = 1, more: int = 0) -> None:
+        """Before the first layer appends `rows` tokens, on `stream`, for which its range gets so many pages `more`, and
+        the others as many. DriverError."""
+        if self.governor.taken_of(self.number):
+            self._see()
+        with self.lock:
+            settled = self._in_flight and not self._behind.locked() and self._settle()
+        if settled or self._unsaid:
+            self._unsaid = 0
+            self.governor.cache_changed(self.number)
+        away = self.displaced
+        pages = self.governor.homecoming(self.number) if away else 0
+        self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
+        if pages:
+            self.bring_back(pages, stream)
+            away = self.displaced
+        self._goal = 0
+        if more:
+            self._goal = self.held + more * self.block
+            self.governor.needs(self.number, more * self.block)
+        if away or self.way.buffers:
+            self._arrange(stream, rows, away)
+        else:
+            self.way.at_home(rows)
+        if self.way.changes != self._buffered:
+            self._buffered = self.way.changes
+            self.governor.cache_changed(self.number)
+
+    def grown(self, pages: int, soon: bool) -> None:
+        """So many pages more are full. `soon`: where pages are scarce the governor is told before the next iteration,
+        once they are a part of the budget that is worth a new list."""
+        self._unsaid += pages
+        if soon and self.governor.scarce and self._unsaid * self._device.page_size * UNSAID >= self._device.budget:
+            self._unsaid = 0
+            self.governor.cache_changed(self.number)
+
+    def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
+        """A token came to the range of this number; see `ahead`."""
+        width = window(self._device.page_size)
+        for each in ahead(number, len(self._twins), width, took=took, next_takes=next_takes):
+            if (twin := self._twins[each]()) is not None:
+                twin.map_ahead()
+
+    def look(self) -> None:
+        """Finds out what was taken."""
+        reclaimed = self._device.reclaimed
+        if reclaimed != self._reclaimed:
+            self._see()
+            self._reclaimed = reclaimed
+
+    def _see(self) -> None:
+        for twin in self._there():
+            twin.look()
+
+    def bring_back(self, pages: int, stream: int) -> int:
+        """So many pages that are away come home, if there is room, and their bytes range after range; returns how many.
+        DriverError."""
+        self.look()
+        began, reading = time.monotonic(), self._reading(self.displaced)
+        twins = [twin for twin in self._there() if twin.away]
+        shown = [twin for twin in twins if not twin.alone()]  # and those have no tensors of their own by now
+        with self._homing:
+            back = _bring(twins, pages, shown, self.transfer, stream)
+        if back:
+            predicted = None if reading is None else back * reading
+            self.decided(Rung.RUNNING_KV.label, "revert", back, predicted, time.monotonic() - began)
+            self.governor.cache_changed(self.number)
+        return back
+
+    def bring_one_back(self, twin: KVTwin, piece: int, stream: int) -> bool:
+        """This piece of the range comes home, if it is away and there is room. DriverError."""
+        with self._homing:
+            return _bring([twin], 1, [twin], self.transfer, stream, (piece,)) > 0
+
+    def decided(
+        self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
+    ) -> None:
+        """Something about its pages, by this thread. Times are in seconds."""
+        self.governor.events.decided(lever, verb, pages, what=self.name, predicted=predicted, measured=measured)
+
+    def _arrange(self, stream: int, rows: int, away: int) -> None:
+        """How are the pages read that stay away? An event where buffers come or go."""
+        seconds = self._reading(away)
+        link = None if seconds is None else self._device.page_size / seconds
+        began = time.monotonic()
+        chosen = self.way.arrange(self._in_order(), rows, link, stream)
+        if chosen is not None:
+            now = self.streamed
+            verb, pages = "pull" if now.buffers else "revert", now.buffers * now.buffer_pages
+            self.decided("layer stream", verb, pages, chosen.exposed, time.monotonic() - began)
+
+    def _in_order(self) -> list[KVTwin]:
+        """The ranges as their layers appended in the last iteration, then those that did not."""
+        numbers = dict.fromkeys((*self._order, *range(len(self._twins))))
+        return [twin for number in numbers if (twin := self._twins[number]()) is not None]
+
+    @property
+    def transfer(self) -> Transfer:
+        """The stream of its copies."""
+        made = self._transfers.get("copies")
+        return made or self._transfers.setdefault("copies", Transfer(self._device))
+
+    # -- for the governor
+
+    def offers(self) -> Sequence[Offer]:
+        """What may be taken, in this order: pages of buffers that no layer reads; full pages, one offer for all layers
+        (`_sorted`); the other pages of buffers. The number of full pages does not matter."""
+        self.look()
+        self._full = self._sorted()
+        sliced = self._sliced()
+        found = [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if not each.readers]
+        for index, of_twins in enumerate(self._full):
+            if pages := sum([end - first for _, spans in of_twins for first, end in spans]):
+                found.append(Offer(index, pages, index % 2 == 0, divisible=True))
+        found += [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if each.readers]
+        return found
+
+    def entry(self, index: int) -> tuple[Group, list[Any]] | None:
+        """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""
+        if (taken := self._slices.get(index)) is not None:
+            parts = self.way.parts(taken)
+        else:
+            full = self._full[index] if index < len(self._full) else []
+            parts = [
+                part
+                for number, spans in full
+                if (twin := self._twins[number]()) is not None
+                for run in spans
+                if (part := twin.part(*run)) is not None
+            ]
+        return (self._group, parts) if parts else None
+
+    def _sorted(self) -> list[list[tuple[int, Spans]]]:
+        """The full pages that may be taken, by number of the range, in this order: those of layers that were read in
+        this iteration and are not read again in it, then those of the others; of each the clean ones, then the dirty
+        ones. The core takes the oldest of each first, from all layers in turns."""
+        ran = frozenset(self._turns[:-1]) if self.prefills else frozenset()
+        found: list[list[tuple[int, Spans]]] = [[], [], [], []]
+        for number, ref in enumerate(tuple(self._twins)):
+            if (twin := ref()) is not None:
+                first = 0 if number in ran else 2
+                for kind, spans in zip((first, first + 1), twin.spans(), strict=True):
+                    if spans:
+                        found[kind].append((number, spans))
+        return found
+
+    def _sliced(self) -> dict[int, Slice]:
+        """Pages of buffers, by index of the offer: what was offered before has the index that it had."""
+        known = {each[:3]: index for index, each in self._slices.items()}
+        found: dict[int, Slice] = {}
+        for each in self.way.slices():
+            index = known.get(each[:3])
+            while index is None or index in found:
+                index = _FIRST_SLICE + next(self._next) % (SPLIT - _FIRST_SLICE)
+                index = None if index in self._slices else index
+            found[index] = each
+        self._slices = found
+        return found
+
+    def give_buffers(self) -> None:
+        """Buffers go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on
+        its cache before its first layer, and none between two iterations."""
+        self.way.give_if_unused()
+
+    def write_behind(self, pages: int) -> None:
+        """Starts to copy up to so many full pages to the host, those first that would be taken first, and notices what
+        was copied before. See Note [Before it is copied]. Does nothing where the driver will not."""
+        if (pages or self._in_flight) and not self.lock.locked():  # perhaps by this very thread
+            if_free(self._behind, partial(self._write_behind, pages))
+
+    @property
+    def _in_flight(self) -> bool:
+        return True in [twin.in_flight for twin in self._there()]
+
+    def _write_behind(self, pages: int) -> None:
+        with self.lock:
+            settled = self._settle()
+            chosen = self._dirty(pages)
+            for twin, pieces in chosen.items():
+                twin.mark(pieces)
+        if settled or chosen:
+            self.governor.copies_changed()
+        with self.lock, suppress(BallonetError, PoolExhausted):
+            self._copy_behind(chosen)
+
+    def _copy_behind(self, chosen: dict[KVTwin, list[int]]) -> None:
+        ready = {twin: twin.copy_behind(pieces) for twin, pieces in chosen.items()}
+        copies = [copy for _, found in ready.values() for copy in found]
+        if copies:
+            for twin in ready:
+                twin.arrive(self._stream)  # some may have come home just now
+            done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
+            self.decided("write-behind", "pull", len(copies), self._sending(ready))
+            for twin, (mapped, _) in ready.items():
+                twin.copied(mapped, done)
+
+    def demote(self, pages: int) -> None:
+        """Starts to copy up to so many pages from the peer to the host, those first that nobody reads there; they take
+        their places once they have arrived, when `write_behind` is called, or the next iteration begins. Returns at
+        once; does nothing where the driver will not."""
+        self.look()
+        if not self.lock.locked():  # as in write_behind
+            if_free(self._behind, partial(self._demote, pages))
+
+    def _demote(self, pages: int) -> None:
+        with self.lock, suppress(BallonetError, PoolExhausted):
+            self._settle()
+            ready: dict[KVTwin, list[int]] = {}
+            copies: list[tuple[int, int, int]] = []
+            for twin in self._there():
+                ready[twin], found = twin.demote(twin.coldest()[: max(0, pages - len(copies))])
+                copies += found
+            if copies:
+                done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
+                self.decided("demotion", "pull", len(copies), self._copying(len(copies)))
+                for twin, mapped in ready.items():
+                    twin.demoting(mapped, done)
+
+    def demote_one(self, twin: KVTwin, piece: int, stream: int) -> bool:
+        """This page goes from the peer to the host, if it lies there and can go now. DriverError."""
+        with self.lock:
+            ready, copies = twin.demote([each for each in twin.coldest() if each == piece])
+            if not ready:
+                return False
+            done = self.transfer.copy(copies, after=stream, owner="kv", to="host")
+            twin.demoting(ready, done)
+            done.wait()
+            twin.settle()
+            return twin.pages.backing(piece) == "host"
+
+    def _reading(self, away: int) -> float | None:
+        """Seconds for a page of those that are away, as they lie; None where a link was not measured that matters."""
+        near = self.near
+        return mean_seconds(near, away - near, self.governor.peer_page_seconds, self.governor.page_seconds)
+
+    def _sending(self, ready: Mapping[KVTwin, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
+        """Seconds for what is copied behind."""
+        host, peer = self.governor.page_seconds, self.governor.peer_page_seconds
+        places = Counter(twin.pages.place(piece) for twin, (pieces, _) in ready.items() for piece in pieces)
+        mean = mean_seconds(places["peer"], places["host"], peer, host)
+        return None if mean is None else places.total() * mean
+
+    def _copying(self, pages: int) -> float | None:
+        """Seconds for so many pages of the host, None where the link was not measured."""
+        seconds = self.governor.page_seconds
+        return None if seconds is None else pages * seconds
+
+    def _dirty(self, pages: int) -> dict[KVTwin, list[int]]:
+        """So many full pages that are not clean, in the order in which they would be taken."""
+        chosen: dict[KVTwin, list[int]] = {}
+        full = self._sorted() if pages > 0 else []
+        for of_twins in full[1::2]:
+            twins = {number: twin for number, _ in of_twins if (twin := self._twins[number]()) is not None}
+            runs = [
+                (first, number, end)
+                for number, spans in of_twins
+                if number in twins and not twins[number].restless
+                for first, end in spans
+            ]
+            heapify(runs)
+            while runs and pages > 0:
+                piece, number, end = runs[0]
+                chosen.setdefault(twins[number], []).append(piece)
+                pages -= 1
+                if piece + 1 < end:
+                    heapreplace(runs, (piece + 1, number, end))
+                else:
+                    heappop(runs)
+        return chosen
+
+    def _settle(self) -> bool:
+        return sum([twin.settle() for twin in self._there()]) > 0
+
+    def _there(self) -> list[KVTwin]:
+        return [twin for ref in tuple(self._twins) if (twin := ref()) is not None]
+
+
+def _bring(
+    twins: Sequence[KVTwin],
+    pages: int,
+    shown: Sequence[KVTwin],
+    transfer: Transfer,
+    stream: int,
+    chosen: Sequence[int] | None = None,
+) -> int:
+    """So many pages of these come home, if there is room: of each those of `chosen`, if that is not None. `shown`: to
+    whose tensors somebody refers, who may read them on any stream: the host waits for those. See kv_twin.py,
+    Note [Coming home]."""
+    back = 0
+    try:
+        for twin in twins:
+            if back < pages:
+                back += twin.own(pages - back, chosen)
+        for twin in twins:
+            twin.fetch(transfer, stream)
+        for twin in shown:
+            twin.arrive(None)
+    except BaseException:
+        for twin in twins:
+            twin.recall()
+            twin.arrive(None)
+        raise
+    return back

@@ -1,0 +1,169 @@
+"""The ladder of a device as one list of levers, with the same four verbs each: what would it free, what would it cost,
+pull, revert.
+
+As a rule nobody pulls them here. The core does, in the middle of an operator, by what the governor publishes; and the
+governor reverts when pages are to spare. This is for those who ask what there is (a report, a refusal), and for chaos.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from ..policy.ladder import LISTED, Lot, Rung
+from .governor import Governor
+from .published import Pool
+
+
+class Lever(Protocol):
+    """Of one rung. Pages are of the device."""
+
+    rung: Rung
+
+    @abstractmethod
+    def would_free(self) -> int:
+        """Pages, at most, at this moment."""
+
+    @abstractmethod
+    def would_cost(self) -> tuple[float, float]:
+        """Seconds of each iteration, for as long as all of them are away, and seconds once."""
+
+    @abstractmethod
+    def pull(self, pages: int) -> int:
+        """Frees up to so many, of what this thread may take, or a few more; how many were. DriverError."""
+
+    @abstractmethod
+    def revert(self, pages: int) -> int:
+        """Up to so many free pages go back to whoever gave theirs, before their next iteration; how many will."""
+
+
+class Free(Lever):
+    """Pages that nobody has."""
+
+    rung = Rung.TRIM
+
+    def __init__(self, governor: Governor) -> None:
+        self._governor = governor
+
+    def would_free(self) -> int:
+        return self._governor.pages.free
+
+    def would_cost(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def pull(self, pages: int) -> int:
+        return min(pages, self.would_free())
+
+    def revert(self, pages: int) -> int:
+        return 0
+
+
+class Inflate(Lever):
+    """Pages that lie wholly inside free blocks. They come back as blocks are asked for."""
+
+    rung = Rung.INFLATE
+
+    def __init__(self, device: Pool) -> None:
+        self._device = device
+
+    def would_free(self) -> int:
+        return int(self._device.snapshot()["heap"]["cached"]) // self._device.page_size
+
+    def would_cost(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def pull(self, pages: int) -> int:
+        return self._device.trim() // self._device.page_size if pages > 0 else 0
+
+    def revert(self, pages: int) -> int:
+        return 0
+
+
+class Listed(Lever):
+    """What models and caches offer of one rung."""
+
+    def __init__(self, governor: Governor, rung: Rung) -> None:
+        self.rung = rung
+        self._governor = governor
+
+    def would_free(self) -> int:
+        return sum(lot.pages for lot in self._lots())
+
+    def would_cost(self) -> tuple[float, float]:
+        lots = self._lots()
+        return sum(lot.pages * lot.seconds for lot in lots), sum(lot.once for lot in lots)
+
+    def pull(self, pages: int) -> int:
+        return self._governor.pull(self.rung, pages)
+
+    def revert(self, pages: int) -> int:
+        return self._governor.revert(self.rung, pages)
+
+    def _lots(self) -> list[Lot]:
+        return [lot for lot in self._governor.lots() if lot.rung is self.rung]
+
+
+class Wait(Lever):
+    """What others demand of this thread, and what this thread may hear of."""
+
+    rung = Rung.WAIT
+
+    def __init__(self, governor: Governor, device: Pool) -> None:
+        self._governor = governor
+        self._device = device
+
+    def would_free(self) -> int:
+        return self._device.demand
+
+    def would_cost(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def pull(self, pages: int) -> int:
+        before = self._governor.pages.free
+        self._governor.wait_for_pages(0.0)
+        return max(0, self._governor.pages.free - before)
+
+    def revert(self, pages: int) -> int:
+        return 0
+
+
+class Spill(Lever):
+    """Pages of the host in the place of pages of the device: used by the core when an allocation finds nothing else,
+    and given back by it as they become free."""
+
+    rung = Rung.SPILL
+
+    def __init__(self, governor: Governor, device: Pool, allowed: bool) -> None:
+        self._governor = governor
+        self._device = device
+        self._allowed = allowed
+
+    def would_free(self) -> int:
+        if not self._allowed:
+            return 0
+        now = self._device.snapshot()
+        free: int = now["host_budget"] // self._device.page_size - now["host_pages"] + now["host_free"]
+        return max(0, free)
+
+    def would_cost(self) -> tuple[float, float]:
+        seconds = self._governor.page_seconds or 0.0
+        return self.would_free() * seconds, 0.0
+
+    def pull(self, pages: int) -> int:
+        return 0
+
+    def revert(self, pages: int) -> int:
+        return 0
+
+
+def levers(governor: Governor, device: Pool, *, spill: bool) -> Sequence[Lever]:
+    """In the order of their rungs. `spill`: may pages of the host stand in?"""
+    found: list[Lever] = [
+        Free(governor),
+        Inflate(device),
+        *(Listed(governor, rung) for rung in LISTED),
+        Wait(governor, device),
+        Spill(governor, device, spill),
+    ]
+    return sorted(found, key=lambda lever: lever.rung)

@@ -1,0 +1,109 @@
+"""All that may be taken of a device's models and caches, as lots of the ladder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..policy.ladder import Lot, Rung, above_floors, claimed
+from ..policy.reclaim import givable, listing
+from ..policy.remap import Model
+from .caches import CacheSeat
+from .seat import SPLIT, Offer, Seat
+from .situation import Situation
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A cache at the moment of a decision: what it offers; whether a forward uses it, or did so just now; when it was
+    used last; its pages that are away, and how many of them are `near`, on the peer; whether it is only kept in case
+    that a prompt begins with its tokens."""
+
+    seat: CacheSeat
+    offers: Sequence[Offer]
+    active: bool
+    used: float
+    displaced: int
+    kept: bool = False
+    near: int = 0
+
+
+def listed(now: Situation, of_models: Iterable[Lot], caches: Sequence[Held], owed: Mapping[int, int]) -> list[Lot]:
+    """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed;
+    `owed`: pages that models have to give back to others."""
+    return above_floors(claimed([*of_models, *_of_caches(now, caches)], owed), _spare(now, caches))
+
+
+def of_models(now: Situation) -> Iterator[Lot]:
+    """Layers, in the order of reclaim.py."""
+    seats = {seat.name: seat for seat in now.seats if seat.auto and not seat.held}
+    models = {name: now.model(seat) for name, seat in seats.items()}
+    gone = {name: {*seat.model.plan.streamed, *seat.taken} for name, seat in seats.items()}
+    hidden = {name: _hidden(model) for name, model in models.items()}
+    within, beyond = listing(models.values(), gone)
+    for name, layer in within:
+        model = models[name]
+        hidden[name] -= model.plan.pages[layer]
+        if not model.active:
+            yield _layer(seats[name], model, layer, Rung.IDLE_WEIGHTS)
+        elif hidden[name] >= 0:
+            yield _layer(seats[name], model, layer, Rung.HIDDEN_WEIGHTS)
+        else:
+            yield _layer(seats[name], model, layer, Rung.STALLING_WEIGHTS, model.costs.page_seconds)
+    for name, layer in beyond:
+        model = models[name]
+        yield _layer(seats[name], model, layer, Rung.LAST_WEIGHTS, model.costs.page_seconds if model.active else 0.0)
+
+
+def _layer(seat: Seat, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Lot:
+    """A layer as a lot. All have one recency: equals are in their order already."""
+    return Lot(rung, seat.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=seat.number)
+
+
+def _hidden(model: Model) -> int:
+    """Pages that it can give while the copies hide."""
+    return givable(replace(model, base=0))
+
+
+def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
+    priorities = {seat.number: seat.model.priority for seat in now.seats}
+    seconds = now.leaving_seconds or 0.0
+    for held in caches:
+        number, owner = held.seat.number, held.seat.model
+        rung = Rung.RUNNING_KV if held.active else Rung.IDLE_KV
+        if_clean = Rung.PREFIX if held.kept and not held.active else rung
+        recency = float(number) if held.active else held.used
+        for offer in held.offers:
+            once = 0.0 if offer.clean else offer.pages * seconds
+            lost = offer.readers * seconds if held.active else 0.0
+            which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
+            divisible = SPLIT if offer.divisible else 0
+            yield Lot(
+                which, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
+            )
+
+
+def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
+    """Device pages that models with a floor have beyond it, as far as they are known: their layers, and full pages of
+    their caches."""
+    spare = {seat.number: now.standing(seat).device_pages - seat.model.floor for seat in now.seats if seat.model.floor}
+    for held in caches:
+        if held.seat.model in spare:
+            spare[held.seat.model] += sum(offer.pages for offer in held.offers)
+    return spare
+
+
+def to_clean(lots: Sequence[Lot], caches: Sequence[Held], most: int, step: int) -> dict[int, int]:
+    """Pages that caches should copy to the host now, by number: `step` each at a time, those that are taken first
+    first, until so many as `most` of all caches are clean."""
+    clean = {(held.seat.number, offer.index): offer.clean for held in caches for offer in held.offers}
+    found: dict[int, int] = {}
+    for lot in lots:
+        index = lot.index % lot.divisible if lot.divisible else lot.index
+        if (lot.client, index) not in clean or most <= 0:
+            continue
+        if not clean[lot.client, index]:
+            pages = min(lot.pages, most) if lot.divisible else lot.pages
+            found[lot.client] = found.get(lot.client, 0) + pages
+        most -= lot.pages
+    return {number: min(pages, step) for number, pages in found.items()}

@@ -1,0 +1,96 @@
+"""The device's pages as the governor watches them: how many are free, are they short, and can some go back to whoever
+gave theirs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Final
+
+from ..policy.remap import Calm, observe
+from .published import Pool
+
+SPARE: Final = 32  # of the budget, a part that never goes back to who gave it, so that the next tokens find room
+SHORT: Final = 4  # of the budget, the part of free pages below which it is worth host memory to prepare for less
+AMPLE: Final = 5 / 16  # of the budget, the part of free pages from which on it is not
+FORGET: Final = 60.0  # seconds that pages have to be ample
+POLL: Final = 0.005  # seconds between looks for pages that were freed without a word
+
+
+class Pages:
+    """`dwell`: seconds, see remap.py, Note [Calm]. `look` is not thread-safe: whoever calls holds the governor's lock;
+    the others are."""
+
+    def __init__(self, device: Pool, dwell: float) -> None:
+        self.short = False  # were few free when it was looked last?
+        self.scarce = False  # or not long ago?
+        self._ample: float | None = None  # since when
+        self._device = device
+        self._dwell = dwell
+        self._calm: Calm | None = None
+        self._given = threading.Condition()
+
+    @property
+    def total(self) -> int:
+        """As many as the budget allows."""
+        return self._device.budget // self._device.page_size
+
+    @property
+    def mark(self) -> int:
+        """Those that never go back."""
+        return max(1, self.total // SPARE)
+
+    @property
+    def free(self) -> int:
+        """Those that nobody has."""
+        pages: dict[str, int] = self._device.snapshot()["pages"]
+        return max(0, self.total - sum(pages.values()) + pages["free"])
+
+    @property
+    def unused(self) -> int:
+        """Those that nobody has, or is about to have no more, or has in blocks that are free."""
+        now = self._device.snapshot()
+        idle: int = now["heap"]["cached"] // self._device.page_size
+        used: int = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
+        return max(0, self.total - used + idle)
+
+    def look(self, now: float, waited: bool) -> tuple[int, int]:
+        """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
+        look?"""
+        free = self.free
+        self.short = free * SHORT < self.total
+        self.scarce = self._scarce(now, free)
+        self._calm, spare = observe(self._calm, now, free, waited or self._device.demand > 0, self.mark, self._dwell)
+        return free, spare
+
+    def _scarce(self, now: float, free: int) -> bool:
+        """It is once pages are short, and until they have been ample for long enough."""
+        if self.short or free < AMPLE * self.total or not self.scarce:
+            self._ample = None
+        elif self._ample is None:
+            self._ample = now
+        return self.short or (self.scarce and (self._ample is None or now - self._ample < FORGET))
+
+    def went_back(self) -> None:
+        """Some did, which is no use that grows: the dwell begins anew."""
+        self._calm = None
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until others may have given some, `timeout` seconds at most, and gives meanwhile what others demand of
+        this thread. False where nothing has happened."""
+        end, before, demanded = time.monotonic() + timeout, self.free, 0
+        while True:
+            demanded, was = self._device.demand, demanded
+            if (demanded and self._device.obey()) or self.free > before or demanded < was:
+                return True
+            left = end - time.monotonic()
+            if left <= 0:
+                return False
+            with self._given:
+                if self._given.wait(min(left, POLL)):
+                    return True
+
+    def given(self) -> None:
+        """Some were freed: whoever waits tries again."""
+        with self._given:
+            self._given.notify_all()

@@ -1,0 +1,126 @@
+"""The reclaim list as the native core has it, and the next one while it is being made.
+
+Note [Drafts]
+    What may be taken is decided under the governor's lock, but entries are made by the models, without it. So a list is
+    drafted, filled, and published if it is the latest draft by then, and nobody has forbidden it meanwhile (`void`).
+    Until one is published what the core has counts as out of date.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...allocator.events import Named, unnamed
+from ..policy.ladder import Lot, Rung
+from .seat import LAYERS
+
+
+class Client(Protocol):
+    """Whose entries are in the list: the seat of a model or of a cache."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    def key(self, index: int) -> int: ...
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None: ...
+
+
+class Pool(Protocol):
+    """The part of `Device` that the governor uses."""
+
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def budget(self) -> int: ...
+    @property
+    def demand(self) -> int: ...
+    def obey(self) -> int: ...
+    def trim(self) -> int: ...
+    def take(self, keys: list[int], pages: int | None = None) -> int: ...
+    def snapshot(self) -> dict[str, Any]: ...
+    def publish(self, entries: list[Any], limits: dict[int, int]) -> None: ...
+    def taken(self) -> list[tuple[int, int, int]]: ...
+    def withdraw(self, keys: list[int]) -> None: ...
+
+
+@dataclass
+class Draft:
+    """A list to be: lots and whose they are, in the order of taking."""
+
+    number: int
+    order: Sequence[tuple[Client, Lot]]
+    entries: list[Any] = field(default_factory=list)
+    pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
+    limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
+
+    @property
+    def keys(self) -> list[tuple[int, Rung, bool, int]]:
+        """With what makes its lever, and the pages of what is divisible."""
+        return [
+            (number * LAYERS + lot.index, lot.rung, lot.borrowed, lot.pages if lot.divisible else 0)
+            for number, lot in [(client.number, lot) for client, lot in self.order]
+        ]
+
+    def fill(self) -> None:
+        """Asks the clients for what they have."""
+        for client, lot in self.order:
+            entry = client.entry(lot.index)
+            if entry is not None:
+                self.entries.append((client.key(lot.index), *entry))
+                if lot.divisible:
+                    self.limits[client.key(lot.index)] = lot.pages
+                if lot.rung is not Rung.LAST_WEIGHTS:
+                    self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
+
+    def names(self) -> dict[int, Named]:
+        """Of its entries, by key."""
+        return {
+            client.key(lot.index): Named(lot.lever, client.name, lot.once, lot.pages if lot.divisible else 0)
+            for client, lot in self.order
+        }
+
+
+class Published:
+    """Not thread-safe, but for `named`: whoever calls holds the governor's lock."""
+
+    def __init__(self, device: Pool) -> None:
+        self._device = device
+        self._number = 0
+        self._keys: list[tuple[int, Rung, bool, int]] = []
+        self._current = True  # has the core what was offered last?
+        self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
+        self.pages: dict[int, int] = {}  # that are in it, within caps, by number of the client
+        self.published = 0  # lists, so far
+        self.stale = False  # may the order be another one now?
+
+    def void(self) -> None:
+        """Nothing that is being made may be published, and what is there has to be made anew."""
+        self._number += 1
+        self._current = False
+        self.stale = True
+
+    def draft(self, order: Sequence[tuple[Client, Lot]]) -> Draft | None:
+        """None where the core has that already."""
+        self.stale = False
+        self._number += 1
+        draft = Draft(self._number, order)
+        if self._current and draft.keys == self._keys:
+            return None
+        self._current = False
+        return draft
+
+    def publish(self, draft: Draft) -> None:
+        """Unless there has been another one since."""
+        if draft.number == self._number:
+            self._names.appendleft(draft.names())
+            self._device.publish(draft.entries, draft.limits)
+            self.published += 1
+            self._keys, self.pages, self._current = draft.keys, draft.pages, True
+
+    def named(self, key: int) -> Named:
+        """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
+        return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))

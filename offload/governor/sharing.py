@@ -1,0 +1,69 @@
+"""Which intervals the models of a link get (Select-N §4.5): the ledger's answer for a situation.
+
+Note [Together]
+    On a link one model may have to give up device pages so that another can stream less. So what is best for all
+    together is tried first, as if each could have any plan, and holds if those that grow find their pages in what is
+    free and in what the others give up. Each comes by itself, before its own next iteration: who has to grow waits, as
+    it is, until the others have made room. Where that would not fit, one model decides at a time, with the others as
+    they are: free pages can be promised once. Combinations that use less of the host and would fit are not looked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ..policy.ledger import Client, Refusal, Settled, Shares, settle, share
+from ..record.record import Point
+from .seat import FIRST, Governed, Seat
+from .situation import Situation
+
+
+def settled(now: Situation, seat: Seat, point: Point) -> Settled:
+    """Between iterations; `seat` is about to have one like `point`. See Note [Together]."""
+    assert now.bandwidth is not None
+    points = {each.name: each.point or FIRST["prefill"] for each in now.seats} | {seat.name: point}
+    clients = [now.client(each, points[each.name], _all(each)) for each in now.seats]
+    shares = _together(now, clients, now.room(seat))
+    if shares is not None:
+        return Settled(shares, {})
+    clients = [now.client(each, points[each.name], now.room(seat) if each is seat else 0) for each in now.seats]
+    return settle(clients, now.bandwidth, now.traffic)
+
+
+def admit(now: Situation, model: Governed, available: int) -> Refusal | None:
+    """Whether a model goes with all that are there, should they all decode; see Governor.admit."""
+    assert now.bandwidth is not None
+    now.active = frozenset(each.number for each in now.seats)
+    taken = any(each.name == model.name for each in now.seats)
+    new = Seat(-1, f"{model.name} (new)" if taken else model.name, model, 0)
+    only = model.interval if isinstance(model.interval, int) else None
+    for phase, point in FIRST.items():
+        costs, measured = now.costs(new, point)
+        if new.slo(phase) == math.inf or not measured:
+            continue
+        client = Client(new.name, costs, now.page_size, new.slo(phase), available, only=only)
+        wide = [now.client(each, each.last["decode"], _all(each)) for each in now.seats]
+        if _together(now, [*wide, client], available - now.mark) is not None:
+            continue
+        others = [now.client(each, each.last["decode"], 0) for each in now.seats]
+        found = share([*others, client], now.bandwidth, now.traffic)
+        if isinstance(found, Refusal):
+            return found
+    return None
+
+
+def _together(now: Situation, clients: Sequence[Client], room: int) -> Shares | None:
+    """What is best for all, if it can be had within `room` beside the pages that they have."""
+    assert now.bandwidth is not None
+    found = share(clients, now.bandwidth, now.traffic)
+    if isinstance(found, Refusal):
+        return None
+    has: Mapping[str, int] = {each.name: now.standing(each).device_pages for each in now.seats}
+    plans = {each.name: each.plan(found.options[each.name].interval) for each in clients if not each.idle}
+    takes = sum(plan.device_pages - has.get(name, 0) for name, plan in plans.items())
+    return found if takes <= room else None
+
+
+def _all(seat: Seat) -> int:
+    return sum(seat.model.plan.pages)

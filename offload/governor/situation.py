@@ -1,0 +1,128 @@
+"""All that is known of a device's models at the moment of a decision, in the words of those who decide.
+
+Note [Whose pages]
+    A model that takes weights back counts with the free pages, but for those that the next tokens need, and with what
+    idle models have in the reclaim list: the core takes that when the free ones are not enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ..policy.interval import Costs, fitting, meeting
+from ..policy.ledger import FIXED, Client, Option, Settled
+from ..policy.plan import Plan
+from ..policy.remap import Model
+from ..record.record import Phase, Point
+from .seat import Seat
+
+
+@dataclass(slots=True)
+class Situation:
+    """`seats`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark` are
+    for the next tokens; `offered`: pages in the reclaim list by seat number; `bandwidth`: of the link, and others'
+    `traffic` on it, bytes per second; `settled`: what the link's models were given last, as long as nothing has
+    changed; `floors`: device pages that the weights of a model keep for its floor, by seat number;
+    `peer_seconds`: to copy a page to the peer, and has that room for what leaves?"""
+
+    seats: Sequence[Seat]
+    active: frozenset[int]
+    free: int
+    mark: int
+    offered: Mapping[int, int]
+    page_size: int
+    bandwidth: float | None
+    traffic: float
+    settled: Settled | None = None
+    floors: Mapping[int, int] = field(default_factory=dict)
+    peer_seconds: float | None = None
+    peer_room: bool = False
+    short: bool = False  # did a model get fewer pages than it would take?
+
+    @property
+    def page_seconds(self) -> float | None:
+        """To copy a page."""
+        return None if self.bandwidth is None else self.page_size / self.bandwidth
+
+    @property
+    def leaving_seconds(self) -> float | None:
+        """To copy a page of KV to where it would go now."""
+        return self.peer_seconds if self.peer_room and self.peer_seconds is not None else self.page_seconds
+
+    @property
+    def spare(self) -> int:
+        """Free pages that weights may take."""
+        return max(0, self.free - self.mark)
+
+    def costs(self, seat: Seat, point: Point) -> tuple[Costs, bool]:
+        """See Seat.at."""
+        return seat.at(point, self.page_seconds)
+
+    def expected(self, seat: Seat, point: Point) -> Costs | None:
+        """See Seat.expected."""
+        return seat.expected(point, self.page_seconds)
+
+    def standing(self, seat: Seat) -> Plan:
+        """See Seat.standing; in the iteration that it does, or will do when it has work again."""
+        point = seat.point if seat.number in self.active else None
+        return seat.standing(point or seat.last["prefill"], self.page_seconds)
+
+    def room(self, seat: Seat) -> int:
+        """Pages with which it may take weights back. See Note [Whose pages]."""
+        idle = (each.number for each in self.seats if each is not seat and each.number not in self.active)
+        return self.spare + sum(self.offered.get(number, 0) for number in idle)
+
+    def model(self, seat: Seat) -> Model:
+        """As remap.py wants it."""
+        active = seat.number in self.active
+        (decode, _), (prefill, _) = (self.costs(seat, seat.last[phase]) for phase in ("decode", "prefill"))
+        return Model(
+            seat.name,
+            self.standing(seat),
+            decode,
+            prefill,
+            active,
+            seat.model.priority,
+            0.0 if active else seat.used,
+            base=seat.base,
+            least=max(self._least(seat, "decode" if active else "prefill"), self.floors.get(seat.number, 0)),
+        )
+
+    def planned(self, seat: Seat, point: Point, option: Option) -> Plan:
+        """What an option of `client` means."""
+        return self.standing(seat) if option.interval == FIXED else self.costs(seat, point)[0].plan(option.interval)
+
+    def client(self, seat: Seat, point: Point, room: int) -> Client:
+        """As ledger.py wants it, with so many pages beside those that it has."""
+        costs, _ = self.costs(seat, point)
+        plan = self.standing(seat)
+        slo, available = seat.slo(point.phase), plan.device_pages + room
+        idle = seat.number not in self.active
+        free = seat.auto and slo < math.inf and fitting(costs, available) is not None
+        fixed = None if free else plan
+        least = 0 if fixed else _kept(costs, seat.model.floor, available)
+        return Client(seat.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
+
+    def _least(self, seat: Seat, phase: Phase) -> int:
+        """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""
+        slo = seat.slo(phase)
+        if slo == math.inf:
+            return 0
+        if seat.lent is not None and seat.point == seat.last[phase]:
+            return seat.lent.device_pages
+        costs, _ = self.costs(seat, seat.last[phase])
+        interval = _meeting(costs, slo)
+        return costs.plan(costs.none if interval is None else interval).device_pages
+
+
+@lru_cache(maxsize=256)
+def _kept(costs: Costs, floor: int, available: int) -> int:
+    """Device pages that layers keep of a floor, as far as an interval that fits can keep it."""
+    every = (costs.plan(interval).device_pages for interval in range(1, costs.none + 1)) if floor else ()
+    return min(floor, max((pages for pages in every if pages <= available), default=0))
+
+
+_meeting = lru_cache(maxsize=256)(meeting)

@@ -1,0 +1,83 @@
+"""What others send over the host link of a device, watched in the background while models stream."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from statistics import median
+from typing import Final
+
+from ...allocator.errors import BallonetError
+from .published import Pool
+
+PERIOD: Final = 1.0  # seconds between two looks
+LOOKS: Final = 5  # of which the middle one counts: copies come in bursts
+
+
+class Traffic:
+    """A daemon thread that looks only while it is wanted. To ask takes 20 ms (link.received), which no thread that runs
+    a model should wait for."""
+
+    def __init__(
+        self,
+        received: Callable[[], int | None],
+        copied: Callable[[], int],
+        tell: Callable[[float], None],
+        clock: Callable[[], float],
+        period: float = PERIOD,
+    ) -> None:
+        """`received`: bytes per second that the device receives, None where nobody knows, and then it is not asked
+        again; `copied`: bytes that ballonet sent to the device so far; `tell`: is called with the bytes per second of
+        others; `clock`: seconds."""
+        self._received = received
+        self._copied = copied
+        self._tell = tell
+        self._clock = clock
+        self._period = period
+        self._seen: deque[float] = deque(maxlen=LOOKS)
+        self._lock = threading.Lock()
+        self._stop: threading.Event | None = None  # of the thread that looks
+
+    @property
+    def watching(self) -> bool:
+        """Is there a thread that looks?"""
+        return self._stop is not None
+
+    def wanted(self, streams: bool) -> None:
+        """Starts the thread, or stops it. Returns at once."""
+        with self._lock:
+            if streams and self._stop is None:
+                self._stop = threading.Event()
+                thread = threading.Thread(
+                    target=self._watch, args=(self._stop,), name="ballonet link traffic", daemon=True
+                )
+                thread.start()
+            elif not streams and self._stop is not None:
+                self._stop.set()
+                self._stop = None
+                self._seen.clear()
+
+    def look(self) -> bool:
+        """Once; says whether it is worth another time."""
+        began, before = self._clock(), self._copied()
+        received = self._received()
+        if received is None:
+            return False
+        passed = self._clock() - began
+        own = (self._copied() - before) / passed if passed > 0 else 0.0
+        self._seen.append(max(0.0, received - own))
+        self._tell(median(self._seen))
+        return True
+
+    def _watch(self, stop: threading.Event) -> None:
+        with suppress(BallonetError):  # the device may be closed meanwhile
+            while self.look() and not stop.wait(self._period):
+                pass
+
+
+def sent(device: Pool) -> int:
+    """Bytes that ballonet has copied from the host to the device."""
+    copied: dict[str, int] = device.snapshot()["copied"]
+    return sum(count for name, count in copied.items() if name.endswith("_h2d"))

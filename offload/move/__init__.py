@@ -1,1 +1,0 @@
-"""Movement: the copies that fill slots and bring pages home, twins and the files behind them, and chaos."""

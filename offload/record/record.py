@@ -1,0 +1,232 @@
+"""The performance record (Select-N §4.4): how long an iteration takes and how fast the link is, measured once and kept.
+
+Iterations are measured with every layer resident, prefill and decode apart, at powers of two of batch and length. What
+interval meets an SLO follows from that by arithmetic (interval.py), so one record serves every SLO and every budget;
+the paper's table for one SLO is `intervals`.
+
+Note [Never under]
+    For a batch and length that were not measured the time of a listed point counts that is smaller in neither; of a
+    point, the longest time of any that is larger in neither, should a measurement have been disturbed. So a looked-up
+    time is never below what was measured for less work, and grows with batch and length.
+
+Note [What runs teaches]
+    A model that runs tells its times. One counts for the powers of two above its batch and length, where nothing
+    shorter is believed than what was measured there. Of the `WINDOW` that are remembered for a point the second longest
+    is believed: so a first iteration that loads kernels, or one that was disturbed, says nothing by itself, and is
+    forgotten. A time is forgotten for one of at least as much work, so that short prompts do not stand for long ones.
+    What was learned is not written to the file: a machine that was busy for an hour is not slow for ever.
+
+Note [As a rule]
+    What is never under is too much for a prediction: it is what an SLO is judged by. What an iteration takes as a rule
+    is the median of the `NEAREST` that did the most similar amount of work, of the last `WINDOW` of its point; of an
+    even number the lower one of the middle, so that of the first two times it is not that of loading kernels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self, get_args
+
+from ..policy.interval import Costs, meeting
+
+Phase = Literal["prefill", "decode"]
+FORMAT: Final = 1  # of the file
+WINDOW: Final = 16  # times that are remembered of what runs, for each point
+NEAREST: Final = 5  # of them, those that say what an iteration takes as a rule
+GRID: Final = 0.002  # seconds: SLOs are listed at multiples of it (§4.4)
+
+
+class Point(NamedTuple):
+    """What an iteration worked on: sequences, and tokens of each, held (decode) or new (prefill)."""
+
+    phase: Phase
+    batch: int
+    length: int
+
+    @property
+    def corner(self) -> Point:
+        """The listed point that it counts for: powers of two that are no smaller."""
+        return Point(self.phase, _power(self.batch), _power(self.length))
+
+
+class Lesson(NamedTuple):
+    """A time that was seen: `work`: sequences times tokens."""
+
+    work: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """`key`: what it was measured for and on (model, device, driver, link, versions). `bandwidth`: bytes per second to
+    the device. `seconds`: of one iteration, by point. `lessons`: of what ran since that which `time` remembers, by
+    point, oldest first; `recent`: the last of it, newest first."""
+
+    key: Mapping[str, str]
+    bandwidth: float
+    seconds: Mapping[Point, float] = field(default_factory=dict)
+    lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
+    recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        times = (self.bandwidth, *self.seconds.values())
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in times):
+            raise ValueError("a bandwidth or a time is not a positive number")
+        if not all(point.phase in get_args(Phase) and min(point[1:]) >= 1 for point in self.seconds):
+            raise ValueError("a point has no known phase, or no sequences or tokens")
+
+    @property
+    def points(self) -> frozenset[Point]:
+        """Those that have a time."""
+        return frozenset(self.seconds) | frozenset(self.lessons)
+
+    def time(self, phase: Phase, batch: int, length: int) -> float | None:
+        """Seconds that such an iteration takes at most; None where no point listed is as large. See Note [Never
+        under]."""
+        ceilings = (each for each in self.points if each.phase == phase and each[1] >= batch and each[2] >= length)
+        return min(map(self._at_most, _corners(ceilings)), default=None)
+
+    def typical(self, phase: Phase, batch: int, length: int) -> float | None:
+        """Seconds that such an iteration takes as a rule, where such ran, or else at most; None where nobody knows. See
+        Note [As a rule]."""
+        recent, work = self.recent.get(Point(phase, batch, length).corner), batch * length
+        if not recent:
+            return self.time(phase, batch, length)
+        nearest = sorted(recent, key=lambda each: abs(each.work - work))[:NEAREST]
+        return statistics.median_low(each.seconds for each in nearest)
+
+    def prefill_token(self, tokens: int) -> float | None:
+        """Seconds for each token of a prefill of so many, by those that ran and had most nearly as many; None where
+        none did."""
+        ran = [each for point, found in self.recent.items() if point.phase == "prefill" for each in found]
+        nearest = sorted(ran, key=lambda each: max(each.work, tokens) / min(each.work, tokens))[:NEAREST]
+        return statistics.median_low(each.seconds / each.work for each in nearest) if nearest else None
+
+    def learned(self, point: Point, seconds: float) -> Self:
+        """With what an iteration took, all layers being resident. See Note [What runs teaches]. ValueError."""
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"an iteration takes a positive time, not {seconds}")
+        corner, lesson = point.corner, Lesson(point.batch * point.length, seconds)
+        lessons = _remembered(self.lessons.get(corner, ()), lesson)
+        recent = (lesson, *self.recent.get(corner, ()))[:WINDOW]
+        return replace(self, lessons={**self.lessons, corner: lessons}, recent={**self.recent, corner: recent})
+
+    def with_bandwidth(self, bandwidth: float) -> Self:
+        """As it was measured last. ValueError."""
+        return replace(self, bandwidth=bandwidth)
+
+    def _at_most(self, point: Point) -> float:
+        below = (each for each in self.points if each[0] == point[0] and each[1] <= point[1] and each[2] <= point[2])
+        return max(max(self.seconds.get(each, 0.0), _believed(self.lessons.get(each, ()))) for each in below)
+
+
+def _power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _corners(points: Iterable[Point]) -> list[Point]:
+    """Those of one phase than which no other is smaller in batch and length: the others cannot take less."""
+    found: list[Point] = []
+    for each in sorted(points):
+        if not found or each.length < found[-1].length:
+            found.append(each)
+    return found
+
+
+def _remembered(lessons: Sequence[Lesson], new: Lesson) -> tuple[Lesson, ...]:
+    if len(lessons) < WINDOW:
+        return (*lessons, new)
+    oldest = next((n for n, each in enumerate(lessons) if each.work <= new.work), None)
+    return tuple(lessons) if oldest is None else (*lessons[:oldest], *lessons[oldest + 1 :], new)
+
+
+def _believed(lessons: Sequence[Lesson]) -> float:
+    """Seconds; 0 where there is no lesson."""
+    return max((0.0, *sorted(each.seconds for each in lessons)[: max(1, len(lessons) - 1)]))
+
+
+def on_grid(slo: float) -> float:
+    """The SLO that is listed for this one: the next multiple of `GRID` below it, which is never looser. Seconds; 0
+    for one that is below all."""
+    return math.floor(slo / GRID * (1 + 1e-9)) * GRID
+
+
+def intervals(
+    record: Record, phase: Phase, pages: Sequence[int], page_size: int, slo: float
+) -> dict[tuple[int, int], int | None]:
+    """The paper's table 1: for each (batch, length) that is listed the smallest interval that meets the SLO (seconds),
+    len(pages) + 1 where only that which streams nothing does, None where none does."""
+    found = {}
+    for point in sorted(each for each in record.points if each.phase == phase):
+        seconds = record.time(*point)
+        assert seconds is not None
+        costs = Costs(tuple(pages), seconds, page_size / record.bandwidth)
+        found[point.batch, point.length] = meeting(costs, on_grid(slo))
+    return found
+
+
+class Unusable(Exception):
+    """A file that holds no record for what is wanted, and why: it is measured anew."""
+
+
+class Missing(Unusable):
+    """There is no file."""
+
+
+def path_of(folder: Path, key: Mapping[str, str]) -> Path:
+    """Where the record is kept that is for the same model and device: one file, whatever else of the key changes."""
+    owner = json.dumps([key.get(name) for name in ("model", "device")])
+    return folder / f"record-{hashlib.sha256(owner.encode()).hexdigest()[:16]}.json"
+
+
+def save(record: Record, path: Path) -> None:
+    """Writes the file, as a whole or not at all; what was measured, not what was learned. OSError."""
+    content = {
+        "key": dict(record.key),
+        "bandwidth": record.bandwidth,
+        "points": [[*point, seconds] for point, seconds in sorted(record.seconds.items())],
+    }
+    text = json.dumps({"format": FORMAT, "checksum": _checksum(content), **content}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".record-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text + "\n")
+        os.replace(name, path)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def load(path: Path, key: Mapping[str, str]) -> Record:
+    """The record in the file. Missing; Unusable where it is damaged, of another version, or for something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise Missing(f"there is none yet in {path}") from None
+    except (OSError, ValueError) as error:
+        raise Unusable(f"{path} cannot be read: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise Unusable(f"{path} was written by another version of ballonet")
+    content: dict[str, Any] = {name: found.get(name) for name in ("key", "bandwidth", "points")}
+    if found.get("checksum") != _checksum(content):
+        raise Unusable(f"{path} is damaged: its checksum is wrong")
+    if content["key"] != dict(key):
+        differ = sorted(name for name in {*key, *content["key"]} if content["key"].get(name) != key.get(name))
+        raise Unusable(f"{path} was measured for another {', '.join(differ)}")
+    try:
+        points = {Point(phase, batch, length): seconds for phase, batch, length, seconds in content["points"]}
+        return Record(content["key"], content["bandwidth"], points)
+    except (TypeError, ValueError) as error:
+        raise Unusable(f"{path} is damaged: {error}") from error
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

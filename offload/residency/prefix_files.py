@@ -1,0 +1,309 @@
+"""Prefix KV on disk: a folder of files that several processes may share, used last kept longest.
+
+Note [Crash-safe without a lock]
+    A file is written aside, made durable, and then renamed to its name, which says what is in it: whoever writes the
+    same run of blocks writes the same file. So each name leads to a whole file or to none, at any moment, and what is
+    in memory here is only a memory of the folder: it is read again when the folder has changed, and a file that is gone
+    is a miss. What a writer that died left behind is known by its lock, which goes with the process.
+
+Note [Used last]
+    The time of a file's last use is its modification time: it outlives the process, and others see it. What that means
+    for the limit is worked out in decide/stored.py.
+
+Note [Said once]
+    Nothing here is worth a failed request. A folder that cannot be written to is said once, and then only read; a file
+    that is damaged is said, removed where that is possible, and never looked at again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import itertools
+import os
+import re
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from ..policy.stored import Part, Stored, before, leaving
+from . import prefix_file
+from .prefix_file import Array, Damaged, OtherFormat, Room, Saved
+from .weights_file import TICK
+
+_NAME: Final = re.compile(r"prefix-[0-9a-f]{32}\.safetensors")
+_ASIDE: Final = re.compile(r"\.prefix-[0-9a-f]{32}\.[0-9]+\.[0-9]+\.part")
+
+
+class PrefixFiles:
+    """The files of one folder, for one `salt` (model, dtype, adapter, ...). Safe to use from several threads.
+
+    The folder is made if need be; nobody but its user may read it and what is in it. `limit`: bytes that all prefix
+    files in it may have together, those of other models too (beside one that is just being written by another process);
+    None: any. Nothing is raised for what is wrong with the folder or in it: a RuntimeWarning says it once.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], limit: int | None, salt: bytes) -> None:
+        self.directory: Final = Path(directory)
+        self.limit: Final = limit
+        self._salt = salt
+        self._lock = threading.Lock()  # of what is remembered of the folder; never held while data is read or written
+        self._files: dict[str, Stored] = {}
+        self._holders: dict[bytes, str] = {}  # by key: the file that holds the block
+        self._seen = -1  # the folder's time when it was looked through, -1: it has to be
+        self._bad: set[tuple[str, int, int]] = set()  # that are not to be looked at: name, inode, last use
+        self._writing = True
+        self._number = 0
+        try:
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            self._no_more(error)
+
+    def keys(self) -> set[bytes]:
+        """Of the blocks that are in files."""
+        with self._lock:
+            self._look()
+            return set(self._holders)
+
+    def match(self, keys: Iterable[bytes]) -> int:
+        """How many of the keys lead to blocks that are in files, before the first that does not."""
+        with self._lock:
+            self._look()
+            return sum(1 for _ in itertools.takewhile(self._holders.__contains__, keys))
+
+    def size_of(self, keys: Iterable[bytes]) -> int:
+        """Bytes of the files that hold these blocks."""
+        with self._lock:
+            names = {name for key in keys if (name := self._holders.get(key)) is not None}
+            return sum(self._files[name].nbytes for name in names)
+
+    def nbytes(self) -> int:
+        """Of all prefix files in the folder."""
+        with self._lock:
+            self._look()
+            return sum(each.nbytes for each in self._files.values())
+
+    def save(self, keys: Sequence[bytes], ids: Sequence[int], tensors: Mapping[str, Array], after: bytes = b"") -> bool:
+        """Writes a run of blocks; whether it is in the folder now. `keys`, `ids`: of its blocks and their tokens;
+        `after`: the key of the block before the run. ValueError where a tensor's name or size is wrong."""
+        part = Part(self._salt, after, tuple(keys))
+        packing = prefix_file.packed(part, ids, tensors)
+        size, name = prefix_file.size_of(packing), _name(part)
+        with self._lock:
+            self._seen = -1  # what others have used since is to be known
+            self._look()
+            if not self._writing or (self.limit is not None and size > self.limit):
+                return False
+            there = name in self._files
+            if not (there or self._make_room(size, {each.name for each in before(self._files.values(), part)})):
+                return False
+        try:
+            if not there:
+                self._write(name, packing)
+        except OSError as error:
+            self._no_more(error)
+            return False
+        with suppress(OSError):  # it may be gone already, or be another user's
+            self._use(name)
+        with self._lock:
+            self._seen = -1
+            self._look()
+            self._make_room(0)
+            return name in self._files
+
+    def load(self, key: bytes, room: Room | None = None) -> Saved | None:
+        """The run that has the block of this key; None where no file has it, or the one that does is damaged. `room`:
+        gives the memory that a tensor's bytes are read into; where None is returned they may be anything."""
+        with self._lock:
+            self._look()
+            file = self._files.get(self._holders.get(key, ""))
+        if file is None:
+            return None
+        path = self.directory / file.name
+        try:
+            with _opened(path) as fd:
+                found = prefix_file.read(str(path), fd, room)
+            if found.part.salt != self._salt or key not in found.part.keys:
+                raise Damaged("it does not hold what it seemed to hold")
+            with suppress(OSError):  # the folder may only be read
+                self._use(file.name)
+            return found
+        except Damaged as damage:
+            with self._lock:
+                self._discard(file.name, file.inode, file.used, str(damage))
+        except (OtherFormat, FileNotFoundError):
+            self._forget(file)
+        except OSError as error:
+            self._forget(file)
+            with self._lock:
+                self._bad.add((file.name, file.inode, file.used))
+            warnings.warn(f"stored prefix {path} cannot be read: {error.strerror}", RuntimeWarning, stacklevel=2)
+        return None
+
+    def clear(self) -> None:
+        """Removes all files of this salt."""
+        with self._lock:
+            self._look()
+            for each in list(self._files.values()):
+                if each.part is not None and each.part.salt == self._salt:
+                    self._remove(each.name)
+
+    # -- what is in the folder
+
+    def _look(self) -> None:
+        """Looks through the folder unless it is as it was. See Note [Crash-safe without a lock]."""
+        try:
+            now, when = time.time_ns(), os.stat(self.directory).st_mtime_ns
+            if when == self._seen:
+                return
+            found = {entry.name: entry for entry in os.scandir(self.directory)}
+        except OSError:  # what it had is gone with it
+            found, now, when = {}, 0, -1
+        files = {}
+        for name in filter(_NAME.fullmatch, found):
+            if (file := self._told(name, found[name])) is not None:
+                files[name] = file
+        for name in filter(_ASIDE.fullmatch, found):
+            self._clean(name)
+        self._files = files
+        self._index()
+        # a change in the same tick of the file system's clock would go unseen
+        self._seen = when if now - when > TICK else -1
+
+    def _told(self, name: str, entry: os.DirEntry[str]) -> Stored | None:
+        try:
+            status = entry.stat(follow_symlinks=False)
+            if not stat.S_ISREG(status.st_mode) or (name, status.st_ino, status.st_mtime_ns) in self._bad:
+                return None
+            known = self._files.get(name)
+            part = known.part if known is not None and known.inode == status.st_ino else self._part(name)
+            return Stored(name, status.st_ino, status.st_size, status.st_mtime_ns, part)
+        except Damaged as damage:
+            self._discard(name, status.st_ino, status.st_mtime_ns, str(damage))
+        except OSError:  # gone meanwhile, or not for us
+            pass
+        return None
+
+    def _part(self, name: str) -> Part | None:
+        with _opened(self.directory / name) as fd, suppress(OtherFormat):
+            return prefix_file.read_part(name, fd)
+        return None
+
+    def _index(self) -> None:
+        ours = (each for each in self._files.values() if each.part is not None and each.part.salt == self._salt)
+        self._holders = {key: each.name for each in ours if each.part is not None for key in each.part.keys}
+
+    def _clean(self, name: str) -> None:
+        """What is written aside goes if nobody writes it any more."""
+        with suppress(OSError), _opened(self.directory / name) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(self.directory / name)
+
+    def _forget(self, file: Stored) -> None:
+        """It is not what it was."""
+        with self._lock:
+            self._files.pop(file.name, None)
+            self._seen = -1
+            self._index()
+
+    def _discard(self, name: str, inode: int, used: int, why: str) -> None:
+        """It is damaged."""
+        self._files.pop(name, None)
+        self._index()
+        try:
+            os.unlink(self.directory / name)
+            done = "was removed"
+        except OSError as error:
+            self._bad.add((name, inode, used))
+            done = f"is left alone, as it cannot be removed ({error.strerror})"
+        text = f"stored prefix {self.directory / name} is damaged: {why}. It is not used, and {done}."
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+    # -- writing
+
+    def _write(self, name: str, packing: Sequence[memoryview]) -> None:
+        """See Note [Crash-safe without a lock]. OSError."""
+        fd, aside = self._aside(name)
+        try:
+            prefix_file.write(fd, packing)
+            os.fsync(fd)
+            os.replace(aside, self.directory / name)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(aside)
+            raise
+        finally:
+            os.close(fd)
+        with _opened(self.directory, 0) as folder:
+            os.fsync(folder)
+
+    def _aside(self, name: str) -> tuple[int, Path]:
+        """A new file, locked: one that was taken for a dead writer's before it was locked is made again."""
+        while True:
+            with self._lock:
+                self._number += 1
+                number = self._number
+            aside = self.directory / f".{name.removesuffix('.safetensors')}.{os.getpid()}.{number}.part"
+            fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                with suppress(OSError):  # a file system without locks: what a dead writer leaves there stays
+                    fcntl.flock(fd, fcntl.LOCK_EX)
+                if os.fstat(fd).st_nlink:
+                    return fd, aside
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _use(self, name: str) -> None:
+        """Now. OSError."""
+        now = time.time_ns()
+        os.utime(self.directory / name, ns=(now, now))
+        with self._lock:
+            if name in self._files:
+                self._files[name] = replace(self._files[name], used=now)
+
+    def _make_room(self, size: int, kept: Collection[str] = ()) -> bool:
+        """Removes files, but not those that are `kept`, until so many bytes more keep the limit; whether they do."""
+        if self.limit is None:
+            return True
+        files = self._files.values()
+        gone = leaving(files, size + sum(each.nbytes for each in files) - self.limit, kept)
+        for each in gone or ():
+            self._remove(each.name)
+        self._index()
+        return gone is not None
+
+    def _remove(self, name: str) -> None:
+        self._files.pop(name, None)
+        self._seen = -1
+        with suppress(OSError):  # then it is found again
+            os.unlink(self.directory / name)
+
+    def _no_more(self, error: OSError) -> None:
+        with self._lock:
+            first, self._writing = self._writing, False
+        if first:
+            why = error.strerror or str(error)
+            text = f"prefixes are no longer stored in {self.directory} ({why}): what is there is still used"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+
+
+def _name(part: Part) -> str:
+    text = repr((prefix_file.FORMAT, part.salt, part.after, part.keys)).encode()
+    return f"prefix-{hashlib.blake2b(text, digest_size=16).hexdigest()}.safetensors"
+
+
+@contextmanager
+def _opened(path: Path, flags: int = os.O_NOFOLLOW | os.O_NONBLOCK) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
