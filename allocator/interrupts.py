@@ -33,7 +33,7 @@ def guarded(begin: Callable[[], T], end: Callable[[bool], object]) -> Guarded[T]
 _watched: Final[dict[int, weakref.ref[Any]]] = {}  # by id of the steps
 
 
-class Farewell:
+class Finalizer:
     """What is done, once, when an object is collected, or when this is called before: all of the steps, in this order,
     whatever one of them raises. Not while Python itself ends."""
 

@@ -101,10 +101,10 @@ def serve_as(name: str, chosen: Options) -> None:
 
 
 def without_buffers() -> None:
-    from ballonet.offload.governor.kv_way import KVWay
+    from ballonet.offload.governor.kv_read_plan import KVReadPlan
     from ballonet.offload.policy.layer_stream import Choice, Way
 
-    KVWay._choose = lambda *_: Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
+    KVReadPlan._choose = lambda *_: Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
 
 
 def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str) -> dict[str, float]:

@@ -20,7 +20,7 @@ from ..allocator._native import Device
 from ..allocator.config import parse_prefix_cache, parse_size, parse_time
 from ..allocator.display import table
 from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, PoolExhausted
-from ..allocator.interrupts import Farewell
+from ..allocator.interrupts import Finalizer
 from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
@@ -268,7 +268,7 @@ class Managed:
                 else (None, _nothing)
             )
             undo.pop_all()
-        self._finalizer = Farewell(
+        self._finalizer = Finalizer(
             model,
             self._forget_prefixes,
             partial(self._elastic.stop, collected=True),

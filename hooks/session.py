@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from ..allocator.errors import ManageError
-from ..allocator.interrupts import Farewell
+from ..allocator.interrupts import Finalizer
 from .managed import managed_as
 from .prefix.store import PrefixStore, numbers
 
@@ -38,7 +38,7 @@ class Session:
         self._messages: list[dict[str, str]] = []
         self._pinned: list[list[bytes]] = []  # more than one only while a turn runs
         self._open = True
-        Farewell(self, partial(self._store.unpin_later, self._pinned))
+        Finalizer(self, partial(self._store.unpin_later, self._pinned))
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -301,7 +301,7 @@ class FakeCache:
         self.running = True
         try:
             assert self.governor.taken_of(self.number) >= set()
-            home = self.governor.homecoming(self.number) if self.away else 0
+            home = self.governor.restorable_pages(self.number) if self.away else 0
             if home:
                 assert self.device.want(home, self), "the pages that it was promised"
                 back = sorted(self.away, reverse=True)[:home]

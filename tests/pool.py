@@ -106,7 +106,7 @@ def in_use() -> str:
     return "\n".join(lines)
 
 
-_HAVING = ("Elastic", "Twin", "_Slot", "KVRange", "KVTwin", "KeptSequence")  # classes whose objects have ranges
+_HAVING = ("Elastic", "Twin", "_Slot", "KVRange", "KVTwin", "CachedSequence")  # classes whose objects have ranges
 
 
 def _in_pool(tensor: torch.Tensor, by: list[tuple[int, int]]) -> bool:

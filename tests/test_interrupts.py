@@ -19,7 +19,7 @@ import torch
 import ballonet
 from ballonet.allocator import install, interrupts, runtime
 from ballonet.allocator._native import Lease
-from ballonet.allocator.interrupts import Farewell, guarded, if_free
+from ballonet.allocator.interrupts import Finalizer, guarded, if_free
 from ballonet.hooks import managed
 from ballonet.hooks.device import governors, lease
 from ballonet.hooks.kv import generation
@@ -94,10 +94,10 @@ def test_farewells_that_nobody_keeps_are_all_said() -> None:
     things, said = [Thing() for _ in range(50)], []
 
     def say() -> None:
-        said.append("farewell")
+        said.append("finalizer")
 
     for thing in things:
-        Farewell(thing, say)
+        Finalizer(thing, say)
     del thing
     things.clear()
     assert len(said) == 50
@@ -118,13 +118,13 @@ def test_a_farewell_is_said_once_and_to_its_end(ignored: Ignored) -> None:
         return step
 
     thing = Thing()
-    farewell = Farewell(thing, stumbles(KeyboardInterrupt, 40), stumbles(ValueError, 99), lambda: said.append("end"))
-    assert farewell.alive
+    finalizer = Finalizer(thing, stumbles(KeyboardInterrupt, 40), stumbles(ValueError, 99), lambda: said.append("end"))
+    assert finalizer.alive
     del thing
     assert said == ["KeyboardInterrupt"] * 41 + ["ValueError"] * 3 + ["end"]
-    assert not farewell.alive
+    assert not finalizer.alive
     assert ignored.kinds == [KeyboardInterrupt]  # the first
-    farewell()
+    finalizer()
     assert said.count("end") == 1
     assert not interrupts._watched
 
@@ -132,7 +132,7 @@ def test_a_farewell_is_said_once_and_to_its_end(ignored: Ignored) -> None:
 def test_a_farewell_that_is_called_or_detached_is_not_said_again(ignored: Ignored) -> None:
     said: list[str] = []
     one, other = Thing(), Thing()
-    first, second = Farewell(one, lambda: said.append("one")), Farewell(other, lambda: said.append("other"))
+    first, second = Finalizer(one, lambda: said.append("one")), Finalizer(other, lambda: said.append("other"))
     first()
     second.detach()
     assert (said, first.alive, second.alive) == (["one"], False, False)
@@ -140,7 +140,7 @@ def test_a_farewell_that_is_called_or_detached_is_not_said_again(ignored: Ignore
     assert said == ["one"]
     assert not interrupts._watched
     with pytest.raises(ZeroDivisionError):
-        Farewell(Thing, lambda: 1 / 0)()
+        Finalizer(Thing, lambda: 1 / 0)()
 
 
 def test_a_lock_that_is_free_is_free_afterwards() -> None:

@@ -15,7 +15,7 @@ from ballonet.allocator.events import Events
 from ballonet.offload.governor.overview import CLEAN, DWELL, PAUSE
 from ballonet.offload.governor.pages import SHORT, SPARE
 from ballonet.offload.governor.seat import LAYERS
-from ballonet.offload.policy.ladder import LISTED, Absent, Lot, Rung, above_floors, first_home, ordered
+from ballonet.offload.policy.ladder import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.record.record import Point
 
@@ -45,7 +45,7 @@ def test_rungs_are_in_the_order_of_the_design() -> None:
 def test_every_pair_of_lots_is_in_order() -> None:
     """Rung, then priority, then what a page costs per iteration, then recency; pages decide nothing."""
     every = [
-        Lot(rung, client, 0, pages, priority, recency, seconds)
+        Candidate(rung, client, 0, pages, priority, recency, seconds)
         for client, (rung, priority, seconds, recency, pages) in enumerate(
             itertools.product(LISTED, (-1, 0, 2), (0.0, 0.5), (0.0, 1.0, 2.0), (1, 7))
         )
@@ -63,12 +63,12 @@ def test_every_pair_of_lots_is_in_order() -> None:
                 assert first.recency > second.recency
             else:
                 assert (first, second) == pair, "equals stay as they come"
-    assert [lot.rung for lot in ordered(every)] == sorted(lot.rung for lot in every)
+    assert [candidate.rung for candidate in ordered(every)] == sorted(candidate.rung for candidate in every)
 
 
-some_lots = st.lists(
+some_candidates = st.lists(
     st.builds(
-        Lot,
+        Candidate,
         st.sampled_from(LISTED),
         client=st.integers(1, 3),
         index=st.integers(0, 9),
@@ -79,20 +79,24 @@ some_lots = st.lists(
 )
 
 
-@given(some_lots, st.dictionaries(st.integers(1, 3), st.integers(-3, 12)), st.data())
-def test_no_part_of_the_list_goes_below_a_floor(lots: list[Lot], spare: dict[int, int], data: st.DataObject) -> None:
+@given(some_candidates, st.dictionaries(st.integers(1, 3), st.integers(-3, 12)), st.data())
+def test_no_part_of_the_list_goes_below_a_floor(
+    candidates: list[Candidate], spare: dict[int, int], data: st.DataObject
+) -> None:
     """Whatever the core takes of it: a beginning, or out of turn what is not leased."""
-    kept = above_floors(lots, spare)
+    kept = above_floors(candidates, spare)
     taken = data.draw(st.lists(st.sampled_from(kept), unique_by=id)) if kept else []
     for owner, pages in spare.items():
-        assert sum(lot.pages for lot in taken if lot.owner == owner) <= max(0, pages)
-    for lot in lots:
-        if lot.owner not in spare:
-            assert lot in kept, "no floor"
+        assert sum(candidate.pages for candidate in taken if candidate.owner == owner) <= max(0, pages)
+    for candidate in candidates:
+        if candidate.owner not in spare:
+            assert candidate in kept, "no floor"
     for owner, pages in spare.items():
-        mine = [lot for lot in lots if lot.owner == owner]
-        left = pages - sum(lot.pages for lot in kept if lot.owner == owner)
-        assert all(lot.pages > left for lot in mine if kept.count(lot) < mine.count(lot)), "as many as it allows"
+        mine = [candidate for candidate in candidates if candidate.owner == owner]
+        left = pages - sum(candidate.pages for candidate in kept if candidate.owner == owner)
+        assert all(candidate.pages > left for candidate in mine if kept.count(candidate) < mine.count(candidate)), (
+            "as many as it allows"
+        )
 
 
 def test_what_costs_most_comes_home_first() -> None:
@@ -103,7 +107,7 @@ def test_what_costs_most_comes_home_first() -> None:
         )
     ]
     for order in (every, every[::-1]):
-        found = [(each.active, each.seconds, each.priority, each.recency) for each in first_home(order)]
+        found = [(each.active, each.seconds, each.priority, each.recency) for each in restore_order(order)]
         assert found == [
             (active, seconds, priority, recency)
             for active in (True, False)
@@ -239,7 +243,7 @@ def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:
     device.kv = 16
     assert device.want(2)
     governor.publish_now()
-    assert {lot.index for lot in governor.lots()} == {2, 3}
+    assert {candidate.index for candidate in governor.candidates()} == {2, 3}
     assert governor.taken_of(cache.number) == {0, 1}
     assert governor.taken_of(cache.number) == frozenset()
 
@@ -416,7 +420,7 @@ def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() ->
     device.caches.remove(one)
     governor.remove_cache(one.number)
     device.kv += device.free
-    assert governor.homecoming(two.number) == 0
+    assert governor.restorable_pages(two.number) == 0
 
 
 @pytest.mark.parametrize(("grows", "back"), [(0, True), (2, False)])
@@ -509,7 +513,7 @@ def test_a_cache_that_is_collected_is_forgotten() -> None:
         governor.remove_cache(number)
     governor.publish_now()
     assert len(governor._clients.caches) == 0
-    assert governor.homecoming(number) == 0
+    assert governor.restorable_pages(number) == 0
     assert governor.taken_of(number) == frozenset()
     governor.cache_changed(number)
 

@@ -130,7 +130,7 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream() -> None:
         logits(first)
         ballonet.set_budget(used() * PAGE + alone - 4 * PAGE)  # the first one gives a layer
         governor = governors.of(runtime.require())
-        eventually(lambda: any(lot.rung is Rung.IDLE_WEIGHTS for lot in governor.lots()))
+        eventually(lambda: any(candidate.rung is Rung.IDLE_WEIGHTS for candidate in governor.candidates()))
         with ballonet.manage(second) as other:
             assert other.streamed == ()
             ballonet.set_budget(BUDGET)

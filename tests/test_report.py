@@ -11,7 +11,7 @@ import pytest
 
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.report import Report, Times, interval_of
-from ballonet.offload.governor.kv_way import Streamed
+from ballonet.offload.governor.kv_read_plan import Streamed
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.plan import Plan, at_interval, spread, streaming
 from ballonet.offload.record.record import Phase, Point

@@ -17,7 +17,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Group
 from ballonet.hooks.device import lease
-from ballonet.hooks.device.lease import Holding, current
+from ballonet.hooks.device.lease import GroupLease, current
 from ballonet.hooks.streaming import forwards, streamed, turns
 from ballonet.hooks.streaming.turns import Turn, Turns
 
@@ -281,7 +281,7 @@ class Caching(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         for group in self.cache:
-            with Holding(group):
+            with GroupLease(group):
                 pass
         outputs: torch.Tensor = self.linear(inputs)
         return outputs
@@ -302,7 +302,7 @@ def test_ctrl_c_between_any_two_instructions_leaves_no_lease(installed: None) ->
     managed.release()
 
     def alone() -> None:
-        with Holding(cache):
+        with GroupLease(cache):
             assert cache.leases == 1
 
     at = 0

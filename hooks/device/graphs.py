@@ -40,7 +40,7 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator import captures, runtime
 from ...allocator._native import Device, Group, Lease
 from ...allocator.errors import ManageError
-from ...allocator.interrupts import Farewell, Guarded, guarded
+from ...allocator.interrupts import Finalizer, Guarded, guarded
 from ...allocator.units import format_size
 from .streams import stream_of
 
@@ -193,7 +193,7 @@ class _Graphs(captures.Listener):
         settle()
         before = _records.get(id(graph))
         if before is None:
-            Farewell(graph, partial(_drop, id(graph)), _leave)
+            Finalizer(graph, partial(_drop, id(graph)), _leave)
         record = _records[id(graph)] = Record(before)
         models = _managed()
         for model in models:

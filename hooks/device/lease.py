@@ -3,7 +3,7 @@
 What a lease names is in use even before its kernels are launched: pages of a group that another thread leases are
 neither moved nor taken. The module hooks of a managed model open one around every forward; KV layers add the group of
 their cache at their first update in it. A cache that is used outside of any lease holds its group for each call, and
-its thread keeps one on what it appends to (`Kept`).
+its thread keeps one on what it appends to (`ThreadLease`).
 
 Note [Left in any case]
     Ctrl-C comes between any two lines, those of a finalizer too. So what was entered is known to an object of the core
@@ -95,7 +95,7 @@ def opened() -> Iterator[ForwardLease]:
             yield lease
 
 
-class Kept:
+class ThreadLease:
     """The lease of the thread that uses a group outside of forwards, between its calls too: it reads what a call has
     shown after that call, and a page must not leave its address while another thread launches kernels."""
 
@@ -117,8 +117,8 @@ class Kept:
         return True
 
 
-class Holding:
-    """`with Holding(group):` leases it until this thread's lease ends, or without one until the block does."""
+class GroupLease:
+    """`with GroupLease(group):` leases it until this thread's lease ends, or without one until the block does."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ...allocator.errors import AlreadyManaged
-from ...allocator.interrupts import Farewell, guarded
+from ...allocator.interrupts import Finalizer, guarded
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, layer_types
 from ..device.lease import ForwardLease, opened
@@ -102,10 +102,10 @@ def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
                 if PREPARE_CACHE in vars(owner) and owner not in _preparing:
                     _preparing.add(owner)
                     _undo.append(_patch_preparation(owner))
-    farewells = [Farewell(part, partial(_detach, id(part))) for part in dict.fromkeys((model, *parts))]
+    finalizers = [Finalizer(part, partial(_detach, id(part))) for part in dict.fromkeys((model, *parts))]
 
     def detach() -> None:
-        for each in farewells:
+        for each in finalizers:
             each()
 
     return detach

@@ -10,7 +10,7 @@ from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry, choose, longest
 from ..compat import longest_sequence, one_shape
 from ..device import governors
-from ..device.lease import Kept
+from ..device.lease import ThreadLease
 from .range import KVRange, Shape
 
 # Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.
@@ -40,7 +40,7 @@ class CacheRanges:
         self._device: Device | None = None
         self._group: Group | None = None
         self._tier: KVTier | None = None
-        self._kept: Kept | None = None
+        self._kept: ThreadLease | None = None
         self._ranges: list[weakref.ref[KVRange]] = []
 
     @classmethod
@@ -94,7 +94,7 @@ class CacheRanges:
             return None
         group = self.group(device)
         if self._tier is None and device.host_pages:
-            self._tier, self._kept = KVTier(device, group, governors.of(device)), Kept(group)
+            self._tier, self._kept = KVTier(device, group, governors.of(device)), ThreadLease(group)
         more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
         home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
         self._ranges.append(weakref.ref(home))

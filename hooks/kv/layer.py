@@ -33,7 +33,7 @@ from ...allocator import runtime
 from ...allocator.errors import ManageError
 from ..compat import DynamicLayer, carries_derivatives, cropped
 from ..device import graphs
-from ..device.lease import Holding
+from ..device.lease import GroupLease
 from ..device.streams import torch_device
 from .grouping import CacheRanges
 from .range import KVRange, Latest, Shape
@@ -227,7 +227,7 @@ class ElasticLayer(DynamicLayer):
 
     def _held(self) -> AbstractContextManager[object]:
         """While kernels that read the tokens are launched no other thread leads their addresses elsewhere."""
-        return nullcontext() if self._home is None else Holding(self._home.group)
+        return nullcontext() if self._home is None else GroupLease(self._home.group)
 
     def _changeable(self) -> KVRange | None:
         """The range that the tokens lie in, None where they do not, or must not be changed there now."""

@@ -25,7 +25,7 @@ from ...allocator.errors import PoolExhausted
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.residency.kv_twin import KVTwin
-from ..device.lease import Holding, Kept
+from ..device.lease import GroupLease, ThreadLease
 from ..device.marks import relaxed
 from .prefill import ROWS, worth_copying
 from .room import find_room, map_device
@@ -47,7 +47,7 @@ class KVPages:
         geometry: Geometry,
         place: torch.device,
         tier: KVTier | None,
-        kept: Kept | None,
+        kept: ThreadLease | None,
         alone: Callable[[], bool],
     ) -> None:
         """`place`: the device, to torch. `tier` and `kept`: of the cache, where the host can show pages on the
@@ -99,7 +99,7 @@ class KVPages:
         while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
         if self._tier is None or self._twin is None or not self._twin.unsettled:
             return
-        with Holding(self._group):
+        with GroupLease(self._group):
             if self._device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
                 with relaxed(self._device):
                     self._tier.settle(self._twin, None)
@@ -140,7 +140,7 @@ class KVPages:
         """Gives the pages of the pieces [before, first) back, which are full, while those behind them stay."""
         self.settle()
         if self._twin is not None:
-            with Holding(self._group):
+            with GroupLease(self._group):
                 self._twin.hollow(first, self.stream)
         for start, count in self._geometry.runs(before, first):
             self.home.retire(start, count)
@@ -197,7 +197,7 @@ class KVPages:
         if self._twin is not None and (full := self._full(lengths)) < self._twin.full:
             if self._twin.touches(full):
                 self.settle()
-            with Holding(self._group):
+            with GroupLease(self._group):
                 self._twin.lower(full, self.stream)
             self._count(self._twin)
 

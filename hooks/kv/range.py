@@ -47,7 +47,7 @@ from ...allocator._native import Device, Group
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ..compat import StorageWeakRef
-from ..device.lease import Holding, Kept, current
+from ..device.lease import GroupLease, ThreadLease, current
 from .pages import KVPages
 from .prefill import copied_in
 
@@ -121,7 +121,7 @@ class KVRange:
         geometry: Geometry,
         shape: Shape,
         tier: KVTier | None = None,
-        kept: Kept | None = None,
+        kept: ThreadLease | None = None,
         expected: int = 0,
         more: int = 0,
     ) -> None:
@@ -194,7 +194,7 @@ class KVRange:
         latest, tokens = self._latest[place], keys.shape[2]
         start = latest.length
         end = start + tokens
-        with Holding(self.group):
+        with GroupLease(self.group):
             self.pages.begin(place, tokens, end)
             mapped = self._mapped or self._open()
             took = end > mapped.capacity
@@ -312,7 +312,7 @@ class KVRange:
         (`write`), and at the end the range is whole. torch.OutOfMemoryError, DriverError; it is then as hollow as
         before."""
         first = self._first
-        with Holding(self.group):
+        with GroupLease(self.group):
             try:
                 self.pages.fill(first, self.missing)
                 yield self.missing
@@ -342,7 +342,7 @@ class KVRange:
         chunk = max(1, min(length, _SCRATCH // (token * shape.dtype.itemsize)))
         # Allocated before anything is written: past this line there is nothing that can run out.
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
-        with Holding(self.group):
+        with GroupLease(self.group):
             self.pages.lower((0,))
             self._note(0, length)
             for whole in (views.write_keys, views.write_values):

@@ -11,7 +11,7 @@ from typing import Any, Final, Self, get_args
 
 from ...allocator.display import table
 from ...allocator.units import format_size, format_time
-from ...offload.governor.kv_way import Streamed
+from ...offload.governor.kv_read_plan import Streamed
 from ...offload.governor.lend import Lent
 from ...offload.policy.interval import Costs
 from ...offload.policy.layer_stream import Way

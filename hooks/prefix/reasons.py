@@ -22,7 +22,7 @@ from ..compat import (
     takes_positions,
 )
 from ..kv.layer import ElasticLayer
-from .whole import STATES, keeps_state
+from .snapshot import STATES, keeps_state
 
 # Of what a model is called with, that on which keys and values do not depend, or which is looked at below
 _KNOWN: Final = frozenset(

@@ -24,7 +24,7 @@ import torch
 
 from ...allocator.errors import BallonetError
 from ...offload.governor.kv_tier import KVTier
-from ..device.lease import ForwardLease, Holding
+from ..device.lease import ForwardLease, GroupLease
 from ..kv.grouping import CacheRanges
 from ..kv.kinds import elastic_counterpart
 from ..kv.layer import ElasticLayer
@@ -80,14 +80,14 @@ class Run(NamedTuple):
     end: int
 
 
-class KeptSequence:
+class CachedSequence:
     """Tokens [0, n) whose keys and values lie in `layers`, but for those that its ranges are missing."""
 
     disk: Final = False
 
     def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, whole: bool = False) -> None:
         """`layers`: of its cache; of these, it has those that lie in ranges. `whole`: is it of use with a state only?
-        See shelf.py, Note [States]."""
+        See prefix_index.py, Note [States]."""
         self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
         self.ids = array("q", ids)
         self.salt = salt
@@ -239,7 +239,7 @@ class KeptSequence:
             raise Gone(self)
         with ExitStack() as stack:
             for group in {id(home.group): home.group for home in self.homes}.values():
-                stack.enter_context(Holding(group))
+                stack.enter_context(GroupLease(group))
             if self.out:
                 for home in self.homes:
                     first, last = home.geometry.pieces(home.missing), home.geometry.pieces(end)
@@ -262,7 +262,7 @@ def copy_in(layers: Sequence[Any], rows: Sequence[Sequence[Run]], pads: Sequence
                 layer.update(*_side_by_side(number, rows, pads))
 
 
-def fill_in(sequence: KeptSequence, runs: Sequence[Run]) -> None:
+def fill_in(sequence: CachedSequence, runs: Sequence[Run]) -> None:
     """Gives a sequence what its ranges are missing. `runs`: whose tokens are its own, from the first one on. Gone,
     torch.OutOfMemoryError, DriverError; it is then as before."""
     with reading(runs):

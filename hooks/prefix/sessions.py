@@ -28,18 +28,18 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...allocator.errors import BallonetError, PoolExhausted
-from ...allocator.interrupts import Farewell
+from ...allocator.interrupts import Finalizer
 from ..compat import GenerationMixin, cache_name
 from ..kv import generation
 from ..kv.grouping import CacheRanges
 from ..kv.layer import ElasticLayer
 from .identity import Identity
 from .reasons import why_not
-from .sequence import KeptSequence, taken_out
+from .sequence import CachedSequence, taken_out
+from .snapshot import StateSnapshot, is_recurrent, keeps_state
+from .snapshot_proof import goes_on
+from .snapshot_watch import Watch
 from .store import Lookup, PrefixStore, numbers
-from .whole import WholeState, is_recurrent, keeps_state
-from .whole_proof import goes_on
-from .whole_watch import Watch
 
 _lock = threading.RLock()  # a model may be collected, and so detached, anywhere
 _stores: dict[int, PrefixStore] = {}  # by id of a model that lives
@@ -56,7 +56,7 @@ def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
             _undo.append(_patch())
             _undo.append(register_optimizer_step_post_hook(_stepped).remove)
         _stores[id(model)] = store
-    return Farewell(model, partial(_detach, id(model)))
+    return Finalizer(model, partial(_detach, id(model)))
 
 
 def _detach(key: int) -> None:
@@ -115,7 +115,7 @@ class _Request:
             (each for each in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if each is not None), None
         )
         self._lookup = Lookup()
-        Farewell(self, partial(store.lose, self._lookup))
+        Finalizer(self, partial(store.lose, self._lookup))
         self._now: Identity | None = None  # where the store was asked
         self._layers: list[Any] = []
         self._pads: list[int] = []
@@ -158,7 +158,7 @@ class _Request:
         self._cache = weakref.ref(cache)
 
     def _take_whole(self, cache: Any, row: array[int], now: Identity) -> None:
-        """See whole.py, Note [Whole]."""
+        """See snapshot.py, Note [State snapshots]."""
         proof = partial(goes_on, self.model, row) if is_recurrent(cache.layers) else None
         if not self._store.goes_on(now, proof):
             self._store.counts.why_not["the model does not go on from a state with several tokens"] += 1
@@ -208,7 +208,7 @@ class _Request:
         if self._store.identity() != now:
             self._drop()
         elif len(ids) == 1 and step == 1 and not self._pads[0] and not held:
-            sequence = lookup.sequence or KeptSequence(self._layers, (), now.settings)
+            sequence = lookup.sequence or CachedSequence(self._layers, (), now.settings)
             sequence.ids = ids[0][:known]
             self._give(sequence, now)
         else:
@@ -219,7 +219,7 @@ class _Request:
                     ranges = CacheRanges.of(self.model.config, len(self._layers), len(row), alone=True)
                     layers = taken_out(self._layers, number * step, pad, pad + len(row), ranges)
                     self._drop()  # what it had moved, if anything, is in other hands now
-                    self._give(KeptSequence(layers, row, now.settings), now)
+                    self._give(CachedSequence(layers, row, now.settings), now)
             self._drop()
 
     def _keep_whole(self, ids: array[int], now: Identity, watch: Watch) -> None:
@@ -232,7 +232,7 @@ class _Request:
         held = self._cache() is not None
         states = [] if why or watch.at_prompt is None else [watch.at_prompt]
         if not why and watch.read > len(watch.prompt):
-            last = WholeState.of(self._layers, ids, now.settings, move=not held)
+            last = StateSnapshot.of(self._layers, ids, now.settings, move=not held)
             states += [last] if last is not None else []
         if not states:
             self._store.counts.why_not[why or "a layer keeps its state outside of the cache"] += 1
@@ -246,13 +246,13 @@ class _Request:
             ranges = CacheRanges.of(self.model.config, len(growing), len(ids), alone=True)
             layers = taken_out(self._layers, 0, 0, len(ids), ranges)
             self._drop()
-            self._give(KeptSequence(layers, ids, now.settings, whole=True), now, states)
+            self._give(CachedSequence(layers, ids, now.settings, whole=True), now, states)
         else:
-            sequence = self._lookup.sequence or KeptSequence(self._layers, (), now.settings, whole=True)
+            sequence = self._lookup.sequence or CachedSequence(self._layers, (), now.settings, whole=True)
             sequence.ids = ids
             self._give(sequence, now, states)
 
-    def _give(self, sequence: KeptSequence, now: Identity, states: Sequence[WholeState] = ()) -> None:
+    def _give(self, sequence: CachedSequence, now: Identity, states: Sequence[StateSnapshot] = ()) -> None:
         self._lookup.sequence = sequence
         self._store.keep(sequence, now, states)
         self._lookup.sequence = None

@@ -28,9 +28,9 @@ from ..device import pressure
 from ..kv.layer import ElasticLayer
 from .counts import Counts
 from .identity import Identity, Looks
-from .sequence import Gone, KeptSequence, Pair, Run, copy_in, fill_in, reading
-from .shelf import Shelf
-from .whole import WholeState, begin
+from .prefix_index import PrefixIndex
+from .sequence import CachedSequence, Gone, Pair, Run, copy_in, fill_in, reading
+from .snapshot import StateSnapshot, begin
 
 if TYPE_CHECKING:
     from .saving import Saver
@@ -50,7 +50,7 @@ class Lookup:
 
     def __init__(self) -> None:
         self.columns = 0  # of its cache that are filled
-        self.sequence: KeptSequence | None = None  # that it has, and has to give back
+        self.sequence: CachedSequence | None = None  # that it has, and has to give back
 
 
 class Parts:
@@ -58,7 +58,7 @@ class Parts:
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
-        first = cast(KeptSequence, runs[0].source)
+        first = cast(CachedSequence, runs[0].source)
         self.layers = [number for number in range(len(first.layers)) if first.holds(number)]  # that hold some
 
     def __call__(self, layer: int) -> Pair:
@@ -92,7 +92,7 @@ class PrefixStore:
         self.saver: Saver | None = None
         self._thread = _Thread()
         self._lock = threading.RLock()
-        self._shelf = Shelf()
+        self._prefix_index = PrefixIndex()
         self._weights: tuple[object, ...] = ()
         self._proofs: dict[bytes, bool] = {}  # by settings: does the model go on from a state?
         self._closed = False
@@ -114,34 +114,34 @@ class PrefixStore:
     @limit.setter
     def limit(self, nbytes: int | None) -> None:
         with self._lock:
-            self._shelf.begin()
+            self._prefix_index.begin()
             self._limit = nbytes
             self._keep_to_limit()
-            self._shelf.done()
+            self._prefix_index.done()
 
     @property
     def block(self) -> int:
         """Tokens that are stored and evicted together."""
-        return self._shelf.block
+        return self._prefix_index.block
 
     @property
     def pages(self) -> int:
         """Under what is kept and not in use, on the device or the host. States count as if they lay on whole ones."""
-        return self._shelf.pages + self._state_pages
+        return self._prefix_index.pages + self._state_pages
 
     @property
     def _state_pages(self) -> int:
-        return -(-self._shelf.states.nbytes // self._device.page_size)
+        return -(-self._prefix_index.states.nbytes // self._device.page_size)
 
     @property
     def _here(self) -> int:
         """Of the pages, those of the device."""
-        return self._shelf.here + self._state_pages
+        return self._prefix_index.here + self._state_pages
 
     @property
     def states(self) -> int:
         """Lengths of sequences at which windows and recurrent states are kept."""
-        return len(self._shelf.states)
+        return len(self._prefix_index.states)
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +151,7 @@ class PrefixStore:
     @property
     def tokens(self) -> int:
         """That are stored and not in use, each counted once."""
-        return sum(len(each.ids) - each.first for each in tuple(self._shelf.at_rest))
+        return sum(len(each.ids) - each.first for each in tuple(self._prefix_index.at_rest))
 
     @property
     def reused(self) -> int:
@@ -187,10 +187,10 @@ class PrefixStore:
         the store may take their place. DriverError."""
         with self._lock:
             self._asked(rows, now)
-            found = [self._shelf.find(row[:-1], now.settings) for row in rows]
+            found = [self._prefix_index.find(row[:-1], now.settings) for row in rows]
             known = [_keys(runs, self.block) for runs in found]
             sources = self._begin_reading(lookup, (run for runs in found for run in runs))
-            self._shelf.done()
+            self._prefix_index.done()
         try:
             further = self._on_disk(rows, found, known, now)
             alone = movable and len(rows) == 1 and not pads[0] and further is None
@@ -216,49 +216,49 @@ class PrefixStore:
         growing = any(isinstance(layer, ElasticLayer) for layer in layers)
         with self._lock:
             self._asked((row,), now)
-            runs, state = self._shelf.find_state(row[:-1], now.settings, growing)
+            runs, state = self._prefix_index.find_state(row[:-1], now.settings, growing)
             sources = self._begin_reading(lookup, runs)
-            self._shelf.done()
+            self._prefix_index.done()
         try:
             if state is not None:
                 lookup.columns = self._thread.reused = self._take_state(lookup, layers, runs, state, row, now)
         finally:
             self._end_reading(lookup, sources)
 
-    def keep(self, sequence: KeptSequence | None, now: Identity, states: Sequence[WholeState] = ()) -> None:
+    def keep(self, sequence: CachedSequence | None, now: Identity, states: Sequence[StateSnapshot] = ()) -> None:
         """Stores a sequence, whose layers nobody else has, and the states of its layers at some lengths; None where it
         is all states. No more stays than others can spare (exchange.py). DriverError."""
         if sequence is not None:
             sequence.was_written()
         with self._lock:
-            self._shelf.begin()
+            self._prefix_index.begin()
             if not self._closed and now.weights == self._weights:
                 if sequence is not None:
-                    self._shelf.put(sequence)
+                    self._prefix_index.put(sequence)
                 for state in states:
-                    self._shelf.put_state(state)
+                    self._prefix_index.put_state(state)
                 self.counts.stored += 1
                 if (pins := self._thread.pins) is not None:
                     pins.append(keys := [*(sequence.keys if sequence else ()), *(state.key for state in states)])
-                    self._shelf.pin(keys)
-                self._decided("store", self._shelf.at_rest.get(sequence, 0) if sequence else 0)
+                    self._prefix_index.pin(keys)
+                self._decided("store", self._prefix_index.at_rest.get(sequence, 0) if sequence else 0)
                 if self.saver is not None and sequence is not None and not sequence.whole:
                     full = len(sequence.ids) // self.block
                     self.saver.stored(sequence.ids, sequence.keys[:full], now)
                 self._keep_to_limit()
             elif sequence is not None:
-                self._shelf.forget(sequence)
-            self._shelf.done()
+                self._prefix_index.forget(sequence)
+            self._prefix_index.done()
         if sequence is not None:
             self._governor.keep(self._governed, sequence.caches)
 
     def missing(self, ids: Sequence[int], now: Identity) -> bool:
         """Would anything of such a sequence be new?"""
         with self._lock:
-            keys = self._shelf.keys(ids, now.settings)
-            return self._shelf.index.peek(keys) < len(keys)
+            keys = self._prefix_index.keys(ids, now.settings)
+            return self._prefix_index.index.peek(keys) < len(keys)
 
-    def give_back(self, sequence: KeptSequence, now: Identity) -> None:
+    def give_back(self, sequence: CachedSequence, now: Identity) -> None:
         """The request that had it was broken off: what it went on from is still right. DriverError."""
         if sequence.layers and all(
             layer.home is not None and layer.get_seq_length() >= len(sequence.ids) for layer in sequence.used
@@ -268,17 +268,17 @@ class PrefixStore:
         else:
             self.drop(sequence)
 
-    def drop(self, sequence: KeptSequence) -> None:
+    def drop(self, sequence: CachedSequence) -> None:
         """It is not what it was, nor is what relies on it. DriverError."""
         with self._lock:
-            self._shelf.begin()
-            self._shelf.forget(sequence)
-            self._shelf.done()
+            self._prefix_index.begin()
+            self._prefix_index.forget(sequence)
+            self._prefix_index.done()
 
     def lose(self, lookup: Lookup) -> None:
         """The request that asked is gone without a word. For finalizers, which may run in the middle of anything."""
         if lookup.sequence is not None:
-            self._shelf.lost.append(lookup.sequence)
+            self._prefix_index.lost.append(lookup.sequence)
 
     # -- for those who look at it, or take care of it
 
@@ -286,11 +286,11 @@ class PrefixStore:
         """Tokens of a prompt, int[tokens] or a list, that would not be computed now. This is no use of them."""
         settings, prompt = self._settings(), numbers(ids)[:-1]
         with self._lock:
-            if self._shelf.states:
-                growing = next(iter(self._shelf.states)).growing
-                _, state = self._shelf.find_state(prompt, settings, growing, peek=True)
+            if self._prefix_index.states:
+                growing = next(iter(self._prefix_index.states)).growing
+                _, state = self._prefix_index.find_state(prompt, settings, growing, peek=True)
                 return len(state.ids) if state is not None else 0
-            runs = self._shelf.find(prompt, settings, peek=True)
+            runs = self._prefix_index.find(prompt, settings, peek=True)
         return runs[-1].end if runs else 0
 
     def pin(self, ids: Ids) -> list[bytes]:
@@ -298,28 +298,28 @@ class PrefixStore:
         are not evicted until they are unpinned as often. Blocks may go to the host. Returns their keys."""
         settings = self._settings()
         with self._lock:
-            self._shelf.begin()
-            keys = self._shelf.all_keys(numbers(ids), settings)
-            self._shelf.pin(keys)
-            self._shelf.done()
+            self._prefix_index.begin()
+            keys = self._prefix_index.all_keys(numbers(ids), settings)
+            self._prefix_index.pin(keys)
+            self._prefix_index.done()
         return keys
 
     def unpin(self, ids: Ids) -> None:
         """ValueError where they are not pinned."""
         settings = self._settings()
         with self._lock:
-            keys = self._shelf.all_keys(numbers(ids), settings)
+            keys = self._prefix_index.all_keys(numbers(ids), settings)
         self.unpin_keys(keys)
 
     def unpin_keys(self, keys: Sequence[bytes]) -> None:
         """What `pin` returned; for when the model has other adapters since. ValueError where they are not pinned."""
         with self._lock:
-            self._shelf.begin()
+            self._prefix_index.begin()
             try:
-                self._shelf.unpin(keys)
+                self._prefix_index.unpin(keys)
                 self._keep_to_limit()
             finally:
-                self._shelf.done()
+                self._prefix_index.done()
 
     @contextmanager
     def pinning(self, pins: list[list[bytes]]) -> Iterator[None]:
@@ -333,14 +333,14 @@ class PrefixStore:
 
     def unpin_later(self, keys: Iterable[Sequence[bytes]]) -> None:
         """For finalizers, which may run in the middle of anything."""
-        self._shelf.unpinned.extend(keys)
+        self._prefix_index.unpinned.extend(keys)
 
     def clear(self) -> None:
         """Forgets everything but what requests that run go on with. DriverError."""
         with self._lock:
-            self._shelf.begin()
-            self._shelf.clear()
-            self._shelf.done()
+            self._prefix_index.begin()
+            self._prefix_index.clear()
+            self._prefix_index.done()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until all that is stored is in files, where it goes to files; whether that came within so many
@@ -362,12 +362,12 @@ class PrefixStore:
         before = self._here
 
         def evict() -> None:
-            self._shelf.begin()
+            self._prefix_index.begin()
             while (left := pages - before + self._here) > 0 and self._evict(
-                self._shelf.blocks(left, self.pages), here=True
+                self._prefix_index.blocks(left, self.pages), here=True
             ):
                 pass
-            self._shelf.done()
+            self._prefix_index.done()
 
         return before - self._here if if_free(self._lock, evict) else 0
 
@@ -377,12 +377,12 @@ class PrefixStore:
         read now. For any thread; nobody waits for it but who needs their pages."""
         lookup = Lookup()
         with self._lock:
-            self._shelf.begin()
-            runs = self._shelf.find(ids[:end], now.settings, peek=True)
+            self._prefix_index.begin()
+            runs = self._prefix_index.find(ids[:end], now.settings, peek=True)
             found = runs[-1].end if runs else 0
             runs = [run._replace(start=max(start, run.start)) for run in _up_to(runs, end) if run.end > start]
             sources = self._begin_reading(lookup, runs)
-            self._shelf.done()
+            self._prefix_index.done()
         try:
             if not runs or found < end or self._weights != now.weights:
                 yield None
@@ -401,17 +401,17 @@ class PrefixStore:
 
     def _asked(self, rows: Sequence[Sequence[int]], now: Identity) -> None:
         """Of a request with these prompts. What was stored of other weights is forgotten."""
-        self._shelf.begin()
+        self._prefix_index.begin()
         if now.weights != self._weights:
-            self._shelf.clear()
+            self._prefix_index.clear()
             self._weights = now.weights
         self.counts.requests += 1
         self.counts.prompts += sum(map(len, rows))
 
     def _evict(self, count: int = 1, *, here: bool = False) -> bool:
-        """So many blocks or states go, see Shelf.evict. False where there is none that may."""
+        """So many blocks or states go, see PrefixIndex.evict. False where there is none that may."""
         before = self.pages
-        gone = self._shelf.evict(count, here=here)
+        gone = self._prefix_index.evict(count, here=here)
         if gone:
             self.counts.evicted += gone
             self._decided("evict", before - self.pages)
@@ -430,8 +430,8 @@ class PrefixStore:
         """Pages that would not be given to whoever needs some."""
         numbers = self._device.snapshot()
         room = numbers["host_budget"] // self._device.page_size - numbers["host_pages"] + numbers["host_free"]
-        dirty = sum(each.dirty for each in self._shelf.at_rest)
-        fixed = self._state_pages + sum(each.fixed for each in self._shelf.at_rest)
+        dirty = sum(each.dirty for each in self._prefix_index.at_rest)
+        fixed = self._state_pages + sum(each.fixed for each in self._prefix_index.at_rest)
         return fixed + max(0, dirty - (room if self._device.host_pages else 0))
 
     # -- without the lock
@@ -452,7 +452,13 @@ class PrefixStore:
         return further if more else None
 
     def _take_state(
-        self, lookup: Lookup, layers: list[Any], runs: list[Run], state: WholeState, row: Sequence[int], now: Identity
+        self,
+        lookup: Lookup,
+        layers: list[Any],
+        runs: list[Run],
+        state: StateSnapshot,
+        row: Sequence[int],
+        now: Identity,
     ) -> int:
         """Makes the layers go on from a state and the tokens before it, which the runs are. Returns the columns that
         are filled then: all of these, or none. DriverError."""
@@ -478,12 +484,12 @@ class PrefixStore:
         if not runs:
             return 0
         with self._lock:
-            self._shelf.begin()
-            sequence = self._shelf.movable(runs, lookup)
+            self._prefix_index.begin()
+            sequence = self._prefix_index.movable(runs, lookup)
             if sequence is not None:
                 lookup.sequence = sequence
-                self._shelf.take_out(sequence, row[: runs[-1].end])
-            self._shelf.done()
+                self._prefix_index.take_out(sequence, row[: runs[-1].end])
+            self._prefix_index.done()
         if sequence is None:
             return 0
         sequence.idle(kept=False)
@@ -531,20 +537,20 @@ class PrefixStore:
             for layer in layers:
                 layer.reset()
 
-    def _begin_reading(self, lookup: Lookup, runs: Iterable[Run]) -> list[KeptSequence]:
+    def _begin_reading(self, lookup: Lookup, runs: Iterable[Run]) -> list[CachedSequence]:
         """The caller holds the lock."""
-        sources = list({run.source for run in runs if isinstance(run.source, KeptSequence)})
+        sources = list({run.source for run in runs if isinstance(run.source, CachedSequence)})
         for each in sources:
             each.readers.add(lookup)
         return sources
 
-    def _end_reading(self, lookup: Lookup, sources: Iterable[KeptSequence]) -> None:
+    def _end_reading(self, lookup: Lookup, sources: Iterable[CachedSequence]) -> None:
         with self._lock:
             for each in sources:
                 each.readers.discard(lookup)
             if any(each.late for each in sources):
-                self._shelf.begin()
-                self._shelf.done()
+                self._prefix_index.begin()
+                self._prefix_index.done()
 
     def _settings(self) -> bytes:
         return self.identity().settings
@@ -566,7 +572,7 @@ def numbers(ids: Ids) -> array[int]:
 
 def _keys(runs: Sequence[Run], block: int) -> list[bytes]:
     """Of the full blocks that they hold."""
-    return cast(KeptSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
+    return cast(CachedSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
 
 
 def _before(runs: Iterable[Run], source: object) -> list[Run]:

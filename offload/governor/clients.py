@@ -6,11 +6,11 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from ..policy.ladder import Lot
+from ..policy.ladder import Candidate
 from .activity import Activity, Progress
 from .caches import Caches, CacheSeat
+from .candidates import Held
 from .lend import Use
-from .lots import Held
 from .published import Client
 from .seat import Cache, Governed, Seat
 
@@ -218,11 +218,11 @@ class Clients:
                 found.used += 0 if self.cache_idle(each, cache, now) else cache.held
         return found
 
-    def of(self, lots: Sequence[Lot]) -> list[tuple[Client, Lot]]:
+    def of(self, candidates: Sequence[Candidate]) -> list[tuple[Client, Candidate]]:
         """With whose they are."""
         clients: dict[int, Client] = {seat.number: seat for seat in self.seats}
         clients.update((seat.number, seat) for seat, _ in self.caches)
-        return [(clients[lot.client], lot) for lot in lots if lot.client in clients]
+        return [(clients[candidate.client], candidate) for candidate in candidates if candidate.client in clients]
 
     def _take_out(self, key: int) -> Seat | None:
         """Nothing refers to the model of that id any more."""

@@ -85,7 +85,11 @@ class Exchange(Overview):
         with self._lock:
             self._list.void()
         self._published()  # and what should be copied behind waits for the next list
-        keys = [lot.client * LAYERS + lot.index for lot in self.lots() if lot.borrowed and lot.rung is Rung.PREFIX]
+        keys = [
+            candidate.client * LAYERS + candidate.index
+            for candidate in self.candidates()
+            if candidate.borrowed and candidate.rung is Rung.PREFIX
+        ]
         if keys:
             self._device.take(keys)
         with self._lock:

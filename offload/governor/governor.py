@@ -8,7 +8,7 @@ Note [Who asks when]
     when pages run out; the governor hears of that the next time anyone asks. While nothing has happened an answer is
     looked up: by phase and by powers of two of batch and length, as in the performance record.
     A KV cache says when it offers something else (`cache_changed`), and while pages of it are on the host it asks in
-    each iteration how many it may bring back (`homecoming`).
+    each iteration how many it may bring back (`restorable_pages`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..policy.remap import cap
 from ..record.record import Point
 from .decision import Decision, decide, faster
 from .exchange import Exchange
-from .homecoming import coming_home, on_waking
-from .kv_way import Streamed
+from .kv_read_plan import Streamed
+from .restore import plan_restore, restored_on_use
 from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
 from .sharing import admit
 
@@ -144,7 +144,7 @@ class Governor(Exchange):
             seat = change.seat = self._clients[change.model]
             change.before, change.promised = change.model.plan, seat.faster
             seat.held.add(change)
-            self._lots = None
+            self._candidates = None
             self._list.void()
         self._device.withdraw(seat.keys())
         with self._lock:
@@ -233,7 +233,7 @@ class Governor(Exchange):
             taken, seat.taken = frozenset(seat.taken), set()
             return taken
 
-    def homecoming(self, number: int) -> int:
+    def restorable_pages(self, number: int) -> int:
         """Pages that the cache may bring back from the host now, on the thread that is about to use it, between two
         iterations: as many as were free for long enough, or where it was idle, as are free or idle clients have."""
         with self._lock:
@@ -245,7 +245,7 @@ class Governor(Exchange):
             now = self._clock()
             spare = max(0, self._look(now) - self.pages.mark)
             if seat.waking:
-                pages = on_waking(cache.displaced, spare, self._clients.idle_pages(self._list.pages, now, number))
+                pages = restored_on_use(cache.displaced, spare, self._clients.idle_pages(self._list.pages, now, number))
             else:
                 pages = min(seat.home, cache.displaced, spare)
             seat.home = 0
@@ -261,10 +261,10 @@ class Governor(Exchange):
         many. DriverError."""
         self.publish_now()
         keys, left = [], pages
-        for lot in self.lots():
-            if left > 0 and lot.rung is rung:
-                keys.append(lot.client * LAYERS + lot.index)
-                left -= lot.pages
+        for candidate in self.candidates():
+            if left > 0 and candidate.rung is rung:
+                keys.append(candidate.client * LAYERS + candidate.index)
+                left -= candidate.pages
         return self._device.take(keys, pages) if keys else 0
 
     def preparing(self) -> Guarded[Callable[[], int]]:
@@ -283,9 +283,9 @@ class Governor(Exchange):
         """Has so many device pages given by the rungs of the list up to the last, or as many as they have.
         DriverError."""
         self.publish_now()
-        for lot in self.lots():
-            if pages > 0 and lot.rung <= last:
-                pages -= self._device.take([lot.client * LAYERS + lot.index])
+        for candidate in self.candidates():
+            if pages > 0 and candidate.rung <= last:
+                pages -= self._device.take([candidate.client * LAYERS + candidate.index])
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""
@@ -295,7 +295,7 @@ class Governor(Exchange):
             now = self._clock()
             free = self._look(now)
             situation, held = self._situation(now, free), self._clients.held(now)
-            back = coming_home(situation, held if kv else [], min(pages, situation.spare), models=not kv)
+            back = plan_restore(situation, held if kv else [], min(pages, situation.spare), models=not kv)
             self._send_home(back)
             seats = {seat.number: seat for seat in situation.seats}
             plans = sum(

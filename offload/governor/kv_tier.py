@@ -27,14 +27,14 @@ from typing import Any, Final, Protocol
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.events import Events
-from ...allocator.interrupts import Farewell, if_free
+from ...allocator.interrupts import Finalizer, if_free
 from ..policy.ahead import ahead, window
 from ..policy.ladder import Rung
 from ..policy.peer import mean_seconds
 from ..residency.kv_stream import Slice
 from ..residency.kv_twin import KVTwin, Spans, available
 from .activity import Marks
-from .kv_way import KVWay, Streamed
+from .kv_read_plan import KVReadPlan, Streamed
 from .seat import SPLIT, Offer
 
 AHEAD: Final = 2  # layers of a prefill for which pages are made ready
@@ -60,7 +60,7 @@ class Host(Protocol):
     def cache_changed(self, number: int) -> None: ...
     def copies_changed(self) -> None: ...
     def taken_of(self, number: int) -> frozenset[int]: ...
-    def homecoming(self, number: int) -> int: ...
+    def restorable_pages(self, number: int) -> int: ...
     def needs(self, number: int, pages: int) -> None: ...
     def publish_now(self) -> None: ...
     def wait_for_pages(self, timeout: float) -> bool: ...
@@ -85,7 +85,7 @@ class KVTier:
         self._kept = False
         self._goal = 0  # pages that it is to have in this iteration
         self.block = 1  # ranges that it has, or will have
-        self.way = KVWay(device, group, self.transfer, governor.marks)
+        self.way = KVReadPlan(device, group, self.transfer, governor.marks)
         self.prefills = False  # does the iteration have many rows?
         self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
         self._turns: list[int] = []  # in this one
@@ -100,7 +100,7 @@ class KVTier:
         self._slices: dict[int, Slice] = {}  # by index of the offer
         self._buffered = 0  # changes of buffers that the governor was told of
         self.number = governor.add_cache(self)
-        Farewell(self, partial(governor.remove_cache, self.number))
+        Finalizer(self, partial(governor.remove_cache, self.number))
 
     @property
     def running(self) -> bool:
@@ -225,7 +225,7 @@ class KVTier:
             self._unsaid = 0
             self.governor.cache_changed(self.number)
         away = self.displaced
-        pages = self.governor.homecoming(self.number) if away else 0
+        pages = self.governor.restorable_pages(self.number) if away else 0
         self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
         if pages:
             self.bring_back(pages, stream)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..policy.ladder import LISTED, Lot, Rung
+from ..policy.ladder import LISTED, Candidate, Rung
 from .governor import Governor
 from .published import Pool
 
@@ -88,11 +88,13 @@ class Listed(Lever):
         self._governor = governor
 
     def would_free(self) -> int:
-        return sum(lot.pages for lot in self._lots())
+        return sum(candidate.pages for candidate in self._candidates())
 
     def would_cost(self) -> tuple[float, float]:
-        lots = self._lots()
-        return sum(lot.pages * lot.seconds for lot in lots), sum(lot.once for lot in lots)
+        candidates = self._candidates()
+        return sum(candidate.pages * candidate.seconds for candidate in candidates), sum(
+            candidate.once for candidate in candidates
+        )
 
     def pull(self, pages: int) -> int:
         return self._governor.pull(self.rung, pages)
@@ -100,8 +102,8 @@ class Listed(Lever):
     def revert(self, pages: int) -> int:
         return self._governor.revert(self.rung, pages)
 
-    def _lots(self) -> list[Lot]:
-        return [lot for lot in self._governor.lots() if lot.rung is self.rung]
+    def _candidates(self) -> list[Candidate]:
+        return [candidate for candidate in self._governor.candidates() if candidate.rung is self.rung]
 
 
 class Wait(Lever):

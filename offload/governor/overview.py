@@ -22,18 +22,18 @@ from typing import Final
 
 from ...allocator.config import Config
 from ...allocator.events import Events
-from ..policy.ladder import Lot
+from ..policy.ladder import Candidate
 from ..policy.ledger import Settled
 from ..policy.peer import Near, lacking, leaving
 from ..record.record import Point
 from .activity import Marks, Progress
+from .candidates import Held, listed, of_models, to_clean
 from .clients import Clients
 from .decision import Decision
-from .homecoming import Back, coming_home
 from .lend import Lending
-from .lots import Held, listed, of_models, to_clean
 from .pages import Pages
 from .published import Pool, Published
+from .restore import Back, plan_restore
 from .seat import LAYERS, Cache, Seat
 from .situation import Situation
 from .traffic import Traffic, sent
@@ -83,7 +83,7 @@ class Overview:
         self.pages: Final = Pages(device, dwell)
         self._waited = False  # was anything taken since it was last looked?
         self._list = Published(device)
-        self._lots: list[Lot] | None = None  # of the models, where nothing of them has changed
+        self._candidates: list[Candidate] | None = None  # of the models, where nothing of them has changed
         self.events: Final = Events() if events is None else events
         self.events.naming = self._list.named
 
@@ -142,7 +142,7 @@ class Overview:
             seat.costs.clear()
         self._answers.clear()
         self._settled = None
-        self._lots = None
+        self._candidates = None
         self._list.stale = True
 
     def _bury(self) -> None:
@@ -180,7 +180,7 @@ class Overview:
         free, spare = self.pages.look(now, self._waited)
         self._waited = False
         if spare:
-            self._send_home(coming_home(self._situation(now, free), self._clients.held(now), spare))
+            self._send_home(plan_restore(self._situation(now, free), self._clients.held(now), spare))
         if self._wanting and free.bit_length() + 1 != self._wanting:
             self._wanting = 0
             self._moved()
@@ -194,10 +194,10 @@ class Overview:
         if back.plans:
             self._moved()
 
-    def _listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Lot]:
-        if self._lots is None:
-            self._lots = list(of_models(now))
-        return listed(now, self._lots, held, owed)
+    def _listed(self, now: Situation, held: Sequence[Held], owed: Mapping[int, int]) -> list[Candidate]:
+        if self._candidates is None:
+            self._candidates = list(of_models(now))
+        return listed(now, self._candidates, held, owed)
 
     def _owed(self, now: float) -> Mapping[int, int]:
         """Pages that models have to give back to others, by number."""
@@ -235,7 +235,7 @@ class Overview:
             self._list.void()
         self._publish()
 
-    def lots(self) -> list[Lot]:
+    def candidates(self) -> list[Candidate]:
         """All that may be taken now, in the order of taking."""
         with self._lock:
             self._hear()
@@ -271,9 +271,9 @@ class Overview:
             now = self._clock()
             self._rest(now)
             situation, held = self._situation(now, 0), self._clients.held(now)
-            lots = self._listed(situation, held, self._owed(now))
-            behind = self._to_copy(situation, lots, held, now)
-            draft = self._list.draft(self._clients.of(lots))
+            candidates = self._listed(situation, held, self._owed(now))
+            behind = self._to_copy(situation, candidates, held, now)
+            draft = self._list.draft(self._clients.of(candidates))
         if draft is not None:
             draft.fill()
             with self._lock:
@@ -281,7 +281,7 @@ class Overview:
         return behind
 
     def _to_copy(
-        self, now: Situation, lots: Sequence[Lot], held: Sequence[Held], time: float
+        self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
     ) -> list[tuple[Cache, int]]:
         """Pages of caches that are to be copied to the host now: while pages are short, and the link serves no layers.
         The caller holds the lock."""
@@ -290,7 +290,7 @@ class Overview:
             return []
         step = 0 if busy else max(1, STEP // self._device.page_size)
         borrowed = self._lending.borrowed(self._clients.uses(time)) if len(now.seats) > 1 else 0
-        pages = to_clean(lots, held, max(self.pages.total // CLEAN, borrowed), step)
+        pages = to_clean(candidates, held, max(self.pages.total // CLEAN, borrowed), step)
         return [(cache, pages.get(seat.number, 0)) for seat, cache in self._clients.caches]
 
     def _leaving(self) -> list[tuple[Cache, int]]:

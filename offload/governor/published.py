@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...allocator.events import Named, unnamed
-from ..policy.ladder import Lot, Rung
+from ..policy.ladder import Candidate, Rung
 from .seat import LAYERS
 
 
@@ -49,10 +49,10 @@ class Pool(Protocol):
 
 @dataclass
 class Draft:
-    """A list to be: lots and whose they are, in the order of taking."""
+    """A list to be: candidates and whose they are, in the order of taking."""
 
     number: int
-    order: Sequence[tuple[Client, Lot]]
+    order: Sequence[tuple[Client, Candidate]]
     entries: list[Any] = field(default_factory=list)
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
@@ -61,26 +61,33 @@ class Draft:
     def keys(self) -> list[tuple[int, Rung, bool, int]]:
         """With what makes its lever, and the pages of what is divisible."""
         return [
-            (number * LAYERS + lot.index, lot.rung, lot.borrowed, lot.pages if lot.divisible else 0)
-            for number, lot in [(client.number, lot) for client, lot in self.order]
+            (
+                number * LAYERS + candidate.index,
+                candidate.rung,
+                candidate.borrowed,
+                candidate.pages if candidate.divisible else 0,
+            )
+            for number, candidate in [(client.number, candidate) for client, candidate in self.order]
         ]
 
     def fill(self) -> None:
         """Asks the clients for what they have."""
-        for client, lot in self.order:
-            entry = client.entry(lot.index)
+        for client, candidate in self.order:
+            entry = client.entry(candidate.index)
             if entry is not None:
-                self.entries.append((client.key(lot.index), *entry))
-                if lot.divisible:
-                    self.limits[client.key(lot.index)] = lot.pages
-                if lot.rung is not Rung.LAST_WEIGHTS:
-                    self.pages[client.number] = self.pages.get(client.number, 0) + lot.pages
+                self.entries.append((client.key(candidate.index), *entry))
+                if candidate.divisible:
+                    self.limits[client.key(candidate.index)] = candidate.pages
+                if candidate.rung is not Rung.LAST_WEIGHTS:
+                    self.pages[client.number] = self.pages.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
         """Of its entries, by key."""
         return {
-            client.key(lot.index): Named(lot.lever, client.name, lot.once, lot.pages if lot.divisible else 0)
-            for client, lot in self.order
+            client.key(candidate.index): Named(
+                candidate.lever, client.name, candidate.once, candidate.pages if candidate.divisible else 0
+            )
+            for client, candidate in self.order
         }
 
 
@@ -103,7 +110,7 @@ class Published:
         self._current = False
         self.stale = True
 
-    def draft(self, order: Sequence[tuple[Client, Lot]]) -> Draft | None:
+    def draft(self, order: Sequence[tuple[Client, Candidate]]) -> Draft | None:
         """None where the core has that already."""
         self.stale = False
         self._number += 1

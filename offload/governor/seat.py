@@ -13,11 +13,11 @@ from ..policy.interval import Costs
 from ..policy.plan import ASSUMED_RATIO, Plan, fewest, smallest
 from ..policy.remap import cap
 from ..record.record import Phase, Point
-from .kv_way import Streamed
+from .kv_read_plan import Streamed
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 LAYERS: Final = 2**20  # a key of the reclaim list is a seat's number times this, and a layer
-SPLIT: Final = 2**16  # indices of offers are below; each further lot that is made of one has an index higher by this
+SPLIT: Final = 2**16  # indices of offers are below; each further candidate made of one has an index higher by this
 LOOK: Final = 64  # iterations until it is looked whether another plan is faster, each time twice as many
 LONGEST: Final = 1024  # and no more than that
 

@@ -10,9 +10,9 @@ Note [What it costs]
     again: then a layer streams, and a page of KV is copied home once.
 
 Note [Floors]
-    A model keeps `floor` device pages for its weights and its caches together. So each lot is passed over that would
-    leave it with less once all before it are taken. The core may take some and not others (a thread leases them), but
-    never more than the list has, so that what is left is never less. A model that frees its own KV may be below it.
+    A model keeps `floor` device pages for its weights and its caches together. So each candidate is passed over that
+    would leave it with less once all before it are taken. The core may take some and not others (a thread leases them),
+    but never more than the list has, so that what is left is never less. A model that frees its own KV may be below it.
 
 Note [What comes home first]
     What costs most while it is away: KV that is read in place, then layers whose copies are waited for, by the seconds
@@ -64,14 +64,14 @@ LISTED: Final = (
 
 
 @dataclass(slots=True)
-class Lot:
+class Candidate:
     """What is taken at a time: `index` of the `client` with that number, so many device `pages`.
 
     `priority`: those with the lowest give first; `recency`: of equals the one with the highest: when what is idle was
     used, when what runs came. `seconds`: of each iteration, per page, for as long as it is away. `once`: seconds of
     taking it. `owner`: the model whose floor it counts for, 0 for none. `borrowed`: it lies in what is another's.
-    `divisible`: any number of its pages may be taken, and it may be made two lots, the second with an index higher by
-    this."""
+    `divisible`: any number of its pages may be taken, and it may be made two candidates, the second with an index
+    higher by this."""
 
     rung: Rung
     client: int
@@ -85,8 +85,8 @@ class Lot:
     borrowed: bool = False
     divisible: int = 0
 
-    def split(self, pages: int) -> tuple[Lot, Lot]:
-        """A lot of so many of its pages, fewer than it has, and one of the others."""
+    def split(self, pages: int) -> tuple[Candidate, Candidate]:
+        """A candidate of so many of its pages, fewer than it has, and one of the others."""
         part = pages / self.pages
         return replace(self, pages=pages, once=self.once * part), replace(
             self, index=self.index + self.divisible, pages=self.pages - pages, once=self.once * (1 - part)
@@ -98,40 +98,42 @@ class Lot:
         return (Rung.LEND if self.borrowed else self.rung).label
 
 
-def ordered(lots: Iterable[Lot]) -> list[Lot]:
+def ordered(candidates: Iterable[Candidate]) -> list[Candidate]:
     """In the order of taking. What a client offers of one rung stays in the order in which it offers it, and equals
-    stay as they come; of lots of one priority those that are borrowed come first."""
-    return sorted(lots, key=lambda each: (each.rung, each.priority, not each.borrowed, each.seconds, -each.recency))
+    stay as they come; of candidates of one priority those that are borrowed come first."""
+    return sorted(
+        candidates, key=lambda each: (each.rung, each.priority, not each.borrowed, each.seconds, -each.recency)
+    )
 
 
-def claimed(lots: Iterable[Lot], owed: Mapping[int, int]) -> list[Lot]:
-    """In the order of taking, when owners owe so many pages: as many of their lots of KV that nobody uses, those that
-    would be taken first, are borrowed. See lending.py, Note [Due]."""
+def claimed(candidates: Iterable[Candidate], owed: Mapping[int, int]) -> list[Candidate]:
+    """In the order of taking, when owners owe so many pages: as many of their candidates of KV that nobody uses, those
+    that would be taken first, are borrowed. See lending.py, Note [Due]."""
     left, found = dict(owed), []
-    for lot in ordered(lots):
-        due = left.get(lot.owner, 0)
-        if lot.rung in (Rung.PREFIX, Rung.IDLE_KV) and due > 0:
-            if lot.divisible and due < lot.pages:
-                lot, rest = lot.split(due)
+    for candidate in ordered(candidates):
+        due = left.get(candidate.owner, 0)
+        if candidate.rung in (Rung.PREFIX, Rung.IDLE_KV) and due > 0:
+            if candidate.divisible and due < candidate.pages:
+                candidate, rest = candidate.split(due)
                 found.append(rest)
-            left[lot.owner] -= lot.pages
-            lot = replace(lot, rung=min(lot.rung, Rung.LEND), borrowed=True)
-        found.append(lot)
+            left[candidate.owner] -= candidate.pages
+            candidate = replace(candidate, rung=min(candidate.rung, Rung.LEND), borrowed=True)
+        found.append(candidate)
     return ordered(found)
 
 
-def above_floors(lots: Iterable[Lot], spare: Mapping[int, int]) -> list[Lot]:
+def above_floors(candidates: Iterable[Candidate], spare: Mapping[int, int]) -> list[Candidate]:
     """Without those that would leave a model with less than its floor. `spare`: pages that each owner has beyond it;
     those who are not named have no floor. See Note [Floors]."""
     left, kept = dict(spare), []
-    for lot in lots:
-        if lot.owner in left:
-            if lot.divisible and 0 < left[lot.owner] < lot.pages:
-                lot, _ = lot.split(left[lot.owner])
-            if lot.pages > left[lot.owner]:
+    for candidate in candidates:
+        if candidate.owner in left:
+            if candidate.divisible and 0 < left[candidate.owner] < candidate.pages:
+                candidate, _ = candidate.split(left[candidate.owner])
+            if candidate.pages > left[candidate.owner]:
                 continue
-            left[lot.owner] -= lot.pages
-        kept.append(lot)
+            left[candidate.owner] -= candidate.pages
+        kept.append(candidate)
     return kept
 
 
@@ -148,7 +150,7 @@ class Absent:
     recency: float = 0.0
 
 
-def first_home(absent: Iterable[Absent]) -> list[Absent]:
+def restore_order(absent: Iterable[Absent]) -> list[Absent]:
     """In the order in which they come back: the reverse of that in which they went, by what they cost now. See Note
     [What comes home first]."""
     return sorted(absent, key=lambda each: (not each.active, -each.seconds, -each.priority, each.recency))

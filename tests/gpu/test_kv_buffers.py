@@ -11,7 +11,7 @@ import torch
 import ballonet
 from ballonet.allocator import install
 from ballonet.hooks.kv import range as kv_range
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.residency import kv_stream
 
@@ -55,10 +55,10 @@ def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
             expected = models.generate(model, mode, inputs, TOKENS, **more)
         patch.setattr(kv_range.KVRange, "append", appended)
         patch.setattr(kv_stream.KVStream, "_load", loaded)
-        patch.setattr(kv_way.KVWay, "_choose", two_thirds)
-        patch.setattr(kv_way, "AGAIN", 2)
-        patch.setattr(kv_way, "LOOK", 8)
-        patch.setattr(Governor, "homecoming", lambda *_: 0)  # what comes home does not depend on the time
+        patch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
+        patch.setattr(kv_read_plan, "AGAIN", 2)
+        patch.setattr(kv_read_plan, "LOOK", 8)
+        patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what comes home does not depend on the time
         with ballonet.manage(model, interval=None):
             found = models.generate(model, mode, inputs, TOKENS, **more)
         assert not differences(found, expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.layer_stream import Choice, Way
 
@@ -24,8 +24,8 @@ def up_and_down(place: Place, rounds: int) -> None:
     assert shown["peer"], place.device.peer_refused
     room = shown["peer_budget"] // place.page
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_way, "choose", lambda *args, **kw: IN_PLACE)
-        patch.setattr(Governor, "homecoming", lambda *args: 0)
+        patch.setattr(kv_read_plan, "choose", lambda *args, **kw: IN_PLACE)
+        patch.setattr(Governor, "restorable_pages", lambda *args: 0)
         cache, lanes = Cache(place), [place.lane() for _ in range(2)]
         before: Lane | None = None
         for _ in range(rounds):

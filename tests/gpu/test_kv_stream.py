@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency.kv_twin import KVTwin
@@ -113,8 +113,8 @@ def decided() -> Iterator[None]:
     """Nothing comes home by itself, and what is away takes turns in two buffers."""
     choice = Choice(Way.BUFFERS, AWAY, 2, 0, 0.0, 0.0, 0.0)
     with (
-        mock.patch.object(kv_way, "choose", return_value=choice),
-        mock.patch.object(Governor, "homecoming", return_value=0),
+        mock.patch.object(kv_read_plan, "choose", return_value=choice),
+        mock.patch.object(Governor, "restorable_pages", return_value=0),
     ):
         yield
 
@@ -171,7 +171,7 @@ def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
             yield holds
 
 
-def coming_home(place: Place, rounds: int) -> None:
+def plan_restore(place: Place, rounds: int) -> None:
     """Pages come home while the layers compute, one after the other. In most rounds somebody holds what a layer has
     shown, and reads it on a stream that waits for nobody; copies to the host go on beside it. In the first rounds what
     comes home is late."""
@@ -214,4 +214,4 @@ def coming_home(place: Place, rounds: int) -> None:
 @everywhere
 def test_pages_come_home_while_layers_compute(kind: str) -> None:
     streams_here(kind)
-    play(coming_home, kind, pages=256, host_pages=64, rounds=10 if kind == "cuda" else 3)
+    play(plan_restore, kind, pages=256, host_pages=64, rounds=10 if kind == "cuda" else 3)

@@ -11,9 +11,9 @@ import torch
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.kv_way import KVWay
+from ballonet.offload.governor.kv_read_plan import KVReadPlan
 from ballonet.offload.residency.kv_twin import available
 
 from .. import models
@@ -44,7 +44,7 @@ class Operator:
     def holds(self) -> bool:
         return bool(self._held)
 
-    def take(self, way: KVWay) -> None:
+    def take(self, way: KVReadPlan) -> None:
         device, before = self._place.device, in_buffers(way)
         left = before // (4 if len(self.taken) % 2 else 2)
         spilled = device.snapshot()["spilled"]
@@ -70,7 +70,7 @@ class Operator:
             self._held.append(torch.full((size,), POISON, dtype=torch.uint8, device=self._place.kind))
 
 
-def in_buffers(way: KVWay) -> int:
+def in_buffers(way: KVReadPlan) -> int:
     """Pages that they have."""
     return sum(each.range.backed for each in way._buffers._buffers)
 
@@ -111,7 +111,7 @@ class Interrupted(Cache):
 
 def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
     """Of each layer in turn; what others had in the buffer is right as well."""
-    with torch.no_grad(), decided(), mock.patch.object(kv_way, "AGAIN", 1):
+    with torch.no_grad(), decided(), mock.patch.object(kv_read_plan, "AGAIN", 1):
         cache = Interrupted(place, when)
         for home in cache.homes:
             assert home.pages.displace(0)
@@ -203,10 +203,10 @@ def taken_in_a_forward(place: Place, when: When) -> None:
         place.empty_cache()
         decoding = Decoding(place, model, when)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", decoding.attend)
-        patch.setattr(KVWay, "_choose", two_thirds)
-        patch.setattr(kv_way, "AGAIN", 2)
-        patch.setattr(kv_way, "LOOK", 8)
-        patch.setattr(Governor, "homecoming", lambda *_: 0)
+        patch.setattr(KVReadPlan, "_choose", two_thirds)
+        patch.setattr(kv_read_plan, "AGAIN", 2)
+        patch.setattr(kv_read_plan, "LOOK", 8)
+        patch.setattr(Governor, "restorable_pages", lambda *_: 0)
         with ballonet.manage(model, interval=None):
             found = models.generate(model, "greedy", inputs, TOKENS)
         if decoding.operator.holds:

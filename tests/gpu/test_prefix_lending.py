@@ -70,7 +70,7 @@ class Speaker:
     @property
     def here(self) -> int:
         """Pages of the device under what it keeps."""
-        return self.store._shelf.here
+        return self.store._prefix_index.here
 
     @property
     def lent(self) -> Lent:
@@ -321,7 +321,7 @@ def while_kernels_read(place: Place, forgotten: bool) -> None:
     before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
     with ExitStack() as stack:
         if forgotten:
-            stack.enter_context(mock.patch.object(Governor, "lots", return_value=[]))
+            stack.enter_context(mock.patch.object(Governor, "candidates", return_value=[]))
         worker.begin()
     assert pulled() > before
     assert borrower.here < here

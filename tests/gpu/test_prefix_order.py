@@ -12,7 +12,7 @@ import torch
 from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.prefix.sequence import KeptSequence, Run, copy_in, reading
+from ballonet.hooks.prefix.sequence import CachedSequence, Run, copy_in, reading
 
 from .hold import held
 from .scene import Place, everywhere, play
@@ -26,7 +26,7 @@ class Stored:
         self.tokens = 2 * place.page // (2 * heads * dim * 4)
         self.new = torch.randn(1, heads, self.tokens, dim, device=place.kind)
         self.layer = ElasticLayer(CacheRanges(expected=3 * self.tokens))
-        self.sequence = KeptSequence([self.layer], range(2 * self.tokens), b"")
+        self.sequence = CachedSequence([self.layer], range(2 * self.tokens), b"")
         self.append()
         place.synchronize()
 

@@ -13,7 +13,7 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
-from ballonet.offload.governor import kv_way, pages
+from ballonet.offload.governor import kv_read_plan, pages
 from ballonet.offload.policy import layer_stream, layout
 from ballonet.offload.policy.layer_stream import Way
 
@@ -30,8 +30,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers so small stream as large ones do, pages so small are worth a copy of their own, and are always short."""
     monkeypatch.setattr(layout, "LARGE", 2**11)
     monkeypatch.setattr(pages, "SHORT", 1)
-    monkeypatch.setattr(kv_way.KVWay, "_learn", lambda *_: None)  # what is decided does not depend on the time
-    monkeypatch.setattr(kv_way, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    monkeypatch.setattr(
+        kv_read_plan.KVReadPlan, "_learn", lambda *_: None
+    )  # what is decided does not depend on the time
+    monkeypatch.setattr(kv_read_plan, "choose", functools.partial(layer_stream.choose, copy=0.0))
 
 
 @pytest.fixture

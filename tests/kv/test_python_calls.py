@@ -15,7 +15,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy import layer_stream
 from ballonet.offload.policy.layer_stream import Way
 
@@ -30,8 +30,8 @@ PER_PAGE = PAGE // (BATCH * HEADS * (K_DIM + V_DIM) * 4)
 @pytest.fixture(autouse=True)
 def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is decided does not depend on the time."""
-    monkeypatch.setattr(kv_way, "choose", functools.partial(layer_stream.choose, copy=0.0))
-    monkeypatch.setattr(kv_way.KVWay, "_learn", lambda *_: None)
+    monkeypatch.setattr(kv_read_plan, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    monkeypatch.setattr(kv_read_plan.KVReadPlan, "_learn", lambda *_: None)
 
 
 class Counted:
@@ -86,8 +86,8 @@ def device_of(pages: int) -> Iterator[Device]:
 
 def decoding(pages: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
     """Calls of a decode step that fills no page, with so many pages of KV."""
-    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
-    monkeypatch.setattr(kv_way, "LOOK", 10**9)
+    monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
+    monkeypatch.setattr(kv_read_plan, "LOOK", 10**9)
     with device_of(2 * pages) as device:
         return _decoded(device, pages, way)
 
@@ -98,7 +98,7 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
     if way is not Way.HOME:
         hog.map(0, pages)
         press(device, pages // 2)
-    for _ in range(3 * kv_way.AGAIN):
+    for _ in range(3 * kv_read_plan.AGAIN):
         cache.forward(1)
     steps = []
     for _ in range(6):

@@ -23,8 +23,8 @@ from ballonet.hooks.kv import pages as kv_pages_module
 from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.prefix.sequence import Gone, KeptSequence
-from ballonet.offload.governor import kv_tier, kv_way
+from ballonet.hooks.prefix.sequence import CachedSequence, Gone
+from ballonet.offload.governor import kv_read_plan, kv_tier
 from ballonet.offload.governor.seat import LAYERS as KEYS
 from ballonet.offload.policy import layer_stream
 from ballonet.offload.policy.layer_stream import Way
@@ -43,8 +43,10 @@ LAYERS = 4
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages so small are not worth a copy of their own."""
-    monkeypatch.setattr(kv_way, "choose", functools.partial(layer_stream.choose, copy=0.0))
-    monkeypatch.setattr(kv_way.KVWay, "_learn", lambda *_: None)  # what is decided does not depend on the time
+    monkeypatch.setattr(kv_read_plan, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    monkeypatch.setattr(
+        kv_read_plan.KVReadPlan, "_learn", lambda *_: None
+    )  # what is decided does not depend on the time
 
 
 @pytest.fixture(params=[{}])
@@ -115,7 +117,7 @@ def room(device: Device, pages: int) -> Any:
 
 
 def fly(layers: Layers) -> None:
-    for _ in range(3 * kv_way.AGAIN):
+    for _ in range(3 * kv_read_plan.AGAIN):
         layers.update()
         if layers.flying == LAYERS:
             return
@@ -337,7 +339,7 @@ def test_what_somebody_holds_stays_what_it_was(streamed: Layers, device: Device)
 
 def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     """The thread that computes with it may have to bring it to rest at any time."""
-    sequence = KeptSequence([elastic for elastic, _ in streamed.pairs], range(100), b"")
+    sequence = CachedSequence([elastic for elastic, _ in streamed.pairs], range(100), b"")
     sequence.out = True
     with pytest.raises(Gone), sequence.leased(0):
         pass
@@ -371,7 +373,7 @@ def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
 
 def test_what_leaves_later_flies_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the room that its buffer has left, and is loaded with the rest."""
-    monkeypatch.setattr(kv_way, "SLACK", 1)
+    monkeypatch.setattr(kv_read_plan, "SLACK", 1)
     hog = room(device, 34)
     layers = Layers(100)
     fly(layers)
@@ -403,8 +405,8 @@ def test_layers_that_have_run_give_first(device: Device) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in test_taken.py, but with little room, so that layers fly whenever nobody looks."""
-    monkeypatch.setattr(kv_way, "AGAIN", 1)
-    monkeypatch.setattr(kv_way, "LOOK", 4)
+    monkeypatch.setattr(kv_read_plan, "AGAIN", 1)
+    monkeypatch.setattr(kv_read_plan, "LOOK", 4)
     fuzz = Fuzz(device, seed, 1, layers=LAYERS)
     ways = [fuzz.update] * 30 + [fuzz.prefill, fuzz.crop, fuzz.crop, fuzz.reorder, fuzz.repeat, fuzz.select]
     ways += [fuzz.replace, fuzz.hold, fuzz.let_go, fuzz.let_go, fuzz.reset, fuzz.check]
@@ -479,8 +481,8 @@ def test_two_caches_take_turns(streamed: Layers, device: Device) -> None:
 
 
 def test_threads_with_a_cache_each(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
-    monkeypatch.setattr(kv_way, "AGAIN", 1)
+    monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
+    monkeypatch.setattr(kv_read_plan, "AGAIN", 1)
     hog = room(device, 40)
     wrong: list[BaseException] = []
     flown = threading.Event()
@@ -572,14 +574,16 @@ def test_buffers_whose_pages_are_taken_while_they_are_opened(device: Device) -> 
         nonlocal taken
         made = open_buffers(stream, count, pages)
         layers.tier.governor.publish_now()
-        mine = [lot for lot in layers.tier.governor.lots() if lot.client == layers.tier.number]
-        taken += device.take([lot.client * KEYS + lot.index for lot in mine if lot.index in layers.tier._slices])
+        mine = [candidate for candidate in layers.tier.governor.candidates() if candidate.client == layers.tier.number]
+        taken += device.take(
+            [candidate.client * KEYS + candidate.index for candidate in mine if candidate.index in layers.tier._slices]
+        )
         return made
 
     hog, layers = room(device, 26), Layers(100)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_stream.KVStream, "open", opened)
-        for _ in range(3 * kv_way.AGAIN):
+        for _ in range(3 * kv_read_plan.AGAIN):
             layers.update()
     assert taken > 0
     layers.check()
@@ -606,11 +610,11 @@ def test_all_of_it_comes_home_when_there_is_room(
 ) -> None:
     streamed.hog.close()
     device.reap(wait=True)
-    for _ in range(kv_way.LOOK):
+    for _ in range(kv_read_plan.LOOK):
         streamed.update()
     assert streamed.way().way is Way.BUFFERS, "it flies until pages have been free for long enough"
     assert streamed.flying == LAYERS
-    monkeypatch.setattr(type(streamed.tier.governor), "homecoming", lambda self, number: streamed.tier.displaced)
+    monkeypatch.setattr(type(streamed.tier.governor), "restorable_pages", lambda self, number: streamed.tier.displaced)
     streamed.update()
     assert streamed.way() == replace(streamed.way(), way=Way.HOME, away=0, buffers=0, buffer_pages=0)
     streamed.check()
@@ -632,7 +636,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         layers = Layers(100)
         layers.update()
         try:
-            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_way, kv_twin, kv_stream) as interrupt:
+            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_read_plan, kv_twin, kv_stream) as interrupt:
                 INTERRUPTED[act](layers)
         except KeyboardInterrupt:
             pass

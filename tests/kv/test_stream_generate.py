@@ -12,7 +12,7 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv import range as kv_range
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency import kv_stream
 
 from .. import models
@@ -59,9 +59,9 @@ def flights(monkeypatch: pytest.MonkeyPatch) -> Flights:
 
     monkeypatch.setattr(kv_range.KVRange, "append", appended)
     monkeypatch.setattr(kv_stream.KVStream, "_load", loaded)
-    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
-    monkeypatch.setattr(kv_way, "AGAIN", 2)
-    monkeypatch.setattr(kv_way, "LOOK", 8)
+    monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
+    monkeypatch.setattr(kv_read_plan, "AGAIN", 2)
+    monkeypatch.setattr(kv_read_plan, "LOOK", 8)
     return flights
 
 

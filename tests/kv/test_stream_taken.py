@@ -13,7 +13,7 @@ import torch
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device.lease import ForwardLease
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.residency.kv_twin import available
 
 from ..test_kv import tokens
@@ -138,9 +138,9 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kv_way, "AGAIN", 1)
-    monkeypatch.setattr(kv_way, "LOOK", 4)
-    monkeypatch.setattr(kv_way.KVWay, "_choose", two_thirds)
+    monkeypatch.setattr(kv_read_plan, "AGAIN", 1)
+    monkeypatch.setattr(kv_read_plan, "LOOK", 4)
+    monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
     draw, hog, taken = random.Random(seed), room(device, 26), 0
     layers = Layers(100)
     fly(layers)

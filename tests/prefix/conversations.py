@@ -83,8 +83,8 @@ class Sides:
 
     def check(self) -> None:
         """Whatever the index says is there, once, and is what was computed for these tokens."""
-        store, index = self.store, self.store._shelf.index
-        for sequence, pages in store._shelf.at_rest.items():
+        store, index = self.store, self.store._prefix_index.index
+        for sequence, pages in store._prefix_index.at_rest.items():
             assert not sequence.out
             assert sequence.keys
             assert pages == sequence.held
@@ -98,7 +98,7 @@ class Sides:
             owner = index.owner(key)
             start = owner.keys.index(key) * store.block
             end = min(start + store.block, len(owner.ids))
-            assert owner.out or owner in store._shelf.at_rest
+            assert owner.out or owner in store._prefix_index.at_rest
             here = [[each[0] for each in layer.part(start, end)] for layer in owner.used]
             assert any(
                 left[:end] == list(owner.ids[:end])
@@ -127,7 +127,7 @@ def sides(
     managed = ballonet.manage(model, chaos=chaos, prefix_cache=options.pop("prefix_cache", True), **options)
     store = managed.prefixes
     assert store is not None
-    store._shelf.block = block
+    store._prefix_index.block = block
     both = Sides(model, stock, managed, store)
     prepared, ended = sessions._Request.prepared, sessions._Request.ended
 

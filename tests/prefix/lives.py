@@ -83,7 +83,7 @@ class Talker:
         self.managed = ballonet.manage(self.model, chaos=chaos, prefix_cache=True, prefix_dir=where)
         assert self.managed.prefixes is not None
         self.store = self.managed.prefixes
-        self.store._shelf.block = BLOCK
+        self.store._prefix_index.block = BLOCK
         if self.store.saver is not None:
             self.store.saver._block = BLOCK
 
@@ -194,30 +194,30 @@ class Talker:
 
     def check(self) -> None:
         """Whatever is said to be stored is there, once, and was computed for its tokens."""
-        shelf, saver = self.store._shelf, self.store.saver
-        for sequence in tuple(shelf.at_rest):
+        prefix_index, saver = self.store._prefix_index, self.store.saver
+        for sequence in tuple(prefix_index.at_rest):
             assert not sequence.out
             while sequence.readers and saver is not None and saver._busy:  # which reads behind
                 time.sleep(1e-3)
             assert not sequence.readers
             assert sequence.keys
-            assert shelf.at_rest[sequence] == sequence.held
+            assert prefix_index.at_rest[sequence] == sequence.held
             assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
-            assert shelf.index.owner(sequence.keys[-1]) is sequence
+            assert prefix_index.index.owner(sequence.keys[-1]) is sequence
             assert sequence.missing <= sequence.first
-        has = {(key, sequence) for sequence in shelf.at_rest for key in sequence.keys}
-        for key in shelf.index:
-            assert (key, shelf.index.owner(key)) in has, "a key that leads to other tokens"
+        has = {(key, sequence) for sequence in prefix_index.at_rest for key in sequence.keys}
+        for key in prefix_index.index:
+            assert (key, prefix_index.index.owner(key)) in has, "a key that leads to other tokens"
 
     def read_all(self) -> None:
         """Of what is stored for the model as it is now, each token."""
         now = self.store.identity()
-        for home in (home for sequence in self.store._shelf.at_rest for home in sequence.homes):
+        for home in (home for sequence in self.store._prefix_index.at_rest for home in sequence.homes):
             assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home._most + 2))
         if now.weights != self.store._weights:
             return
         with install.stock():
-            for sequence in tuple(self.store._shelf.at_rest):
+            for sequence in tuple(self.store._prefix_index.at_rest):
                 start, end = sequence.missing, len(sequence.ids)
                 if sequence.salt != now.settings or start >= end:
                     continue
@@ -413,7 +413,7 @@ class Life:
         poison(self.device)
 
     def _behind(self, talker: Talker) -> None:
-        for sequence in tuple(talker.store._shelf.at_rest):
+        for sequence in tuple(talker.store._prefix_index.at_rest):
             for tier in sequence._tiers():
                 tier.write_behind(self.draw.randint(0, 3))
 
@@ -422,7 +422,7 @@ class Life:
 
     def _limit(self, talker: Talker) -> None:
         talker.store.limit = self.draw.choice((None, None, 40 * PAGE, 150 * PAGE))
-        if talker.store.limit is not None and not talker.store._shelf._pinned:
+        if talker.store.limit is not None and not talker.store._prefix_index._pinned:
             assert talker.store.nbytes <= talker.store.limit
 
     def _pin(self, talker: Talker) -> None:

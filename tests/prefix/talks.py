@@ -129,17 +129,17 @@ class Talks:
 
     def check(self) -> None:
         """What is kept has what it relies on, and nothing is kept that is of no use."""
-        shelf = self.store._shelf
-        for state in shelf.states:
-            assert shelf.index.owner(state.key) is state
-            assert shelf.find_state(state.ids, state.salt, state.growing, peek=True)[1] is state
-        for sequence in shelf.at_rest:
+        prefix_index = self.store._prefix_index
+        for state in prefix_index.states:
+            assert prefix_index.index.owner(state.key) is state
+            assert prefix_index.find_state(state.ids, state.salt, state.growing, peek=True)[1] is state
+        for sequence in prefix_index.at_rest:
             assert sequence.whole
             assert not sequence.out
             start = (len(sequence.keys) - 1) * BLOCK
-            assert shelf.index.after(sequence.keys[-1]) or any(
+            assert prefix_index.index.after(sequence.keys[-1]) or any(
                 min(len(state.ids), len(sequence.ids)) > start and not differs(state.ids, sequence.ids)
-                for state in shelf.states
+                for state in prefix_index.states
             )
         assert not self.model._forward_pre_hooks or len(self.model._forward_pre_hooks) == self.hooks
 
@@ -156,7 +156,7 @@ def talks(
     managed = ballonet.manage(model, chaos=chaos, **{"prefix_cache": True, **(manage or {})})
     store = managed.prefixes
     assert store is not None
-    store._shelf.block = BLOCK
+    store._prefix_index.block = BLOCK
     empty = DynamicCache(config=stock.config.get_text_config(decoder=True))
     both = Talks(model, stock, managed, store, empty, hooks=len(model._forward_pre_hooks))
     prepared = sessions._Request.prepared

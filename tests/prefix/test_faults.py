@@ -26,7 +26,7 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
 from ballonet.hooks.kv import room
 from ballonet.hooks.kv.range import KVRange
-from ballonet.offload.governor import kv_way
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy import layout
 from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.residency.kv_stream import KVStream
@@ -96,7 +96,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
 
     def away() -> None:
         begun()
-        for sequence in both.store._shelf.at_rest:
+        for sequence in both.store._prefix_index.at_rest:
             for tier in sequence._tiers():
                 tier.write_behind(9)
         for rung in (Rung.PREFIX, Rung.IDLE_KV):
@@ -132,9 +132,9 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
         with patch.context() as here:
             here.setattr(KVStream, "_load", loaded)
             here.setattr(KVRange, "append", appended)
-            here.setattr(kv_way.KVWay, "_choose", two_thirds)
-            here.setattr(kv_way, "AGAIN", 2)
-            here.setattr(kv_way, "LOOK", 8)
+            here.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
+            here.setattr(kv_read_plan, "AGAIN", 2)
+            here.setattr(kv_read_plan, "LOOK", 8)
             before = loads["buffers"]
             goes_on(12)
             assert every or loads["buffers"] > before  # after so many faults layers may be shy of buffers
@@ -182,7 +182,7 @@ def calls_fail_once(device: Device, both: Sides, name: str, before: Act, turn: A
         again(partial(arm, [(function, calls(device)[function] + cost.get(function, 0) + nth)]), both, most)
         failures += again(turn, both, most)
         both.check()
-        assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+        assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
     assert device.snapshot()["faults"] > fired
     print(name, failures, len(places))
 

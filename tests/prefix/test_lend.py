@@ -20,7 +20,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.device import governors
-from ballonet.hooks.device.lease import Holding
+from ballonet.hooks.device.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.governor.governor import Governor
@@ -80,7 +80,7 @@ class One:
     def __init__(self, name: str, **options: Any) -> None:
         self.model = build(name, **MODELS[name]).double()
         self.managed = ballonet.manage(self.model, prefix_cache=True, **options)
-        self.store._shelf.block = BLOCK
+        self.store._prefix_index.block = BLOCK
 
     @property
     def store(self) -> PrefixStore:
@@ -100,15 +100,15 @@ class One:
     def check(self) -> None:
         """Each key that is stored leads to pages, and no page is kept without one."""
         store = self.store
-        for key in store._shelf.index:
-            owner: Any = store._shelf.index.owner(key)
-            assert owner.out or owner in store._shelf.at_rest
+        for key in store._prefix_index.index:
+            owner: Any = store._prefix_index.index.owner(key)
+            assert owner.out or owner in store._prefix_index.at_rest
             start = owner.keys.index(key) * store.block
             end = min(start + store.block, len(owner.ids))
             for home in owner.homes:
                 pieces = range(start * home.geometry.token_bytes // PAGE, home.geometry.pieces(end))
                 assert all(home.range.backing(piece) in HELD for piece in pieces), "a key leads to pages that are gone"
-        for sequence, pages in store._shelf.at_rest.items():
+        for sequence, pages in store._prefix_index.at_rest.items():
             assert sequence.keys, "pages are kept without keys"
             assert pages == sequence.held
 
@@ -181,14 +181,14 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // PART).size == 12
         assert worker.lent.lent >= 48
         assert master.lent.borrowed > 200
-        keys = len(master.store._shelf.index)
+        keys = len(master.store._prefix_index.index)
         with monkeypatch.context() as patched:
             patched.setattr(governor, "_device", counted)
             patched.setattr(Governor, "_take_back", watch)
             worker.ask(back)
         assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
         assert sum(pages for *_, pages in exchanges) > 100
-        assert len(master.store._shelf.index) == keys
+        assert len(master.store._prefix_index.index) == keys
         master.check()
         worker.check()
         for turn in others[-3:]:  # what is a hit yet is right, and what is none is computed
@@ -213,19 +213,19 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         worker.ask(first, past_key_values=cache)
         for turn in others:
             master.ask(turn)
-        kept, store = master.store._shelf.here, master.store
+        kept, store = master.store._prefix_index.here, master.store
         assert kept >= 60
         device.trim()
         hog = device.reserve(900 * PAGE, "weights", device.group())
         hog.map(0, available(device))
-        before, keys = copied(), len(store._shelf.index)
+        before, keys = copied(), len(store._prefix_index.index)
         prompts = [turn.tokens[0].tolist() for turn in others]
         found = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
             (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
-            with store.read(prompts[read], store.identity(), 0, 96) as parts, Holding(tier._group):
+            with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier._group):
                 assert parts is not None
                 tier.iteration(0, 1, wanted // tier.block)
             assert store.get_num_new_matched_tokens([*prompts[read], 1]) == found[read]
@@ -235,7 +235,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         assert copied() == before
         device.reap(wait=True)
         assert available(device) >= wanted
-        assert len(store._shelf.index) < keys
+        assert len(store._prefix_index.index) < keys
         now = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
         assert all(after <= before for after, before in zip(now, found, strict=True))
         assert sum(now) < sum(found)
@@ -260,17 +260,17 @@ def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -
         hog.map(0, available(device))
         (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
         found = [store.get_num_new_matched_tokens([*turn.tokens[0].tolist(), 1]) for turn in others]
-        with Holding(tier._group):
+        with GroupLease(tier._group):
             with ExitStack() as readers:
                 for turn, tokens in zip(others, found, strict=True):
                     if tokens:
                         ids = turn.tokens[0].tolist()
                         assert readers.enter_context(store.read(ids, store.identity(), 0, tokens)) is not None
-                kept = store._shelf.here
+                kept = store._prefix_index.here
                 tier.iteration(0, 1, 36 // tier.block)
                 assert pulled() == 0
                 assert store.give_up(device, 36) == 0, "nor where it is due"
-                assert store._shelf.here == kept > 36
+                assert store._prefix_index.here == kept > 36
             tier.iteration(0, 1, 36 // tier.block)
             tier.iteration(0, 1, 36 // tier.block)
         assert pulled() >= 36

@@ -16,13 +16,13 @@ import torch
 from ballonet.allocator import runtime
 from ballonet.hooks.kv import layer as kv_layer
 from ballonet.hooks.kv import range as kv_range
-from ballonet.hooks.prefix import sequence, sessions, shelf, store
+from ballonet.hooks.prefix import prefix_index, sequence, sessions, store
 
 from ..pool import tiny_layers
 from .conversations import Sides, sides, words
 
 PAGE = 4096
-PARTS = (kv_layer, kv_range, sequence, sessions, shelf, store)
+PARTS = (kv_layer, kv_range, sequence, sessions, prefix_index, store)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_threads_on_one_model(monkeypatch: pytest.MonkeyPatch, chaos: int | None
         if failed:
             raise failed[0]
         both.check()
-        assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+        assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
         assert both.store.counts.moves + both.store.counts.copies > 12
 
 
@@ -77,7 +77,7 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
     with sides(monkeypatch) as both:
         ids = both.ask(words(generator, 100))
         more = torch.cat([ids[:, :-9], words(generator, 40)], 1)
-        copy_in, part, moved = sequence.copy_in, sequence.KeptSequence.part, []
+        copy_in, part, moved = sequence.copy_in, sequence.CachedSequence.part, []
 
         first = iter((True, False))
 
@@ -86,7 +86,7 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
                 elsewhere(lambda: both.model.generate(more, max_new_tokens=2, min_new_tokens=2).shape)
             copy_in(*args)
 
-        def held(self: sequence.KeptSequence, layer: int, start: int, end: int) -> Any:
+        def held(self: sequence.CachedSequence, layer: int, start: int, end: int) -> Any:
             elsewhere(lambda: moved.append(self.homes[0].range.move(0, "host")))
             return part(self, layer, start, end)
 
@@ -95,7 +95,7 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
             both.ask(torch.cat([ids[:, :60], words(generator, 5)], 1))
         assert (both.store.counts.copies, both.store.counts.moves) == (2, 0)
         with monkeypatch.context() as patched:
-            patched.setattr(sequence.KeptSequence, "part", held)
+            patched.setattr(sequence.CachedSequence, "part", held)
             both.ask(torch.cat([ids[:, :50], words(generator, 5)], 1))
         assert moved
         assert not any(moved)
@@ -106,10 +106,10 @@ def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pyt
     with sides(monkeypatch) as both:
         ids = both.ask(words(torch.Generator().manual_seed(3), 60))[0].tolist()
 
-        def gone(self: sequence.KeptSequence, *_: Any) -> Any:
+        def gone(self: sequence.CachedSequence, *_: Any) -> Any:
             raise sequence.Gone(self)
 
-        monkeypatch.setattr(sequence.KeptSequence, "part", gone)
+        monkeypatch.setattr(sequence.CachedSequence, "part", gone)
         with both.store.read(ids, both.store.identity(), 0, 40) as parts:
             assert parts is not None
             with pytest.raises(sequence.Gone) as raised:
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pyt
         read = both.store.read(ids, both.store.identity(), 0, 40)
         assert read.__enter__() is not None
         assert not read.__exit__(raised.type, raised.value, None)
-        assert not any(each.readers for each in both.store._shelf.at_rest)
+        assert not any(each.readers for each in both.store._prefix_index.at_rest)
 
 
 def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> No
             with part.register_forward_pre_hook(fail, prepend=True), pytest.raises(error, match="in the middle"):
                 both.model.generate(ids, max_new_tokens=5, min_new_tokens=5)
             both.check()
-            assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+            assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
             ids = both.ask(ids)
             assert both.reused >= ids.shape[1] - 6 - 9 - 1, "what it went on from is there yet"
             both.check()
@@ -182,7 +182,7 @@ def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             gc.collect()
             both.store.get_num_new_matched_tokens([1])
             both.check()
-            assert not any(each.readers or each.out for each in both.store._shelf.at_rest)
+            assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
         assert interrupted > 8
     gc.collect()
     device = runtime.require()

@@ -174,7 +174,7 @@ KV = (
           READ,
           ("hooks/prefix/sequence.py", "                    stream.wait_event(self.read.popitem()[1])\n", "                    self.read.popitem()\n")),
     plant("prefix-lease", "the lease on a stored prefix while it is copied from", COPIED,
-          ("hooks/prefix/sequence.py", "                stack.enter_context(Holding(group))\n", "                pass\n")),
+          ("hooks/prefix/sequence.py", "                stack.enter_context(GroupLease(group))\n", "                pass\n")),
 )
 
 MODELS = (

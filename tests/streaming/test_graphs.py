@@ -410,7 +410,7 @@ def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) 
             )
         elastic._change(streaming(before, (3, 5), 1))
         assert managed.streamed == plan.streamed
-        assert all(lot.index != 3 for lot in governors.of(runtime.require()).lots())
+        assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).candidates())
 
 
 def test_a_floor_counts_what_is_kept(model: Any) -> None:

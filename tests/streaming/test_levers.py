@@ -107,12 +107,12 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, monkeypatch: p
         say(idle)
         now[0] += 5
         say(model)
-        lots = governor.lots()
-        assert sum(lot.pages for lot in lots if lot.rung is Rung.IDLE_WEIGHTS) <= 2
-        assert not [lot for lot in lots if lot.rung is Rung.HIDDEN_WEIGHTS]
+        candidates = governor.candidates()
+        assert sum(candidate.pages for candidate in candidates if candidate.rung is Rung.IDLE_WEIGHTS) <= 2
+        assert not [candidate for candidate in candidates if candidate.rung is Rung.HIDDEN_WEIGHTS]
     with ballonet.manage(idle) as other:
         say(idle)
-        assert sum(lot.pages for lot in governor.lots() if lot.rung is Rung.HIDDEN_WEIGHTS) > 2
+        assert sum(candidate.pages for candidate in governor.candidates() if candidate.rung is Rung.HIDDEN_WEIGHTS) > 2
 
 
 def test_a_load_that_comes_and_goes_leaves_nothing_behind(
@@ -198,9 +198,9 @@ def test_a_square_wave_of_hundreds_of_cycles(
             home = (active.pages, other.pages)
             for cycle in range(CYCLES):
                 before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
-                lots = governor.lots()
+                candidates = governor.candidates()
                 with full(but=2):
-                    torch.empty(sum(lot.pages for lot in lots) * PAGE, dtype=torch.uint8)
+                    torch.empty(sum(candidate.pages for candidate in candidates) * PAGE, dtype=torch.uint8)
                     assert torch.equal(logits(model), expected[0])
                     gone = sum(home) - active.pages - other.pages
                     assert bytes_that_exist() <= BUDGET

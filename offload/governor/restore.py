@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..policy.ladder import Absent, first_home
+from ..policy.ladder import Absent, restore_order
 from ..policy.plan import Plan
 from ..policy.remap import Model, revert
-from .lots import Held
+from .candidates import Held
 from .situation import Situation
 
 
@@ -19,7 +19,7 @@ class Back(NamedTuple):
     pages: Mapping[int, int]
 
 
-def coming_home(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
+def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
     """Of so many pages, in the order of ladder.py, Note [What comes home first]. A model with an SLO has what that
     leaves it. `models`: do they have a part in it?"""
     seats = {seat.number: seat for seat in now.seats if models and seat.auto and not seat.has_slo}
@@ -35,7 +35,7 @@ def coming_home(now: Situation, caches: Sequence[Held], spare: int, models: bool
                     absent.append(Absent(number, count, seconds, True, priority, held.used))
     plans: dict[int, Plan] = {}
     pages: dict[int, int] = {}
-    for each in first_home(absent):
+    for each in restore_order(absent):
         if spare <= 0:
             break
         if each.client in states:
@@ -55,7 +55,7 @@ def _of_model(number: int, model: Model) -> Absent:
     return Absent(number, freed, seconds, model.active, model.priority, model.used)
 
 
-def on_waking(displaced: int, spare: int, offered: int) -> int:
+def restored_on_use(displaced: int, spare: int, offered: int) -> int:
     """Pages that a cache brings home when it is used again: it reads them in place in each step otherwise, so that they
     are worth what idle models and caches have. `offered`: by those."""
     return min(displaced, spare + offered)

@@ -1,6 +1,6 @@
 """The state of a sequence at one of its lengths: the windows and recurrent states that its layers keep then.
 
-Note [Whole]
+Note [State snapshots]
     Keys and values of a token stay what they are when others follow, so that any beginning of what is stored can be
     used. A window has lost what lies before it, and a recurrent state is one of all tokens so far: neither can be
     shortened. So they are kept as they are at some lengths, as a whole, and used by prompts that begin with exactly
@@ -49,7 +49,7 @@ def state_key(ids: Sequence[int], salt: bytes) -> bytes:
     return chain(ids, len(ids), salt + b"state")[0]
 
 
-class WholeState:
+class StateSnapshot:
     """What the layers of a cache keep behind the tokens `ids`, but for keys and values of every token."""
 
     def __init__(self, ids: Sequence[int], salt: bytes, parts: Sequence[Part | None], growing: bool) -> None:
@@ -67,7 +67,7 @@ class WholeState:
         self._written = None if stream is None else stream.record_event()
 
     @classmethod
-    def of(cls, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, move: bool) -> WholeState | None:
+    def of(cls, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, move: bool) -> StateSnapshot | None:
         """Behind the last token of a cache. `move`: its layers are used no more, and lose it. None where a layer has
         none, as its model keeps it elsewhere. torch.OutOfMemoryError."""
         parts: list[Part | None] = []
@@ -115,7 +115,7 @@ class WholeState:
 
 
 def begin(layers: Sequence[Any], parts: Sequence[Part | None]) -> None:
-    """The layers of a cache, whose other tokens are there, go on from that state. `parts`: of `WholeState.copied`."""
+    """Gives the layers of a cache, whose other tokens are there, that state. `parts`: of `StateSnapshot.copied`."""
     for layer, part in zip(layers, parts, strict=True):
         if part is not None:
             vars(layer).update(part)

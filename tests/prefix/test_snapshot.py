@@ -16,8 +16,8 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.hooks.compat import layer_classes, layer_count
 from ballonet.hooks.device.pressure import give_up
-from ballonet.hooks.prefix import whole_proof
-from ballonet.hooks.prefix.whole import STATES
+from ballonet.hooks.prefix import snapshot_proof
+from ballonet.hooks.prefix.snapshot import STATES
 
 from ..architectures import ARCHITECTURES
 from ..pool import bytes_that_exist, tiny_layers
@@ -110,7 +110,7 @@ def test_models_that_do_not_go_on_from_a_state_are_left_alone(monkeypatch: pytes
 
 def test_the_proof_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, asked = random.Random(4), []
-    goes_on = whole_proof.goes_on
+    goes_on = snapshot_proof.goes_on
     monkeypatch.setattr("ballonet.hooks.prefix.sessions.goes_on", lambda *given: asked.append(1) or goes_on(*given))
     for name, times in (("qwen3_next", 1), ("lfm2", 1), ("gemma2", 0)):
         asked.clear()

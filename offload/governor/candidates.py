@@ -1,11 +1,11 @@
-"""All that may be taken of a device's models and caches, as lots of the ladder."""
+"""All that may be taken of a device's models and caches, as candidates of the ladder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..policy.ladder import Lot, Rung, above_floors, claimed
+from ..policy.ladder import Candidate, Rung, above_floors, claimed
 from ..policy.reclaim import givable, listing
 from ..policy.remap import Model
 from .caches import CacheSeat
@@ -28,13 +28,15 @@ class Held:
     near: int = 0
 
 
-def listed(now: Situation, of_models: Iterable[Lot], caches: Sequence[Held], owed: Mapping[int, int]) -> list[Lot]:
+def listed(
+    now: Situation, of_models: Iterable[Candidate], caches: Sequence[Held], owed: Mapping[int, int]
+) -> list[Candidate]:
     """In the order of taking, above all floors. `of_models`: what `of_models` said last, if nothing has changed;
     `owed`: pages that models have to give back to others."""
     return above_floors(claimed([*of_models, *_of_caches(now, caches)], owed), _spare(now, caches))
 
 
-def of_models(now: Situation) -> Iterator[Lot]:
+def of_models(now: Situation) -> Iterator[Candidate]:
     """Layers, in the order of reclaim.py."""
     seats = {seat.name: seat for seat in now.seats if seat.auto and not seat.held}
     models = {name: now.model(seat) for name, seat in seats.items()}
@@ -55,9 +57,9 @@ def of_models(now: Situation) -> Iterator[Lot]:
         yield _layer(seats[name], model, layer, Rung.LAST_WEIGHTS, model.costs.page_seconds if model.active else 0.0)
 
 
-def _layer(seat: Seat, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Lot:
-    """A layer as a lot. All have one recency: equals are in their order already."""
-    return Lot(rung, seat.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=seat.number)
+def _layer(seat: Seat, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Candidate:
+    """A layer as a candidate. All have one recency: equals are in their order already."""
+    return Candidate(rung, seat.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=seat.number)
 
 
 def _hidden(model: Model) -> int:
@@ -65,7 +67,7 @@ def _hidden(model: Model) -> int:
     return givable(replace(model, base=0))
 
 
-def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
+def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
     priorities = {seat.number: seat.model.priority for seat in now.seats}
     seconds = now.leaving_seconds or 0.0
     for held in caches:
@@ -78,7 +80,7 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Lot]:
             lost = offer.readers * seconds if held.active else 0.0
             which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
             divisible = SPLIT if offer.divisible else 0
-            yield Lot(
+            yield Candidate(
                 which, number, offer.index, offer.pages, priority, recency, lost, once, owner, divisible=divisible
             )
 
@@ -93,17 +95,17 @@ def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
     return spare
 
 
-def to_clean(lots: Sequence[Lot], caches: Sequence[Held], most: int, step: int) -> dict[int, int]:
+def to_clean(candidates: Sequence[Candidate], caches: Sequence[Held], most: int, step: int) -> dict[int, int]:
     """Pages that caches should copy to the host now, by number: `step` each at a time, those that are taken first
     first, until so many as `most` of all caches are clean."""
     clean = {(held.seat.number, offer.index): offer.clean for held in caches for offer in held.offers}
     found: dict[int, int] = {}
-    for lot in lots:
-        index = lot.index % lot.divisible if lot.divisible else lot.index
-        if (lot.client, index) not in clean or most <= 0:
+    for candidate in candidates:
+        index = candidate.index % candidate.divisible if candidate.divisible else candidate.index
+        if (candidate.client, index) not in clean or most <= 0:
             continue
-        if not clean[lot.client, index]:
-            pages = min(lot.pages, most) if lot.divisible else lot.pages
-            found[lot.client] = found.get(lot.client, 0) + pages
-        most -= lot.pages
+        if not clean[candidate.client, index]:
+            pages = min(candidate.pages, most) if candidate.divisible else candidate.pages
+            found[candidate.client] = found.get(candidate.client, 0) + pages
+        most -= candidate.pages
     return {number: min(pages, step) for number, pages in found.items()}

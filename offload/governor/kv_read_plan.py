@@ -70,7 +70,7 @@ class _Iteration:
     through: bool = False
 
 
-class KVWay:
+class KVReadPlan:
     """How one cache is read. See Note [Whose turn]."""
 
     def __init__(self, device: Device, group: Group, transfer: Transfer, marks: Marks | None) -> None:

@@ -31,24 +31,24 @@ from itertools import groupby
 from typing import Final, cast
 
 from ...offload.policy.prefixes import Index, chain
-from .sequence import KeptSequence, Run
-from .whole import WholeState, state_key
-from .whole_shelf import States
+from .sequence import CachedSequence, Run
+from .snapshot import StateSnapshot, state_key
+from .snapshot_index import States
 
 BLOCK: Final = 256  # tokens; a common size
 _WORTH: Final = 4  # tokens that are copied rather than lose one that is stored
 
 
-class Shelf:
+class PrefixIndex:
     """Sequences, by what they begin with."""
 
     def __init__(self) -> None:
         self.block = BLOCK
         self.index = Index()
         self.states = States()
-        self.at_rest: dict[KeptSequence, int] = {}  # and their pages
-        self._out: weakref.WeakSet[KeptSequence] = weakref.WeakSet()
-        self.lost: deque[KeptSequence] = deque()  # of requests that nobody has ended
+        self.at_rest: dict[CachedSequence, int] = {}  # and their pages
+        self._out: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
+        self.lost: deque[CachedSequence] = deque()  # of requests that nobody has ended
         self.unpinned: deque[Sequence[bytes]] = deque()  # keys of those who are gone
         self._pinned: Counter[bytes] = Counter()
         self._sound = True
@@ -95,7 +95,7 @@ class Shelf:
             key = chain(ids[: (start + 1) * self.block], self.block, salt, keys)[-1]
             if key not in self.index:
                 break
-            owner = cast(KeptSequence, self.index.owner(key))
+            owner = cast(CachedSequence, self.index.owner(key))
             end = _alike_up_to(ids, owner.ids, start, min(full, len(owner.ids) // self.block), self.block)
             if end == start:
                 break
@@ -134,7 +134,7 @@ class Shelf:
         runs, start = [], 0
         for owner, found in groupby(keys[:count], index.owner):
             end = start + len(list(found)) * block
-            runs.append(Run(cast(KeptSequence, owner), start, end))
+            runs.append(Run(cast(CachedSequence, owner), start, end))
             start = end
         # What shares the beginning of its next block
         most, best = 0, None
@@ -149,7 +149,7 @@ class Shelf:
 
     def find_state(
         self, prompt: Sequence[int], salt: bytes, growing: bool, *, peek: bool = False
-    ) -> tuple[list[Run], WholeState | None]:
+    ) -> tuple[list[Run], StateSnapshot | None]:
         """The longest state with which a prompt begins, and where the tokens before it lie. `growing`: have layers of
         its model any? `peek`: this is no use of it."""
         prompt = _numbers(prompt)
@@ -164,10 +164,10 @@ class Shelf:
             self.index.match([*(state.blocks if growing else ()), state.key])
         return [run._replace(end=min(run.end, end)) for run in runs if run.start < end], state
 
-    def movable(self, runs: Sequence[Run], reader: object) -> KeptSequence | None:
+    def movable(self, runs: Sequence[Run], reader: object) -> CachedSequence | None:
         """The sequence that a request, which reads it, may go on with itself, as that costs next to nothing of what is
         stored."""
-        sequence, end = cast(KeptSequence, runs[-1].source), runs[-1].end
+        sequence, end = cast(CachedSequence, runs[-1].source), runs[-1].end
         left, leaving = len(sequence.ids) - end, self._behind(sequence, end)
         if (
             sequence.out
@@ -181,7 +181,7 @@ class Shelf:
             return None
         return sequence
 
-    def take_out(self, sequence: KeptSequence, prompt: Sequence[int]) -> None:
+    def take_out(self, sequence: CachedSequence, prompt: Sequence[int]) -> None:
         """A request goes on with it, from these tokens on."""
         self.at_rest.pop(sequence)
         sequence.out = True
@@ -190,7 +190,7 @@ class Shelf:
         sequence.keys = sequence.keys[: len(prompt) // self.block]
         sequence.ids = _numbers(prompt)
 
-    def put(self, sequence: KeptSequence) -> None:
+    def put(self, sequence: CachedSequence) -> None:
         """It is at rest from now on: what of it is new is its own. DriverError."""
         self._is_in(sequence)
         sequence.keys = self.keys(sequence.ids, sequence.salt)
@@ -198,7 +198,7 @@ class Shelf:
         self.index.insert(sequence.keys, sequence)
         self.arrange(sequence)
 
-    def arrange(self, sequence: KeptSequence) -> None:
+    def arrange(self, sequence: CachedSequence) -> None:
         """A sequence at rest has what the index says that it has; its pages follow once nobody reads them any more.
         DriverError."""
         own = [n for n, key in enumerate(sequence.keys) if self._owns(sequence, key)]
@@ -220,7 +220,7 @@ class Shelf:
             sequence.let_go()
             del self.at_rest[sequence]
 
-    def forget(self, sequence: KeptSequence) -> None:
+    def forget(self, sequence: CachedSequence) -> None:
         """And all that relies on it. DriverError."""
         self._is_in(sequence)
         self.at_rest.setdefault(sequence, 0)
@@ -232,7 +232,7 @@ class Shelf:
         states are. DriverError."""
         there = {each for each in self.at_rest if each.here} if here else self.at_rest.keys()
         gone = self.index.evict(
-            count, only=lambda owner: isinstance(owner, WholeState) or (owner in there and _unused(owner))
+            count, only=lambda owner: isinstance(owner, StateSnapshot) or (owner in there and _unused(owner))
         )
         self._gone(gone)
         self._settle()
@@ -251,7 +251,7 @@ class Shelf:
 
     # -- see Note [States]
 
-    def put_state(self, state: WholeState) -> None:
+    def put_state(self, state: StateSnapshot) -> None:
         """It is kept from now on, if the tokens that it needs are, and none is behind the same ones."""
         state.blocks = chain(state.ids, self.block, state.salt)
         keys = state.blocks if state.growing else []
@@ -272,19 +272,19 @@ class Shelf:
                     self._gone(gone)
                     going = True
 
-    def _gone(self, gone: Sequence[tuple[Hashable, Hashable]], *further: KeptSequence) -> None:
+    def _gone(self, gone: Sequence[tuple[Hashable, Hashable]], *further: CachedSequence) -> None:
         """What the index has dropped is let go of, and what relied on it. DriverError."""
         for owner, _ in gone:
-            if isinstance(owner, WholeState):
+            if isinstance(owner, StateSnapshot):
                 self.states.drop(owner)
-        for each in {*further, *(owner for owner, _ in gone if isinstance(owner, KeptSequence))}:
+        for each in {*further, *(owner for owner, _ in gone if isinstance(owner, CachedSequence))}:
             if not each.out:
                 self.arrange(each)
         homeless = [state.key for state in self.states if not self._covered(state)]
         if homeless:
             self._gone(self.index.forget(homeless))
 
-    def _covered(self, state: WholeState) -> bool:
+    def _covered(self, state: StateSnapshot) -> bool:
         """Does someone have the tokens behind the last full block before it, if it needs any?"""
         start, end = len(state.blocks) * self.block, len(state.ids)
         place = state.blocks[-1] if state.blocks else None
@@ -297,11 +297,11 @@ class Shelf:
             or any(self._same(each, state, 0) for each in self._out)
         )
 
-    def _same(self, sequence: KeptSequence, state: WholeState, start: int) -> bool:
+    def _same(self, sequence: CachedSequence, state: StateSnapshot, start: int) -> bool:
         """Has the sequence the tokens from there to the state?"""
         return sequence.salt == state.salt and sequence.ids[start : len(state.ids)] == state.ids[start:]
 
-    def _useless(self, sequence: KeptSequence) -> list[bytes]:
+    def _useless(self, sequence: CachedSequence) -> list[bytes]:
         """Its last blocks, as far as no state needs them."""
         kept = len(sequence.keys)
         while kept and self._owns(sequence, sequence.keys[kept - 1]):
@@ -315,15 +315,15 @@ class Shelf:
             kept -= 1
         return sequence.keys[kept:]
 
-    def _after(self, key: bytes | None) -> list[KeptSequence]:
+    def _after(self, key: bytes | None) -> list[CachedSequence]:
         """Whose blocks hang on this one, on none for None. KeyError where it is not stored."""
-        return [owner for owner, _ in self.index.after(key) if isinstance(owner, KeptSequence)]
+        return [owner for owner, _ in self.index.after(key) if isinstance(owner, CachedSequence)]
 
-    def _is_in(self, sequence: KeptSequence) -> None:
+    def _is_in(self, sequence: CachedSequence) -> None:
         sequence.out = False
         self._out.discard(sequence)
 
-    def _behind(self, sequence: KeptSequence, end: int) -> list[bytes]:
+    def _behind(self, sequence: CachedSequence, end: int) -> list[bytes]:
         """Its own blocks that do not lie wholly before that token."""
         return [key for key in sequence.keys[end // self.block :] if self._owns(sequence, key)]
 
@@ -349,7 +349,7 @@ def _alike_up_to(one: array[int], other: array[int], start: int, end: int, block
 
 
 def _unused(owner: object) -> bool:
-    sequence = cast(KeptSequence, owner)
+    sequence = cast(CachedSequence, owner)
     return not sequence.out and not sequence.readers
 
 

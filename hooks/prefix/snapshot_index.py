@@ -5,20 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from .whole import WholeState
+from .snapshot import StateSnapshot
 
 
 class States:
     """By the tokens behind which they were kept."""
 
     def __init__(self) -> None:
-        self._kept: dict[bytes, WholeState] = {}
-        self._behind: dict[bytes, list[WholeState]] = {}  # by key of the last full block, or the salt
+        self._kept: dict[bytes, StateSnapshot] = {}
+        self._behind: dict[bytes, list[StateSnapshot]] = {}  # by key of the last full block, or the salt
 
     def __contains__(self, state: object) -> bool:
-        return isinstance(state, WholeState) and self._kept.get(state.key) is state
+        return isinstance(state, StateSnapshot) and self._kept.get(state.key) is state
 
-    def __iter__(self) -> Iterator[WholeState]:
+    def __iter__(self) -> Iterator[StateSnapshot]:
         return iter(tuple(self._kept.values()))
 
     def __len__(self) -> int:
@@ -28,12 +28,12 @@ class States:
     def nbytes(self) -> int:
         return sum(state.nbytes for state in tuple(self._kept.values()))
 
-    def add(self, state: WholeState) -> None:
+    def add(self, state: StateSnapshot) -> None:
         """None is kept behind the same tokens."""
         self._kept[state.key] = state
         self._behind.setdefault(_place(state), []).append(state)
 
-    def drop(self, state: WholeState) -> None:
+    def drop(self, state: StateSnapshot) -> None:
         """Does nothing where it is not kept."""
         if state in self:
             del self._kept[state.key]
@@ -47,11 +47,11 @@ class States:
         for state in self:
             self.drop(state)
 
-    def behind(self, place: bytes) -> Sequence[WholeState]:
+    def behind(self, place: bytes) -> Sequence[StateSnapshot]:
         """Those behind that block and before the end of the next; of a salt, those before the end of the first."""
         return tuple(self._behind.get(place, ()))
 
-    def longest(self, prompt: array[int], places: Sequence[bytes]) -> WholeState | None:
+    def longest(self, prompt: array[int], places: Sequence[bytes]) -> StateSnapshot | None:
         """With which a prompt begins. `places`: the salt, and keys of its full blocks, as far as they are needed."""
         for place in reversed(places):
             fitting = [state for state in self._behind.get(place, ()) if state.ids == prompt[: len(state.ids)]]
@@ -60,5 +60,5 @@ class States:
         return None
 
 
-def _place(state: WholeState) -> bytes:
+def _place(state: StateSnapshot) -> bytes:
     return state.blocks[-1] if state.blocks else state.salt

@@ -22,10 +22,10 @@ from typing import Any, Final
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ...allocator.interrupts import Farewell
+from ...allocator.interrupts import Finalizer
 from ..compat import cache_name
 from ..streaming.forwards import Hook
-from .whole import WholeState
+from .snapshot import StateSnapshot
 
 _BY_TOKEN: Final = ("input_ids", "attention_mask")  # arguments with a column for each token
 
@@ -36,7 +36,7 @@ class Watch:
     def __init__(self, model: Any, cache: Any, prompt: Sequence[int], salt: bytes) -> None:
         """`prompt`: tokens."""
         self.read = 0  # tokens that the layers stand behind
-        self.at_prompt: WholeState | None = None
+        self.at_prompt: StateSnapshot | None = None
         self._model = model
         self._name = cache_name(model)
         self._cache = weakref.ref(cache)
@@ -44,7 +44,7 @@ class Watch:
         self._salt = salt
         self._surplus = 0  # tokens at the start of the next forward that the cache has already
         self._handles: list[RemovableHandle] = []
-        self._remove = Farewell(self, partial(_remove, self._handles))
+        self._remove = Finalizer(self, partial(_remove, self._handles))
 
     def begin(self, columns: int) -> None:
         """The cache holds so many tokens, and what comes next is the first forward."""
@@ -73,7 +73,7 @@ class Watch:
         self.read += ids.shape[1]
         if self.read == len(self.prompt):
             with suppress(torch.OutOfMemoryError), torch.no_grad():
-                self.at_prompt = WholeState.of(cache.layers, self.prompt, self._salt, move=False)
+                self.at_prompt = StateSnapshot.of(cache.layers, self.prompt, self._salt, move=False)
 
     def _ours(self, kwargs: dict[str, Any]) -> bool:
         """Other threads may run the model as well."""
