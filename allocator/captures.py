@@ -31,15 +31,15 @@ class Listener:
         for one of its own. What is raised keeps it from beginning."""
 
     def ended(self, graph: Any, *, captured: bool) -> None:
-        """It has ended. Where not `captured` it could not begin, or came to nothing. May be told of a graph of which
-        `begins` was not."""
+        """A capture has ended. Where not `captured` it could not begin, or came to nothing. May be told of a graph of
+        which `begins` was not."""
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:
         """Is entered around each replay. What is raised keeps it from being launched."""
         return nullcontext()
 
     def reset(self, graph: Any) -> None:
-        """It holds no capture any more."""
+        """A graph holds no capture any more."""
 
 
 _listeners: list[Listener] = []
@@ -48,7 +48,7 @@ _lock = threading.RLock()  # a listener may leave in a finalizer
 
 
 def listen(listener: Listener) -> None:
-    """It is told from now on; it listens already: does nothing. AttributeError where torch has no CUDA graphs."""
+    """Adds a listener. Idempotent. AttributeError where torch has no CUDA graphs."""
     with _lock:
         if listener in _listeners:
             return
@@ -62,7 +62,7 @@ def listen(listener: Listener) -> None:
 
 
 def leave(listener: Listener) -> None:
-    """It is told no more. Again: does nothing."""
+    """Removes a listener. Idempotent."""
     with _lock:
         if listener in _listeners:
             _listeners.remove(listener)

@@ -90,7 +90,7 @@ class Companion:
             )
 
     def address(self, function: str) -> int:
-        """Of one of the functions that torch calls (`ballonet_cuda_…`)."""
+        """Returns the address of one of the functions that torch calls (`ballonet_cuda_…`)."""
         address = ctypes.cast(getattr(self._library, function), ctypes.c_void_p).value
         assert address is not None
         return address

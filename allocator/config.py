@@ -179,7 +179,7 @@ class Config:
         device: object = None,
         spill: bool | None = None,
     ) -> Self:
-        """These settings under those that were given as arguments. ConfigError."""
+        """Returns these settings, with those that were given as arguments over them. ConfigError."""
         given: dict[str, Any] = {
             name: parse_size(value, name)
             for name, value in (

@@ -188,7 +188,7 @@ class NotReachable(ControlError):
 
 
 class Refused(ControlError):
-    """It was asked and raised an error; `kind` is the name of its class."""
+    """What was asked raised an error; `kind` is the name of its class."""
 
     def __init__(self, pid: int, reason: str, kind: str) -> None:
         BallonetError.__init__(self, pid, reason, kind)

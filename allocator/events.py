@@ -66,7 +66,7 @@ class Event:
 
 
 class Count(NamedTuple):
-    """Of all events of one lever and verb: how many, their pages, the seconds that were measured."""
+    """The sums of all events of one lever and verb: how many, their pages, the seconds that were measured."""
 
     events: int
     pages: int
@@ -163,7 +163,7 @@ class Events:
         return Heard(kept, came, came - cursor - wanted)
 
     def counts(self) -> Counts:
-        """Of all events that ever came, by lever and verb, the lever with the first event first."""
+        """Returns the counts of all events that ever came, by lever and verb, the lever with the first event first."""
         with self._lock:
             self._settle()
             counts = dict(self._counts)

@@ -50,10 +50,10 @@ class Finalizer:
         return bool(self._steps)
 
     def __call__(self) -> None:
-        """Again: does nothing."""
+        """Does what is left to do. Idempotent."""
         finish(self._steps)
 
     def detach(self) -> None:
-        """It is not done any more."""
+        """Cancels it."""
         self._steps.clear()
         _watched.pop(self._key, None)

@@ -90,7 +90,7 @@ class Calls(_Fixed[int]):
 
 
 class Verbs(_Fixed[Count]):
-    """Of one lever: what was decided how often. Cannot be changed."""
+    """Counts of what was decided for one lever. Cannot be changed."""
 
 
 class Decisions(_Fixed[Verbs]):

@@ -111,7 +111,8 @@ def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
 
 
 def row(what: str, answers: list[dict[str, Any]], limit: float) -> list[Any]:
-    """Of several rounds: seconds, of these in the driver, and of other threads there; calls of the last one."""
+    """Returns the row of several rounds: seconds, of these in the driver, and of other threads there; calls of the last
+    one."""
     last = answers[-1]
     return [
         what,

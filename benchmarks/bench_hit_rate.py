@@ -50,7 +50,7 @@ def measure(path: Path | None, turns: int) -> Iterator[list[Any]]:
 
 
 def recorded(path: Path) -> Iterator[list[int]]:
-    """Of each request its blocks."""
+    """Returns the blocks of each request."""
     with path.open() as lines:
         for line in lines:
             if line.strip():

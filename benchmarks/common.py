@@ -105,7 +105,7 @@ class Figure:
 
     @classmethod
     def ratio(cls, above: Figure, below: Figure) -> Figure:
-        """Of the medians."""
+        """The ratio of the medians."""
         return cls.of([above.median / below.median])
 
     def at_most(self, limit: float) -> Figure:
@@ -188,7 +188,8 @@ def _gpu() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, ballonet, the packages underneath, and the CUDA that torch is built for. Imports none of them."""
+    """Returns the versions of Python, ballonet, the packages underneath, and the CUDA that torch is built for. Imports
+    none of them."""
     found = {"python": platform.python_version(), "ballonet": ballonet.__version__}
     for package in PACKAGES:
         try:

@@ -62,7 +62,7 @@ def streamable(chosen: Options) -> LlamaConfig:
 
 
 def few(chosen: Options, layers: int) -> LlamaConfig:
-    """So many layers of the 8B shape on a GPU, elsewhere of the smallest that can stream."""
+    """Returns so many layers of the 8B shape on a GPU, elsewhere of the smallest that can stream."""
     config = copy.deepcopy(EIGHT_B if chosen.cuda and not chosen.tiny else LARGER)
     config.num_hidden_layers = layers
     return config

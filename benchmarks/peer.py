@@ -98,7 +98,8 @@ def peers(
 
 
 def answering(started: Mapping[str, Peer], needed: Sequence[str], what: str, **arguments: Any) -> dict[str, Peer]:
-    """Those that answer this. Of the others, one that is not needed is left out, with a word why. PeerFailed."""
+    """Returns the peers that answer this. Of the others, one that is not needed is left out, with a word why.
+    PeerFailed."""
     found = {}
     for name, peer in started.items():
         try:

@@ -46,7 +46,7 @@ class Talk:
         self._question = 0
 
     def begin(self, history: int, question: int, ways: list[str]) -> None:
-        """So many tokens were said, and computed; so many are asked at each turn, by each of the ways."""
+        """Begins with a history of so many tokens, which are computed; each turn asks so many, by each of the ways."""
         self._history, self._question = self._text(history, seed=history), question
         self._caches.clear()
         if self._store is not None:

@@ -103,7 +103,7 @@ class Words:
         self._tokenizer = tokenizer
 
     def ids(self, said: Sequence[dict[str, str]]) -> list[int]:
-        """Of a conversation, up to where the next answer begins."""
+        """Returns the ids of a conversation, up to where the next answer begins."""
         plain = "".join(f"{each['role']}: {each['content']}\n" for each in said) + "assistant: "
         if self._tokenizer is None:
             return [max(0, LETTERS.find(letter)) for letter in plain.lower()]

@@ -143,7 +143,7 @@ def takes_positions(model: Any) -> bool:
 
 
 def length_of_positions(model: Any) -> int | None:
-    """So many tokens a sequence may have that rotary positions are still those of short ones; None for any number. In
+    """Returns the most tokens of a sequence whose rotary positions are those of short ones; None for any number. In
     longer ones they depend on how long it is, even those of its first tokens."""
     config = model.config.get_text_config(decoder=True)
     given = getattr(config, "rope_parameters", None)
@@ -189,7 +189,7 @@ def layer_count(config: Any) -> int:
 
 
 def layer_classes(config: Any) -> list[tuple[str, type | None]]:
-    """Of each layer of a `DynamicCache` for `config`: its type, and the stock class that is made of it.
+    """Returns, of each layer of a `DynamicCache` for `config`, its type and the stock class that is made of it.
 
     None where that class is not known yet: some are once the file of their model is imported.
     """

@@ -181,8 +181,8 @@ def _phase(measured: Measured) -> Phase | None:
 
 
 def _prompt(model: Any, size: Size) -> dict[str, torch.Tensor]:
-    """Of random tokens, those that mean something special left out as far as they are the last ones; the caller's
-    random numbers are not used up."""
+    """Returns a prompt of random tokens, those that mean something special left out as far as they are the last ones;
+    the caller's random numbers are not used up."""
     generator = torch.Generator().manual_seed(0)
     words = max(2, getattr(text_config(model), "vocab_size", 2) // 2)
     ids = torch.randint(words, size, generator=generator).to(model.device)
@@ -190,5 +190,5 @@ def _prompt(model: Any, size: Size) -> dict[str, torch.Tensor]:
 
 
 def _powers(most: int) -> list[int]:
-    """Of two, up to `most`; 1 where that is less."""
+    """Returns the powers of two up to `most`; 1 where that is less."""
     return [1 << n for n in range(max(1, most).bit_length())]

@@ -154,6 +154,25 @@ def test_decisions_are_pure() -> None:
         assert not {name.split(".")[0] for name in names} & {"torch", "transformers", "time", "random"}, path
 
 
+DANGLING = re.compile(r"(Of|That|It|Its|Those|They|Their|And|This|These|Such|Again|So|Also)\b")
+
+
+def dangling(tree: ast.AST) -> list[str]:
+    """Docstrings that do not begin with what the thing is or does, but with a word for something that was not said."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [each for each in found if each and DANGLING.match(each)]
+
+
+@pytest.mark.parametrize("path", [path for _, path in SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_begin_with_what_it_is_about(path: Path) -> None:
+    assert dangling(ast.parse(path.read_text())) == []
+
+
+def test_a_dangling_docstring_is_seen() -> None:
+    assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
+
+
 def test_only_config_reads_the_environment() -> None:
     readers = {
         path.relative_to(ROOT).as_posix()

@@ -28,7 +28,7 @@ def device(cuda: Cuda, tell: Tell) -> None:
 
 
 def granularity(cuda: Cuda, tell: Tell) -> None:
-    """Of which sizes may pages of the device and of the host be?"""
+    """Which sizes may pages of the device and of the host be?"""
     for name, kind in (("device", DEVICE), ("host", HOST)):
         answered(tell, name, partial(cuda.granularity, kind))
         answered(tell, f"{name}_recommended", partial(cuda.granularity, kind, recommended=True))

@@ -27,7 +27,7 @@ _measuring = threading.Lock()
 
 
 def of(device: Device) -> Governor:
-    """That of the device, made where there is none yet. Those of devices that are gone are forgotten."""
+    """Returns the governor of the device, made where there is none yet, and forgets those of devices that are gone."""
     with _lock:
         for each, governor in _governors:
             if each is device:

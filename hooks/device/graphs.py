@@ -60,7 +60,7 @@ class Model(Protocol):
 
     @property
     def kept_pages(self) -> int:
-        """Of layers that stay at home, as graphs have captured them."""
+        """Device pages of layers that stay resident, as graphs have captured them."""
 
     @property
     def here(self) -> bool:
@@ -70,8 +70,8 @@ class Model(Protocol):
         """A capture is about to begin: what can be captured only while it is resident is so, if that can be now."""
 
     def keep(self, layers: Iterable[int] | None, records: Sequence[Record]) -> None:
-        """These layers, with None all that are at home, are about to be captured: `Record.add`. ManageError where one
-        of them is not at home."""
+        """Records that these layers, with None all resident ones, are about to be captured: `Record.add`. ManageError
+        where one of them is not resident."""
 
     def kept(self) -> bool:
         """Graphs keep other layers than they did. False where it has no time for that now."""
@@ -150,7 +150,7 @@ class Record:
 
     @property
     def models(self) -> list[Model]:
-        """Those that it has captured something of. ManageError where one of them is managed no more."""
+        """The models of which it has captured something. ManageError where one of them is managed no more."""
         found = []
         for reference, name, _ in list(self._models.values()):
             model = reference()
@@ -251,7 +251,7 @@ def attend(model: Model) -> None:
 
 
 def forget(model: Model) -> None:
-    """It is managed no more: graphs that have captured some of it are not replayed from now on."""
+    """Ends the management of the model: graphs that have captured some of it are not replayed from now on."""
     _models.pop(id(model), None)
     _others.pop(id(model), None)
     _leave()

@@ -38,7 +38,7 @@ def key_of(model: nn.Module, device: Device) -> dict[str, str]:
 
 
 def uuid_of(device: Device) -> str:
-    """Of a GPU, as NVML writes it."""
+    """Returns the UUID of a GPU, as NVML writes it."""
     return f"GPU-{torch.cuda.get_device_properties(device.ordinal).uuid}"
 
 

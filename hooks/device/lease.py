@@ -49,7 +49,7 @@ class ForwardLease:
         self._ranges: dict[int, weakref.ref[KV]] = {}
 
     def open(self) -> Self:
-        """It is the innermost one of this thread from now on."""
+        """Makes it the innermost lease of this thread."""
         self._closed = False
         _opened.leases.append(weakref.ref(self))
         return self

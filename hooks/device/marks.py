@@ -40,7 +40,7 @@ class Marks(Protocol):
         """Between two that have passed."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """They are of no use any more."""
+        """Gives back what the marks hold."""
 
 
 class HostMarks:
@@ -103,7 +103,7 @@ class CudaMarks:
 
 
 def marks_of(device: Device) -> Marks:
-    """Those of this device's streams."""
+    """Returns the marks of this device's streams."""
     return HostMarks() if device.kind == "standin" else CudaMarks(device.ordinal, _library())
 
 

@@ -27,7 +27,7 @@ def add(giver: Giver) -> None:
 
 
 def give_up(device: Device, pages: int) -> int:
-    """So many pages of the device go back, if there are any that are only kept; how many do."""
+    """Gives back so many device pages of cached prefixes, or as many as there are; returns how many."""
     gone = 0
     for each in tuple(_givers):
         if gone < pages:

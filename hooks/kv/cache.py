@@ -29,7 +29,7 @@ class KVCache(DynamicCache):
             self.layer_class_to_replicate = cast(Any, functools.partial(ElasticLayer, self._ranges))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, or of a pickle, whose layers are stock: see layer.py, Note [Pickled as stock]."""
+        """Makes a copy, or what comes from a pickle, whose layers are stock: see layer.py, Note [Pickled as stock]."""
         self.__dict__.update(state)
         self.layers = [self._elastic(layer) for layer in self.layers]
 

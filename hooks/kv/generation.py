@@ -126,7 +126,7 @@ class _Forward(ForwardLease):
 
 
 def _building() -> Building | None:
-    """That of the innermost of these on this thread."""
+    """Returns the `Building` of the innermost forward on this thread."""
     return next((each.building for each in opened() if isinstance(each, _Forward)), None)
 
 

@@ -18,7 +18,7 @@ _AT_LEAST: Final = 4096
 
 
 class Sizes(NamedTuple):
-    """Of one layer: sequences, heads, elements of a key and of a value, bytes of an element."""
+    """The sizes of one layer: sequences, heads, elements of a key and of a value, bytes of an element."""
 
     batch: int
     heads: int

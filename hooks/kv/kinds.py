@@ -111,7 +111,8 @@ def elastic_counterpart(layer: Any, ranges: CacheRanges) -> Any:
 
 
 def _cross_plans(cache: DynamicCache, count: int) -> Iterator[LayerPlan]:
-    """Of the cache that holds what the encoder said, which need not be made of the same layers as the other."""
+    """Returns the plans of the cache of the encoder's output, which need not be made of the same layers as the
+    other."""
     for layer in cache.layers:
         yield _plan(CROSS_ATTENTION, type(layer), by_table=True)
     if not cache.layers:

@@ -197,7 +197,7 @@ class ElasticLayer(DynamicLayer):
 
     @property
     def ranges(self) -> CacheRanges:
-        """That it shares with the other layers of its cache."""
+        """The ranges that it shares with the other layers of its cache."""
         return self._ranges
 
     @property

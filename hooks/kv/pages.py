@@ -37,7 +37,8 @@ Runs = list[tuple[int, int]]  # (first piece, count)
 
 
 class KVPages:
-    """Of the range `home`, whose tokens lie as `geometry` says. Without a tier its pages stay where they are."""
+    """The pages of the range `home`, whose tokens lie as `geometry` says. Without a tier its pages stay where they
+    are."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class KVPages:
 
     @property
     def stream(self) -> int:
-        """That this thread computes on; 0 on the stand-in."""
+        """The stream that this thread computes on; 0 on the stand-in."""
         if self._device.kind == "standin":
             return 0
         stream: int = torch.cuda.current_stream(self._place).cuda_stream
@@ -160,7 +161,7 @@ class KVPages:
             self._twin.filling(first)
 
     def is_filled(self) -> None:
-        """They have their bytes."""
+        """Marks pages as filled."""
         if self._tier is not None and self._twin is not None:
             self._tier.wrote(self.stream)
             self._twin.first = 0
@@ -221,14 +222,14 @@ class KVPages:
 
     @property
     def dirty(self) -> int:
-        """Of these, those of which only the device has the bytes."""
+        """The pages of these whose bytes only the device has."""
         return 0 if self._twin is None else self._twin.dirty
 
     # -- for chaos, under a lease
 
     @property
     def pieces(self) -> int:
-        """Those in use."""
+        """The pieces in use."""
         return self.home.pieces if self._twin is None else self._twin.extent
 
     def backing(self, piece: int) -> Backing:

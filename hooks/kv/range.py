@@ -68,7 +68,7 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
-        """Of keys [batch, heads, tokens, k_dim] and values [batch, heads, tokens, v_dim]."""
+        """Returns the shape of keys [batch, heads, tokens, k_dim] and values [batch, heads, tokens, v_dim]."""
         batch, heads, _, k_dim = keys.shape
         return cls(keys.device, keys.dtype, batch, heads, k_dim, values.shape[3])
 

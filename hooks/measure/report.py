@@ -69,13 +69,13 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of one model, at one moment. `interval`: of every so many layers the last streams; None where nothing streams, or
-    not at even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that come over the
-    link in each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it was not
-    measured. `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory. `why`: the
-    last decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how each KV cache
-    of the model reads what of it lies on the host. `lending`: what of the pages for KV it has reserved, lent and
-    borrowed."""
+    """The state of one model at one moment. `interval`: of every so many layers the last streams; None where nothing
+    streams, or not at even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that
+    come over the link in each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it
+    was not measured. `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory.
+    `why`: the last decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how
+    each KV cache of the model reads what of it lies on the host. `lending`: what of the pages for KV it has reserved,
+    lent and borrowed."""
 
     model: str
     page_size: int

@@ -24,7 +24,8 @@ class Counts:
     why_not: Counter[str] = field(default_factory=Counter)  # why requests did not ask, or left nothing
 
     def hit(self, tokens: int, away: float, near: float = 0.0, *, on_disk: bool = False) -> None:
-        """So many tokens were found, that part of them on the host, or in files; of these `near`, on a peer."""
+        """Counts so many tokens that were found, that part of them on the host, or in files; of these `near`, on a
+        peer."""
         gone, on_peer = round(tokens * away), round(tokens * min(near, away))
         self.on_device += tokens - gone
         self.on_peer += on_peer
@@ -40,5 +41,5 @@ class Counts:
 
     @property
     def hit_rate(self) -> float:
-        """Of all tokens of prompts."""
+        """The part of all tokens of prompts that was found."""
         return self.hits / self.prompts if self.prompts else 0.0

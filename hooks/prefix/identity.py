@@ -49,8 +49,8 @@ class Looks:
         self._lock = threading.RLock()
 
     def now(self) -> Identity:
-        """Of the model, which is about to generate; changes nothing, and looks at no weight in a way that would be
-        noticed. Empty once it is collected."""
+        """Returns the identity of the model, which is about to generate; changes nothing, and looks at no weight in a
+        way that would be noticed. Empty once it is collected."""
         with self._lock:
             return self._now()
 

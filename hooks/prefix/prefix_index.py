@@ -60,7 +60,7 @@ class PrefixIndex:
 
     @property
     def here(self) -> int:
-        """Of these, those of the device."""
+        """The pages of these that are on the device."""
         return sum(each.here for each in tuple(self.at_rest))
 
     def begin(self) -> None:
@@ -103,14 +103,14 @@ class PrefixIndex:
         return keys
 
     def keys(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """Of all blocks, the last one of which may be partial."""
+        """The keys of all blocks, the last one of which may be partial."""
         ids = _numbers(ids)
         keys = chain(ids, self.block, salt, self.stored(ids, salt))
         rest = ids[len(keys) * self.block :]
         return keys + (chain(rest, len(rest), keys[-1] if keys else salt) if rest else [])
 
     def all_keys(self, ids: Sequence[int], salt: bytes) -> list[bytes]:
-        """Of all blocks, and of the state behind them."""
+        """The keys of all blocks, and of the state behind them."""
         return [*self.keys(ids, salt), state_key(ids, salt)] if ids else []
 
     def pin(self, keys: Sequence[bytes]) -> None:
@@ -191,7 +191,7 @@ class PrefixIndex:
         sequence.ids = _numbers(prompt)
 
     def put(self, sequence: CachedSequence) -> None:
-        """It is at rest from now on: what of it is new is its own. DriverError."""
+        """Stores a sequence that is no longer in use: what of it is new is its own. DriverError."""
         self._is_in(sequence)
         sequence.keys = self.keys(sequence.ids, sequence.salt)
         self.at_rest[sequence] = sequence.held
@@ -221,15 +221,15 @@ class PrefixIndex:
             del self.at_rest[sequence]
 
     def forget(self, sequence: CachedSequence) -> None:
-        """And all that relies on it. DriverError."""
+        """Forgets the sequence and all that relies on it. DriverError."""
         self._is_in(sequence)
         self.at_rest.setdefault(sequence, 0)
         self._gone(self.index.forget([key for key in sequence.keys if self._owns(sequence, key)]), sequence)
 
     def evict(self, count: int = 1, *, here: bool = False) -> int:
-        """So many blocks or states go, those that are worth least, as far as they may, with what is of no use without
-        them: how many. All keys go first, then the pages, a sequence at a time. `here`: of those on the device, as all
-        states are. DriverError."""
+        """Evicts so many blocks or states, those that are worth least, as far as they may, with what is of no use
+        without them: how many. All keys go first, then the pages, a sequence at a time. `here`: of those on the device,
+        as all states are. DriverError."""
         there = {each for each in self.at_rest if each.here} if here else self.at_rest.keys()
         gone = self.index.evict(
             count, only=lambda owner: isinstance(owner, StateSnapshot) or (owner in there and _unused(owner))
@@ -252,7 +252,7 @@ class PrefixIndex:
     # -- see Note [States]
 
     def put_state(self, state: StateSnapshot) -> None:
-        """It is kept from now on, if the tokens that it needs are, and none is behind the same ones."""
+        """Keeps the state, if the tokens that it needs are, and none is behind the same ones."""
         state.blocks = chain(state.ids, self.block, state.salt)
         keys = state.blocks if state.growing else []
         if state.key not in self.index and self.index.peek(keys) == len(keys) and self._covered(state):
@@ -302,7 +302,7 @@ class PrefixIndex:
         return sequence.salt == state.salt and sequence.ids[start : len(state.ids)] == state.ids[start:]
 
     def _useless(self, sequence: CachedSequence) -> list[bytes]:
-        """Its last blocks, as far as no state needs them."""
+        """Returns the last blocks of a sequence, as far as no state needs them."""
         kept = len(sequence.keys)
         while kept and self._owns(sequence, sequence.keys[kept - 1]):
             key, start = sequence.keys[kept - 1], (kept - 1) * self.block
@@ -324,7 +324,7 @@ class PrefixIndex:
         self._out.discard(sequence)
 
     def _behind(self, sequence: CachedSequence, end: int) -> list[bytes]:
-        """Its own blocks that do not lie wholly before that token."""
+        """Returns the blocks of the sequence that do not lie wholly before that token."""
         return [key for key in sequence.keys[end // self.block :] if self._owns(sequence, key)]
 
     def _owns(self, owner: object, key: bytes) -> bool:

@@ -67,7 +67,7 @@ class Parts(Protocol):
 
     @property
     def layers(self) -> Sequence[int]:
-        """Those that hold tokens."""
+        """The layers that hold tokens."""
 
     def __call__(self, layer: int) -> Pair:
         """Keys and values, [1, heads, tokens, dim]."""
@@ -103,18 +103,18 @@ class FileRun:
         return keys[:, :, window].to(self._device), values[:, :, window].to(self._device)
 
     def leased(self, end: int) -> AbstractContextManager[None]:
-        """Its memory is its own."""
+        """Leases nothing: its memory is its own."""
         return nullcontext()
 
     def after_writes(self) -> None:
-        """It is written."""
+        """Notes that it is written."""
 
     def was_read(self) -> None:
-        """It is read by copies that the host waits for."""
+        """Notes that it was read, by copies that the host waits for."""
 
 
 class Saver:
-    """Of one model: what its store keeps goes to `directory`, within `limit` bytes (None: any number)."""
+    """Writes what the store of one model keeps to `directory`, within `limit` bytes (None: any number)."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class Saver:
             self._change.notify_all()
 
     def find(self, keys: Sequence[bytes], count: int, ids: Sequence[int], now: Identity) -> list[Run]:
-        """Of a prompt: what files have of it behind the first `count` blocks, without a gap. `keys`: of its full
+        """Returns what files have of a prompt behind the first `count` blocks, without a gap. `keys`: of its full
         blocks. On the thread of the request."""
         try:
             return self._find(keys, count, ids, now)
@@ -325,7 +325,7 @@ class Saver:
         return torch.cuda.stream(self._stream)
 
     def _files(self, now: Identity) -> PrefixFiles | None:
-        """Those for the model as it is now. None where it has changed meanwhile."""
+        """Returns the files for the model as it is now, None where it has changed meanwhile."""
         model = self._model()
         if model is None:
             return None

@@ -108,7 +108,7 @@ class CachedSequence:
 
     @property
     def homes(self) -> list[KVRange]:
-        """Its ranges."""
+        """The ranges of the sequence."""
         return [home for layer in self.used if (home := layer.home) is not None]
 
     @property
@@ -118,13 +118,13 @@ class CachedSequence:
 
     @property
     def here(self) -> int:
-        """Of these, those of the device."""
+        """The pages of these that are on the device."""
         tiers = self._tiers()
         return sum(tier.here for tier in tiers) if tiers else self.held
 
     @property
     def caches(self) -> list[int]:
-        """Their numbers, to the governor."""
+        """The numbers of its caches, to the governor."""
         return [tier.number for tier in self._tiers()]
 
     @property
@@ -134,12 +134,12 @@ class CachedSequence:
 
     @property
     def dirty(self) -> int:
-        """Of these, full ones of which only the device has the bytes: who takes one needs a page of the host."""
+        """The full pages of these whose bytes only the device has: who takes one needs a page of the host."""
         return sum(home.pages.dirty for home in self.homes)
 
     @property
     def fixed(self) -> int:
-        """Of these, those that cannot be taken, as they are not full."""
+        """The pages of these that cannot be taken, as they are not full."""
         return self.held - sum(home.pages.full for home in self.homes)
 
     @property
@@ -172,7 +172,7 @@ class CachedSequence:
         return [tier for tier in found.values() if tier is not None]
 
     def trim(self, then: int = 0) -> None:
-        """Its ranges hold no more tokens than it has, and no page beyond them, but where it is about to have `then`."""
+        """Cuts its ranges to the tokens that it has, with no page beyond them, but where it is about to have `then`."""
         for layer in self.used:
             if layer.get_seq_length() > len(self.ids):
                 layer.cut(len(self.ids), then)  # of a hybrid one that half alone
@@ -180,7 +180,7 @@ class CachedSequence:
             home.fit(then)
 
     def let_go(self) -> None:
-        """Its pages go back."""
+        """Gives its pages back."""
         for layer in self.used:
             ElasticLayer.reset(layer)
         self.layers.clear()
@@ -279,8 +279,8 @@ def fill_in(sequence: CachedSequence, runs: Sequence[Run]) -> None:
 
 
 def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: CacheRanges) -> list[Any]:
-    """Of one sequence of a cache, its row, the tokens of the columns [start, end), in layers of its own over `ranges`.
-    torch.OutOfMemoryError, DriverError."""
+    """Copies the tokens of the columns [start, end) of one sequence of a cache, its row, to layers of its own over
+    `ranges`. torch.OutOfMemoryError, DriverError."""
     lease = ForwardLease()
     try:
         lease.open()

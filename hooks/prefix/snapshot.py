@@ -86,7 +86,7 @@ class StateSnapshot:
         return made
 
     def let_go(self) -> None:
-        """Its memory goes back, whoever still knows it."""
+        """Gives its memory back, whoever still knows it."""
         self._parts = []
 
     def copied(self) -> list[Part | None]:
@@ -122,7 +122,7 @@ def begin(layers: Sequence[Any], parts: Sequence[Part | None]) -> None:
 
 
 def _names(layer: Any) -> list[str]:
-    """Of the attributes that are its state."""
+    """The names of the attributes that are its state."""
     if isinstance(layer, ElasticLayer):
         return [name for name in vars(LinearAttentionLayer()) if name not in _OF_TOKENS]
     return list(vars(layer))
@@ -144,7 +144,7 @@ def _taken(value: Any, move: bool) -> Any:
 
 
 def _tensors_in(value: Mapping[Any, Any], everything: bool = True) -> Iterator[torch.Tensor]:
-    """Those of a part; but for `everything` only those with more than one number in them."""
+    """Returns the tensors of a part; but for `everything` only those with more than one number in them."""
     for each in value.values():
         if isinstance(each, Mapping):
             yield from _tensors_in(each, everything)

@@ -48,7 +48,8 @@ class States:
             self.drop(state)
 
     def behind(self, place: bytes) -> Sequence[StateSnapshot]:
-        """Those behind that block and before the end of the next; of a salt, those before the end of the first."""
+        """Returns the states behind that block and before the end of the next; of a salt, those before the end of the
+        first."""
         return tuple(self._behind.get(place, ()))
 
     def longest(self, prompt: array[int], places: Sequence[bytes]) -> StateSnapshot | None:

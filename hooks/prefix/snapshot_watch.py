@@ -31,7 +31,7 @@ _BY_TOKEN: Final = ("input_ids", "attention_mask")  # arguments with a column fo
 
 
 class Watch:
-    """Of the forwards that are given one cache, until `end`, or until it is collected."""
+    """Watches the forwards that are given one cache, until `end`, or until it is collected."""
 
     def __init__(self, model: Any, cache: Any, prompt: Sequence[int], salt: bytes) -> None:
         """`prompt`: tokens."""
@@ -55,7 +55,7 @@ class Watch:
         self._handles.append(self._model.register_forward_hook(after, with_kwargs=True))
 
     def end(self) -> None:
-        """Again: does nothing."""
+        """Ends the watch. Idempotent."""
         self._remove()
 
     def cut(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Watch:
         return kwargs | {name: kwargs[name][:, surplus:] for name in _BY_TOKEN if kwargs.get(name) is not None}
 
     def note(self, kwargs: dict[str, Any]) -> None:
-        """It has returned."""
+        """Notes that a forward has returned."""
         cache, ids = self._cache(), kwargs.get("input_ids")
         if cache is None or ids is None or not self._ours(kwargs):
             return

@@ -135,7 +135,7 @@ class PrefixStore:
 
     @property
     def _here(self) -> int:
-        """Of the pages, those of the device."""
+        """The pages of it that are on the device."""
         return self._prefix_index.here + self._state_pages
 
     @property
@@ -145,12 +145,12 @@ class PrefixStore:
 
     @property
     def nbytes(self) -> int:
-        """Of those pages."""
+        """The bytes of those pages."""
         return self.pages * self._device.page_size
 
     @property
     def tokens(self) -> int:
-        """That are stored and not in use, each counted once."""
+        """The tokens that are stored and not in use, each counted once."""
         return sum(len(each.ids) - each.first for each in tuple(self._prefix_index.at_rest))
 
     @property
@@ -269,7 +269,7 @@ class PrefixStore:
             self.drop(sequence)
 
     def drop(self, sequence: CachedSequence) -> None:
-        """It is not what it was, nor is what relies on it. DriverError."""
+        """Invalidates the sequence and all that relies on it. DriverError."""
         with self._lock:
             self._prefix_index.begin()
             self._prefix_index.forget(sequence)
@@ -400,7 +400,7 @@ class PrefixStore:
     # -- under the lock
 
     def _asked(self, rows: Sequence[Sequence[int]], now: Identity) -> None:
-        """Of a request with these prompts. What was stored of other weights is forgotten."""
+        """Begins a request with these prompts; forgets what was stored of other weights."""
         self._prefix_index.begin()
         if now.weights != self._weights:
             self._prefix_index.clear()
@@ -409,7 +409,7 @@ class PrefixStore:
         self.counts.prompts += sum(map(len, rows))
 
     def _evict(self, count: int = 1, *, here: bool = False) -> bool:
-        """So many blocks or states go, see PrefixIndex.evict. False where there is none that may."""
+        """Evicts so many blocks or states, see PrefixIndex.evict. False where there is none that may."""
         before = self.pages
         gone = self._prefix_index.evict(count, here=here)
         if gone:
@@ -571,7 +571,7 @@ def numbers(ids: Ids) -> array[int]:
 
 
 def _keys(runs: Sequence[Run], block: int) -> list[bytes]:
-    """Of the full blocks that they hold."""
+    """Returns the keys of the full blocks that they hold."""
     return cast(CachedSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
 
 

@@ -188,7 +188,7 @@ def _sizes(sizes: Sizes, count: int, facts: Facts, config: Any) -> Facts:
 
 
 def _widths(cache: DynamicCache) -> list[Widths | None]:
-    """Of every layer, None of those that hold no keys and values."""
+    """Returns the widths of every layer, None of those that hold no keys and values."""
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
     return [
         (keys.shape[1], keys.shape[3], values.shape[3])
@@ -222,7 +222,7 @@ def _numbers(row: Facts) -> tuple[str, str, str, str]:
 
 
 def _dtype(config: Any) -> torch.dtype:
-    """That of the weights, which is that of keys and values."""
+    """Returns the dtype of the weights, which is that of keys and values."""
     found = getattr(config.get_text_config(decoder=True), "dtype", None) or getattr(config, "dtype", None)
     if isinstance(found, str):
         found = getattr(torch, found, None)

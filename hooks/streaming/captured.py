@@ -66,7 +66,7 @@ class Captured(ABC):
 
     @property
     def kept_layers(self) -> tuple[int, ...]:
-        """Those that stay at home, as graphs have captured them."""
+        """The layers that stay resident, as graphs have captured them."""
         return tuple(sorted(self._kept))
 
     @property
@@ -108,7 +108,7 @@ class Captured(ABC):
             graphs.noticed(self, () if layer is None else (layer,))
 
     def _attend(self) -> None:
-        """Its layers are found anew. The caller holds the lock, or has the model to itself."""
+        """Finds the layers of the model anew. The caller holds the lock, or has the model to itself."""
         self._kept = self._captured_layers()
         self._plan_of(self.plan.streamed, self.plan.slots)
         self.followed = True
@@ -134,7 +134,7 @@ class Captured(ABC):
         The caller holds the lock."""
 
     def _plan_of(self, streamed: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        """That streams from now on."""
+        """Returns the plan that streams from now on."""
         pages = (0 if layer in self._kept else pages for layer, pages in enumerate(self._pages))
         self.plan = Plan(tuple(pages), streamed, slots)
 

@@ -69,7 +69,7 @@ class Options(NamedTuple):
 
 
 class Elastic(Captured):
-    """Of one model, as `governor` sees it (`seat.Governed`), from `follow` until `close`."""
+    """The residency of one model's layers, as `governor` sees it (`seat.Governed`), from `follow` until `close`."""
 
     def __init__(
         self,
@@ -156,8 +156,8 @@ class Elastic(Captured):
         return self._streaming
 
     def follow(self, model: nn.Module, layers: Sequence[nn.Module], slots: int) -> None:
-        """Its layers are these, and what lies in its ranges is as the model says: now and after each change of it.
-        Nothing of it is taken meanwhile (`changing`). `slots`: that what streams takes turns in, if there are none yet.
+        """Takes over these layers, whose ranges hold what the model says: now and after each change of it.
+        Nothing of it is taken meanwhile (`changing`). `slots`: those of what streams, if there are none yet.
         PoolExhausted, ManageError, DriverError: what streams is valid then."""
         self._streaming.close()
         order = [id(layer) for layer in layers]
@@ -186,7 +186,7 @@ class Elastic(Captured):
         self._pace.begin(point)
 
     def after(self) -> None:
-        """It has ended."""
+        """Notes the end of a forward."""
         self._thread.open = False
         self._pace.end()
         if self._governed:
@@ -252,7 +252,7 @@ class Elastic(Captured):
             self._governor.remove(self)
 
     def resume(self) -> None:
-        """Its layers come and go again, if they did before `stop`."""
+        """Lets layers come and go again, if they did before `stop`."""
         if self._was_governed:
             self._governor.add(self)
             self._governed = True
@@ -312,7 +312,7 @@ class Elastic(Captured):
             self._arrange(plan)
 
     def _settle(self, layers: Iterable[int]) -> None:
-        """These have come back, and are resident again."""
+        """Notes that these have come back, and are resident again."""
         with self._governor.changing(self) if self._governed else nullcontext():
             self._streaming.close()
             try:

@@ -184,7 +184,7 @@ class Follower:
 
 
 def _still(layers: Sequence[nn.Module]) -> set[int]:
-    """Those that must stay at home: what can have no hooks."""
+    """Returns the layers that must stay resident: what can have no hooks."""
     return {index for index, layer in enumerate(layers) if isinstance(layer, torch.jit.ScriptModule)}
 
 

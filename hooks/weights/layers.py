@@ -45,7 +45,7 @@ def _lists_of(model: nn.Module) -> list[nn.ModuleList]:
 
 
 def _only_of(lists: Iterable[nn.ModuleList], named: set[str]) -> list[nn.ModuleList]:
-    """Those that hold something, and nothing but modules of the classes that are named."""
+    """Returns the modules that hold something, and nothing but modules of the classes that are named."""
     return [each for each in lists if len(each) and all(type(child).__name__ in named for child in each)]
 
 

@@ -94,7 +94,7 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 def _in_order(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as they lie in memory."""
+    """Returns the elements of a tensor as they lie in memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 

@@ -142,7 +142,7 @@ def copy(span: Span, flat: torch.Tensor) -> None:
 
 
 def tenants_of(ranges: Iterable[Range], found: Iterable[Member]) -> list[tuple[Member, Range]]:
-    """Those that lie in one of the ranges, each with its range."""
+    """Returns the members that lie in one of the ranges, each with its range."""
     ordered = sorted(ranges, key=lambda opened: opened.address)
     bounds = [(opened.address, opened.address + opened.nbytes) for opened in ordered]
     result = []

@@ -169,7 +169,7 @@ class Weights:
         return tuple(sum(each.backed for each in self.ranges.get(layer, ())) for layer in range(layers))
 
     def use(self, layer: int | None) -> None:
-        """This thread is about to read the weights of `layer`, with None those of no layer."""
+        """Says that this thread is about to read the weights of `layer`, with None those of no layer."""
         for opened in self.ranges.get(layer, ()):
             opened.note_use(self.stream(), False)
 
@@ -225,8 +225,8 @@ class Weights:
         return {layer: twin for layer, twin in twins.items() if twin is not None}
 
     def _file_twin(self, at: Iterable[tuple[int, Span]], files: Files) -> FileTwin | None:
-        """Of a range in which these spans lie; None where not all of them are in files that can be registered, or
-        nobody says what lies there."""
+        """Returns the file twin of a range in which these spans lie; None where not all of them are in files that can
+        be registered, or nobody says what lies there."""
         places: list[Place] = []
         for offset, span in at:
             found = _in_file(span, files)
@@ -311,7 +311,7 @@ def is_away(opened: Range) -> bool:
 
 
 def _in_file(span: Span, files: Files) -> FileSpan | None:
-    """Its bytes in a file, None where they do not lie there as they lie in memory."""
+    """Returns the span's bytes in a file, None where they do not lie there as they lie in memory."""
     found: FileSpan | None = None
     for tensor in sorted(span.tensors, key=lambda tensor: tensor.data_ptr()):
         of_tensor = files.get(id(tensor))

@@ -33,7 +33,7 @@ class Marks(Protocol):
         """Between two that have passed."""
 
     def release(self, marks: Iterable[Any]) -> None:
-        """They are of no use any more."""
+        """Gives back what the marks hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class Progress:
         self._pending: list[Mark] = []
 
     def begin(self) -> None:
-        """This thread is about to launch a forward."""
+        """Notes that this thread is about to launch a forward."""
         marks = self._marks
         if marks is None or marks.capturing():
             return

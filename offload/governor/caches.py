@@ -59,7 +59,7 @@ class Caches:
         self._seats: dict[int, CacheSeat] = {}
 
     def __iter__(self) -> Iterator[tuple[CacheSeat, Cache]]:
-        """Those that are alive, in the order in which they came."""
+        """Iterates over the caches that are alive, in the order in which they came."""
         for seat in tuple(self._seats.values()):
             cache = seat.cache()
             if cache is not None:
@@ -77,7 +77,7 @@ class Caches:
         return self._seats.get(number)
 
     def pop(self, number: int) -> CacheSeat | None:
-        """It is gone, or was before."""
+        """Removes the cache. Idempotent."""
         return self._seats.pop(number, None)
 
     def took(self, number: int, index: int) -> None:

@@ -47,7 +47,7 @@ class Pages(Protocol):
 
 
 class KV(Pages, Protocol):
-    """And of the pages of a KV range."""
+    """What chaos needs of the pages of a KV range."""
 
     def displace(self, piece: int) -> bool: ...
     def demote(self, piece: int) -> bool: ...

@@ -35,7 +35,7 @@ class Clients:
 
     @property
     def seats(self) -> tuple[Seat, ...]:
-        """Of models, in the order in which they came."""
+        """The seats of models, in the order in which they came."""
         return tuple(self._seats.values())
 
     def get(self, model: Governed) -> Seat | None:
@@ -56,11 +56,11 @@ class Clients:
         self._activity[self._numbers] = Activity(self._progress)
 
     def pop(self, model: Governed) -> Seat | None:
-        """It is not any more, or was not before."""
+        """Removes the client. Idempotent."""
         return self._take_out(id(model))
 
     def add_cache(self, cache: Cache) -> int:
-        """Its number. See caches.py, Note [Whose caches]."""
+        """Adds a cache and returns its number. See caches.py, Note [Whose caches]."""
         self._numbers += 1
         seat = self._on.get(threading.get_ident())
         name = cache.name if seat is None else f"{cache.name} of {seat.name}"
@@ -69,16 +69,16 @@ class Clients:
         return self._numbers
 
     def left(self, model: Governed) -> None:
-        """It is collected."""
+        """Notes that a model was collected."""
         if id(model) in self._seats:
             self._gone.append(id(model))
 
     def cache_left(self, number: int) -> None:
-        """It is collected."""
+        """Notes that a cache was collected."""
         self._gone_caches.append(number)
 
     def bury(self) -> tuple[bool, bool]:
-        """Those that are gone; were there any, models or caches?"""
+        """Removes the clients that are gone; were there any, models or caches?"""
         if not self._gone and not self._gone_caches:
             return False, False
         models = [self._take_out(self._gone.popleft()) for _ in range(len(self._gone))]
@@ -100,7 +100,8 @@ class Clients:
                 self._read.setdefault(threading.get_ident(), set()).add(number)
 
     def ended(self, model: Governed, now: float) -> None:
-        """Its iteration on this thread has been launched, if it began. May be called in the middle of anything."""
+        """Notes that its iteration on this thread has been launched, if it began. May be called in the middle of
+        anything."""
         seat, thread = self.get(model), threading.get_ident()
         read = self._read.pop(thread, set())
         if seat is None:
@@ -185,7 +186,7 @@ class Clients:
         return floors
 
     def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:
-        """Of what is offered, by number, that of those who are idle, other than this one."""
+        """Pages that are offered by those who are idle, other than this one. `offered`: by number."""
         there = {seat.number for seat in self.seats}.union(seat.number for seat, _ in self.caches)
         idle = there - self.active(now) - {but}
         return sum(pages for number, pages in offered.items() if number in idle)

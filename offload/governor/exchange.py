@@ -47,7 +47,7 @@ class Exchange(Overview):
             self._take_back(owed, found.name)
 
     def keep(self, model: Governed, caches: Iterable[int]) -> None:
-        """These caches are only kept from now on, for prompts to this model. DriverError."""
+        """Marks these caches as only kept for prompts to this model. DriverError."""
         with self._lock:
             seat = self._clients.get(model)
             if seat is None:

@@ -76,7 +76,7 @@ class Governor(Exchange):
         self._watch()
 
     def remove(self, model: Governed) -> None:
-        """It is not any more: nothing of it is or will be taken once this returns. Again: does nothing."""
+        """Removes a client: nothing of it is or will be taken once this returns. Idempotent."""
         with self._lock:
             seat = self._clients.pop(model)
             if seat is None:
@@ -187,18 +187,18 @@ class Governor(Exchange):
     # -- KV caches
 
     def add_cache(self, cache: Cache) -> int:
-        """Its number, for all that follows. Called on the thread that uses it first; see caches.py, Note [Whose
+        """Adds a cache and returns its number. Called on the thread that uses it first; see caches.py, Note [Whose
         caches]."""
         with self._lock:
             return self._clients.add_cache(cache)
 
     def remove_cache(self, number: int) -> None:
-        """It is gone. May be called in the middle of anything, as `collected`."""
+        """Removes a cache. May be called in the middle of anything, as `collected`."""
         self._clients.cache_left(number)
         if_free(self._lock, self._bury)
 
     def cache_changed(self, number: int) -> None:
-        """It offers something else now. Any thread may say so."""
+        """Notes that a cache offers something else now. On any thread."""
         with self._lock:
             self._hear()
             self._look(self._clock())

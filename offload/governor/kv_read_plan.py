@@ -108,7 +108,7 @@ class KVReadPlan:
         return self._buffers.slices()
 
     def parts(self, taken: Slice) -> list[Part]:
-        """Of such a slice, for `Device.publish`. On any thread."""
+        """Returns the parts of such a slice, for `Device.publish`. On any thread."""
         return self._buffers.parts(taken)
 
     def said(self, away: int) -> Streamed:

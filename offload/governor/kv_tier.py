@@ -125,7 +125,7 @@ class KVTier:
 
     @property
     def near(self) -> int:
-        """Of these, those that lie on the peer."""
+        """The pages of these that lie on the peer."""
         return 0 if self._device.peer is None else sum([twin.near for twin in self._there()])
 
     @property
@@ -136,7 +136,7 @@ class KVTier:
 
     @property
     def leaving(self) -> int:
-        """Those that are on their way there."""
+        """The pages that are on their way there."""
         return sum(twin.leaving for twin in self._there())
 
     @property
@@ -243,8 +243,8 @@ class KVTier:
             self.governor.cache_changed(self.number)
 
     def grown(self, pages: int, soon: bool) -> None:
-        """So many pages more are full. `soon`: where pages are scarce the governor is told before the next iteration,
-        once they are a part of the budget that is worth a new list."""
+        """Notes that so many more pages are full. `soon`: where pages are scarce the governor is told before the next
+        iteration, once they are a part of the budget that is worth a new list."""
         self._unsaid += pages
         if soon and self.governor.scarce and self._unsaid * self._device.page_size * UNSAID >= self._device.budget:
             self._unsaid = 0
@@ -269,8 +269,8 @@ class KVTier:
             twin.look()
 
     def bring_back(self, pages: int, stream: int) -> int:
-        """So many pages that are away come home, if there is room, and their bytes range after range; returns how many.
-        DriverError."""
+        """Brings home so many pages that are away, if there is room, and their bytes range after range; returns how
+        many. DriverError."""
         self.look()
         began, reading = time.monotonic(), self._reading(self.displaced)
         twins = [twin for twin in self._there() if twin.away]
@@ -284,7 +284,7 @@ class KVTier:
         return back
 
     def bring_one_back(self, twin: KVTwin, piece: int, stream: int) -> bool:
-        """This piece of the range comes home, if it is away and there is room. DriverError."""
+        """Brings this piece of the range home, if it is away and there is room. DriverError."""
         with self._homing:
             return _bring([twin], 1, [twin], self.transfer, stream, (piece,)) > 0
 
@@ -433,7 +433,7 @@ class KVTier:
                     twin.demoting(mapped, done)
 
     def demote_one(self, twin: KVTwin, piece: int, stream: int) -> bool:
-        """This page goes from the peer to the host, if it lies there and can go now. DriverError."""
+        """Moves this page from the peer to the host, if it lies there and can go now. DriverError."""
         with self.lock:
             ready, copies = twin.demote([each for each in twin.coldest() if each == piece])
             if not ready:
@@ -462,7 +462,7 @@ class KVTier:
         return None if seconds is None else pages * seconds
 
     def _dirty(self, pages: int) -> dict[KVTwin, list[int]]:
-        """So many full pages that are not clean, in the order in which they would be taken."""
+        """Returns so many full pages that are not clean, in the order in which they would be taken."""
         chosen: dict[KVTwin, list[int]] = {}
         full = self._sorted() if pages > 0 else []
         for of_twins in full[1::2]:
@@ -499,7 +499,7 @@ def _bring(
     stream: int,
     chosen: Sequence[int] | None = None,
 ) -> int:
-    """So many pages of these come home, if there is room: of each those of `chosen`, if that is not None. `shown`: to
+    """Brings home so many pages of these, if there is room: of each those of `chosen`, if that is not None. `shown`: to
     whose tensors somebody refers, who may read them on any stream: the host waits for those. See kv_twin.py,
     Note [Coming home]."""
     back = 0

@@ -22,8 +22,8 @@ PART: Final = 8  # of the pool: a unit is no larger; see lending.py, Note [Units
 
 @dataclass(slots=True)
 class Use:
-    """Of one model, in pages: `used` by caches in use, or about to be; `held` by all of its caches, on the device;
-    `block`: that it grows by, 0 while it has none; `floor`: that its KV keeps."""
+    """What one model uses, in pages: `used` by caches in use, or about to be; `held` by all of its caches, on the
+    device; `block`: that it grows by, 0 while it has none; `floor`: that its KV keeps."""
 
     number: int
     name: str
@@ -36,8 +36,8 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Of one model, in pages: `reserve`: its own; `borrowed`: that it holds beyond that; `lent`: that were its reserve
-    and are for others now; `unit`: of what changes hands."""
+    """What one model has lent and borrowed, in pages: `reserve`: its own; `borrowed`: that it holds beyond that;
+    `lent`: that were its reserve and are for others now; `unit`: of what changes hands."""
 
     reserve: int = 0
     borrowed: int = 0

@@ -17,7 +17,7 @@ from .published import Pool
 
 
 class Lever(Protocol):
-    """Of one rung. Pages are of the device."""
+    """The lever of one rung. Pages are of the device."""
 
     rung: Rung
 

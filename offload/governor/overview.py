@@ -153,7 +153,7 @@ class Overview:
             self._list.void()
 
     def _hear(self) -> None:
-        """Of what the core took, and of models and caches that are gone."""
+        """Takes in what the core took, and which models and caches are gone."""
         self._bury()
         taken = self._device.taken()
         for _, key, _ in taken:

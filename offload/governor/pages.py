@@ -37,18 +37,18 @@ class Pages:
 
     @property
     def mark(self) -> int:
-        """Those that never go back."""
+        """The pages that never go back."""
         return max(1, self.total // SPARE)
 
     @property
     def free(self) -> int:
-        """Those that nobody has."""
+        """The pages that nobody has."""
         pages: dict[str, int] = self._device.snapshot()["pages"]
         return max(0, self.total - sum(pages.values()) + pages["free"])
 
     @property
     def unused(self) -> int:
-        """Those that nobody has, or is about to have no more, or has in blocks that are free."""
+        """The pages that nobody has, or is about to have no more, or has in blocks that are free."""
         now = self._device.snapshot()
         idle: int = now["heap"]["cached"] // self._device.page_size
         used: int = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
@@ -64,7 +64,7 @@ class Pages:
         return free, spare
 
     def _scarce(self, now: float, free: int) -> bool:
-        """It is once pages are short, and until they have been ample for long enough."""
+        """Are pages scarce? They are once they are short, and until they have been ample for long enough."""
         if self.short or free < AMPLE * self.total or not self.scarce:
             self._ample = None
         elif self._ample is None:

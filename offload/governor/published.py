@@ -82,7 +82,7 @@ class Draft:
                     self.pages[client.number] = self.pages.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
-        """Of its entries, by key."""
+        """The names of its entries, by key."""
         return {
             client.key(candidate.index): Named(
                 candidate.lever, client.name, candidate.once, candidate.pages if candidate.divisible else 0

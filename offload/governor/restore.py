@@ -20,8 +20,8 @@ class Back(NamedTuple):
 
 
 def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
-    """Of so many pages, in the order of ladder.py, Note [What comes home first]. A model with an SLO has what that
-    leaves it. `models`: do they have a part in it?"""
+    """Returns who gets so many pages, in the order of ladder.py, Note [What comes home first]. A model with an SLO has
+    what that leaves it. `models`: do they have a part in it?"""
     seats = {seat.number: seat for seat in now.seats if models and seat.auto and not seat.has_slo}
     states = {number: now.model(seat) for number, seat in seats.items()}
     priorities = {seat.number: seat.model.priority for seat in now.seats}

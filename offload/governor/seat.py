@@ -45,7 +45,7 @@ class Governed(Protocol):
 
     @property
     def priority(self) -> int:
-        """Those with the lowest give first."""
+        """The priority of the model: those with the lowest give first."""
 
     @property
     def floor(self) -> int:
@@ -56,7 +56,7 @@ class Governed(Protocol):
         """Does a forward of it run now, on any thread?"""
 
     def seconds(self, point: Point) -> float | None:
-        """Of such an iteration with every layer resident, at most; None where nobody knows."""
+        """Returns the seconds of such an iteration with every layer resident, at most; None where nobody knows."""
 
     def typical(self, point: Point) -> float | None:
         """As `seconds`, as a rule."""
@@ -103,7 +103,7 @@ class Cache(Protocol):
 
     @property
     def near(self) -> int:
-        """Of these, those that lie on the peer."""
+        """The pages of these that lie on the peer."""
 
     @property
     def on_peer(self) -> int:
@@ -111,7 +111,7 @@ class Cache(Protocol):
 
     @property
     def leaving(self) -> int:
-        """Those that are on their way there."""
+        """The pages that are on their way there."""
 
     @property
     def held(self) -> int:
@@ -119,7 +119,7 @@ class Cache(Protocol):
 
     @property
     def here(self) -> int:
-        """Of the device, that it has."""
+        """The device pages that it has."""
 
     @property
     def block(self) -> int:
@@ -203,7 +203,7 @@ class Seat:
         return self.number * LAYERS + layer
 
     def keys(self) -> list[int]:
-        """Of all its layers."""
+        """The keys of all its layers."""
         return [self.key(layer) for layer in range(len(self.model.plan.pages))]
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
@@ -211,14 +211,14 @@ class Seat:
         return self.model.entry(layer)
 
     def at(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
-        """Of such an iteration; and are they measured, or assumed?"""
+        """Returns (costs of such an iteration, are they measured)."""
         found = self.costs.get(point)
         if found is None:
             found = self.costs[point] = self._costs(point, page_seconds)
         return found
 
     def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
-        """Of such an iteration as a rule; None where it was not measured."""
+        """Returns the usual seconds of such an iteration; None where it was not measured."""
         seconds = self.model.typical(point)
         return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
 
@@ -239,7 +239,7 @@ class Seat:
         return found
 
     def arranged(self, before: Plan, promised: Plan | None) -> None:
-        """Its plan was `before`; `promised`: what was `faster` then."""
+        """Notes that its plan was `before`; `promised`: what was `faster` then."""
         after = self.model.plan
         if after == before:
             return

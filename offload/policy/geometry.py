@@ -110,7 +110,7 @@ class Geometry:
 
     @cached_property
     def k_strides(self) -> tuple[int, int, int, int]:
-        """Of a layer's keys as [batch, heads, tokens, k_dim]."""
+        """The strides of a layer's keys as [batch, heads, tokens, k_dim]."""
         return self._strides(self.k_dim)
 
     @cached_property

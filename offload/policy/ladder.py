@@ -139,7 +139,7 @@ def above_floors(candidates: Iterable[Candidate], spare: Mapping[int, int]) -> l
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """So many `pages` of a `client` that would be on the device if there were room. `seconds`: of each iteration, per
+    """`pages` of a `client` that would be on the device if there were room. `seconds`: of each iteration, per
     page, that this costs; `active`: it runs."""
 
     client: int

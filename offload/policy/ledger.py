@@ -256,7 +256,8 @@ def _best(tables: Sequence[Sequence[Option]], left: int) -> tuple[tuple[Option, 
 
 
 def _undominated(sums: Iterable[_Sum]) -> list[_Sum]:
-    """Those with the most bytes on the host first; each next one with fewer bytes per second than all before it."""
+    """Returns the choices with the most bytes on the host first; each next one with fewer bytes per second than all
+    before it."""
     kept: list[_Sum] = []
     for each in sorted(sums, key=lambda each: each[:3]):
         if not kept or each[1] < kept[-1][1]:

@@ -41,7 +41,7 @@ def block_bytes(layers: int, tokens: int, heads: int, dim: int, itemsize: int) -
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Of one size for both: `size` is `worker` blocks of the one and `master` blocks of the other."""
+    """A unit of one size for both: `size` is `worker` blocks of the one and `master` blocks of the other."""
 
     size: int
     worker: int
@@ -66,7 +66,7 @@ def unit_within(worker: int, master: int, most: int) -> Unit:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """So many units go from one to the other, which are so many blocks of either."""
+    """A move of so many units from one to the other, which are so many blocks of either."""
 
     units: int
     worker: int
@@ -95,8 +95,8 @@ def resized(reserve: int, block: int, needed: int, unit: Unit) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Of the model with that number, in pages: its `block`, its `reserve`, and what it has: `held`, of the device.
-    `priority`: those with the lowest give first."""
+    """The account of the model with that number, in pages: its `block`, its `reserve`, and what it has: `held`, of the
+    device. `priority`: those with the lowest give first."""
 
     number: int
     block: int
@@ -110,7 +110,7 @@ class Account:
 
     @property
     def lacking(self) -> int:
-        """Of its reserve."""
+        """The pages that it lacks of its reserve."""
         return max(0, self.reserve - self.held)
 
 

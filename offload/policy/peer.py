@@ -34,7 +34,7 @@ def lacking(free: int, total: int) -> int:
 
 
 def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:
-    """So many pages by client, the coldest first."""
+    """Returns how many pages leave, by client, the coldest first."""
     found: dict[int, int] = {}
     for each in sorted(caches, key=lambda each: (each.active, each.used)):
         if (going := min(pages, each.pages)) > 0:

@@ -73,13 +73,14 @@ class Plan:
         return as_submitted(compute, [ratio * compute[layer] for layer in self.streamed], self.streamed, self.slots)
 
     def _compute(self) -> list[Fraction]:
-        """Of each layer, in layers."""
+        """The compute time of each layer, in layers."""
         total = sum(self.pages)
         return [Fraction(pages * len(self.pages), max(1, total)) for pages in self.pages]
 
 
 def streaming(pages: Sequence[int], streamed: Sequence[int], slots: int) -> Plan:
-    """Those of these layers that have pages take turns in so many slots, or as many as there are of them. ValueError
+    """Returns the plan in which those of these layers that have pages share so many slots, or as many as there are
+        of them. ValueError
     for no slot."""
     streamed = [layer for layer in streamed if pages[layer]]
     if streamed and slots < 1:
@@ -118,7 +119,7 @@ def _fewest(pages: tuple[int, ...], available: int, ratio: Fraction, most: int, 
 
 
 def _least(pages: Sequence[int], available: int, slots: int, most: int) -> Plan | None:
-    """Of those that fit the one that streams the fewest layers."""
+    """Returns, of the plans that fit, the one that streams the fewest layers."""
     fitting = _fitting(pages, available, slots, most)
     if len(set(pages)) == 1:
         return next(fitting, None)

@@ -23,7 +23,8 @@ def _nobody_listens(step: str) -> None:
 
 
 def hits(trace: Trace, capacity: int | None, policy: str) -> Hits:
-    """Of a cache of `capacity` blocks, None for any number, that begins empty. KeyError for an unknown policy."""
+    """Returns the hits of a cache of `capacity` blocks, None for any number, that begins empty. KeyError for an unknown
+    policy."""
     index = Index(capacity, POLICIES[policy]())
     for request, keys in enumerate(trace):
         index.match(keys)

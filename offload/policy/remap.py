@@ -52,7 +52,7 @@ class Model:
 
     @property
     def costs(self) -> Costs:
-        """Of the iteration that it does next."""
+        """The costs of the iteration that it does next."""
         return self.decode if self.active else self.prefill
 
     @property

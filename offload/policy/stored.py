@@ -48,8 +48,8 @@ class Reading:
 
 
 def reading(nbytes: int, tokens: int, *, disk: float | None, link: float | None, per_token: float | None) -> Reading:
-    """Of files of so many bytes with so many tokens. `disk`, `link`: bytes per second; `per_token`: seconds in which
-    one is computed, in a prefill of many."""
+    """Returns what reading is worth: files of so many bytes with so many tokens. `disk`, `link`: bytes per second;
+    `per_token`: seconds in which one is computed, in a prefill of many."""
     return Reading(
         None if disk is None else nbytes / disk,
         None if link is None else nbytes / link,
@@ -58,13 +58,14 @@ def reading(nbytes: int, tokens: int, *, disk: float | None, link: float | None,
 
 
 def before(files: Iterable[Stored], part: Part) -> list[Stored]:
-    """Those that a run continues, as far as they are there: the one just before it, the one before that, ..."""
+    """Iterates over the files that a run continues, as far as they are there: the one just before it, the one before
+    that, ..."""
     return _before(_by_key(files), part)
 
 
 def leaving(files: Collection[Stored], excess: int, kept: Collection[str] = ()) -> list[Stored] | None:
-    """Those to remove, in this order, so that so many bytes go: none that is `kept` (by name). None where that is not
-    possible."""
+    """Returns the files to remove, in this order, so that so many bytes go: none that is `kept` (by name). None where
+    that is not possible."""
     holders = _by_key(files)
     used = {each.name: each.used for each in files}
     depth = dict.fromkeys(used, 0)

@@ -48,7 +48,7 @@ class Policy(Protocol):
         ...
 
     def dropped(self, key: Hashable, *, evicted: bool) -> None:
-        """It is stored no more: `evicted` for room, or what it stood for is no longer true."""
+        """Notes that a block is stored no more: `evicted` for room, or what it stood for is no longer true."""
         ...
 
 
@@ -70,7 +70,7 @@ class Recency:
 
 
 class _Past:
-    """Of a block: how often it was used, and the last time, when, as what kind."""
+    """The past of a block: how often it was used, and the last time, when, as what kind."""
 
     __slots__ = ("at", "kind", "uses")
 
@@ -81,7 +81,7 @@ class _Past:
 
 
 class _Returns:
-    """Of a kind of block: uses, and how many of them were followed by another."""
+    """What came of a kind of block: uses, and how many of them were followed by another."""
 
     __slots__ = ("returned", "uses")
 

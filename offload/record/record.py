@@ -85,7 +85,7 @@ class Record:
 
     @property
     def points(self) -> frozenset[Point]:
-        """Those that have a time."""
+        """The points that have a time."""
         return frozenset(self.seconds) | frozenset(self.lessons)
 
     def time(self, phase: Phase, batch: int, length: int) -> float | None:
@@ -133,7 +133,8 @@ def _power(number: int) -> int:
 
 
 def _corners(points: Iterable[Point]) -> list[Point]:
-    """Those of one phase than which no other is smaller in batch and length: the others cannot take less."""
+    """Returns the points of one phase than which no other is smaller in batch and length: the others cannot take
+    less."""
     found: list[Point] = []
     for each in sorted(points):
         if not found or each.length < found[-1].length:

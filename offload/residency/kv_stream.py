@@ -84,7 +84,7 @@ class _Flight:
 
     @property
     def there(self) -> list[int]:
-        """Those that lead to it."""
+        """The pieces that lead to it."""
         return [piece for piece in self.pieces if piece != _TAKEN]
 
 
@@ -115,7 +115,7 @@ class KVStream:
 
     @property
     def pieces(self) -> int:
-        """That fly."""
+        """The pieces that are in a buffer."""
         return sum([each.led for each in self._flights])
 
     def open(self, count: int, pages: int) -> int:
@@ -205,7 +205,7 @@ class KVStream:
     # -- for who takes them, on any thread: what is not so any more the core finds out
 
     def slices(self) -> list[Slice]:
-        """Of all buffers, from their ends on, where fewest layers have anything, and more each time."""
+        """Returns slices of all buffers, from their ends on, where fewest layers have anything, and more each time."""
         found = []
         for number, buffer in enumerate(tuple(self._buffers)):
             used = [len(each.pieces) for each in tuple(self._flights) if each.buffer is buffer]

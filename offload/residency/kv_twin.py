@@ -61,9 +61,9 @@ _FAR: Final = ("host", "peer")
 
 
 class KVTwin:
-    """Of the range `home`. Its thread, the one that uses the cache, calls everything; others `look`, `spans`, `part`,
-    `copy_behind` and `settle`. What is done in each iteration goes by runs of pieces, of which there are few, however
-    long the sequence is; what goes piece by piece is about pages that are moved."""
+    """The twin of the range `home`. Its thread, the one that uses the cache, calls everything; others `look`, `spans`,
+    `part`, `copy_behind` and `settle`. What is done in each iteration goes by runs of pieces, of which there are few,
+    however long the sequence is; what goes piece by piece is about pages that are moved."""
 
     def __init__(
         self, device: Device, group: Group, home: Range, lock: threading.Lock, alone: Callable[[], bool]
@@ -121,12 +121,12 @@ class KVTwin:
 
     @property
     def led_away(self) -> Spans | tuple[tuple[int, int], ...]:
-        """Those; another object each time that they are others."""
+        """The pieces that are led away; another object each time that they are others."""
         return self._away.runs
 
     @property
     def near(self) -> int:
-        """Of these, those that lead to the peer."""
+        """The pieces of these that lead to the peer."""
         if self._device.peer is None:
             return 0
         return sum("peer" in (self.home.backing(piece), self.pages.backing(piece)) for piece in tuple(self._away))
@@ -162,8 +162,8 @@ class KVTwin:
         return found
 
     def lead(self, pieces: Sequence[int], to: Range, at: int) -> int:
-        """These, ascending and at rest, lead to the pages of `to`, from `at` on. How many do: not all where addresses
-        cannot be exchanged now. DriverError."""
+        """Leads these pieces, ascending and at rest, to the pages of `to`, from `at` on. Returns how many: not all
+        where addresses cannot be exchanged now. DriverError."""
         led = 0
         for first, count, _ in _runs(pieces, _alike):
             if not self.home.alias(first, to, at + led, count):
@@ -172,7 +172,7 @@ class KVTwin:
         return led
 
     def back(self, pieces: Iterable[int]) -> bool:
-        """Those of them that lead elsewhere lead to their twins again. False where that cannot be now. DriverError."""
+        """Leads those of them that lead elsewhere to their twins again. False where that cannot be now. DriverError."""
         runs = _runs(sorted(piece for piece in pieces if piece < self.extent), self.home.backing)
         return all(self.home.alias(first, self.pages, first, count) for first, count, kind in runs if kind == "alias")
 
@@ -199,7 +199,7 @@ class KVTwin:
 
     @property
     def pieces(self) -> int:
-        """Those in use that have a page, wherever it is."""
+        """The pieces in use that have a page, wherever it is."""
         return max(0, self.extent - self.first)
 
     @property
@@ -231,15 +231,15 @@ class KVTwin:
         return ready, dirty
 
     def part(self, first: int, end: int) -> Part | None:
-        """Of pieces that `spans` has told, those that are full yet, for `Device.publish`, which passes over what is not
-        what it was. None where there are none. See Note [What is known where]."""
+        """Returns the part of pieces that `spans` has told and that are still full, for `Device.publish`, which passes
+        over what is not what it was. None where there are none. See Note [What is known where]."""
         end = min(end, self.full)
         return (self.home, first, end - first, self.pages, first, []) if first < end else None
 
     # -- full, and not
 
     def raise_to(self, full: int) -> None:
-        """So many pieces are full now."""
+        """Notes that so many pieces are full now."""
         self.full = full
         if full > self._most:
             self._most, self.restless = full, False
@@ -287,7 +287,7 @@ class KVTwin:
         self._far(0, first)
 
     def _far(self, first: int, end: int) -> None:
-        """Those of [first, end) that have a page of the host or the peer are away."""
+        """Notes that the pieces of [first, end) with a page of the host or the peer are away."""
         for at, count, backing in self.home.runs(first, end - first):
             if backing in _FAR:
                 self._away.add_run(at, at + count)
@@ -317,7 +317,7 @@ class KVTwin:
     # -- to the peer or the host
 
     def mark(self, pieces: Iterable[int]) -> None:
-        """These are about to be copied behind, and not offered from now on. The caller holds the lock."""
+        """Marks these as about to be copied behind, and not offered from now on. The caller holds the lock."""
         self._copying.update(dict.fromkeys(pieces))
 
     def copy_behind(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
@@ -336,7 +336,7 @@ class KVTwin:
         return ready, [self._behind(piece) for piece in ready]
 
     def _map_twin(self, piece: int) -> None:
-        """It gets a page: of the peer, else of the host. PoolExhausted, DriverError."""
+        """Maps a page for the twin: of the peer, else of the host. PoolExhausted, DriverError."""
         if self._device.peer is not None:
             with suppress(PoolExhausted, DriverError):  # a peer that fails is as one that is full
                 self.pages.map_peer(piece, 1)
@@ -348,7 +348,7 @@ class KVTwin:
         self._copying.update(dict.fromkeys(pieces, done))
 
     def copied_behind(self) -> bool:
-        """Those that are being copied have been, on return. The caller holds the lock. Were there any? DriverError."""
+        """Waits for those that are being copied. The caller holds the lock. Were there any? DriverError."""
         going = [done for done in self._copying.values() if done is not None]
         for done in going:
             done.wait()
@@ -372,7 +372,7 @@ class KVTwin:
         return len(self._copying) != before
 
     def displace(self, pieces: Iterable[int], transfer: Transfer, stream: int) -> int:
-        """These lead to their twins from now on, which get their bytes, if they do not have them. How many do: not
+        """Leads these to their twins, which get their bytes if they do not have them. Returns how many: not
         those for which that cannot be now. The caller holds a lease. DriverError."""
         with self._lock:
             chosen, dirty = [], []
@@ -464,7 +464,7 @@ class KVTwin:
         return self.pages.backing(piece) == "peer" and self._spare.backing(piece) == "host"
 
     def _stays(self, pieces: Iterable[int], stream: int | None = None) -> None:
-        """These do not go to the host any more; what `stream` is given from now on may write where they are. The caller
+        """Keeps these from going to the host; what `stream` is given from now on may write where they are. The caller
         holds the lock."""
         for piece in pieces:
             if (done := self._going[piece]) is not None and stream is not None:
@@ -473,7 +473,8 @@ class KVTwin:
             del self._going[piece]
 
     def oldest(self, count: int) -> list[int]:
-        """So many full pieces that have pages of the device, or as many as there are, those of the oldest tokens."""
+        """Returns so many full pieces that have pages of the device, or as many as there are, the oldest tokens
+        first."""
         found: list[int] = []
         for first, end in self._away.gaps(self.first, self.full):
             found += range(first, min(end, first + max(0, count - len(found))))
@@ -549,7 +550,7 @@ class KVTwin:
                 self._arriving = None
 
     def _arrived(self, pieces: Iterable[int]) -> None:
-        """They have pages of the device again, and their bytes."""
+        """Notes that they have pages of the device again, and their bytes."""
         with self._lock:
             for piece in pieces:
                 self._away.discard(piece)

@@ -66,7 +66,7 @@ class PrefixFiles:
             self._no_more(error)
 
     def keys(self) -> set[bytes]:
-        """Of the blocks that are in files."""
+        """The keys of the blocks that are in files."""
         with self._lock:
             self._look()
             return set(self._holders)
@@ -84,7 +84,7 @@ class PrefixFiles:
             return sum(self._files[name].nbytes for name in names)
 
     def nbytes(self) -> int:
-        """Of all prefix files in the folder."""
+        """The bytes of all prefix files in the folder."""
         with self._lock:
             self._look()
             return sum(each.nbytes for each in self._files.values())
@@ -206,14 +206,14 @@ class PrefixFiles:
             os.unlink(self.directory / name)
 
     def _forget(self, file: Stored) -> None:
-        """It is not what it was."""
+        """Forgets a file that is not what it was."""
         with self._lock:
             self._files.pop(file.name, None)
             self._seen = -1
             self._index()
 
     def _discard(self, name: str, inode: int, used: int, why: str) -> None:
-        """It is damaged."""
+        """Deletes a corrupt prefix file."""
         self._files.pop(name, None)
         self._index()
         try:

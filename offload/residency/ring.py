@@ -75,7 +75,7 @@ def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
 
 
 def spans(part: Part) -> list[tuple[int, int]]:
-    """Those of the part; none where its range is gone."""
+    """The spans of the part; none where its range is gone."""
     return [] if part.home.closed else live(part.home, part.first, part.count)
 
 

@@ -59,7 +59,7 @@ def read_metadata(path: str, size: int, read: Read) -> dict[str, str]:
 
 
 def _header(path: str, size: int, read: Read) -> tuple[dict[str, Any], int]:
-    """And the first byte of the data."""
+    """Returns (the header, the first byte of the data)."""
     length = int.from_bytes(read(0, 8), "little")
     first = 8 + length
     if size < 8 or not 2 <= length <= LONGEST_HEADER or first > size:

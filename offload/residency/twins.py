@@ -131,7 +131,8 @@ def not_now() -> ManageError:
 def _clipped(
     copies: Sequence[tuple[int, int, int]], start: int, nbytes: int, to: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Of copies to offsets in a range those that fill [start, start + nbytes) of it, now at the address `to`."""
+    """Returns, of copies to offsets in a range, those that fill [start, start + nbytes) of it, now at the address
+    `to`."""
     for offset, source, length in copies:
         first, last = max(offset, start), min(offset + length, start + nbytes)
         if first < last:

@@ -70,7 +70,7 @@ class WeightsFile:
             raise self._changed(f"was written to{sizes}")
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """These bytes of the file. WeightsFileChanged."""
+        """Returns these bytes of the file. WeightsFileChanged."""
         self.check()
         try:
             data = os.pread(self._fd, nbytes, offset)
