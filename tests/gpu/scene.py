@@ -35,6 +35,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device, Range
 
 from ..pool import take_out
+from .forked import Forks
 
 if TYPE_CHECKING:
     from ballonet.allocator._native import Owner
@@ -51,6 +52,8 @@ import sys, types
 tests = sys.modules["tests"] = types.ModuleType("tests")
 tests.__path__ = [{str(ROOT / "tests")!r}]
 """
+
+FORKS = Forks(PRELUDE, ROOT)  # the processes of scenes on a simulated GPU
 
 everywhere = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
@@ -218,7 +221,11 @@ def play(
     if kind == "cpu":
         act(scene, kind, pages, host_pages, arguments, peer, peer_pages)
         return
-    run([sys.executable, "-c", program(scene, kind, pages, host_pages, peer, peer_pages, **arguments)])
+    code = program(scene, kind, pages, host_pages, peer, peer_pages, **arguments)
+    if "SIMGPU_HOME" in os.environ:
+        run_forked(code)
+    else:
+        run([sys.executable, "-c", code])
 
 
 def program(
@@ -235,21 +242,35 @@ def program(
     return f"{PRELUDE}from tests.gpu.scene import enter; enter(*{call!r})"
 
 
+def environment() -> dict[str, str]:
+    """What a scene's process finds in it."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_") or name in KEPT}
+
+
 def run(command: list[str], seconds: float = SECONDS) -> None:
     """A process of its own, from the root; fails with the end of what it said, also where it does not end."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("BALLONET_")}
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment | kept, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
             said, _ = process.communicate(timeout=seconds)
-            ending = f"exit status {process.returncode}"
+            status: int | None = process.returncode
         except subprocess.TimeoutExpired:
             process.kill()
             said, _ = process.communicate()
-            ending = f"no end within {seconds:.0f} s"
-    assert process.returncode == 0, f"{ending}\n{said[-TAIL:]}"
+            status = None
+    judge(status, said, seconds)
+
+
+def run_forked(code: str, seconds: float = SECONDS) -> None:
+    """Python in a process of its own that need not import torch; fails as `run` does."""
+    judge(*FORKS.run(code, environment(), seconds), seconds)
+
+
+def judge(status: int | None, said: str, seconds: float) -> None:
+    """Fails where a process that said this did not end, or not well."""
+    ending = f"no end within {seconds:.0f} s" if status is None else f"exit status {status}"
+    assert status == 0, f"{ending}\n{said[-TAIL:]}"
 
 
 def enter(module: str, name: str, *rest: Any) -> None:
