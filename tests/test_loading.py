@@ -337,7 +337,7 @@ CHANGING = """
     import torch
     import ballonet
     from ballonet.allocator.errors import WeightsFileChanged
-    from ballonet.hooks.weights import loading
+    from ballonet.hooks import loading
     from tests import weights
 
     torch.set_num_threads(1)
