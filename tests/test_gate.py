@@ -214,7 +214,7 @@ def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(
 
 
 class Unheard(nn.Module):
-    """Its forward makes something, waits, and lets go of it."""
+    """A module whose forward makes something, waits, and lets go of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Unheard(nn.Module):
 
 
 class UnheardInner(Unheard):
-    """An inner function of its forward has its `self`, too."""
+    """The same, where an inner function of the forward has `self` too."""
 
     def forward(self) -> bool:
         def found() -> bool:

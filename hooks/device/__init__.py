@@ -1,1 +1,1 @@
-"""Streams, marks, leases and captured graphs of a device, as the hooks of models use them."""
+"""What the hooks of a device's models share: its streams and marks, leases, captured graphs, the gate, and pressure."""
