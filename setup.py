@@ -21,6 +21,8 @@ STANDIN = sorted(glob("allocator/csrc/standin/*.cpp"))
 ROOMS = ("allocator", "offload", "hooks")
 PACKAGES = [
     "ballonet",
+    "ballonet.cli",
+    "ballonet.testing",
     *(
         "ballonet." + ".".join(Path(init).parent.parts)
         for room in ROOMS

@@ -31,12 +31,12 @@ from typing import Final, TypeVar
 import torch
 
 from . import cuda_headers
-from .errors import BallonetError
+from .defaults import COMPILE
+from .errors import CompanionUnavailable
 
 CSRC: Final = Path(__file__).parent / "csrc"
 COMPILERS: Final = ("c++", "g++", "clang++")
 STANDARDS: Final = ("c++17", "c++20")  # the first that torch's headers accept
-COMPILE_SECONDS: Final = 300
 T = TypeVar("T")
 
 
@@ -67,10 +67,6 @@ TORCH_ALLOCATOR: Final = Part(
 )
 
 _temporary: tempfile.TemporaryDirectory[str] | None = None
-
-
-class CompanionUnavailable(BallonetError):
-    """The companion can be neither found nor compiled here."""
 
 
 class Companion:
@@ -224,7 +220,7 @@ def _version(compiler: str) -> str:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=COMPILE, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompanionUnavailable(f"{command[0]} cannot be run: {error}") from error
 

@@ -1,7 +1,7 @@
 """Settings: what they may look like, and where they come from. The only reader of the environment.
 
 A setting is given to `ballonet.install()`, or else by its environment variable, or else has a default that
-`runtime` works out.
+`runtime` works out. The options of `manage()` are in hooks/options.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
@@ -149,9 +149,6 @@ class Config:
     link_latency: float = 0.0  # seconds added to each such copy
     peer_bandwidth: int = 0  # bytes/s between the device and its peer on the stand-in; 0: as fast as memory
     chaos: int | None = None  # seed; None: no chaos
-    prefix_cache: int | bool = False  # are prefixes kept? bytes of pages that they may take; True: any number
-    prefix_dir: Path | None = None  # where they outlive the process; None: nowhere
-    prefix_dir_limit: int = 16 * 2**30  # bytes of files there
     reserve: float = 60.0  # seconds that pages which a model's KV had in use are kept free for it beside other models
     faults: tuple[tuple[str, int], ...] = ()  # (driver function, which call of it fails)
     control: bool = True  # may `python -m ballonet budget` ask this process?
@@ -160,13 +157,8 @@ class Config:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> Self:
         """The settings of the `BALLONET_*` variables; empty ones count as unset. ConfigError names the variable."""
-        environ = os.environ if environ is None else environ
-        given = {
-            field: parse(environ[variable], variable)
-            for variable, (field, parse) in VARIABLES.items()
-            if environ.get(variable, "").strip()
-        }
-        return cls(**given)
+        found = variables(VARIABLES, environ)
+        return cls(**{VARIABLES[name][0]: VARIABLES[name][1](text, name) for name, text in found.items()})
 
     def merge(
         self,
@@ -215,14 +207,17 @@ VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_LINK_LATENCY": ("link_latency", parse_time),
     "BALLONET_PEER_LINK": ("peer_bandwidth", parse_bandwidth),
     "BALLONET_CHAOS": ("chaos", _parse_seed),
-    "BALLONET_PREFIX_CACHE": ("prefix_cache", parse_prefix_cache),
-    "BALLONET_PREFIX_DIR": ("prefix_dir", lambda text, name: Path(text).expanduser()),
-    "BALLONET_PREFIX_DIR_LIMIT": ("prefix_dir_limit", parse_size),
     "BALLONET_RESERVE": ("reserve", parse_time),
     "BALLONET_FAULT": ("faults", _parse_faults),
     "BALLONET_CONTROL": ("control", _parse_switch),
     "BALLONET_CACHE_DIR": ("cache_dir", lambda text, name: Path(text).expanduser()),
 }
+
+
+def variables(names: Iterable[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns those of the environment's variables that are set and not empty."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in names if environ.get(name, "").strip()}
 
 
 def cache_dir(config: Config, environ: Mapping[str, str] | None = None) -> Path:

@@ -7,7 +7,7 @@ user can enter. A request is one line of JSON, `{"budget": null | bytes, "timeou
 Note [The end of a process]
     The thread is a daemon: it ends with the process, whatever it waits for. Until Python 3.14 a daemon that comes back
     from native code while the interpreter ends takes the process down with an error. So at exit, and in `close`, an
-    answer that is being made is waited for, but not for longer than GRACE.
+    answer that is being made is waited for, but not for long.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from typing import Any, Final
 
 from . import runtime
 from .config import control_dirs
-from .errors import NoSuchProcess, NotPermitted, NotReachable, Refused
+from .defaults import CONTROL_GRACE, CONTROL_PATIENCE
+from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
 
-GRACE: Final = 2.0  # seconds
-PATIENCE: Final = 5.0  # seconds that a client may take for its line
 LONGEST: Final = 4096  # bytes of a request
 LONGEST_PATH: Final = 107  # bytes of a socket's path
 
@@ -48,7 +47,9 @@ def describe() -> dict[str, Any]:
 class Control:
     """The listening end, from now until `close()`. OSError where there is no place for its socket."""
 
-    def __init__(self, set_budget: SetBudget, folders: Sequence[Path]) -> None:
+    def __init__(self, set_budget: SetBudget, folders: Sequence[Path], grace: float = CONTROL_GRACE) -> None:
+        """`grace`: seconds that `close()` waits for an answer that is being made."""
+        self._grace = grace
         self._set_budget = set_budget
         self._closed = False
         self._busy = threading.Lock()  # held while an answer is made
@@ -63,7 +64,7 @@ class Control:
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it
-        if self._busy.acquire(timeout=GRACE):
+        if self._busy.acquire(timeout=self._grace):
             self._busy.release()
 
     def forget(self) -> None:
@@ -81,7 +82,7 @@ class Control:
                     self._serve_one(connection)
 
     def _serve_one(self, connection: socket.socket) -> None:
-        connection.settimeout(PATIENCE)
+        connection.settimeout(CONTROL_PATIENCE)
         if _peer(connection)[1] != os.geteuid():
             return
         line = _line(connection, LONGEST)
@@ -132,15 +133,21 @@ atexit.register(stop)
 os.register_at_fork(after_in_child=_forget)
 
 
-def ask(pid: int, budget: int | None, timeout: float, folders: Sequence[Path] | None = None) -> dict[str, Any]:
+def ask(
+    pid: int,
+    budget: int | None,
+    timeout: float,
+    folders: Sequence[Path] | None = None,
+    patience: float = CONTROL_PATIENCE,
+) -> dict[str, Any]:
     """What `describe` says in another process of this user, after its budget has become so many bytes, unless None.
 
-    `timeout`: seconds that it may take to get pages back. Raises NoSuchProcess, NotPermitted, NotReachable, and Refused
-    with what it said.
+    `timeout`: seconds that it may take to get pages back; `patience`: that a line may take. Raises NoSuchProcess,
+    NotPermitted, NotReachable, and ControlRefused with what it said.
     """
     _check_owner(pid)
-    with _connected(pid, control_dirs() if folders is None else folders) as connection:
-        connection.settimeout(timeout + 2 * PATIENCE)
+    with _connected(pid, control_dirs() if folders is None else folders, patience) as connection:
+        connection.settimeout(timeout + 2 * patience)
         try:
             connection.sendall(json.dumps({"budget": budget, "timeout": timeout}).encode() + b"\n")
             answer = json.loads(_line(connection, 1 << 20))
@@ -150,7 +157,7 @@ def ask(pid: int, budget: int | None, timeout: float, folders: Sequence[Path] | 
             ) from None
     if answer.pop("ok"):
         return dict(answer)
-    raise Refused(pid, answer["message"], answer["kind"])
+    raise ControlRefused(pid, answer["message"], answer["kind"])
 
 
 def _check_owner(pid: int) -> None:
@@ -162,12 +169,12 @@ def _check_owner(pid: int) -> None:
         raise NotPermitted(pid, f"belongs to user {owner}: run this command as that user")
 
 
-def _connected(pid: int, folders: Sequence[Path]) -> socket.socket:
+def _connected(pid: int, folders: Sequence[Path], patience: float) -> socket.socket:
     for folder in folders:
         _clean(folder)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.settimeout(PATIENCE)
+            connection.settimeout(patience)
             connection.connect(str(folder / f"{pid}.sock"))
             if _peer(connection) == (pid, os.geteuid()):
                 return connection

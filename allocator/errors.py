@@ -90,6 +90,10 @@ class InstallError(BallonetError):
     """The allocator cannot be put under torch here and now."""
 
 
+class CompanionUnavailable(BallonetError):
+    """The companion, which links torch's own libraries, can be neither found nor compiled here."""
+
+
 class NotInstalled(BallonetError):
     """Something was asked that needs `ballonet.install()` first."""
 
@@ -100,6 +104,10 @@ class UnsupportedVersion(BallonetError):
 
 class ManageError(BallonetError):
     """A model cannot be managed."""
+
+
+class OptionError(ManageError, ConfigError):
+    """An option of `manage()` that cannot be understood or used."""
 
 
 class SLOError(ManageError):
@@ -187,7 +195,7 @@ class NotReachable(ControlError):
     """Ballonet is not installed there, listens to nobody, or does not answer."""
 
 
-class Refused(ControlError):
+class ControlRefused(ControlError):
     """What was asked raised an error; `kind` is the name of its class."""
 
     def __init__(self, pid: int, reason: str, kind: str) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
-LIMIT: Final = 1 << 14  # events that are kept
+from .defaults import EVENTS
 
 Row = tuple[int, str, int, int, int, int]  # of Device.events: time in ns, kind, pages, key, thread, duration in ns
 KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `obey` are of whatever lever gave the entry
@@ -111,7 +111,7 @@ class Events:
     `naming` says of the key of a published entry whose it is; it is called without a lock of the log.
     """
 
-    def __init__(self, source: Source | None = None, limit: int = LIMIT) -> None:
+    def __init__(self, source: Source | None = None, limit: int = EVENTS) -> None:
         self.naming: Callable[[int], Named] = unnamed
         self._source = source
         self._inbox: deque[Event] = deque()

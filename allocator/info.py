@@ -20,7 +20,7 @@ from .config import Config, cache_dir
 from .errors import BallonetError, DriverUnavailable
 from .units import format_size
 
-PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "cuda-python", "nvidia-ml-py")
+PACKAGES: Final = ("torch", "transformers", "accelerate", "safetensors", "nvidia-ml-py")
 COMPILERS: Final = ("c++", "g++", "clang++")  # any of which can build the companion
 Facts = dict[str, Any]
 

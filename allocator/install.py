@@ -12,7 +12,6 @@ import re
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,18 +19,25 @@ from typing import Any, Final
 import torch
 
 from . import _native, control, runtime
-from .companion import Companion, CompanionUnavailable, TorchAllocator, load, load_allocator
+from .companion import Companion, TorchAllocator, load, load_allocator
 from .config import Config, cache_dir, format_size, parse_size, parse_time
 from .cuda_headers import WITHOUT
-from .errors import BallonetError, BudgetInUse, ConfigError, DriverError, InstallError, UnsupportedVersion
+from .defaults import BUDGET_LOOK
+from .errors import (
+    BallonetError,
+    BudgetInUse,
+    CompanionUnavailable,
+    ConfigError,
+    DriverError,
+    InstallError,
+    UnsupportedVersion,
+)
 from .interrupts import Guarded
 from .mempool import MemPoolRoute
 from .pluggable import CudaAllocator, check_cuda_unused, cuda_used, mem_pool_route
+from .runtime import Preparing, Runtime
 from .torch_stats import TorchStatistics
 
-Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
-
-_POLL: Final = 0.01  # seconds between looks whether more may leave the device
 OLDEST_TORCH: Final = (2, 11)
 
 
@@ -40,7 +46,7 @@ class _Installed:
     """What `install()` put where. `companion` is None where there is no compiler; on CUDA there is one of `cuda` and
     `route`, on the stand-in neither."""
 
-    device: _native.Device
+    runtime: Runtime
     companion: Companion | None
     statistics: TorchStatistics
     cuda: CudaAllocator | None
@@ -48,10 +54,13 @@ class _Installed:
     paused: bool = False  # restore() was called while memory of the pool was in use
     outside: set[object] = field(default_factory=set)  # sections of stock_everywhere() that are open
 
+    @property
+    def device(self) -> _native.Device:
+        return self.runtime.device
+
 
 _installed: _Installed | None = None
 _lock = threading.RLock()
-_prepare: tuple[_native.Device, Preparing] | None = None  # see prepare_with
 _warned = False  # that something was spilled
 
 
@@ -147,7 +156,8 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
     force again, where it took longer than `timeout` or another call asked for another budget meanwhile. ConfigError,
     NotInstalled, DriverError.
     """
-    device = runtime.require()
+    found = runtime.of()
+    device = found.device
     nbytes = runtime.whole_pages(parse_size(size, "budget"), device.page_size, "the budget")
     _, there = device.free_memory()
     if nbytes > there:
@@ -156,16 +166,9 @@ def set_budget(size: int | str, timeout: float | str = "60s") -> None:
     try:
         device.set_budget(nbytes, round(patience * 1e9))
     except BudgetInUse as error:
-        if error.waited or _prepare is None or _prepare[0] is not device:
+        if error.waited or found.preparing is None:
             raise
-        _set_prepared(device, nbytes, began, patience, _prepare[1], error)
-
-
-def prepare_with(device: _native.Device, preparing: Preparing) -> None:
-    """`preparing()` is entered where a lower budget of the device is refused. Within it more is made ready to leave the
-    device; what it hands out counts what is not ready yet."""
-    global _prepare
-    _prepare = device, preparing
+        _set_prepared(device, nbytes, began, patience, found.preparing, error)
 
 
 def _set_prepared(
@@ -186,7 +189,7 @@ def _set_prepared(
             waited = time.monotonic() - began
             if waited >= patience:
                 raise BudgetInUse(error.immovable, error.budget, waited)
-            time.sleep(_POLL)
+            time.sleep(BUDGET_LOOK)
             before, left = left, unready()
 
 
@@ -260,8 +263,9 @@ def _started(asked: Config, settings: Config) -> _Installed:
         torch.cuda.empty_cache()  # what torch caches is none of the free memory that a default budget is made of
     with ExitStack() as undo:
         # torch's own caching allocator would keep a segment that was spilled.
-        device = runtime.start(settings, _torch_has_cuda(), spill=not late)
-        undo.callback(runtime.stop)
+        started = runtime.start(settings, _torch_has_cuda(), spill=not late)
+        device = started.device
+        undo.callback(runtime.stop, started.number)
         device.on_spill(spilled)
         if device.kind == "standin" and settings.device == "auto" and torch.version.cuda is not None:
             warnings.warn(
@@ -277,7 +281,7 @@ def _started(asked: Config, settings: Config) -> _Installed:
         first = device.kind == "cuda" and not late
         cuda = CudaAllocator(companion, statistics, _torch_allocator(settings, device)) if first else None
         route = mem_pool_route(companion, device.ordinal) if late else None
-        _installed = _Installed(device, companion, statistics, cuda, route)
+        _installed = _Installed(started, companion, statistics, cuda, route)
         undo.pop_all()
     return _installed
 
@@ -304,16 +308,16 @@ def _put(installed: _Installed) -> None:
                 "ballonet.install(), in a new process"
             )
         installed.paused = False
-        _listen()
+        _listen(installed.runtime)
     except BaseException:
         installed.statistics.restore()
         _close()
         raise
 
 
-def _listen() -> None:
+def _listen(of: Runtime) -> None:
     """For `python -m ballonet budget`."""
-    if runtime.settings().control:
+    if of.settings.control:
         try:
             control.start(set_budget)
         except OSError as error:
@@ -339,7 +343,7 @@ def _close() -> bool:
     global _installed
     assert _installed is not None
     try:
-        runtime.stop()
+        runtime.stop(_installed.runtime.number)
     except DriverError:
         raise
     except BallonetError:
@@ -391,7 +395,7 @@ def _check_torch() -> None:
 
 def _check_same(asked: Config, installed: _Installed) -> None:
     """InstallError where a setting that was given is not the one in force."""
-    device, settings = installed.device, runtime.settings()
+    device, settings = installed.device, installed.runtime.settings
     snapshot = device.snapshot()
     places = (
         {"cpu"}

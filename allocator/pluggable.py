@@ -53,7 +53,7 @@ class CudaAllocator(torch.cuda.memory._CUDAAllocator):
     def allocator(self) -> Any:
         """torch asks for this when it changes to the allocator. InstallError where it could not."""
         check_cuda_unused()
-        if runtime.current() is not self._statistics.device:
+        if not any(each.device is self._statistics.device for each in runtime.every()):
             raise InstallError(
                 "the pool behind this allocator was closed by ballonet.restore(): call ballonet.allocator() again"
             )

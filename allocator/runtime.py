@@ -1,4 +1,8 @@
-"""Which driver, which device and how much of it: from the settings to the one `Device` of this process. No torch.
+"""Which driver, which device and how much of it: from the settings to the `Runtime` of a device. No torch.
+
+Note [One registry]
+    What works on a device is given that device, or its runtime. Only what a user calls has neither: it looks the
+    runtime up here, by the device's number. `install()` puts one runtime under torch; further ones may live beside it.
 
 Note [Page size]
     A call of the driver costs the same for a page of any size (create and map about 8 µs, access 20 µs, unmap 14 µs on
@@ -14,26 +18,46 @@ from __future__ import annotations
 
 import importlib.machinery
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from . import _native, findings, ram
+from . import _native, defaults, findings, ram
 from .config import Config, format_size
 from .errors import ConfigError, DriverUnavailable, InstallError, NotInstalled
 from .events import Events
 
-CUDA_PAGE_SIZE: Final = 8 * 2**20
-STANDIN_PAGE_SIZE: Final = 2 * 2**20
 GRANULARITY: Final = {"cuda": 2 * 2**20, "standin": 4096}
-SMALLEST_BUDGET: Final = 4  # pages: fewer could not hold one model's weights, cache and activations apart
-OUTSIDE_SHARE: Final = 0.04  # of the free device memory is left to the context, kernels, cuBLAS and NCCL,
-OUTSIDE_BYTES: Final = 3 * 2**29  # but no less than this
 LIBCUDA: Final = "libcuda.so.1"
 
-_device: _native.Device | None = None
-_config: Config | None = None
-_events: Events | None = None
+Preparing = Callable[[], AbstractContextManager[Callable[[], int]]]
+
+
+class Runtime:
+    """A device, the settings that it was started with, and the log of what is decided about its pages. `number`: under
+    which it is registered."""
+
+    def __init__(self, number: int, device: _native.Device, settings: Config) -> None:
+        self.number: Final = number
+        self.device: Final = device
+        self.settings: Final = settings
+        self.events: Final = Events(device)
+        # Entered where a lower budget is refused: within it more is made ready to leave the device; what it hands out
+        # counts what is not ready yet.
+        self.preparing: Preparing | None = None
+
+    @property
+    def library(self) -> str:
+        """The library of the device's driver."""
+        return self.settings.libcuda or LIBCUDA
+
+    def __repr__(self) -> str:
+        return f"<Runtime {self.number} of {self.device.kind} {self.device.ordinal}>"
+
+
+_runtimes: dict[int, Runtime] = {}  # by number
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +125,10 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
 
     `spill`: may its blocks be spilled, where the settings allow it? Raises ConfigError, DriverUnavailable, DriverError.
     """
-    target = choose(config, torch_has_cuda)
+    return _opened(config, choose(config, torch_has_cuda), spill)
+
+
+def _opened(config: Config, target: Target, spill: bool) -> _native.Device:
     config = findings.applied(config, target.facts)
     page = page_size(config, target.kind)
     given = None if config.budget is None else whole_pages(config.budget, page, "the budget")
@@ -116,7 +143,7 @@ def open_device(config: Config, torch_has_cuda: bool | None = None, *, spill: bo
         library=target.library,
         ordinal=target.ordinal,
         page_size=page,
-        budget=given or SMALLEST_BUDGET * page,
+        budget=given or defaults.SMALLEST_BUDGET * page,
         host_budget=host_budget(config, target.kind, page),
         peer=peer,
         peer_budget=0 if peer is None else peer_budget(config, target, peer, page),
@@ -168,17 +195,18 @@ def peer_budget(config: Config, target: Target, peer: int, page: int) -> int:
     the stand-in, a quarter of the device's budget, or where that is not given an eighth of the memory that is there."""
     nbytes = config.peer_budget
     if nbytes is None and target.kind == "cuda" and peer != target.ordinal and peer < target.facts["devices"]:
-        nbytes = _native.probe(target.library, peer)["total_memory"] // 2
+        nbytes = _native.probe(target.library, peer)["total_memory"] // defaults.PEER_OF_DEVICE
     elif nbytes is None and config.budget is not None:
-        nbytes = config.budget // 4
+        nbytes = config.budget // defaults.PEER_OF_BUDGET
     elif nbytes is None:
-        nbytes = (ram.available() if target.kind == "standin" else target.facts["total_memory"]) // 8
+        there = ram.available() if target.kind == "standin" else target.facts["total_memory"]
+        nbytes = there // defaults.PEER_OF_ALL
     return int(nbytes) // page * page
 
 
 def page_size(config: Config, kind: Literal["cuda", "standin"]) -> int:
     """Bytes per page: what was asked for, if the device can do it, else the device's default. ConfigError."""
-    size = config.page_size or {"cuda": CUDA_PAGE_SIZE, "standin": STANDIN_PAGE_SIZE}[kind]
+    size = config.page_size or defaults.PAGE_SIZE[kind]
     if size % GRANULARITY[kind]:
         raise ConfigError(
             f"the page size is {size} bytes, which this device cannot do: use a multiple of "
@@ -189,10 +217,10 @@ def page_size(config: Config, kind: Literal["cuda", "standin"]) -> int:
 
 def whole_pages(nbytes: int, page: int, what: str) -> int:
     """`nbytes` rounded down to pages; ConfigError where that leaves too few to run anything."""
-    if nbytes < SMALLEST_BUDGET * page:
+    if nbytes < defaults.SMALLEST_BUDGET * page:
         raise ConfigError(
-            f"{what} is {format_size(nbytes)}, which is less than {SMALLEST_BUDGET} pages of {format_size(page)}: "
-            "give more, or choose a smaller page size"
+            f"{what} is {format_size(nbytes)}, which is less than {defaults.SMALLEST_BUDGET} pages of "
+            f"{format_size(page)}: give more, or choose a smaller page size"
         )
     return nbytes // page * page
 
@@ -200,9 +228,9 @@ def whole_pages(nbytes: int, page: int, what: str) -> int:
 def default_budget(device: _native.Device) -> int:
     """CUDA: what is free, less room for what lives outside every pool. Stand-in: half of the available memory."""
     if device.kind == "standin":
-        return whole_pages(ram.available() // 2, device.page_size, "half of the available memory")
+        return whole_pages(ram.available() // defaults.STANDIN_BUDGET, device.page_size, "half of the available memory")
     free, _ = device.free_memory()
-    room = free - max(OUTSIDE_BYTES, int(OUTSIDE_SHARE * free))
+    room = free - max(defaults.OUTSIDE_BYTES, int(defaults.OUTSIDE_SHARE * free))
     if device.peer == device.ordinal:
         room -= device.snapshot()["peer_budget"]
     return whole_pages(
@@ -216,54 +244,64 @@ def host_budget(config: Config, kind: Literal["cuda", "standin"], page: int) -> 
     if config.host_budget is not None:
         return config.host_budget // page * page
     if kind == "cuda":
-        return min(ram.total() // 4, ram.available() // 2) // page * page
+        return min(ram.total() // defaults.HOST_OF_ALL, ram.available() // defaults.HOST_OF_AVAILABLE) // page * page
     available = ram.available()
-    return max(0, available - (config.budget or available // 2)) // 2 // page * page
+    left = available - (config.budget or available // defaults.STANDIN_BUDGET)
+    return max(0, left) // defaults.STANDIN_HOST // page * page
 
 
-def start(config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True) -> _native.Device:
-    """Opens the one device of this process. InstallError where there is one; whatever `open_device` raises."""
-    global _device, _config, _events
-    if _device is not None:
+def start(
+    config: Config, torch_has_cuda: bool | None = None, *, spill: bool = True, number: int | None = None
+) -> Runtime:
+    """Opens a device and registers its runtime under `number`, by default that of the device. InstallError where there
+    is one; whatever `open_device` raises."""
+    target = choose(config, torch_has_cuda)
+    number = target.ordinal if number is None else number
+    if number in _runtimes:
         raise InstallError("ballonet is installed already in this process; ballonet.set_budget() changes its budget")
-    _device = open_device(config, torch_has_cuda, spill=spill)
-    _config = replace(config, spill=config.spill is not False)
-    _events = Events(_device)
-    return _device
+    made = Runtime(number, _opened(config, target, spill), replace(config, spill=config.spill is not False))
+    _runtimes[number] = made
+    return made
 
 
-def current() -> _native.Device | None:
-    """The device of this process, None where there is none."""
-    return _device
+def current(number: int | None = None) -> Runtime | None:
+    """The runtime of that number, or where none is given the first that was started; None where there is none."""
+    return next(iter(_runtimes.values()), None) if number is None else _runtimes.get(number)
 
 
-def settings() -> Config:
-    """The settings the device was started with. NotInstalled."""
-    require()
-    assert _config is not None
-    return _config
+def of(number: int | None = None) -> Runtime:
+    """As `current`. NotInstalled where there is none."""
+    found = current(number)
+    if found is None:
+        raise NotInstalled("ballonet is not installed in this process: call ballonet.install() first")
+    return found
 
 
-def events() -> Events:
-    """The log of the device's decisions. NotInstalled."""
-    require()
-    assert _events is not None
-    return _events
+def holding(device: _native.Device) -> Runtime:
+    """The runtime of this device. NotInstalled where it has none."""
+    for each in every():
+        if each.device is device:
+            return each
+    raise NotInstalled(f"no runtime holds {device.kind} {device.ordinal}: call ballonet.install() first")
+
+
+def every() -> tuple[Runtime, ...]:
+    """All runtimes, in the order in which they were started."""
+    return tuple(_runtimes.values())
 
 
 def require() -> _native.Device:
-    """The device of this process. NotInstalled where there is none."""
-    if _device is None:
-        raise NotInstalled("ballonet is not installed in this process: call ballonet.install() first")
-    return _device
+    """The device of the runtime that was started first. NotInstalled."""
+    return of().device
 
 
-def stop() -> None:
-    """Closes the device. Raises BallonetError, and changes nothing, while memory of it is in use."""
-    global _device, _config, _events
-    if _device is not None:
-        _device.close()
-    _device = _config = _events = None
+def stop(number: int | None = None) -> None:
+    """Closes the device of that runtime, or where no number is given of the first, if there is any. Raises
+    BallonetError, and changes nothing, while memory of it is in use."""
+    found = current(number)
+    if found is not None:
+        found.device.close()
+        del _runtimes[found.number]
 
 
 def _standin() -> Target:

@@ -187,6 +187,6 @@ class Stats:
 def stats() -> Stats:
     """Who owns which page now, what was copied, what the driver was asked for and what was decided since `install()`.
     NotInstalled."""
-    device, events = runtime.require(), runtime.events()
-    events.hear()
-    return Stats.of(device.snapshot(), events.counts())
+    found = runtime.of()
+    found.events.hear()
+    return Stats.of(found.device.snapshot(), found.events.counts())

@@ -146,7 +146,7 @@ def load(name: str, folder: str, nbytes: int, chosen: Options) -> dict[str, Any]
         "host": peaks.host + host_pages,
         "device": max(peaks.device, device.snapshot()["physical_peak"]),
         "budget": budget,
-        "streamed": len(ballonet.manage(models[0]).streamed),
+        "streamed": len(ballonet.manage(models[0]).report().streamed),
     }
 
 

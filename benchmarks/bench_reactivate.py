@@ -112,19 +112,19 @@ def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     device.reset_peaks()
     say(running, too_long, 2)
     budget, less = device.snapshot()["physical_peak"], -(-layer_bytes(managed[0]) // 2)
-    while not any(each.streamed for each in managed):
+    while not any(each.report().streamed for each in managed):
         budget -= less
         ballonet.set_budget(budget)
         for model in models:
             say(model, question, 2)  # what may be given is known from here on
         time.sleep(IDLE)
         say(running, too_long, 2)
-    given = [len(each.streamed) for each in managed[:2]]
+    given = [len(each.report().streamed) for each in managed[:2]]
     before = ballonet.stats().copied
     ms = say(following, question)
     moved = ballonet.stats().copied
     ends = time.monotonic() + (0 if chosen.tiny else PATIENCE)
-    while any(each.streamed for each in managed) and time.monotonic() < ends:
+    while any(each.report().streamed for each in managed) and time.monotonic() < ends:
         for model in models:
             say(model, question, 2)
     later = per_token(say, last, question)
@@ -150,7 +150,7 @@ def layer_bytes(managed: Managed) -> int:
     """About."""
     import ballonet
 
-    return managed.pages * ballonet.stats().page_size // (LAYERS + 1)
+    return managed.report().pages * ballonet.stats().page_size // (LAYERS + 1)
 
 
 if __name__ == "__main__":

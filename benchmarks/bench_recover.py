@@ -169,7 +169,7 @@ class Decoding:
 
     def forget(self, patience: float) -> dict[str, float]:
         """The layers are as if they had never been taken: s until then."""
-        return {"twins s": self._until(lambda: self._managed.host_pages == 0, patience)}
+        return {"twins s": self._until(lambda: self._managed.report().host_pages == 0, patience)}
 
     def _until(self, done: Callable[[], bool], patience: float) -> float:
         begin = time.monotonic()
@@ -190,7 +190,7 @@ class Decoding:
         homes = [layer._home for layer in self._cache.layers if isinstance(layer, ElasticLayer)]
         ranges = {home.range.address: home.range for home in homes if home is not None}
         where = (each.backing(piece) for each in ranges.values() for piece in range(each.pieces))
-        return len(self._managed.streamed), sum(each in ("alias", "host") for each in where)
+        return len(self._managed.report().streamed), sum(each in ("alias", "host") for each in where)
 
 
 if __name__ == "__main__":

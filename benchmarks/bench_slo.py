@@ -65,6 +65,7 @@ class Measuring:
 
         import ballonet
         from ballonet.allocator import runtime
+        from ballonet.hooks.managed import pace_of
         from ballonet.hooks.profile import Grid, load_or_measure
 
         kind = "tiny" if chosen.tiny else chosen.device
@@ -76,11 +77,11 @@ class Measuring:
         self._prompt = torch.ones(1, PROMPT, dtype=torch.long, device=chosen.device)
         model = self._models[0]
         with ballonet.manage(model, interval=None) as managed:
-            load_or_measure(model, managed, runtime.require(), Grid(batch=1, length=GRID[kind]))
-            self._pages = managed.pages
+            load_or_measure(model, pace_of(managed), runtime.require(), Grid(batch=1, length=GRID[kind]))
+            self._pages = managed.report().pages
             self._token, self._first = self._times(model)
         with ballonet.manage(model, interval=1) as managed:
-            self._layer = managed.host_pages // len(managed.streamed)
+            self._layer = managed.report().host_pages // len(managed.report().streamed)
 
     def rows(self, link: float) -> list[list[Any]]:
         """`link`: bytes per second. Lists as `COLUMNS` say; of times what is above 1 misses its SLO."""
@@ -116,8 +117,8 @@ class Measuring:
         import ballonet
 
         token, prompt = self._times(model)
-        freed = (self._pages - managed.pages) * ballonet.stats().page_size
-        intervals = (each for each in range(1, LAYERS + 1) if every(LAYERS, each) == managed.streamed)
+        freed = (self._pages - managed.report().pages) * ballonet.stats().page_size
+        intervals = (each for each in range(1, LAYERS + 1) if every(LAYERS, each) == managed.report().streamed)
         return [what, round(slo, 2), token / slo, prompt / first, next(intervals, None), round(freed / MIB)]
 
     def _times(self, model: Any) -> tuple[float, float]:

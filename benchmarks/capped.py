@@ -75,7 +75,7 @@ class Held:
 
     def settle(self) -> None:
         """All layers are home, at once: the model is managed anew if need be."""
-        if self.managed is not None and self.managed.streamed:
+        if self.managed is not None and self.managed.report().streamed:
             self.managed.release()
             self.managed = ballonet.manage(self.model)
 

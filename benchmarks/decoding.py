@@ -39,8 +39,8 @@ def functions(peer: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
         return traced(lambda: decode(how, batch, held, WARM + 1), Path(path), chosen.device)
 
     about = {"what": describe(chosen), "layers": model.config.num_hidden_layers, "layer": 0}
-    if managed is not None and managed.streamed:
-        about["layer"] = managed.host_pages * ballonet.stats().page_size // len(managed.streamed)
+    if managed is not None and managed.report().streamed:
+        about["layer"] = managed.report().host_pages * ballonet.stats().page_size // len(managed.report().streamed)
     return {"about": lambda: about, "decode": decode, "trace": trace}
 
 
@@ -51,7 +51,7 @@ def at_any_interval(chosen: Options, layers: int) -> Mapping[str, Callable[..., 
 
     def about() -> dict[str, Any]:
         with ballonet.manage(model, interval=1) as managed:
-            layer = managed.host_pages * ballonet.stats().page_size // len(managed.streamed)
+            layer = managed.report().host_pages * ballonet.stats().page_size // len(managed.report().streamed)
         return {"layer": layer}
 
     def decode(interval: int | None, held: int, tokens: int) -> float:
@@ -126,7 +126,7 @@ def graphed(
     peer: str, model: PreTrainedModel, managed: ballonet.Managed, device: str, batch: int, held: int, tokens: int
 ) -> dict[str, Any]:
     """The model called token by token with its resident layers in graphs; the host does not wait between tokens."""
-    with GraphedDecode(model, managed.streamed, batch, held, tokens) as decoding:
+    with GraphedDecode(model, managed.report().streamed, batch, held, tokens) as decoding:
         moved = copied(peer)
         for _ in range(WARM):
             decoding.step()

@@ -129,7 +129,7 @@ def answer(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     }
     if recorder is not None and managed is not None:
         result |= recorded(recorder.stop(), marks + shrinking.marks)
-        result["streamed"] = len(managed.streamed)
+        result["streamed"] = len(managed.report().streamed)
         managed.release()
     return result
 

@@ -27,6 +27,7 @@ from ..offload.timeline.recorder import mark
 from . import compat
 from .device.streams import torch_device
 from .managed import managed
+from .options import ManageOptions, given, parse_seed
 from .weights.mapped import file_spans
 from .weights.storages import members
 
@@ -51,7 +52,6 @@ def from_pretrained(
     prefix_cache: bool | int | str | None = None,
     prefix_dir: str | os.PathLike[str] | None = None,
     prefix_dir_limit: int | str | None = None,
-    chaos: int | None = None,
     **options: Any,
 ) -> Any:
     """Loads a model and manages it: `cls.from_pretrained(name_or_path, **options)`, then `manage()`, except that the
@@ -60,7 +60,7 @@ def from_pretrained(
     `cls`: a class of transformers; by default the one that the checkpoint was saved from, if that one writes text, else
     AutoModelForCausalLM. Weights that lie in safetensors files as the model has them go from there to the device; those
     that transformers has to convert are on the host in between. `interval`, `tpot_slo` and `ttft_slo` (seconds),
-    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`, `chaos`: as for `manage()`. A `device_map`
+    `priority`, `floor`, `prefix_cache`, `prefix_dir`, `prefix_dir_limit`: as for `manage()`. A `device_map`
     other than "auto" or the device of ballonet, and the other options that place or divide a model (`offload_folder`,
     `tp_plan`, …), are refused. Quantized weights, and models with `use_kernels`, are loaded to the device by
     transformers and have to fit.
@@ -68,6 +68,8 @@ def from_pretrained(
     Returns what `cls.from_pretrained` returns; `manage()` gives the Managed of it. Raises what `cls.from_pretrained`
     and `manage()` raise, and WeightsFileChanged where a file changes meanwhile.
     """
+    chosen = ManageOptions.of(given(locals()))  # the table of options says which names of these count
+    chaos = parse_seed(options.pop("chaos", None))  # for tests: ballonet.testing
     if runtime.current() is None:
         install.install()
     home = torch_device(runtime.require())
@@ -91,20 +93,7 @@ def from_pretrained(
     found = members(model, ())
     files = file_spans(found)
     with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in found)) as arrived:
-        managed(
-            model,
-            interval=interval,
-            tpot_slo=tpot_slo,
-            ttft_slo=ttft_slo,
-            priority=priority,
-            floor=floor,
-            prefix_cache=prefix_cache,
-            prefix_dir=prefix_dir,
-            prefix_dir_limit=prefix_dir_limit,
-            chaos=chaos,
-            files=files,
-            progress=arrived,
-        )
+        managed(model, chosen, chaos=chaos, files=files, progress=arrived)
     for member in found:  # what has no place in a range, as what is empty, follows the model to its device
         if member.tensor.device != home:
             member.tensor.data = member.tensor.data.to(home)

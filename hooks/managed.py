@@ -8,8 +8,8 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
@@ -17,10 +17,9 @@ from torch import nn
 
 from ..allocator import install, runtime
 from ..allocator._native import Device
-from ..allocator.config import parse_prefix_cache, parse_size, parse_time
-from ..allocator.display import table
-from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, PoolExhausted
+from ..allocator.errors import AlreadyManaged, BallonetError, ManageError, ModelInUse, OptionError, PoolExhausted
 from ..allocator.interrupts import Finalizer
+from ..allocator.runtime import Runtime
 from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
@@ -34,7 +33,8 @@ from .device.marks import marks_of
 from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
-from .streaming.elastic import Elastic, Options
+from .options import ManageOptions, check_known, given, parse_seed
+from .streaming.elastic import Elastic
 from .streaming.forwards import Forwards
 from .streaming.turns import Turns
 from .weights.follow import Follower
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
-PATIENCE: Final = 60.0  # seconds that a model waits when it is released for what of its prefixes is not written yet
+NO_KEYWORDS: Final[Mapping[str, object]] = {}
 
 
 def manage(
@@ -62,7 +62,6 @@ def manage(
     prefix_cache: bool | int | str | None = None,
     prefix_dir: str | os.PathLike[str] | None = None,
     prefix_dir_limit: int | str | None = None,
-    chaos: int | None = None,
     **unknown: object,
 ) -> Managed:
     """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by
@@ -80,81 +79,58 @@ def manage(
     measured first, if there is no record of it on this machine. `priority`: models with the lowest give their pages
     first, and those of their KV caches. `floor`: bytes of device memory, or a text such as "2GiB", that its weights and
     caches keep together, whoever is short. `prefix_cache`: True, or a size such as "8GiB", that what `generate()`
-    computed is kept, and a prompt that begins with something that is kept computes only the rest (default:
-    BALLONET_PREFIX_CACHE, else False); see `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later
-    processes too, written in the background; at most `prefix_dir_limit` bytes in all, those that were used last
-    (default: BALLONET_PREFIX_DIR, else none; BALLONET_PREFIX_DIR_LIMIT, else "16GiB"); `prefix_cache` is True then.
-    What lies there is as private as what was said. `chaos`: a seed; random pages are moved while the model runs
-    (default: BALLONET_CHAOS).
+    computed is kept, and a prompt that begins with something that is kept computes only the rest; see
+    `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later processes too, written in the background; at
+    most `prefix_dir_limit` bytes in all, those that were used last (16 GiB by default); `prefix_cache` is True then.
+    What lies there is as private as what was said.
+
+    Each option can be given by the environment, too, as BALLONET_ and its name in capitals (BALLONET_TPOT_SLO). That
+    counts where the keyword is left at its default.
 
     Calls `ballonet.install()` with its defaults where that was not done. Called again for the same model, with the same
     options or none, it returns the same Managed.
 
     The model may be changed in every way that torch and transformers know. What is new in it (converted, assigned,
-    resized weights, adapters, layers) is brought into the pool at its next forward; see `Managed.left`. Copies of it
-    are not managed. Views of weights that were taken before keep the old memory, as with `Module.to`. A failure changes
-    nothing. Forwards that run on other threads are waited for, and those that begin wait (gate.py).
+    resized weights, adapters, layers) is brought into the pool at its next forward; what cannot be is in
+    `Managed.report().unmanaged_tensors`. Copies of it are not managed. Views of weights that were taken before keep the
+    old memory, as with `Module.to`. A failure changes nothing. Forwards that run on other threads are waited for, and
+    those that begin wait (gate.py).
 
-    Raises ManageError (AlreadyManaged, WrongDevice, ModelInUse where a forward does not end within 30 s or this is
-    called within one, SLOError: with the nearest SLO and budget that would do),
-    ConfigError, BudgetError, torch.OutOfMemoryError, DriverError, and what `install()` raises.
+    Raises ManageError (OptionError, AlreadyManaged, WrongDevice, ModelInUse where a forward does not end within 30 s or
+    this is called within one, SLOError: with the nearest SLO and budget that would do), BudgetError,
+    torch.OutOfMemoryError, DriverError, and what `install()` raises.
     """
-    if unknown:
-        options = ", ".join(map(repr, unknown))
-        raise ManageError(
-            f"manage() has no option {options}: it takes 'interval', 'tpot_slo', 'ttft_slo', 'priority', 'floor', "
-            "'prefix_cache', 'prefix_dir', 'prefix_dir_limit' and 'chaos'"
-        )
-    return managed(
-        model,
-        interval=interval,
-        tpot_slo=tpot_slo,
-        ttft_slo=ttft_slo,
-        priority=priority,
-        floor=floor,
-        prefix_cache=prefix_cache,
-        prefix_dir=prefix_dir,
-        prefix_dir_limit=prefix_dir_limit,
-        chaos=chaos,
-        files=None,
-    )
+    keywords = given(locals())  # the table of options says which names of these count
+    chaos = parse_seed(unknown.pop("chaos", None))  # for tests: ballonet.testing
+    check_known(unknown, "manage")
+    return managed(model, ManageOptions.of(keywords), repeated=keywords, chaos=chaos)
 
 
 def managed(
     model: nn.Module,
+    options: ManageOptions,
     *,
-    interval: int | Literal["auto"] | None,
-    tpot_slo: float | str | None,
-    ttft_slo: float | str | None,
-    priority: int,
-    floor: int | str,
-    prefix_cache: bool | int | str | None,
-    prefix_dir: str | os.PathLike[str] | None,
-    prefix_dir_limit: int | str | None,
-    chaos: int | None,
-    files: Files | None,
+    repeated: Mapping[str, object] = NO_KEYWORDS,
+    chaos: int | None = None,
+    files: Files | None = None,
     progress: Callable[[int], object] = int,
+    on: Runtime | None = None,
 ) -> Managed:
-    """`manage()`. `files`: given for a model on the CPU that was just loaded and is to come to the device; its tensors
-    that are in files byte for byte are read from there. `progress` is told of bytes as they arrive."""
+    """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
+    already. `chaos`: a seed. `files`: given for a model on the CPU that was just loaded and is to come to the device;
+    its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
+    whose pages it gets, by default those of what is installed."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
-    if chaos is not None and (not isinstance(chaos, int) or isinstance(chaos, bool) or chaos < 0):
-        raise ManageError(f"chaos is {chaos!r}: give a seed, a whole number that is not negative, or None")
-    options, rule = _options(model, interval, tpot_slo, ttft_slo, priority, floor)
-    kept = None if prefix_cache is None else parse_prefix_cache(prefix_cache)
-    folder = None if prefix_dir is None else Path(prefix_dir).expanduser()
-    limit = None if prefix_dir_limit is None else parse_size(prefix_dir_limit, "prefix_dir_limit")
+    rule = _rule(model, options)
 
     def known() -> Managed | None:
         """What was returned for it before, with the same options or none. AlreadyManaged."""
         found = managed_as(model)
         if (
             found is not None
-            and chaos in (None, found.chaos and found.chaos.seed)
-            and options in (found._elastic.options, Options())  # the same, or none
-            and kept in (None, found._prefix_cache)
-            and folder in (None, found._prefix_folder and found._prefix_folder[0])
+            and chaos in (None, found._seed)
+            and all(getattr(found._options, name) == value for name, value in repeated.items())
         ):
             return found
         _check_not_managed(model)
@@ -163,27 +139,25 @@ def managed(
     with _lock:
         if (found := known()) is not None:
             return found
-    gate = Gate(model)
+    gate = Gate(model, governors.composed_with().tuning.waiting)
     with gate.closed():
         gate.wait_until_unused()  # without the lock, for which a forward may wait
         with _lock:
             if (found := known()) is not None:
                 return found
-            if runtime.current() is None:
+            if on is None and runtime.current() is None:
                 install.install()
-            device = runtime.require()
+            found_on = on or runtime.of()
+            device = found_on.device
             if options.floor > device.budget:
-                raise ManageError(
+                raise OptionError(
                     f"floor is {format_size(options.floor)}, which the budget of {format_size(device.budget)} does not "
                     "have: give less, or raise the budget with ballonet.set_budget()"
                 )
             mark("manage()")
             streams.wait_for_work(device)
-            seed = runtime.settings().chaos if chaos is None else chaos
-            folder = folder or runtime.settings().prefix_dir
-            kept = (runtime.settings().prefix_cache or folder is not None) if kept is None else kept
-            limited = None if folder is None else (folder, limit or runtime.settings().prefix_dir_limit)
-            made = Managed(model, gate, device, seed, rule, options, kept, limited, files, progress)
+            seed = found_on.settings.chaos if chaos is None else chaos
+            made = Managed(model, gate, device, seed, rule, options, files, progress)
             _managed[model] = made
         try:
             streams.wait_for_work(device)  # other threads run it on other streams
@@ -195,6 +169,16 @@ def managed(
                 made._let_go()
             raise
     return made
+
+
+def chaos_of(managed: Managed) -> Chaos | None:
+    """What moves pages of its model at random, None where nothing does. For tests: `ballonet.testing`."""
+    return managed._forwards.chaos
+
+
+def pace_of(managed: Managed) -> Pace:
+    """The times of its model's forwards."""
+    return managed._pace
 
 
 def managed_as(model: nn.Module) -> Managed | None:
@@ -212,35 +196,37 @@ class Managed:
         device: Device,
         seed: int | None,
         rule: Rule,
-        options: Options,
-        prefix_cache: bool | int,
-        prefix_folder: tuple[Path, int] | None,
+        options: ManageOptions,
         files: Files | None,
         progress: Callable[[int], object],
     ) -> None:
         """As `managed()`, which checks the arguments first, and has closed the gate."""
         self._name = type(model).__name__
-        self._prefix_cache = prefix_cache
-        self._prefix_folder = prefix_folder  # and bytes that it may have
+        self._options = options
+        self._seed = seed  # of chaos
         self._prefixes: PrefixStore | None = None
         self._forget_prefixes: Callable[[], object] = _nothing
         self._model = weakref.ref(model)
         generators = _generators(model)
         with ExitStack() as undo:
             open_lease, self._detach = (
-                _attach_caches(model, kept=bool(prefix_cache)) if generators else (ForwardLease, _nothing)
+                _attach_caches(model, device, kept=bool(options.kept_prefixes))
+                if generators
+                else (ForwardLease, _nothing)
             )
             undo.callback(self._detach)
-            self._pace = Pace(marks_of(device), driver=device.driver_ns)
-            self._weights = Weights(device, self._pace.waiting)
-            self._turns = Turns(self._weights.group)
+            governor = governors.of(device)
+            tuning, now = governor.tuning, governor.nanoseconds
+            self._patience = tuning.waiting.files
+            self._pace = Pace(marks_of(device, now), now, device.driver_ns, tuning.records.pending)
+            self._weights = Weights(device, self._pace.waiting, tuning.weights)
+            self._turns = Turns(self._weights.group, tuning.waiting.slots)
             self._follower = Follower(self._weights)
             undo.callback(self._follower.close)
-            governor = governors.of(device)
             self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
             plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
-            chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None)
+            chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
             self._behind = False  # was a look at the model broken off?
             streaming = self._elastic.streaming
             self._forwards = Forwards(
@@ -252,7 +238,7 @@ class Managed:
                 partial(governors.obey, device, governor),
                 self._turns,
                 streaming,
-                levers(governor, device, spill=runtime.settings().spill is True),
+                levers(governor, device, spill=governor.spill),
                 partial(_in_graphs, self._model),
             )
             undo.callback(self._forwards.unhook)
@@ -263,8 +249,8 @@ class Managed:
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
-                _attach_prefixes(generators[0], device, prefix_cache, prefix_folder, self._elastic)
-                if generators and prefix_cache
+                _attach_prefixes(generators[0], device, options, self._elastic)
+                if generators and options.kept_prefixes
                 else (None, _nothing)
             )
             undo.pop_all()
@@ -286,50 +272,23 @@ class Managed:
         """The model, None once it is collected."""
         return self._model()
 
-    @property
-    def released(self) -> bool:
-        """Whether the model is managed no more: it was released, or collected."""
-        return not self._finalizer.alive
-
-    @property
-    def pages(self) -> int:
-        """Device pages that hold weights of this model: those that are really there, at this moment."""
-        return self._weights.pages
-
-    @property
-    def host_pages(self) -> int:
-        """Host pages that hold weights of its layers that stream."""
-        return self._weights.host_pages
-
-    @property
-    def streamed(self) -> tuple[int, ...]:
-        """The decoder layers that stream: their parameters are on the host, for everyone but their own forward."""
-        return self._weights.away()
-
-    @property
-    def pace(self) -> Pace:
-        """The times of its forwards."""
-        return self._pace
-
-    @property
-    def left(self) -> dict[str, str]:
-        """Tensors that are not in the pool's ranges -> why: those that cannot be moved, and what was changed since and
-        could not be taken in again, as of the last look at the model, which is at the first forward after a change."""
-        return dict(self._follower.left)
-
     def report(self) -> Report:
-        """What streams and why, what it costs by the record and as it was measured, and what went over the link."""
-        return self._elastic.report()
+        """All that is known of the model: where its weights are, what streams and why, what that costs by the record
+        and as it was measured, what went over the link, what could not be taken in, and its options."""
+        return replace(
+            self._elastic.report(),
+            streamed=self._weights.away(),
+            pages=self._weights.pages,
+            host_pages=self._weights.host_pages,
+            unmanaged_tensors=dict(self._follower.left),
+            released=self._released,
+            options=self._options,
+        )
 
     @property
     def prefixes(self) -> PrefixStore | None:
         """What is kept for prompts that begin with it, and how often that was of use; None where nothing is."""
         return self._prefixes
-
-    @property
-    def chaos(self) -> Chaos | None:
-        """What moves pages at random, None where nothing does."""
-        return self._forwards.chaos
 
     def resident(self) -> AbstractContextManager[None]:
         """Within it layers stay where they are, and those that stream are read on the host. So a thread that reads
@@ -349,10 +308,10 @@ class Managed:
         """
         self._check_not_running()
         if self._prefixes is not None:
-            self._prefixes.flush(PATIENCE)
+            self._prefixes.flush(self._patience)
         with _lock:
             model = self._model()
-            if self.released or model is None:
+            if self._released or model is None:
                 return
             gate = Gate(model)
             with gate.closed():
@@ -389,10 +348,15 @@ class Managed:
 
         model = self._model()
         assert model is not None  # manage() holds it
-        return load_or_measure(model, self, self._weights.device).record
+        return load_or_measure(model, self._pace, self._weights.device).record
+
+    @property
+    def _released(self) -> bool:
+        """Is the model managed no more, as it was released or collected?"""
+        return not self._finalizer.alive
 
     def _check_not_running(self) -> None:
-        if not self.released and self._forwards.running():
+        if not self._released and self._forwards.running():
             raise ModelInUse(f"a forward of {self._name} is running: release() it afterwards")
 
     def _let_go(self) -> None:
@@ -412,7 +376,7 @@ class Managed:
         """An outermost forward begins, which holds a lease already."""
         if self._pending:
             with _lock:
-                model = None if self.released else self._model()
+                model = None if self._released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
                 if model is not None and self._elastic.alone and self._pending:
                     self._behind = True
@@ -443,68 +407,37 @@ class Managed:
         self.release()
 
     def __repr__(self) -> str:
-        if self.released:
+        if self._released:
             return f"<Managed {self._name}: {self._end()}>"
-        weights = f"{self.pages} pages ({format_size(self.pages * self._weights.device.page_size)}) of weights"
-        streamed = f", {len(self.streamed)} of them streamed" if self.streamed else ""
-        kept = len(self._elastic.kept_layers)
-        captured = f", {kept} of them in CUDA graphs" if kept else ""
+        found = self.report()
+        weights = f"{found.pages} pages ({format_size(found.pages * found.page_size)}) of weights"
+        streamed = f", {len(found.streamed)} of them streamed" if found.streamed else ""
+        captured = f", {len(found.kept)} of them in CUDA graphs" if found.kept else ""
         return f"<Managed {self._name}: {self._forwards.layers} decoder layers{streamed}{captured}, {weights}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        if self.released:
-            return table(f"{self._name}: {self._end()}", ("of the model", ""), ())
-        page = self._weights.device.page_size
-        rows: list[tuple[str, object, str]] = [
-            ("decoder layers", self._forwards.layers, ""),
-            ("weights", f"{self.pages:,} pages", format_size(self.pages * page)),
-        ]
-        if self.streamed:
-            rows.append(("layers that stream", len(self.streamed), ""))
-            rows.append(("weights on the host", f"{self.host_pages:,} pages", format_size(self.host_pages * page)))
-        if self._elastic.kept_layers:
-            rows.append(("layers that stay at home", len(self._elastic.kept_layers), "in CUDA graphs"))
-        rows += [(f"left: {name}", why, "") for name, why in self.left.items()]
-        return table(self._name, ("of the model", "", "memory"), rows)
+        return self.report()._repr_html_()
 
     def _end(self) -> str:
         return "collected" if self._model() is None else "released"
 
 
-def _options(
-    model: nn.Module,
-    interval: object,
-    tpot_slo: float | str | None,
-    ttft_slo: float | str | None,
-    priority: object,
-    floor: int | str,
-) -> tuple[Options, Rule]:
-    """ManageError, ConfigError where there are no such."""
-    kept = 0 if floor in (0, "0") and type(floor) is not bool else parse_size(floor, "floor")
-    tpot, ttft = _slo(tpot_slo, "tpot_slo"), _slo(ttft_slo, "ttft_slo")
-    if type(priority) is not int:
-        raise ManageError(f"priority is {priority!r}: give a whole number; models with the lowest give pages first")
-    slo, layers = tpot is not None or ttft is not None, len(decoder_layers(model))
-    if slo and interval != "auto":
-        raise ManageError(f'interval is {interval!r}, which leaves no choice to an SLO: give "auto", or no SLO')
-    if slo and not layers:
-        raise ManageError(f"{type(model).__name__} has no decoder layers that could stream: it takes no SLO")
-    if interval == "auto":
-        return Options("auto", tpot, ttft, priority, kept), Fewest()
-    if interval is not None and (type(interval) is not int or not 1 <= interval <= layers):
-        raise ManageError(
-            f"interval is {interval!r}: give a whole number from 1 (all layers stream) to {layers}, the number of "
-            f'decoder layers of {type(model).__name__}, or "auto", or None'
+def _rule(model: nn.Module, options: ManageOptions) -> Rule:
+    """Which of its layers stream at first. OptionError where it has not the layers that the options need."""
+    layers = len(decoder_layers(model))
+    if options.slo and not layers:
+        raise OptionError(
+            f"{type(model).__name__} has no decoder layers that could stream: manage it without tpot_slo and ttft_slo"
         )
-    return Options(interval, None, None, priority, kept), Interval(interval)
-
-
-def _slo(value: float | str | None, name: str) -> float | None:
-    seconds = None if value is None else parse_time(value, name)
-    if seconds == 0:
-        raise ManageError(f"{name} is {value!r}: nothing takes no time; give seconds, or a text such as '80ms'")
-    return seconds
+    if options.interval == "auto":
+        return Fewest()
+    if options.interval is not None and options.interval > layers:
+        raise OptionError(
+            f"interval is {options.interval}: give a whole number from 1 (all layers stream) to {layers}, the number "
+            f'of decoder layers of {type(model).__name__}, or "auto", or None'
+        )
+    return Interval(options.interval)
 
 
 def _check_not_managed(model: nn.Module) -> None:
@@ -540,20 +473,21 @@ def _in_graphs(reference: weakref.ref[nn.Module]) -> bool:
 
 
 def _attach_prefixes(
-    model: nn.Module, device: Device, size: bool | int, folder: tuple[Path, int] | None, elastic: Elastic
+    model: nn.Module, device: Device, options: ManageOptions, elastic: Elastic
 ) -> tuple[PrefixStore, Callable[[], object]]:
     """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
     from .prefix import sessions
     from .prefix.store import PrefixStore
 
+    size = options.kept_prefixes
     store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
     elastic.keeper = weakref.ref(store)
-    if folder is not None:
+    if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
-        record, governor = (lambda: elastic.record), governors.of(device)
+        record, governor, limit = (lambda: elastic.record), governors.of(device), options.prefix_dir_limit
         store.saver = Saver(
-            model, device, *folder, store.read, store.identity, store.block, governor, store.counts, record
+            model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )
     detach = sessions.attach(model, store)
 
@@ -564,12 +498,14 @@ def _attach_prefixes(
     return store, undo
 
 
-def _attach_caches(model: nn.Module, *, kept: bool) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
+def _attach_caches(
+    model: nn.Module, device: Device, *, kept: bool
+) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
-    `kept`: they may be kept, and grow for a long time, so that layers share no pages."""
+    `device`: theirs; `kept`: they may be kept, and grow for a long time, so that layers share no pages."""
     from .kv import generation
 
-    detach = generation.attach(model, alone=kept)
+    detach = generation.attach(model, device, alone=kept)
     alive = weakref.ref(model)
 
     def open_lease() -> ForwardLease:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..allocator._native import Device
 from ..allocator.config import cache_dir
 from ..allocator.display import steps
 from ..allocator.errors import ManageError
+from ..offload.policy.tuning import DEFAULT
 from ..offload.record import link, record
 from ..offload.record.record import Phase, Point, Record
 from . import compat
@@ -33,32 +34,25 @@ from .device.key import key_of
 from .measure.pace import Measured, Pace
 from .weights.layers import text_config
 
-SHORTEST: Final = 64  # tokens of the shortest prompt
-TOKENS: Final = 5  # that are generated: one by the prefill
-ROUNDS: Final = 3  # that count
-
 Size = tuple[int, int]  # sequences, tokens of each
-
-
-class Paced(Protocol):
-    """A model that is managed."""
-
-    @property
-    def pace(self) -> Pace: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is measured: powers of two up to `batch` sequences and `length` tokens, as far as `seconds` last."""
+    """What is measured: powers of two up to `batch` sequences and `length` tokens, from `shortest` on, as far as
+    `seconds` last; each `rounds` times, and `tokens` are generated."""
 
     batch: int = 8
     length: int = 2048
     seconds: float = 60.0
+    shortest: int = DEFAULT.records.shortest
+    tokens: int = DEFAULT.records.tokens
+    rounds: int = DEFAULT.records.rounds
 
     def sizes(self, longest: int = 0) -> list[Size]:
         """(batch, length), the least work first. `longest`: tokens that the model was made for, 0: not known."""
-        length = min(self.length, longest - TOKENS) if longest else self.length
-        lengths = [each for each in _powers(length) if each >= min(SHORTEST, _powers(length)[-1])]
+        length = min(self.length, longest - self.tokens) if longest else self.length
+        lengths = [each for each in _powers(length) if each >= min(self.shortest, _powers(length)[-1])]
         return sorted(
             ((b, n) for b in _powers(self.batch) for n in lengths), key=lambda size: (size[0] * size[1], size)
         )
@@ -76,7 +70,7 @@ class Profile:
 
 
 def load_or_measure(
-    model: nn.Module, managed: Paced, device: Device, grid: Grid | None = None, *, force: bool = False
+    model: nn.Module, pace: Pace, device: Device, grid: Grid | None = None, *, force: bool = False
 ) -> Profile:
     """The record of a managed model: from its file, or measured and kept there, which takes up to a minute and shows a
     progress bar. A file that cannot be used is measured anew, with a warning that says why.
@@ -85,7 +79,7 @@ def load_or_measure(
     `BALLONET_CACHE_DIR`. ManageError where the model, or the link, cannot be measured.
     """
     key = key_of(model, device)
-    path = record.path_of(cache_dir(runtime.settings()), key)
+    path = record.path_of(cache_dir(runtime.holding(device).settings), key)
     known = None if force else _known(path, key, model)
     if known is not None and not (grid and _missing(model, grid, known)):
         return Profile(known, path, True, {})
@@ -96,7 +90,7 @@ def load_or_measure(
             "ballonet info). Give a larger budget, or a larger host budget"
         )
     found = (known or Record(key, bandwidth)).with_bandwidth(bandwidth)
-    found, left = measured(model, managed, found, grid or Grid())
+    found, left = measured(model, pace, found, grid or Grid())
     try:
         record.save(found, path)
     except OSError as error:
@@ -105,7 +99,7 @@ def load_or_measure(
 
 
 def measured(
-    model: nn.Module, managed: Paced, known: Record, grid: Grid, clock: Callable[[], float] = time.monotonic
+    model: nn.Module, pace: Pace, known: Record, grid: Grid, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Record, dict[Size, str]]:
     """`known` with the times of what of the grid it does not have, and what was left out, and why. See Note [How it is
     measured]. ManageError where the model generates no text from tokens, or nothing of the grid could be measured."""
@@ -113,22 +107,22 @@ def measured(
         raise ManageError(f"{type(model).__name__} cannot be profiled: it generates no text from tokens")
     left: dict[Size, str] = {}
     missing = _missing(model, grid, known)
-    end, pace = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
+    end, each = clock() + grid.seconds, 0.0  # seconds for each token of each sequence, as it went last
     with steps(f"Measuring {type(model).__name__}", len(missing)) as step:
         for size in missing:
             step(f"{size[0]} x {size[1]}")
             larger = next((why for other, why in left.items() if other[0] <= size[0] and other[1] <= size[1]), "")
             begun, work = clock(), size[0] * size[1]
-            if larger or (known.seconds and begun + work * pace > end):
+            if larger or (known.seconds and begun + work * each > end):
                 left[size] = larger or f"it takes longer than the {grid.seconds:.4g} seconds in all"
                 continue
             try:
-                times = _times(model, managed, size)
+                times = _times(model, pace, size, grid)
             except torch.OutOfMemoryError:
                 left[size] = "it does not fit in memory"
             else:
                 known = replace(known, seconds={**known.seconds, **times})
-                pace = (clock() - begun) / work
+                each = (clock() - begun) / work
             if size in left:
                 gc.collect()
     if not known.seconds:
@@ -158,17 +152,17 @@ def _points(size: Size) -> dict[Phase, Point]:
     return {"prefill": Point("prefill", *size), "decode": Point("decode", *size)}
 
 
-def _times(model: Any, managed: Paced, size: Size) -> dict[Point, float]:
+def _times(model: Any, pace: Pace, size: Size, grid: Grid) -> dict[Point, float]:
     """Seconds of a prefill, and of a decode step, of this size. torch.OutOfMemoryError."""
     prompt = _prompt(model, size)
-    settings = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    settings = {"max_new_tokens": grid.tokens, "min_new_tokens": grid.tokens, "do_sample": False, "num_beams": 1}
     seen: list[Measured] = []
-    for round_ in range(1 + ROUNDS):
-        with managed.pace.listening() as heard:
+    for round_ in range(1 + grid.rounds):
+        with pace.listening() as heard:
             model.generate(**prompt, **settings, use_cache=True, pad_token_id=0)
             if prompt["input_ids"].is_cuda:
                 torch.cuda.synchronize(prompt["input_ids"].device)
-            managed.pace.drain()
+            pace.drain()
         seen += heard if round_ else ()
     times = {point: [each.seconds for each in seen if _phase(each) == phase] for phase, point in _points(size).items()}
     if not all(times.values()):

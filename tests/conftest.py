@@ -7,12 +7,13 @@ import functools
 import gc
 import os
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 
 from .pool import take_out_leftovers
+from .tuned import Clock, Tuned, tuning
 
 # Most tests are about what happens when device pages run out. Those about spilling, which hides that, turn it on.
 os.environ["BALLONET_SPILL"] = "0"
@@ -58,6 +59,21 @@ def collections_are_quick() -> None:
     take_out_leftovers()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def a_clock_of_their_own() -> Iterator[None]:
+    """Next to no time passes for a governor, however long a test takes, unless the test lets it pass: on a loaded
+    machine nothing else is decided than on a quiet one."""
+    with tuning(clock=Clock(step=1e-6)):
+        yield
+
+
+@pytest.fixture
+def tuned() -> Iterator[Tuned]:
+    """Gives values to what is composed from now on, until the test ends. See tuned.py."""
+    with tuning() as found:
+        yield found
 
 
 @pytest.hookimpl(wrapper=True)

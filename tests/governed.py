@@ -12,17 +12,11 @@ from ballonet.offload.governor.seat import LAYERS, Offer
 from ballonet.offload.policy.plan import Plan
 from ballonet.offload.record.record import Point
 
+from .tuned import Clock
+
 PAGE = 1000  # bytes
 LINK = 10**6  # bytes per second: a page in a millisecond
 EQUAL = (5,) * 8
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class FakeDevice:

@@ -21,7 +21,8 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
-from ballonet.offload.policy import layout
+
+from .tuned import Tuned
 
 
 def mapped(*places: str) -> list[tuple[int, int]]:
@@ -106,7 +107,7 @@ def in_use() -> str:
     return "\n".join(lines)
 
 
-_HAVING = ("Elastic", "Twin", "_Slot", "KVRange", "KVTwin", "CachedSequence")  # classes whose objects have ranges
+_HAVING = ("Elastic", "Backing", "Slot", "KVRange", "KVExtent", "CachedSequence")  # classes whose objects have ranges
 
 
 def _in_pool(tensor: torch.Tensor, by: list[tuple[int, int]]) -> bool:
@@ -168,17 +169,17 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
     take_out_leftovers()
     yield install
     gc.collect()
-    if (device := runtime.current()) is not None:
-        device.check()
+    if (found := runtime.current()) is not None:
+        found.device.check()
         assert bytes_that_exist() <= budget
-    del device
+    del found
     take_out()
 
 
 @contextmanager
-def tiny_layers(monkeypatch: pytest.MonkeyPatch, budget: int, page_size: int) -> Iterator[None]:
+def tiny_layers(tuned: Tuned, budget: int, page_size: int) -> Iterator[None]:
     """A device is installed, and layers of tiny models have ranges."""
-    monkeypatch.setattr(layout, "LARGE", 2**11)
+    tuned(weights={"large": 2**11})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
     with installing(budget, page_size) as now:

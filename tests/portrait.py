@@ -88,4 +88,4 @@ def conserved(device: Device, managed: ballonet.Managed) -> bool:
     snapshot = device.snapshot()
     pages = snapshot["pages"]
     exist = bytes_that_exist() // device.page_size
-    return bool(sum(pages.values()) == snapshot["created"] == exist and pages["weights"] == managed.pages)
+    return bool(sum(pages.values()) == snapshot["created"] == exist and pages["weights"] == managed.report().pages)

@@ -8,10 +8,13 @@ import pytest
 
 from ballonet.offload.governor.activity import Activity, Progress
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.overview import PAUSE
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import LINK, Clock, FakeCache, FakeDevice, FakeModel
+from .governed import LINK, FakeCache, FakeDevice, FakeModel
+from .tuned import Clock
+
+PAGES = DEFAULT.pages
 
 
 class LateMarks:
@@ -147,15 +150,15 @@ def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Cl
     governor.before(slow, Point("prefill", 1, 8))
     cache = FakeCache(device, governor, clock)
     governor.taken_of(cache.number)
-    stream.launch(5 * PAUSE)
+    stream.launch(5 * PAGES.idle)
     governor.after(slow)
     clients = governor._clients
     for after in (0.1, 2.5, 4.9):
-        clock.now = 100.0 + after * PAUSE
+        clock.now = 100.0 + after * PAGES.idle
         assert clients.active(clock.now) >= {clients[slow].number, cache.number}
-    clock.now = 100.0 + 5.9 * PAUSE
+    clock.now = 100.0 + 5.9 * PAGES.idle
     assert clients.active(clock.now) >= {clients[slow].number, cache.number}
-    clock.now = 100.0 + 6.1 * PAUSE
+    clock.now = 100.0 + 6.1 * PAGES.idle
     assert not clients.active(clock.now) & {clients[slow].number, cache.number}
     assert governor._clients.rested(clock.now)
 
@@ -165,13 +168,13 @@ def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: Late
     model = FakeModel(device, "a")
     governor.add(model)
     for _ in range(3):
-        iterate(governor, model, stream, 3 * PAUSE, None)
+        iterate(governor, model, stream, 3 * PAGES.idle, None)
         clock.now = stream.free_at  # the host waits for the token
         governor._clients[model].waking = False
     governor.before(model, Point("prefill", 1, 8))
     assert not governor._clients[model].waking
     governor.after(model)
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     governor.before(model, Point("prefill", 1, 8))
     assert governor._clients[model].waking
 
@@ -193,16 +196,16 @@ def test_who_is_about_to_run_keeps_the_buffers_of_the_cache_that_it_used_last(cl
     assert governor.pages.short
     first, second = caches
     for _ in range(5):
-        clock.now += 2 * PAUSE  # whoever reads the text takes his time
+        clock.now += 2 * PAGES.idle  # whoever reads the text takes his time
         iterate(governor, model, stream, 0.01, second)
         assert second.gave_buffers == 0, "it is about to run"
     assert first.gave_buffers >= 5
     iterate(governor, other, stream, 0.01, None)
     assert second.gave_buffers == 0, "it ran just now"
-    iterate(governor, model, stream, 4 * PAUSE, second)
-    clock.now += 3 * PAUSE
+    iterate(governor, model, stream, 4 * PAGES.idle, second)
+    clock.now += 3 * PAGES.idle
     iterate(governor, other, stream, 0.0, None)
     assert second.gave_buffers == 0, "it runs yet"
-    clock.now += 3 * PAUSE
+    clock.now += 3 * PAGES.idle
     iterate(governor, other, stream, 0.0, None)
     assert second.gave_buffers > 0

@@ -18,6 +18,7 @@ from transformers import DynamicCache, TextIteratorStreamer
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
+from ballonet.testing import chaos_of
 
 from .caches import BUDGET, PAGES, forget, installed, is_elastic, same, tensors
 from .models import build, generate, prompts
@@ -41,9 +42,9 @@ def as_stock(run: Run, name: str = "llama", chaos: int | None = None, **changes:
         expected = run(model)
     with ballonet.manage(model, chaos=chaos) as handle:
         same(run(model), expected)
-        if handle.chaos is not None:
-            assert handle.chaos.moved["weights"] > 0
-            assert handle.chaos.moved["kv_device"] + handle.chaos.moved["kv_host"] > 0
+        if chaos_of(handle) is not None:
+            assert chaos_of(handle).moved["weights"] > 0
+            assert chaos_of(handle).moved["kv_device"] + chaos_of(handle).moved["kv_host"] > 0
 
 
 def managed(model: Any) -> bool:

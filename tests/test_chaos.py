@@ -18,11 +18,13 @@ from transformers import AutoModelForCausalLM
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.governor.chaos import MOVES, OF_A_PEER, WHERE, Chaos
-from ballonet.offload.policy import layout
+from ballonet.offload.governor.chaos import OF_A_PEER, WHERE, Chaos
+from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.testing import chaos_of
 
 from . import models
 from .pool import installing
+from .tuned import Tuned
 
 PAGE = 16 * 2**10
 STORIES = Path(__file__).parents[2] / "shared" / "data" / "models" / "stories260K_hf"
@@ -84,13 +86,13 @@ def test_weights_stay_on_the_device_and_only_what_moved_is_counted(
     assert set(asked["weights"]) <= {"device"}
     assert set(asked["kv"]) <= ({"device", "host", "peer", "away", "down", "home"} if host else {"device"})
     some = any(place in ("device", "host", "peer") for pieces in heavy for place in pieces.places)
-    assert len(asked["weights"]) == (5 * MOVES if some else 0)
+    assert len(asked["weights"]) == (5 * DEFAULT.chaos.moves if some else 0)
     some = any(
         place in ("device", "host", "peer") or (host and place == "alias")
         for pieces in light
         for place in pieces.places
     )
-    assert len(asked["kv"]) == (5 * MOVES if some else 0)
+    assert len(asked["kv"]) == (5 * DEFAULT.chaos.moves if some else 0)
     ways = Counter(asked["kv"])
     shown = [way for way in WHERE if host or way not in OF_A_PEER]
     expected = {"weights": len(asked["weights"]), **{f"kv_{way}": ways[way] for way in shown}}
@@ -126,8 +128,8 @@ def device() -> Iterator[Device]:
 
 
 def moved(managed: ballonet.Managed) -> dict[str, int]:
-    assert managed.chaos is not None
-    return dict(managed.chaos.moved)
+    assert chaos_of(managed) is not None
+    return dict(chaos_of(managed).moved)
 
 
 @pytest.mark.usefixtures("peer")
@@ -161,9 +163,9 @@ def _pages(managed: ballonet.Managed) -> list[int]:
 
 
 @pytest.mark.skipif(not STORIES.exists(), reason=f"{STORIES} is not there")
-def test_a_trained_model_for_thousands_of_tokens(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_model_for_thousands_of_tokens(device: Device, tuned: Tuned) -> None:
     """Whose answers go on from what it said before, so that a wrong byte of its cache shows till the end."""
-    monkeypatch.setattr(layout, "LARGE", 2**10)  # so that its layers have ranges
+    tuned(weights={"large": 2**10})  # so that its layers have ranges
     ids = torch.randint(3, 500, (16, 12), generator=torch.Generator().manual_seed(3))
     length = {"max_new_tokens": 160, "min_new_tokens": 160, "pad_token_id": 0}
 
@@ -188,7 +190,7 @@ def test_pages_move_to_others_and_keep_their_addresses(device: Device) -> None:
         addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
         values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         models.generate(model, "greedy", models.prompts(1, 9), tokens=30)
-        assert moved(managed)["weights"] > 4 * managed.pages
+        assert moved(managed)["weights"] > 4 * managed.report().pages
         for name, tensor in model.state_dict().items():
             assert tensor.data_ptr() == addresses[name]
             assert torch.equal(tensor, values[name])

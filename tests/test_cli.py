@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ballonet.__main__ import main
+from ballonet.allocator import control
 from ballonet.hooks.programs.run import NOTHING_MANAGED
 
 STANDIN = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "256MiB", "OMP_NUM_THREADS": "1"}
@@ -97,7 +99,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     process.close()
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["budget"], ["replay"], ["info"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["run"], ["budget"], ["replay"], ["info"], ["profile"]], ids=" ".join)
 def test_every_command_has_help(command: list[str]) -> None:
     done = ballonet(*command, "--help")
     assert done.returncode == 0
@@ -113,6 +115,61 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     done = ballonet(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert "usage: python -m ballonet" in done.stderr
+
+
+# -- JSON and tables
+
+SHOWN = {
+    "budget": 2**23,
+    "page_size": 65536,
+    "pages": {"free": 28, "weights": 100, "activations": 0, "kv": 0, "retiring": 0},
+    "host_pages": 3,
+    "peer": "second pool",
+    "peer_budget": 2**20,
+    "peer_pages": 2,
+    "spilled": 1,
+}
+PRINTS = {  # command -> arguments, and lines of its table, spaces left out
+    "budget": (["7"], ["budget8MiB in pages of 64KiB", "weights100 pages (6.25MiB)", "on the second pool2 pages"]),
+    "replay": (["trace.csv"], ["peak of what was asked for3MiB", "operations2, "]),
+    "simulate": (
+        ["--layers", "8", "--ratio", "2", "--at", "0,3"],
+        ["streamed2 through 2 slots: 0, 3", "time of a pass"],
+    ),
+    "prefix-sim": (["trace.jsonl", "--blocks", "5"], ["requests2, of 4 blocks", "blocks found1, hit rate 0.2500"]),
+}
+
+
+@pytest.mark.parametrize("command", [*PRINTS, "info", "preflight", "profile"])
+def test_every_command_that_prints_takes_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", PRINTS)
+def test_tables_are_for_people_and_json_for_programs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n{"hash_ids": [1, 3]}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BALLONET_DEVICE", "cpu")
+    monkeypatch.setattr(control, "ask", lambda pid, size, timeout: {"pid": pid, **SHOWN})
+    arguments, lines = PRINTS[command]
+
+    def printed(*more: str) -> str:
+        assert main([command, *arguments, *more]) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return out
+
+    piped = json.loads(printed())
+    assert len(printed("--json").splitlines()) == 1
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert json.loads(printed("--json")).keys() == piped.keys()
+    table = re.sub(" {2,}", "", printed())
+    assert [line for line in lines if line not in table] == []
 
 
 # -- replay

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from ballonet.allocator import _native, companion, cuda_headers, runtime
-from ballonet.allocator.companion import Companion, CompanionUnavailable
-from ballonet.allocator.errors import InstallError
+from ballonet.allocator.companion import Companion
+from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 

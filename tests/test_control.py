@@ -27,10 +27,10 @@ from ballonet.allocator.errors import (
     BudgetError,
     ConfigError,
     ControlError,
+    ControlRefused,
     NoSuchProcess,
     NotPermitted,
     NotReachable,
-    Refused,
 )
 
 PAGE = 65536
@@ -60,8 +60,8 @@ def listening(folder: Path) -> Iterator[Listening]:
     """Starts one that obeys by a function of the test."""
     opened: list[Control] = []
 
-    def start(set_budget: Callable[[int, float], None] = lambda nbytes, timeout: None) -> Control:
-        opened.append(Control(set_budget, [folder]))
+    def start(set_budget: Callable[[int, float], None] = lambda nbytes, timeout: None, **grace: float) -> Control:
+        opened.append(Control(set_budget, [folder], **grace))
         return opened[-1]
 
     yield start
@@ -124,7 +124,7 @@ def test_what_it_raises_is_a_refusal_with_the_number(
     if error is None:
         ask(ME, 2**20, 1, [folder])
         return
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ControlRefused) as caught:
         ask(ME, 2**20, 1, [folder])
     assert (caught.value.pid, caught.value.kind) == (ME, type(error).__name__)
     assert str(caught.value) == f"process {ME} refused: {error}"
@@ -133,7 +133,7 @@ def test_what_it_raises_is_a_refusal_with_the_number(
 
 def test_without_a_device_it_refuses(listening: Listening, folder: Path) -> None:
     listening()
-    with pytest.raises(Refused, match=r"ballonet\.install\(\)"):
+    with pytest.raises(ControlRefused, match=r"ballonet\.install\(\)"):
         ask(ME, None, 1, [folder])
 
 
@@ -239,17 +239,14 @@ def test_when_it_ends_nothing_is_left(listening: Listening, folder: Path) -> Non
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_end_waits_for_an_answer_that_is_being_made(
-    listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "GRACE", 60)
+def test_the_end_waits_for_an_answer_that_is_being_made(listening: Listening, folder: Path) -> None:
     begun, goes_on, answers = threading.Event(), threading.Event(), []
 
     def set_budget(nbytes: int, timeout: float) -> None:
         begun.set()
         assert goes_on.wait(60)
 
-    opened = listening(set_budget)
+    opened = listening(set_budget, grace=60)
     client = threading.Thread(target=lambda: answers.append(ask(ME, 2**20, 60, [folder])))
     client.start()
     assert begun.wait(60)
@@ -266,15 +263,14 @@ def test_the_end_waits_for_an_answer_that_is_being_made(
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_end_does_not_wait_for_ever(listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "GRACE", 0.01)
+def test_the_end_does_not_wait_for_ever(listening: Listening, folder: Path) -> None:
     begun, goes_on = threading.Event(), threading.Event()
 
     def set_budget(nbytes: int, timeout: float) -> None:
         begun.set()
         goes_on.wait(60)
 
-    opened = listening(set_budget)
+    opened = listening(set_budget, grace=0.01)
     client = threading.Thread(target=lambda: ask(ME, 2**20, 60, [folder]))
     client.start()
     assert begun.wait(60)
@@ -310,14 +306,11 @@ def test_a_socket_of_another_process_under_this_pid_is_not_believed(listening: L
 
 
 @pytest.mark.usefixtures("installed")
-def test_one_that_does_not_answer_is_given_up(
-    listening: Listening, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_does_not_answer_is_given_up(listening: Listening, folder: Path) -> None:
     goes_on = threading.Event()
     listening(lambda nbytes, timeout: goes_on.wait(60) and None)
-    monkeypatch.setattr(control, "PATIENCE", 0.01)
     with pytest.raises(NotReachable, match=r"did not answer .*: it may be ending"):
-        ask(ME, 2**20, 0.01, [folder])
+        ask(ME, 2**20, 0.01, [folder], patience=0.01)
     goes_on.set()
 
 

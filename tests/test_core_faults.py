@@ -200,6 +200,19 @@ def test_a_constructor_that_fails_leaves_nothing() -> None:
     assert physical() == 0
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_host_pages_that_fail_when_they_are_tried_leave_nothing(ahead: int) -> None:
+    """A copy cannot be made, and then the wait for those before it cannot: the page is not in use for good."""
+    clean()
+    arm("cuMemcpyAsync", ahead)
+    arm("cuStreamSynchronize")
+    device = make(PAGE, 8, 8)
+    assert device.host_pages
+    device.close()
+    disarm()
+    assert physical() == physical("host") == 0
+
+
 def test_faults_have_names_and_strike_once() -> None:
     with pytest.raises(BallonetError, match="no driver function is called 'cuMemMapp'"):
         make(faults=[("cuMemMapp", 1)])

@@ -266,8 +266,8 @@ def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None
     """Each looks again after it has waited: neither maps over the other."""
     with opened(budget=8, path=gate.path) as core, ThreadPoolExecutor(2) as pool:
         old, new = weights(core, 6), core.range(8, "weights")
+        gate.close(EVENTS)  # first: the mapper's thread is not to find that the streams have passed
         old.retire(0, 6)
-        gate.close(EVENTS)
         both = [pool.submit(new.map, first, 6) for first in (0, 2)]
         eventually(lambda: gate.waiting() == 2)
         gate.open()
@@ -316,8 +316,8 @@ def some(pieces, owner="weights"):
     return made
 
 block, old, one = allocate(512), some(8), some(2)
+gate.arm()  # first: the mapper's thread is not to find that the streams have passed
 old.retire(0, 8)
-gate.arm()
 waiter = threading.Thread(target={waits})
 waiter.start()
 while not gate.waiting():

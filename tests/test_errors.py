@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 
+import ballonet
 from ballonet.allocator import errors
 from ballonet.allocator.errors import (
     BallonetError,
     BudgetError,
+    ControlRefused,
     DriverError,
     NoSuchProcess,
     PoolExhausted,
-    Refused,
     SLOError,
     TraceError,
 )
@@ -36,7 +40,7 @@ WITH_FIELDS = [
     ),
     (SLOError("it is too short", None, None), "it is too short"),
     (NoSuchProcess(7, "does not exist"), "process 7 does not exist"),
-    (Refused(7, "the budget is too small", "BudgetError"), "process 7 refused: the budget is too small"),
+    (ControlRefused(7, "the budget is too small", "BudgetError"), "process 7 refused: the budget is too small"),
 ]
 
 
@@ -53,3 +57,38 @@ def test_all_are_ballonet_errors_but_the_one_for_memory() -> None:
     assert {value for value in classes if not issubclass(value, BallonetError)} == {PoolExhausted}
     assert issubclass(BallonetError, RuntimeError)
     assert issubclass(PoolExhausted, MemoryError)
+
+
+# Where users look
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [path for room in ("allocator", "offload", "hooks", "src/ballonet") for path in (ROOT / room).rglob("*.py")]
+
+
+def docstrings(tree: ast.AST) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [text for node in ast.walk(tree) if isinstance(node, kinds) and (text := ast.get_docstring(node))]
+
+
+def typed(trees: list[ast.Module]) -> set[str]:
+    """Names of the classes that derive from BallonetError, in whatever module, and of PoolExhausted."""
+    bases = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"BallonetError", "PoolExhausted"}
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def test_every_typed_error_that_is_written_about_can_be_imported_from_the_package() -> None:
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    documents = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    text = "\n".join([*documents, *(each for tree in trees for each in docstrings(tree))])
+    told = {name for name in typed(trees) if re.search(rf"\b{name}\b", text)}
+    assert told >= {"BudgetInUse", "SLOError", "WeightsFileChanged", "CompanionUnavailable"}
+    assert {name for name in told if not issubclass(getattr(ballonet, name, int), BaseException)} == set()
+    assert {name for name in re.findall(r"\bballonet\.([A-Z]\w+)", text) if not hasattr(ballonet, name)} == set()

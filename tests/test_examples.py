@@ -181,8 +181,8 @@ def test_smollm2_says_the_same_with_half_of_its_weights(smollm2: Path) -> None:
         assert torch.equal(model.generate(**prompt, max_new_tokens=4, do_sample=False), expected)
         managed = ballonet.manage(model)
         assert managed._weights.ring.copied > 0
-        assert 10 < len(managed.streamed) < len(model.model.layers)
-        assert managed.host_pages == 0
+        assert 10 < len(managed.report().streamed) < len(model.model.layers)
+        assert managed.report().host_pages == 0
         assert ballonet.stats().copied.weights_d2h == 0
         assert budget // 2 < peak <= budget
         del model, layer

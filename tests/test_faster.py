@@ -15,14 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.governor.decision import MARGIN, fastest
+from ballonet.offload.governor.decision import fastest
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.seat import LOOK
 from ballonet.offload.policy.interval import Costs
 from ballonet.offload.policy.plan import Plan, fewest, spread, streaming
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Phase
 
-from .governed import EQUAL, LINK, PAGE, Clock, FakeDevice, FakeModel, governed
+from .governed import EQUAL, LINK, PAGE, FakeDevice, FakeModel, governed
+from .tuned import Clock
+
+LOOK, MARGIN = DEFAULT.weights.look, DEFAULT.weights.margin
 
 RATIOS = [Fraction(r) for r in ("1/2", "1", "4/3", "2", "3", "4", "6", "8", "20")]
 
@@ -51,7 +54,7 @@ def test_of_all_plans_the_fastest_if_it_saves_enough(ratio: Fraction) -> None:
     for n in range(1, 11):
         every = list(plans([3] * n))
         for standing in every:
-            found = fastest(standing, [(1, costs([3] * n, ratio))])
+            found = fastest(standing, [(1, costs([3] * n, ratio))], MARGIN)
             assert found.device_pages <= standing.device_pages
             best = min(layers(each, ratio) for each in every if each.device_pages <= standing.device_pages)
             if best + 1 < layers(standing, ratio) * Fraction(95, 100):
@@ -59,7 +62,7 @@ def test_of_all_plans_the_fastest_if_it_saves_enough(ratio: Fraction) -> None:
             if found != standing:
                 assert layers(found, ratio) < layers(standing, ratio) * Fraction(95, 100)
                 assert layers(found, ratio) <= best + 1
-            assert fastest(found, [(1, costs([3] * n, ratio))]) == found, "and there it stays"
+            assert fastest(found, [(1, costs([3] * n, ratio))], MARGIN) == found, "and there it stays"
 
 
 @given(
@@ -73,14 +76,14 @@ def test_layers_of_any_size_and_iterations_of_several_kinds(
     standing = data.draw(st.sampled_from(list(plans(pages))))
     most = data.draw(st.none() | st.integers(0, 9))
     done = [(count, costs(pages, ratio, seconds=1 / ratio)) for count, ratio in kinds]
-    found = fastest(standing, done, most)
+    found = fastest(standing, done, MARGIN, most)
     if found == standing:
         return
     assert found.device_pages <= standing.device_pages
     assert most is None or len(found.streamed) <= most
     before, after = (sum(count * each.expected(plan) for count, each in done) for plan in (standing, found))
     assert after < (1 - MARGIN) * before
-    assert fastest(found, done, most) == found
+    assert fastest(found, done, MARGIN, most) == found
 
 
 def test_what_takes_the_time_decides() -> None:
@@ -90,11 +93,11 @@ def test_what_takes_the_time_decides() -> None:
     assert two is not None
     assert (len(one.slot_pages), len(two.slot_pages)) == (1, 2)
     prefill, decode = costs(EQUAL, Fraction(2), 1.0), costs(EQUAL, Fraction(8), 0.1)
-    assert fastest(one, [(1, decode), (10, prefill)]) == two
-    assert fastest(two, [(1, decode), (10, prefill)]) == two
-    assert fastest(two, [(63, decode), (1, prefill)]) == one
-    assert fastest(one, [(63, decode), (1, prefill)]) == one
-    assert fastest(two, []) == two, "nothing was measured"
+    assert fastest(one, [(1, decode), (10, prefill)], MARGIN) == two
+    assert fastest(two, [(1, decode), (10, prefill)], MARGIN) == two
+    assert fastest(two, [(63, decode), (1, prefill)], MARGIN) == one
+    assert fastest(one, [(63, decode), (1, prefill)], MARGIN) == one
+    assert fastest(two, [], MARGIN) == two, "nothing was measured"
 
 
 # -- as the governor asks

@@ -19,10 +19,12 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.managed import manage
+from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
 
 from .pool import take_out
+from .tuned import Clock
 
 TOKENS = torch.arange(1, 9)[None]
 
@@ -36,7 +38,7 @@ def installed() -> Iterator[None]:
 
 @pytest.fixture
 def watching() -> Iterator[FirstUse]:
-    watching = FirstUse()
+    watching = FirstUse(clock=Clock(step=1e6))  # there may be room whenever it is looked
     yield watching
     watching.close()
 
@@ -73,7 +75,7 @@ def test_a_model_is_managed_once_by_its_first_use(watching: FirstUse, use: str) 
 
 
 def test_prefixes_are_kept_from_the_first_call_on() -> None:
-    watching = FirstUse(prefix_cache=True)
+    watching = FirstUse(ManageOptions(prefix_cache=True))
     model = llama()
     tokens = TOKENS
     for _ in range(2):
@@ -133,18 +135,17 @@ def test_a_model_that_cannot_be_managed_runs_as_it_is_with_one_warning(watching:
 def test_a_model_that_was_left_is_managed_once_there_is_room(
     watching: FirstUse, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(first_use, "LOOK_AGAIN", 0.0)
     with install.stock():
         model = llama(intermediate_size=4096)
     ballonet.set_budget("2MiB" if how == "budget" else "8MiB")
     taken = None if how == "budget" else torch.empty(7 * 2**20, dtype=torch.uint8)
-    managing, manage = [], first_use.manage
+    managing, manage = [], first_use.managed
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         managing.append(args)
         return manage(*args, **kwargs)
 
-    monkeypatch.setattr(first_use, "manage", counted)
+    monkeypatch.setattr(first_use, "managed", counted)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with pytest.warns(RuntimeWarning, match="leaves LlamaForCausalLM as it is.*tried again") as warned:
         expected = [model.generate(TOKENS, **settings) for _ in range(3)]
@@ -177,7 +178,7 @@ def test_weights_that_could_not_be_moved_do_not_end_the_program(
     def refuse(*_: Any, **__: Any) -> Any:
         raise error("no room")
 
-    monkeypatch.setattr(first_use, "manage", refuse)
+    monkeypatch.setattr(first_use, "managed", refuse)
     model = llama()
     with pytest.warns(RuntimeWarning, match="as it is.*no room"):
         model.generate(TOKENS, max_new_tokens=2)

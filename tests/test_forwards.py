@@ -15,6 +15,7 @@ import ballonet
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.device.lease import current
+from ballonet.testing import chaos_of
 
 from . import models
 from .pool import in_pool, installing
@@ -236,16 +237,16 @@ def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device, wra
     kept = model.model.layers[1].register_forward_hook(lambda *_: seen.add(managed._weights.group.leases))
     assert models.generate(model, "greedy", inputs).agrees(expected)
     assert seen == {1}
-    assert managed.chaos is not None
-    assert min(managed.chaos.moved.values()) > 0
+    assert chaos_of(managed) is not None
+    assert min(chaos_of(managed).moved.values()) > 0
     kept.remove()
     if wrapped:
-        moved = dict(managed.chaos.moved)
+        moved = dict(chaos_of(managed).moved)
         del outer
         gc.collect()
-        assert managed.released
+        assert managed.report().released
         assert models.generate(model, "greedy", inputs).agrees(expected)
-        assert dict(managed.chaos.moved) == moved
+        assert dict(chaos_of(managed).moved) == moved
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
         ballonet.manage(model).release()
 

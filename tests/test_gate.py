@@ -22,7 +22,8 @@ from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.device import gate as gates
 from ballonet.hooks.device.gate import Gate
 from ballonet.hooks.device.stacks import stack_of
-from ballonet.hooks.managed import managed_as
+from ballonet.hooks.managed import managed, managed_as
+from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
 from ballonet.hooks.weights.moving import MoveIn
@@ -32,6 +33,7 @@ from .models import build, prompts
 from .pool import tiny_layers
 from .portrait import Portrait, all_in_pool, none_in_pool
 from .test_interrupts import interrupted
+from .tuned import Tuned
 
 BUDGET = 2**22
 PAGE = 4096
@@ -42,8 +44,8 @@ LONG = 60  # seconds, after which a thread hangs
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, BUDGET, PAGE):
+def installed(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, BUDGET, PAGE):
         yield
 
 
@@ -197,10 +199,8 @@ def test_a_layer_that_is_called_by_itself_is_waited_for_and_waits(model: Any) ->
         managed.release()
 
 
-def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Gate.wait_until_unused, "__defaults__", (0.05,))
+def test_a_forward_that_does_not_end_is_an_error_and_changes_nothing(model: Any, tuned: Tuned) -> None:
+    tuned(waiting={"gate": 0.05})
     expected = logits(model)
     held = Held(model.model.layers[2].mlp, lambda: logits(model)).reached()
     before = Portrait(model)
@@ -387,7 +387,7 @@ def test_release_is_refused_while_a_layer_is_called_by_itself(model: Any) -> Non
     held = Held(layer.act_fn, torch.no_grad()(lambda: layer(ROW))).reached()
     with pytest.raises(ModelInUse, match="release"):
         managed.release()
-    assert not managed.released
+    assert not managed.report().released
     assert gate_of(layer) is None
     assert torch.equal(held.result(), expected)
     managed.release()
@@ -410,7 +410,7 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: 
     try:
         for attempt in range(16):
             managed = ballonet.manage(model, interval=(1, 2, "auto", None)[attempt % 4])
-            while not managed.released:
+            while not managed.report().released:
                 with suppress(ModelInUse):
                     managed.release()
                 time.sleep(0.001)
@@ -423,7 +423,7 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: 
 @pytest.mark.parametrize("run", range(3))
 def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, busy_threads: None, run: int) -> None:
     expected = tokens(model)
-    watching = FirstUse(interval=1)
+    watching = FirstUse(ManageOptions(interval=1))
     try:
         together = threading.Barrier(6)
 
@@ -444,16 +444,16 @@ def test_a_second_first_use_waits_until_the_model_is_managed(model: Any, monkeyp
     paused, go_on = threading.Event(), threading.Event()
     kinds = list[type]()
 
-    def manage(model: Any, **options: Any) -> Any:
+    def manage(model: Any, options: ManageOptions) -> Any:
         paused.set()
         assert go_on.wait(LONG)
         logits(model)  # as measuring does
-        return ballonet.manage(model, **options)
+        return managed(model, options)
 
     def note(_: Any, args: Any, kwargs: Any) -> None:
         kinds.append(type(kwargs["past_key_values"].layers[0]))
 
-    monkeypatch.setattr(first_use, "manage", manage)
+    monkeypatch.setattr(first_use, "managed", manage)
     watching = FirstUse()
     try:
         first = Thread(lambda: tokens(model))
@@ -492,7 +492,7 @@ def test_ctrl_c_anywhere_in_a_first_use_keeps_nobody_waiting(model: Any) -> None
     expected, at, came = logits(model), 0, True
     while came:
         at += 1
-        watching = FirstUse(interval=None)
+        watching = FirstUse(ManageOptions(interval=None))
         came = interrupted(lambda: logits(model), at, first_use)
         assert not watching._taking
         assert same(Thread(lambda: logits(model)).result(), expected)

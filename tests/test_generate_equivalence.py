@@ -15,6 +15,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.kinds import CachePlan, plan
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.testing import chaos_of
 
 from .architectures import ARCHITECTURES
 from .models import WAYS, Output, ask, before_each_forward, build, generate, layers_of, questions
@@ -110,8 +111,8 @@ def test_tokens_equal_stock(installed: None, name: str) -> None:
                     if not agrees(model, name, way):
                         wrong.append(f"{name}, {way}, {'plain' if chaos is None else 'chaos'}")
                 assert planned.reason or watch.seen >= 3
-            if handle.chaos is not None:
-                moved = handle.chaos.moved
+            if chaos_of(handle) is not None:
+                moved = chaos_of(handle).moved
                 assert moved["weights"] > 5
                 assert min(moved["kv_device"], moved["kv_host"]) > 5 or not planned.elastic
     assert wrong == []

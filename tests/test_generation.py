@@ -39,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """With small pages each layer has a range of its own and several pages; with large ones all layers share one."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=request.param))
+    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=request.param)).device
     yield opened
     gc.collect()
     opened.reap(wait=True)

@@ -9,12 +9,15 @@ import pytest
 from ballonet.offload.governor import governor as governor_module
 from ballonet.offload.governor import overview
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.overview import DWELL, PAUSE
 from ballonet.offload.governor.traffic import Traffic, sent
 from ballonet.offload.policy.plan import Plan, streaming
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, Clock, FakeDevice, FakeModel, governed, keys, trace
+from .governed import EQUAL, LINK, FakeDevice, FakeModel, governed, keys, trace
+from .tuned import Clock
+
+PAGES = DEFAULT.pages
 
 # -- what is asked of whom, and when
 
@@ -44,7 +47,7 @@ def test_the_list_is_published_when_it_is_another_one() -> None:
     a.step(governor, "prefill")
     a.step(governor)
     assert device.published == first
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     b.step(governor)
     assert keys(device)[:5] == [("a", layer) for layer in (0, 4, 2, 6, 1)]
     a.times["prefill"] = 0.01
@@ -75,15 +78,15 @@ def test_a_plan_that_was_granted_is_void_once_layers_are_taken() -> None:
     device, governor, clock, (a, b) = governed(80, {}, {})
     a.step(governor, kv=20)
     b.step(governor, "prefill")
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     device.kv = 0
     for _ in range(3):
-        clock.now += 0.6 * DWELL
+        clock.now += 0.6 * PAGES.dwell
         a.step(governor)
     a.step(governor, kv=25)
     assert len(b.gone) == 1
     device.kv = 0
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     b.step(governor, "prefill")
     assert b.here == 15, "not what was kept for it before"
 
@@ -236,7 +239,7 @@ def test_traffic_is_what_others_send() -> None:
     device, clock = FakeDevice(10), Clock()
     told: list[float] = []
     nvml = FakeLink(device, clock)
-    watcher = Traffic(nvml, lambda: sent(device), told.append, clock)
+    watcher = Traffic(nvml, lambda: sent(device), told.append, clock, DEFAULT.traffic)
     assert sent(device) == 0
     nvml.own = 10**6
     assert watcher.look()

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ballonet.allocator import _native
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.overview import DWELL, PAUSE
 from ballonet.offload.policy.plan import Plan, smallest, spread
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from .core import PAGE, Core, behind, holds, opened, physical, write
-from .governed import Clock
+from .tuned import Clock
 
 PAGES = (2,) * 6
 BUDGET = 40
@@ -143,14 +143,14 @@ def test_the_cache_takes_pages_of_weights_when_none_is_free_and_gives_them_back(
         assert core.device.snapshot()["copied"]["weights_d2h"] == gone * PAGE, "once, when they are taken"
         for each in (a, b):
             each.check()
-        clock.now += 2 * PAUSE
+        clock.now += 2 * DEFAULT.pages.idle
         assert b.step("prefill", kv, 0)
         assert b.plan.device_pages == 4
         assert b.plan.streamed == spread(PAGES, len(b.plan.streamed))
         b.check()
         assert kv.change(-kv.pages)
         for _ in range(40):
-            clock.now += DWELL / 8
+            clock.now += DEFAULT.pages.dwell / 8
             assert b.step("decode", kv, 0)
         assert b.plan == Plan(PAGES)
         assert [behind(home.address)[0] for home in b.homes] == ["device"] * 6
@@ -171,7 +171,7 @@ def test_whoever_comes_and_goes_weights_are_whole_and_within_the_budget(
         them = [Layers(core, governor, name, 1 + 50 * n) for n, name in enumerate("abc")]
         kv = KV(core)
         for which, decode, change, pause in steps:
-            clock.now += 2 * PAUSE if pause else 0.1
+            clock.now += 2 * DEFAULT.pages.idle if pause else 0.1
             them[which].step("decode" if decode else "prefill", kv, max(change, -kv.pages))
             assert physical() <= BUDGET * PAGE
             for model in them:

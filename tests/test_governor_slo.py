@@ -11,16 +11,17 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ballonet.offload.governor.overview import PAUSE
-from ballonet.offload.governor.pages import SPARE
 from ballonet.offload.policy.interval import Costs, meeting
 from ballonet.offload.policy.ledger import Client, Refusal, Shares, share
 from ballonet.offload.policy.ledger import options as options_of
 from ballonet.offload.policy.plan import Plan, at_interval, fewest
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from .governed import EQUAL, LINK, PAGE, FakeModel, governed, keys
 from .links import fair
+
+PAGES = DEFAULT.pages
 
 
 def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
@@ -150,7 +151,7 @@ def test_every_slo_is_kept_where_the_best_for_all_fits(drawn: tuple[list[dict[st
     """Select-N, coordinator: whatever both streamed before, and with whatever pages; and nobody's pages are missing."""
     options, free = drawn
     device, governor, _, them = governed(1000, *options)
-    device.kv = device.free - free - 1000 // SPARE
+    device.kv = device.free - free - 1000 // PAGES.spare
     room = free + sum(each.here for each in them)
     clients = [
         Client(each.name, Costs(each.plan.pages, each.times["decode"], PAGE / LINK), PAGE, each.slo("decode"), 10**6)  # type: ignore[arg-type]
@@ -188,7 +189,7 @@ def test_admission(
     for each in them:
         each.step(governor)
     device.kv = device.free - available
-    clock.now += 9 * PAUSE  # whoever waits now may run beside it
+    clock.now += 9 * PAGES.idle  # whoever waits now may run beside it
     new = FakeModel(device, "new", pages, tpot=seconds * tpot, decode=seconds, prefill=seconds)
     new.ttft_slo = None if ttft is None else seconds * ttft
     device.models.remove(new)
@@ -242,7 +243,7 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
     for _ in range(draw(st.integers(1, 6))):
         traffic = draw(st.sampled_from([0, LINK // 3, LINK // 2, LINK]))
         governor.set_traffic(traffic)
-        clock.now += 2 * PAUSE
+        clock.now += 2 * PAGES.idle
         device.kv = draw(st.integers(0, device.free + device.kv))
         running = draw(st.lists(st.sampled_from(them), min_size=1, unique_by=id))
         phases = [draw(st.sampled_from(["prefill", "decode"])) for _ in running]
@@ -277,7 +278,7 @@ def test_what_an_slo_forbids_is_not_taken() -> None:
         each.step(governor)
     assert len(a.plan.streamed) == 4
     assert {name for name, _ in keys(device)} == {"b"}, "it streams what it may already"
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     a.tpot_slo = None
     a.ttft_slo = 0.029
     governor.changed(a)
@@ -293,7 +294,7 @@ def test_a_model_that_waits_leaves_the_link_to_the_others() -> None:
             each.step(governor)
     assert {len(each.plan.streamed) for each in (a, b)} != {8}, "the link is too slow for both"
     less = min((a, b), key=lambda each: len(each.plan.streamed))
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     less.step(governor)
     assert len(less.plan.streamed) == 8
 
@@ -304,7 +305,7 @@ def test_pages_that_an_slo_needs_are_taken_from_models_that_wait() -> None:
     device.kv = device.free
     a.tpot_slo = 0.025
     governor.changed(a)
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     assert a.step(governor).refusal is None
     assert {name for name, _ in device.trace} == {"b"}
     assert len(a.plan.streamed) == 4

@@ -28,6 +28,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "offload/timeline",
     "offload",
     "hooks/compat",
+    "hooks/options",
     "hooks/device",
     "hooks/measure",
     "hooks/weights",
@@ -37,9 +38,10 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks",
     "hooks/programs",
 )
+FACADE = ROOT / "src" / "ballonet"
 SOURCES = [
     *((room, path) for room in ROOMS[:3] for path in sorted((ROOT / room).rglob("*.py"))),
-    *(("facade", path) for path in sorted((ROOT / "src" / "ballonet").glob("*.py"))),
+    *(("facade", path) for path in sorted(FACADE.rglob("*.py"))),  # which does not follow the links to the rooms
 ]
 OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 # modules that need no torch
@@ -59,8 +61,9 @@ def imported(tree: ast.AST, package: str) -> Iterator[str]:
 
 def wrong_imports(room: str, tree: ast.AST, path: Path = ROOT) -> list[str]:
     """`path`: of a module of the room, where it lies in one of its smaller ones."""
-    inside = path.relative_to(ROOT).parent.parts if path.is_relative_to(ROOT / room) else (room,)
-    package = "ballonet" if room == "facade" else ".".join(("ballonet", *inside))
+    top = FACADE if room == "facade" else ROOT / room
+    inside = path.relative_to(top).parent.parts if path.is_relative_to(top) else ()
+    package = ".".join(("ballonet", *(() if room == "facade" else (room,)), *inside))
     wrong = []
     for name in imported(tree, package):
         parts = name.split(".")
@@ -137,10 +140,85 @@ def test_a_wrong_import_is_seen(room: str, line: str) -> None:
     assert wrong_imports(room, ast.parse(line)) != []
 
 
+# Numbers that are facts, of a format, a driver, a file system or a machine, or that only name something. What decides
+# lies in offload/policy/tuning.py and allocator/defaults.py.
+FACTS = {
+    "allocator/control.py": {"LONGEST", "LONGEST_PATH"},
+    "allocator/findings.py": {"FORMAT"},
+    "allocator/preflight/cuda.py": {"NOT_READY", "POSIX_FD", "READ_ONLY"},
+    "allocator/preflight/measure.py": {"MIB"},
+    "allocator/preflight/run.py": {"SAID"},
+    "allocator/preflight/torch_probes.py": {"PAGES"},
+    "allocator/replay.py": {"_ALLOC", "_FREE", "_LARGEST", "_WORD"},
+    "offload/governor/kv_tier.py": {"_FIRST_SLICE"},
+    "offload/governor/seat.py": {"LAYERS", "SPLIT"},
+    "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
+    "offload/policy/layout.py": {"ALIGNMENT"},
+    "offload/policy/ledger.py": {"FIXED"},
+    "offload/policy/prefix_sim.py": {"_SIZES"},
+    "offload/record/record.py": {"FORMAT"},
+    "offload/residency/kv_slots.py": {"_TAKEN"},
+    "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
+    "offload/residency/safetensors.py": {"LONGEST_HEADER"},
+    "offload/residency/weights_file.py": {"TICK"},
+    "hooks/device/marks.py": {"_RELAXED"},
+    "hooks/kv/prefill.py": {"_ALIGNMENT"},
+    "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
+    "hooks/prefix/fingerprint.py": {"SAMPLES"},
+    "hooks/programs/model_info.py": {"_UNLIMITED"},
+    "hooks/weights/mapped.py": {"_ENTRY"},
+    "hooks/weights/room.py": {"_LOGITS"},
+    "hooks/weights/storages.py": {"_WIDEST"},
+}
+_ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
+
+
+def numbers(tree: ast.Module) -> Iterator[str]:
+    """Names in capitals that a module gives to numbers."""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            target, value = node.target, node.value
+        elif isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+        else:
+            continue
+        parts = list(ast.walk(value))
+        constants = [each.value for each in parts if isinstance(each, ast.Constant)]
+        if not all(isinstance(each, _ARITHMETIC) for each in parts) or not {*map(type, constants)} <= {int, float}:
+            continue
+        if isinstance(target, ast.Name) and target.id.isupper():
+            yield target.id
+
+
+def test_numbers_that_decide_lie_in_one_place() -> None:
+    found = {
+        str(path.relative_to(ROOT)): names
+        for _, path in SOURCES
+        if path.name not in ("tuning.py", "defaults.py") and (names := {*numbers(ast.parse(path.read_text()))})
+    }
+    assert found == FACTS
+
+
+def test_no_number_that_decides_is_patched() -> None:
+    """Tests give such values as arguments, or through the fixture `tuned`. What they patch are facts and lists of
+    names, and numbers of others."""
+    known = {"COMPILERS", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "LIBCUDA", "PROBES", "ROOT", "TOOLKIT", "LEAST_SECONDS"}
+    for path in OTHERS:
+        for name in re.findall(r"""(?:setattr|object)\(\w+, ["'](_?[A-Z][A-Z0-9_]+)["']""", path.read_text()):
+            assert name in known.union(*FACTS.values()), f"{path} patches {name}"
+
+
+def test_each_planted_bug_has_its_place() -> None:
+    """The text that a mutant replaces is in the sources, once: `make mutants` would find that only hours later."""
+    command = [sys.executable, str(ROOT / "tests" / "simgpu" / "mutants.py"), "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, "\n".join(line for line in done.stdout.splitlines() if " times: " in line)
+
+
 def test_every_module_is_in_the_architecture() -> None:
     rows = re.findall(r"^\| `([\w/]+)/` \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
     told = {(room, name) for room, files in rows for name in re.findall(r"`(\w+)`", files)}
-    there = {(path.parent.relative_to(ROOT).as_posix(), path.stem) for room, path in SOURCES if room != "facade"}
+    there = {(path.parent.relative_to(ROOT).as_posix(), path.stem) for _, path in SOURCES if path.parent != FACADE}
     assert {entry for entry in there - told if entry[1] != "__init__"} == set()
     assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/policy", "simulate")}
 
@@ -273,10 +351,7 @@ def test_the_sdist_holds_every_source(sdist: Path) -> None:
 def test_what_is_installed_is_the_package_and_the_companion_s_source(sdist: Path, tmp_path: Path) -> None:
     setup(sdist, "build_py", f"--build-lib={tmp_path}")
     installed = files(tmp_path)
-    python = {
-        f"ballonet/{path.name}" if room == "facade" else f"ballonet/{path.relative_to(ROOT).as_posix()}"
-        for room, path in SOURCES
-    }
+    python = {f"ballonet/{path.relative_to(FACADE if room == 'facade' else ROOT).as_posix()}" for room, path in SOURCES}
     data = {
         "py.typed",
         "offload/timeline/page.html",

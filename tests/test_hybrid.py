@@ -25,7 +25,7 @@ from .pool import in_pool
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=4096))
+    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=4096)).device
     yield opened
     gc.collect()
     opened.reap(wait=True)

@@ -31,6 +31,7 @@ from ballonet.offload.governor import caches, clients, governor, kv_tier, overvi
 from .core import PAGE, shim
 from .models import build, prompts
 from .pool import tiny_layers
+from .tuned import Tuned
 
 INPUTS = prompts(batch=2, longest=9)
 FAREWELLS = (interrupts, managed, generation, lease, forwards, governor, overview, clients, caches, kv_tier, elastic)
@@ -50,8 +51,8 @@ def ignored(monkeypatch: pytest.MonkeyPatch) -> Ignored:
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, 2**22, PAGE):
+def installed(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, 2**22, PAGE):
         yield
 
 

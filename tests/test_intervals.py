@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ballonet.offload.governor.intervals import PENDING, Intervals
+from ballonet.offload.governor.intervals import Intervals
+
+PENDING = 16
 
 
 class Device:
@@ -38,7 +40,7 @@ class Device:
 
 def test_nothing_is_known_before_the_device_gets_there() -> None:
     device = Device(work=0.25)
-    intervals = Intervals[str](device, clock=lambda: 0.0)
+    intervals = Intervals[str](device, lambda: 0.0, PENDING)
     assert [intervals.begin(name) for name in "abcd"] == [[]] * 4  # the host runs ahead
     device.reached = 3
     assert intervals.begin("e") == [("a", 0.25), ("b", 0.25)]
@@ -49,7 +51,7 @@ def test_nothing_is_known_before_the_device_gets_there() -> None:
 
 def test_a_device_that_stays_behind_costs_no_memory() -> None:
     device = Device(work=1.0)
-    intervals = Intervals[int](device)
+    intervals = Intervals[int](device, lambda: 0.0, PENDING)
     for number in range(10 * PENDING):
         assert intervals.begin(number) == []
     assert len(device.held) <= PENDING
@@ -61,7 +63,7 @@ def test_a_device_that_stays_behind_costs_no_memory() -> None:
 
 def test_no_mark_is_asked_for_within_a_capture() -> None:
     device = Device(work=1.0)
-    intervals = Intervals[str](device)
+    intervals = Intervals[str](device, lambda: 0.0, PENDING)
     intervals.begin("a")
     device.captures, device.reached = True, 1
     assert intervals.begin("captured") == []
@@ -74,7 +76,7 @@ def test_no_mark_is_asked_for_within_a_capture() -> None:
 
 def test_the_host_tells_where_operators_are_complete_when_they_return() -> None:
     now = iter([1.0, 1.5, 3.5])
-    intervals = Intervals[str](None, clock=lambda: next(now))
+    intervals = Intervals[str](None, lambda: next(now), PENDING)
     assert intervals.begin("a") == []
     assert intervals.begin("b") == [("a", 0.5)]
     assert intervals.begin("c") == [("b", 2.0)]

@@ -41,7 +41,7 @@ BATCH, HEADS, K_DIM, V_DIM = 2, 3, 8, 4  # 288 bytes per token in float32: a pag
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:
-    opened = runtime.start(Config(device="cpu", budget=BUDGET, host_budget=HOST * PAGE, page_size=PAGE))
+    opened = runtime.start(Config(device="cpu", budget=BUDGET, host_budget=HOST * PAGE, page_size=PAGE)).device
     yield opened
     gc.collect()
     opened.reap(wait=True)
@@ -449,8 +449,8 @@ def test_out_of_pages_while_the_batch_grows_leaves_the_layer_as_it_was(device: D
 CALLS = ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemAddressFree")
 
 
-def open_device(*faults: tuple[str, int]) -> Device:
-    return runtime.open_device(Config(device="cpu", budget=40 * PAGE, page_size=PAGE, faults=faults))
+def config(*faults: tuple[str, int]) -> Config:
+    return Config(device="cpu", budget=40 * PAGE, page_size=PAGE, faults=faults)
 
 
 def calls_so_far(device: Device, call: str) -> int:
@@ -460,18 +460,15 @@ def calls_so_far(device: Device, call: str) -> int:
 
 @pytest.mark.parametrize("nth", range(1, 8))
 @pytest.mark.parametrize("call", CALLS)
-def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(
-    device: Device, call: str, nth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(device: Device, call: str, nth: int) -> None:
     before = calls_so_far(device, call)
-    open_device().close()
+    runtime.open_device(config()).close()
     cost = calls_so_far(device, call) - before  # of a device that is closed again
-    faulty = open_device()
+    faulty = runtime.start(config(), number=1).device
     fired = faulty.snapshot()["faults"]
     # Faults are counted from the start of the process, and armed by opening a device.
-    open_device((call, calls_so_far(device, call) + cost + nth)).close()
-    monkeypatch.setattr(runtime, "_device", faulty)
-    layer, stock = ElasticLayer(), DynamicLayer()
+    runtime.open_device(config((call, calls_so_far(device, call) + cost + nth))).close()
+    layer, stock = ElasticLayer(grouping.CacheRanges(device=faulty)), DynamicLayer()
     steps: list[Callable[[Any], Any]] = [
         lambda each: each.update(*tokens(20, 1)),
         lambda each: each.update(*tokens(30, 2)),
@@ -510,8 +507,7 @@ def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(
     assert faulty.snapshot()["faults"] == fired + 1
     assert kv_pages(faulty) == 0
     faulty.check()
-    monkeypatch.undo()
-    faulty.close()
+    runtime.stop(1)
 
 
 def test_a_reorder_by_rows_that_do_not_exist_changes_nothing() -> None:
@@ -599,7 +595,7 @@ def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytes
     meta.update(*(part.to("meta") for part in tokens(20)))
     assert not meta.elastic
     assert meta.get_seq_length() == 20
-    monkeypatch.setattr(runtime, "current", lambda: None)
+    monkeypatch.setattr(runtime, "current", lambda number: None)
     layer, stock = ElasticLayer(), DynamicLayer()
     for each in (layer, stock):
         each.update(*tokens(20))
@@ -635,7 +631,7 @@ def test_kv_cache_needs_no_model_and_is_a_dynamic_cache() -> None:
 
 
 def test_kv_cache_without_install_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_device", None)
+    monkeypatch.setattr(runtime, "current", lambda number: None)
     with pytest.raises(NotInstalled, match="install"):
         KVCache()
 

@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
-from ballonet.offload.governor.overview import CLEAN, DWELL, PAUSE
-from ballonet.offload.governor.pages import SHORT, SPARE
 from ballonet.offload.governor.seat import LAYERS
 from ballonet.offload.policy.ladder import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
 from ballonet.offload.policy.plan import Plan, streaming
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from .governed import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, governed, trace
+
+PAGES = DEFAULT.pages
 
 HERE = Point("decode", 1, 8)
 
@@ -126,7 +127,7 @@ def test_the_whole_list() -> None:
     came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: at home again it may give as many
     device, governor, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
     for _ in range(24):
-        clock.now += DWELL / 10
+        clock.now += PAGES.dwell / 10
         b.step(governor)
     assert b.plan == Plan(EQUAL)
     old = FakeCache(device, governor, clock, "old")
@@ -134,7 +135,7 @@ def test_the_whole_list() -> None:
     prefix = FakeCache(device, governor, clock, "prefix")
     prefix.step(3)
     prefix.kept, prefix.clean = True, {0, 1}
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     b.step(governor)
     new = FakeCache(device, governor, clock, "new")
     new.step(4)
@@ -178,7 +179,7 @@ def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> N
     them = [FakeCache(device, governor, clock, name) for name in "xyz"]
     for each in (them[1], them[0], them[2]):
         each.step(4)
-        clock.now += 2 * PAUSE
+        clock.now += 2 * PAGES.idle
     governor.publish_now()
     device.kv = 28
     assert device.want(12)
@@ -223,9 +224,9 @@ def test_who_becomes_idle_moves_up_the_list() -> None:
     a.step(governor)
     cache.step(4)
     assert [client for client, _ in in_list(device)] == [*["a"] * 3, *["cache"] * 4, *["a"] * 4]
-    clock.now += 0.9 * PAUSE
+    clock.now += 0.9 * PAGES.idle
     a.step(governor)
-    clock.now += 0.2 * PAUSE
+    clock.now += 0.2 * PAGES.idle
     a.step(governor)
     assert [client for client, _ in in_list(device)] == [*["cache"] * 4, *["a"] * 7]
 
@@ -269,7 +270,7 @@ def test_a_floor_keeps_weights_and_caches_together() -> None:
     cache = FakeCache(device, governor, clock)
     governor.after(a)
     cache.step(6)
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     governor.publish_now()
     device.kv = device.free
     while device.want(1):
@@ -329,8 +330,8 @@ def test_kv_that_is_read_in_place_comes_home_before_layers_that_hide() -> None:
     cache = FakeCache(device, governor, clock)
 
     def go_on(seconds: float) -> None:
-        for _ in range(round(4 * seconds / PAUSE)):
-            clock.now += PAUSE / 4
+        for _ in range(round(4 * seconds / PAGES.idle)):
+            clock.now += PAGES.idle / 4
             a.step(governor)
             cache.step()
 
@@ -344,14 +345,14 @@ def test_kv_that_is_read_in_place_comes_home_before_layers_that_hide() -> None:
     a.step(governor)
     away = cache.displaced
     assert a.plan.streamed
-    device.kv -= away + 64 // SPARE
-    go_on(0.9 * DWELL)
+    device.kv -= away + 64 // PAGES.spare
+    go_on(0.9 * PAGES.dwell)
     assert cache.displaced == away, "not yet"
     device.kv -= 15
-    go_on(0.2 * DWELL)
+    go_on(0.2 * PAGES.dwell)
     assert cache.displaced == 0, "first"
     assert a.plan.streamed, "there were no pages for these all the time"
-    go_on(1.0 * DWELL)
+    go_on(1.0 * PAGES.dwell)
     assert a.plan == Plan(EQUAL), "what came home is no load that grows"
 
 
@@ -363,7 +364,7 @@ def test_nothing_comes_home_once_pages_are_wanted_again() -> None:
     assert device.want(4)
     device.kv = 4
     for _ in range(44):
-        clock.now += PAUSE / 4
+        clock.now += PAGES.idle / 4
         cache.used = clock.now
         governor.publish_now()
         governor.cache_changed(cache.number)
@@ -378,14 +379,14 @@ def test_an_idle_cache_that_is_used_again_swaps_with_one_that_is_idle_now() -> N
     device, governor, clock, _ = governed(16)
     one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
     one.step(10)
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     two.step(10)
     assert (one.here, two.here) == (6, 10)
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     one.step()
     assert (one.here, two.here) == (10, 6), "at once: it would read them in place in each step"
     for _ in range(20):
-        clock.now += PAUSE / 3
+        clock.now += PAGES.idle / 3
         one.step()
         two.step()
     assert (one.here + two.here, device.free) == (16, 0)
@@ -397,9 +398,9 @@ def both_idle() -> tuple[FakeDevice, Any, FakeCache, FakeCache]:
     device, governor, clock, _ = governed(16)
     one, two = (FakeCache(device, governor, clock, name) for name in ("one", "two"))
     one.step(6)
-    clock.now += PAUSE / 2
+    clock.now += PAGES.idle / 2
     two.step(10)
-    clock.now += 2 * PAUSE
+    clock.now += 2 * PAGES.idle
     governor.publish_now()
     assert device.want(3)
     device.kv = 3
@@ -436,7 +437,7 @@ def test_pages_that_will_soon_be_used_do_not_go_back(grows: int, back: bool) -> 
     for _ in range(11):
         a.step(governor)
         device.kv += grows
-        clock.now += DWELL / 10
+        clock.now += PAGES.dwell / 10
     a.step(governor)
     assert (a.plan == Plan(EQUAL)) == back, "45 were free at first, fifteen are wanted"
 
@@ -450,13 +451,14 @@ def test_kv_is_copied_ahead_only_while_pages_are_short_and_the_link_idle() -> No
     a.step(governor)
     cache.step(100)
     assert cache.asked_to_copy == [], "pages are plenty"
-    device.kv = device.free - 320 // SHORT + 1
+    device.kv = device.free - 320 // PAGES.short + 1
     a.step(governor)
     cache.step(1)
-    assert cache.clean == {*range(320 // CLEAN)}, "those that are taken first, and a part of the budget at most"
+    ahead = 320 // DEFAULT.write_behind.clean
+    assert cache.clean == {*range(ahead)}, "those that are taken first, and a part of the budget at most"
     copied = len(cache.asked_to_copy)
     a.arrange(governor, streaming(EQUAL, (0, 2, 4, 6), 1))
-    device.kv += device.free - 320 // SHORT + 2
+    device.kv += device.free - 320 // PAGES.short + 2
     a.step(governor)
     cache.clean.clear()
     cache.step(1)
@@ -486,7 +488,7 @@ def test_events_name_the_lever_whose_pages_and_the_cost_that_was_expected() -> N
     device.kv = 0
     for _ in range(12):
         a.step(governor)
-        clock.now += DWELL / 10
+        clock.now += PAGES.dwell / 10
     counts = events.counts()
     assert counts["hidden weights"]["revert"].pages == 15, "four layers in one slot"
     event = next(each for each in events.since().events if each.verb == "revert")
@@ -552,7 +554,13 @@ ONCE = 2 * (15 + 25 + 8)  # all that a, b and the chat can give goes, and comes 
 
 @pytest.mark.parametrize(
     ("half", "periods", "most"),
-    [(0.3, 300, 0), (3.0, 300, 20), (0.8 * DWELL, 120, ONCE), (1.5 * DWELL, 120, ONCE), (4 * DWELL, 120, ONCE)],
+    [
+        (0.3, 300, 0),
+        (3.0, 300, 20),
+        (0.8 * PAGES.dwell, 120, ONCE),
+        (1.5 * PAGES.dwell, 120, ONCE),
+        (4 * PAGES.dwell, 120, ONCE),
+    ],
 )
 def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int, most: int) -> None:
     """A load is there for `half` seconds and away for as many. Faster than the dwell nothing moves, but for what b
@@ -588,7 +596,7 @@ def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int
     assert max(moves[:2]) <= ONCE
     assert max(moves[2:]) <= most
     for _ in range(40):
-        clock.now += DWELL / 10
+        clock.now += PAGES.dwell / 10
         a.step(governor)
         b.step(governor)
         chat.step()

@@ -19,6 +19,7 @@ from ballonet.offload.policy.layer_stream import (
     needed,
     split,
 )
+from ballonet.offload.policy.tuning import KVReads
 
 # -- Eq. 1-5
 
@@ -92,7 +93,7 @@ SECONDS = PAGE / LINK  # to copy a page
 
 
 def chosen(layers: list[Layer], free: int, rows: int = 1, copy: float = 0.0, in_place: float = 0.9) -> Choice:
-    return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, copy=copy, in_place=in_place)
+    return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, tuning=KVReads(copy=copy, in_place=in_place))
 
 
 def test_what_fits_comes_home_and_arrives_while_layers_compute() -> None:
@@ -190,7 +191,7 @@ def simulated(layers: list[Layer], streamed: int, buffers: int) -> float:
 )
 @settings(max_examples=200, deadline=None)
 def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(layers: list[Layer], free: int, rows: int) -> None:
-    found = choose(layers, page=1, link=1.0, free=free, rows=rows, copy=0.0)
+    found = choose(layers, page=1, link=1.0, free=free, rows=rows, tuning=KVReads(copy=0.0))
     away = [layer.pages for layer in layers]
     compute = sum(layer.rest + layer.attention for layer in layers)
     assert found.pages == needed(away, found.streamed, found.buffers) <= free
@@ -213,7 +214,9 @@ def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(layers: list
     assert any(found.way is way and found.seconds == pytest.approx(seconds) for seconds, way in ways)
 
 
-@pytest.mark.parametrize("wrong", [{"page": 0}, {"link": 0.0}, {"free": -1}, {"rows": 0}, {"in_place": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [{"page": 0}, {"link": 0.0}, {"free": -1}, {"rows": 0}, {"tuning": KVReads(in_place=0.0)}], ids=str
+)
 def test_no_such_machine(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="more than nothing"):
         choose([Layer(1, 1.0)], **({"page": 1, "link": 1.0, "free": 1, "rows": 1} | wrong))  # type: ignore[arg-type]

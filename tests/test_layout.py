@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.layout import ALIGNMENT, LARGE, Block, Layout, place
+from ballonet.offload.policy.layout import ALIGNMENT, Block, Layout, place
+from ballonet.offload.policy.tuning import DEFAULT
+
+LARGE = DEFAULT.weights.large
 
 PAGES = st.sampled_from([4096, 65536, 2**21])
 SIZES = st.one_of(

@@ -24,12 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import AlreadyManaged, ManageError
-from ballonet.offload.policy import layout, plan
+from ballonet.offload.policy import plan
 
 from . import models
 from .pool import installing
 from .portrait import bits, contents, none_in_pool
 from .streaming.conftest import streams
+from .tuned import Tuned
 
 BUDGET = 2**23
 PAGE = 4096
@@ -48,8 +49,8 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+def tiny(tuned: Tuned) -> Iterator[None]:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
     yield
     gc.collect()
     runtime.require().check()
@@ -78,7 +79,7 @@ def fly(model: Any, managed: ballonet.Managed) -> None:
 
 def stream(model: Any) -> ballonet.Managed:
     managed = ballonet.manage(model, interval=2)
-    assert managed.streamed == (1, 3)
+    assert managed.report().streamed == (1, 3)
     fly(model, managed)
     return managed
 
@@ -209,7 +210,7 @@ def test_what_is_done_to_a_model_that_streams_does_what_it_does_to_stock(name: s
     del found
     alike(model, twin, managed, name)
     if name == "share_memory":
-        assert "shared with other processes" in managed.left["lm_head.weight"]
+        assert "shared with other processes" in managed.report().unmanaged_tensors["lm_head.weight"]
     else:
         fly(model, managed)
     managed.release()
@@ -255,7 +256,7 @@ def test_copies_are_those_of_stock(name: str) -> None:
     managed = stream(model)
     with install.stock():
         other = COPIES[name](model)
-    assert managed.streamed
+    assert managed.report().streamed
     fly(model, managed)
     assert none_in_pool(other)
     alike(other, twin, None)
@@ -324,7 +325,7 @@ def test_accelerate_that_offloads(how: str, tmp_path: Path) -> None:
         assert agree(say(model), expected)
     remove_hook_from_submodules(model)
     alike(model, twin, managed)
-    assert not managed.left
+    assert not managed.report().unmanaged_tensors
     managed.release()
     alike(model, twin, None)
 
@@ -456,8 +457,8 @@ def test_weights_of_eight_bits_stay_where_their_layers_put_them() -> None:
     model, twin = (exchanged(build(), Linear8bit) for _ in range(2))
     managed = ballonet.manage(model, interval=2)
     alike(model, twin, managed)
-    assert "puts its memory back" in managed.left["model.layers.1.mlp.up_proj.weight"]
-    assert "model.layers.1.self_attn.q_proj.weight" not in managed.left
+    assert "puts its memory back" in managed.report().unmanaged_tensors["model.layers.1.mlp.up_proj.weight"]
+    assert "model.layers.1.self_attn.q_proj.weight" not in managed.report().unmanaged_tensors
     fly(model, managed)
     managed.release()
 
@@ -503,7 +504,7 @@ def test_quantized_by_its_library(how: Act) -> None:
     del other
     gc.collect()
     fly(model, managed)
-    assert managed.left.keys() == {name for name in managed.left if "mlp" in name}
+    assert all("mlp" in name for name in managed.report().unmanaged_tensors)
     managed.release()
     assert agree(say(model), expected)
 
@@ -572,7 +573,7 @@ def test_adapters_are_merged_into_whatever_streams(monkeypatch: pytest.MonkeyPat
         )
         model, twin = build(), build()
         managed = ballonet.manage(model, interval=1)
-        assert len(managed.streamed) == m
+        assert len(managed.report().streamed) == m
         with install.stock():
             both = []
             for each in (model, twin):
@@ -627,7 +628,7 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
             with install.stock():
                 act(each)
         alike(one, other, managed, name)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
     fly(one, managed)
     one.save_pretrained(tmp_path / "ours")
     other.save_pretrained(tmp_path / "stock")

@@ -32,12 +32,13 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BudgetError, ManageError, WrongDevice
 from ballonet.hooks import loading
 from ballonet.hooks.weights.storages import members, survey
-from ballonet.offload.policy import layout
+from ballonet.testing import chaos_of
 
 from .gpu.scene import PRELUDE
 from .models import build, generate, prompts
 from .pool import bytes_that_exist, installing
 from .portrait import all_in_pool, contents
+from .tuned import Tuned
 
 torch.set_num_threads(1)
 
@@ -55,8 +56,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LARGE", 2**13)  # so that the matrices of small layers have ranges of their own
+def small_layers(tuned: Tuned) -> None:
+    tuned(weights={"large": 2**13})  # so that the matrices of small layers have ranges of their own
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def check_same(folder: Path, cls: Any = None, auto: Any = AutoModelForCausalLM, 
     ours = ballonet.from_pretrained(folder, cls=cls, **options)
     assert portrait(ours) == stock
     assert all_in_pool(ours)
-    assert not ballonet.manage(ours).left
+    assert not ballonet.manage(ours).report().unmanaged_tensors
     return ours
 
 
@@ -202,9 +203,9 @@ def test_a_device_that_the_user_has_set_is_not_where_it_goes(tmp_path: Path, dev
 def test_it_is_managed_as_asked(tmp_path: Path, device: Device) -> None:
     model = ballonet.from_pretrained(deep(tmp_path), interval=4, chaos=7)
     managed = ballonet.manage(model)
-    assert managed.streamed == (3, 7)
-    assert managed.chaos is not None
-    assert managed.chaos.seed == 7
+    assert managed.report().streamed == (3, 7)
+    assert chaos_of(managed) is not None
+    assert chaos_of(managed).seed == 7
     stock = AutoModelForCausalLM.from_pretrained(tmp_path)
     inputs = prompts(2, 9)
     assert torch.equal(generate(model, "greedy", inputs).tokens, generate(stock, "greedy", inputs).tokens)
@@ -249,8 +250,8 @@ def test_a_model_larger_than_its_budget(tmp_path: Path, stored: torch.dtype) -> 
 
         model = ballonet.from_pretrained(tmp_path, dtype=torch.float32)
         managed = ballonet.manage(model)
-        assert 0 < len(managed.streamed) < LAYERS
-        assert (managed.host_pages == 0) == (stored == torch.float32)
+        assert 0 < len(managed.report().streamed) < LAYERS
+        assert (managed.report().host_pages == 0) == (stored == torch.float32)
         for layer in model.model.layers:
             layer.register_forward_pre_hook(look)
         found = generate(model, "greedy", inputs)
@@ -302,7 +303,8 @@ MEMORY = """
     model = ballonet.from_pretrained(folder)
     after = kib("RssAnon") - before
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if folder in line]
-    print(most, after, kib("RssFile"), sum(" rw-p " in line for line in lines), ballonet.manage(model).host_pages)
+    written = sum(" rw-p " in line for line in lines)
+    print(most, after, kib("RssFile"), written, ballonet.manage(model).report().host_pages)
 """
 
 

@@ -13,10 +13,11 @@ from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError, BudgetInUse
 from ballonet.hooks.device import governors
 from ballonet.offload.policy.ladder import Rung
+from ballonet.offload.policy.tuning import DEFAULT
 
-from .core import eventually
 from .models import build, prompts
 from .pool import tiny_layers
+from .tuned import Clock, Tuned
 
 PAGE = 4096
 BUDGET = 2**21
@@ -25,8 +26,8 @@ INPUTS = prompts(batch=2, longest=9)
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, BUDGET, PAGE):
+def installed(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, BUDGET, PAGE):
         yield
 
 
@@ -52,9 +53,9 @@ def test_a_lower_budget_waits_until_layers_can_leave() -> None:
     expected = logits(model)
     with ballonet.manage(model) as managed:
         assert torch.allclose(logits(model), expected, atol=1e-4)
-        assert managed.host_pages == 0
-        ballonet.set_budget(managed.pages * PAGE, timeout="60s")  # less than that and what is live beside it
-        assert managed.host_pages > 0
+        assert managed.report().host_pages == 0
+        ballonet.set_budget(managed.report().pages * PAGE, timeout="60s")  # less than that and what is live beside it
+        assert managed.report().host_pages > 0
         ballonet.set_budget(BUDGET)
         assert torch.allclose(logits(model), expected, atol=1e-4)
 
@@ -83,9 +84,9 @@ def test_a_budget_far_below_is_met_in_one_step(answered: bool) -> None:
     with ballonet.manage(model) as managed:
         if answered:
             logits(model)
-        pages, layer = managed.pages, managed._elastic.plan.pages[0]
+        pages, layer = managed.report().pages, managed._elastic.plan.pages[0]
         ballonet.set_budget((pages - 10 * layer + 36) * PAGE)
-        assert pages - managed.pages > 4 * layer, "four of sixteen hide"
+        assert pages - managed.report().pages > 4 * layer, "four of sixteen hide"
         assert torch.allclose(logits(model), expected, atol=1e-4)
         ballonet.set_budget(BUDGET)
         assert torch.allclose(logits(model), expected, atol=1e-4)
@@ -104,12 +105,12 @@ def test_an_idle_model_makes_room_for_a_second_one() -> None:
     expected = logits(first)
     with ballonet.manage(first) as managed:
         logits(first)
-        pages = managed.pages
+        pages = managed.report().pages
         ballonet.set_budget((used() + 40) * PAGE)
         with pytest.raises(BudgetError) as refused:
             ballonet.manage(second, interval=None)
         assert pages * PAGE == refused.value.required, "they are alike"
-        assert managed.streamed, "the first one has given what it may"
+        assert managed.report().streamed, "the first one has given what it may"
         ballonet.set_budget(refused.value.smallest)
         with ballonet.manage(second, interval=None):
             ballonet.set_budget(BUDGET)
@@ -118,7 +119,9 @@ def test_an_idle_model_makes_room_for_a_second_one() -> None:
                 assert torch.allclose(logits(first), expected, atol=1e-4)
 
 
-def test_an_idle_model_gives_before_layers_of_the_new_one_stream() -> None:
+def test_an_idle_model_gives_before_layers_of_the_new_one_stream(tuned: Tuned) -> None:
+    clock = Clock()
+    tuned(clock=clock)
     first, second = llama(), llama()
     expected = logits(first)
     ballonet.set_budget((used() + 16) * PAGE)
@@ -129,10 +132,11 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream() -> None:
     with ballonet.manage(first):
         logits(first)
         ballonet.set_budget(used() * PAGE + alone - 4 * PAGE)  # the first one gives a layer
-        governor = governors.of(runtime.require())
-        eventually(lambda: any(candidate.rung is Rung.IDLE_WEIGHTS for candidate in governor.candidates()))
+        clock.now += 2 * DEFAULT.pages.idle
+        candidates = governors.of(runtime.require()).candidates()
+        assert any(candidate.rung is Rung.IDLE_WEIGHTS for candidate in candidates)
         with ballonet.manage(second) as other:
-            assert other.streamed == ()
+            assert other.report().streamed == ()
             ballonet.set_budget(BUDGET)
             assert torch.allclose(logits(second), expected, atol=1e-4)
             assert torch.allclose(logits(first), expected, atol=1e-4)

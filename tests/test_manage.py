@@ -23,6 +23,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError, WrongDevice
 from ballonet.hooks.weights.storages import members, survey
+from ballonet.testing import chaos_of
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing, mapped
@@ -91,9 +92,9 @@ def test_each_layer_has_pages_of_its_own_and_the_rest_shares_the_resident_ones(d
             used[layer].update(range(first // PAGE, (first + tensor.nbytes - 1) // PAGE + 1))
         assert ranges.keys() == {None, 0, 1, 2}
         assert {layer: len(pages) for layer, pages in used.items()} == {at: r.pieces for at, r in ranges.items()}
-        assert sum(map(len, used.values())) == managed.pages
-        assert ballonet.stats().pages.weights == managed.pages
-        assert bytes_that_exist() >= managed.pages * PAGE
+        assert sum(map(len, used.values())) == managed.report().pages
+        assert ballonet.stats().pages.weights == managed.report().pages
+        assert bytes_that_exist() >= managed.report().pages * PAGE
 
 
 def test_moving_in_never_takes_more_than_the_weights_and_one_layer(device: Device) -> None:
@@ -210,7 +211,7 @@ def test_every_kind_of_tensor_keeps_its_values_its_strides_and_its_ties(device: 
     model = Oddities()
     before = Portrait(model)
     managed = ballonet.manage(model)
-    assert list(managed.left) == ["sparse"]
+    assert list(managed.report().unmanaged_tensors) == ["sparse"]
     assert before.is_of(model, hooks=False)
     now = mapped()
     for name, tensor in tensors(model).items():
@@ -232,8 +233,8 @@ def test_every_kind_of_tensor_keeps_its_values_its_strides_and_its_ties(device: 
             before = Portrait(model)
             managed.release()
             assert before.rest == Portrait(model).rest
-            now = mapped()
-            assert not any(in_pool(tensor, now) for name, tensor in tensors(model).items() if name not in managed.left)
+            now, unmanaged = mapped(), managed.report().unmanaged_tensors
+            assert not any(in_pool(tensor, now) for name, tensor in tensors(model).items() if name not in unmanaged)
 
 
 def test_tied_embeddings_move_once_and_stay_tied(device: Device) -> None:
@@ -242,7 +243,7 @@ def test_tied_embeddings_move_once_and_stay_tied(device: Device) -> None:
     size = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(model).values()}.values())
     managed = ballonet.manage(model)
     assert model.lm_head.weight is embeddings
-    assert managed.pages * PAGE < size + embeddings.nbytes
+    assert managed.report().pages * PAGE < size + embeddings.nbytes
     managed.release()
     assert model.lm_head.weight is model.model.embed_tokens.weight is embeddings
 
@@ -253,8 +254,8 @@ def test_tensors_inside_a_wrapper_are_moved(device: Device) -> None:
     inside = {"a": model.weight.a, "b": model.weight.b}
     before = {name: bits(tensor) for name, tensor in inside.items()}
     with ballonet.manage(model) as managed:
-        assert not managed.left
-        assert managed.pages == 1
+        assert not managed.report().unmanaged_tensors
+        assert managed.report().pages == 1
         for name, tensor in inside.items():
             assert getattr(model.weight, name) is tensor
             assert in_pool(tensor)
@@ -268,7 +269,7 @@ def test_memory_shared_with_other_processes_stays_shared(device: Device) -> None
     model = nn.Linear(4, 4)
     model.weight.data.share_memory_()
     with ballonet.manage(model) as managed:
-        assert list(managed.left) == ["weight"]
+        assert list(managed.report().unmanaged_tensors) == ["weight"]
         assert model.weight.is_shared()
         assert in_pool(model.bias)
 
@@ -291,7 +292,7 @@ def test_any_module_is_accepted(device: Device, make: Callable[[], nn.Module]) -
     before = Portrait(model)
     with ballonet.manage(model) as managed:
         assert all_in_pool(model)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
         if isinstance(model, nn.Sequential):
             model(torch.randn(2, 64, *[5] * isinstance(model[0], nn.Conv1d)))
     assert before.rest.keys() == tensors(model).keys()
@@ -384,11 +385,11 @@ def test_a_copy_is_not_managed(device: Device, tmp_path: Path) -> None:
     twin = copy.deepcopy(model)
     torch.save(model, tmp_path / "whole.pt")
     loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert managed.chaos is not None
-    before = dict(managed.chaos.moved)
+    assert chaos_of(managed) is not None
+    before = dict(chaos_of(managed).moved)
     for other in (twin, loaded):
         assert torch.equal(logits(other), logits_without_chaos(model, managed))
-    assert dict(managed.chaos.moved) == before
+    assert dict(chaos_of(managed).moved) == before
     managed.release()
     with ballonet.manage(twin):
         assert torch.equal(logits(twin), logits(model))
@@ -470,11 +471,11 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     before = Portrait(model)
     with ballonet.manage(model) as managed:
         assert managed.model is model
-        assert not managed.released
+        assert not managed.report().released
         assert "3 decoder layers" in repr(managed)
-        assert str(managed.pages) in repr(managed)
-    assert managed.released
-    assert managed.pages == 0
+        assert str(managed.report().pages) in repr(managed)
+    assert managed.report().released
+    assert managed.report().pages == 0
     assert "released" in repr(managed)
     assert before.is_of(model)
     managed.release()
@@ -484,6 +485,13 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     assert all_in_pool(model)
     again.release()
     kept.remove()
+
+
+def test_a_managed_model_has_few_members(device: Device) -> None:
+    with ballonet.manage(nn.Linear(4, 4)) as managed:
+        public = {name for name in dir(managed) if not name.startswith("_")}
+    assert public == {"report", "release", "resident", "editable", "prefixes", "model"}
+    assert managed.report().pages == 0
 
 
 def test_a_model_is_managed_once(device: Device) -> None:
@@ -511,7 +519,7 @@ def test_collecting_a_model_returns_its_pages(device: Device) -> None:
     model = None
     gc.collect()
     assert alive() is None
-    assert managed.released
+    assert managed.report().released
     assert managed.model is None
     assert "collected" in repr(managed)
     assert torch.equal(head, expected)
@@ -542,8 +550,8 @@ def test_manage_installs_where_that_was_not_done(
     assert runtime.current() is None
     managed = ballonet.manage(model)
     assert runtime.require().budget == BUDGET
-    assert managed.chaos is not None
-    assert managed.chaos.seed == 17
+    assert chaos_of(managed) is not None
+    assert chaos_of(managed).seed == 17
     assert in_pool(model.weight)
     managed.release()
 
@@ -569,7 +577,7 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"budget": "80GiB"}, r"no option 'budget'.*'chaos'"),
+        ({"budget": "80GiB"}, r"no option 'budget'.*'prefix_dir_limit'"),
         ({"tpot_slo": "80ms"}, "no decoder layers"),
         ({"tpot_slo": 0}, "takes no time"),
         ({"ttft_slo": "soon"}, "is no time"),

@@ -12,19 +12,19 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.policy import layout
 
 from . import models
 from .pool import installing
 from .portrait import all_in_pool, conserved, contents, none_in_pool, tensors
+from .tuned import Tuned
 
 PAGE = 4096
 TARGETS = ("q_proj", "v_proj")
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(layout, "LARGE", 2**13)
+def device(tuned: Tuned) -> Iterator[Device]:
+    tuned(weights={"large": 2**13})
     with installing(2**24, PAGE) as now:
         yield now()
 
@@ -97,7 +97,7 @@ STEPS: dict[str, Callable[[Any], object]] = {
 def test_a_low_rank_adapter_through_its_life(device: Device, chaos: int | None) -> None:
     model, twin = build(), build()
     managed = ballonet.manage(model, chaos=chaos)
-    pages = managed.pages
+    pages = managed.report().pages
     for name, step in STEPS.items():
         addresses = {key: tensor.data_ptr() for key, tensor in tensors(model).items() if "_proj" in key}
         for one in (model, twin):
@@ -106,12 +106,12 @@ def test_a_low_rank_adapter_through_its_life(device: Device, chaos: int | None) 
         assert torch.equal(tokens(model), tokens(twin)), name
         assert contents(model) == contents(twin), name
         assert all_in_pool(model), name
-        assert not managed.left, name
+        assert not managed.report().unmanaged_tensors, name
         assert conserved(device, managed), name
         if "merged" in name:
             assert addresses == {key: tensor.data_ptr() for key, tensor in tensors(model).items() if "_proj" in key}
         if name.startswith("off"):
-            assert managed.pages <= pages + 4  # of the conversions
+            assert managed.report().pages <= pages + 4  # of the conversions
     managed.release()
     assert none_in_pool(model)
     assert contents(model) == contents(twin)
@@ -199,7 +199,7 @@ def test_peft_attached_merged_and_unloaded(device: Device, peft: Any, around: st
         assert torch.equal(tokens(wrapped), tokens(other)), name
         assert contents(wrapped) == contents(other), name
         assert all_in_pool(wrapped), name
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
     with install.stock():
         base, stock = wrapped.merge_and_unload(), other.merge_and_unload()
     assert torch.equal(tokens(base), tokens(stock))

@@ -222,7 +222,7 @@ def test_many_modules_at_once(device: Device) -> None:
     handles = [ballonet.manage(module) for module in modules]
     for module in modules:
         assert module(torch.ones(1, 8)).shape == (1, 8)
-    assert weight_pages(device) == sum(handle.pages for handle in handles) == COUNT
+    assert weight_pages(device) == sum(handle.report().pages for handle in handles) == COUNT
     for handle in handles[::2]:
         handle.release()
     assert weight_pages(device) == COUNT // 2

@@ -17,6 +17,7 @@ from torch import nn
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Range
+from ballonet.testing import chaos_of
 
 from . import models
 from .gpu.scene import PRELUDE
@@ -46,11 +47,11 @@ def convert(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
     expected = models.generate(twin, "greedy", inputs)
     with ballonet.manage(model, chaos=4) as managed:
         model.bfloat16()
-        assert managed.pages == ballonet.stats().pages.weights == 0
+        assert managed.report().pages == ballonet.stats().pages.weights == 0
         found = models.generate(model, "greedy", inputs)
         assert torch.equal(found.tokens, expected.tokens)
         assert lies_in(model, managed._weights.all_ranges())
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
     assert torch.equal(models.generate(model, "greedy", inputs).tokens, expected.tokens)
     model.float()
 
@@ -70,14 +71,14 @@ def live(kind: str) -> None:
         ranges = managed._weights.all_ranges()
         assert lies_in(model, ranges)
         weights = [each.page(piece) for each in ranges for piece in range(each.pieces)]
-        assert ballonet.stats().pages.weights == managed.pages == len(set(weights))
+        assert ballonet.stats().pages.weights == managed.report().pages == len(set(weights))
         for mode, result in expected.items():
             found = models.generate(model, mode, inputs)
             assert torch.equal(found.tokens, result.tokens), (mode, chaos)
-        if managed.chaos is not None:
-            assert managed.chaos.moved["weights"] > managed.pages
-            assert managed.chaos.moved["kv_device"] > 0
-            assert managed.chaos.moved["kv_host"] > 0 or not device.host_pages
+        if chaos_of(managed) is not None:
+            assert chaos_of(managed).moved["weights"] > managed.report().pages
+            assert chaos_of(managed).moved["kv_device"] > 0
+            assert chaos_of(managed).moved["kv_host"] > 0 or not device.host_pages
             assert ballonet.stats().copied.weights_d2h == 0
         managed.release()
         assert before.is_of(model)

@@ -81,7 +81,7 @@ def run(phase: str) -> None:
         assert all_in_pool(model)
         del tokens
         attempt("release", managed.release, lambda: all_in_pool(model))
-        assert managed.released
+        assert managed.report().released
         assert none_in_pool(model)
         assert portrait.is_of(model)
         after = settle(device)

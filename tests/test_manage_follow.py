@@ -23,20 +23,21 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.weights import follow
 from ballonet.hooks.weights.moving import MoveIn
-from ballonet.offload.policy import layout
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing
 from .portrait import all_in_pool, bits, conserved, contents, none_in_pool, tensors
 from .test_managed_lives import Wrapper
+from .tuned import Tuned
 
 PAGE = 4096
 BUDGET = 2**24
+LARGE = 2**13  # bytes of what has a range of its own
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(layout, "LARGE", 2**13)  # so that the matrices of tiny layers have ranges of their own
+def device(tuned: Tuned) -> Iterator[Device]:
+    tuned(weights={"large": LARGE})  # as the matrices of tiny layers have
     with installing(BUDGET, PAGE) as now:
         yield now()
 
@@ -63,37 +64,37 @@ def test_the_pages_of_what_is_replaced_come_back_at_once(device: Device) -> None
     model = build()
     managed = ballonet.manage(model)
     device.trim()
-    before, exist = managed.pages, bytes_that_exist()
+    before, exist = managed.report().pages, bytes_that_exist()
     head: torch.Tensor = model.lm_head.weight
     with install.stock():
         model.lm_head = nn.Linear(64, 199, bias=False)
-        assert managed.pages == before  # someone still holds it
+        assert managed.report().pages == before  # someone still holds it
         whole = head.nbytes // PAGE - 1
         del head
-        assert before - whole - 3 <= managed.pages <= before - whole
+        assert before - whole - 3 <= managed.report().pages <= before - whole
         device.reap(wait=True)
         device.trim()
         assert bytes_that_exist() <= exist - whole * PAGE
         model.half()
         device.reap(wait=True)
         device.trim()
-        assert managed.pages == ballonet.stats().pages.weights == 0
+        assert managed.report().pages == ballonet.stats().pages.weights == 0
         assert bytes_that_exist() <= exist - before * PAGE
         tokens(model)
     assert all_in_pool(model)
-    assert 0 < managed.pages <= before // 2 + 8
+    assert 0 < managed.report().pages <= before // 2 + 8
     managed.release()
 
 
 def test_small_tensors_on_one_page_keep_it_until_the_last_is_gone(device: Device) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     with ballonet.manage(model) as managed, install.stock():
-        assert managed.pages == 1
+        assert managed.report().pages == 1
         for layer in model[:3]:
             layer.double()
-            assert managed.pages == 1
+            assert managed.report().pages == 1
         model[3].double()
-        assert managed.pages == 0
+        assert managed.report().pages == 0
 
 
 # What cannot be taken in
@@ -104,20 +105,20 @@ def test_values_on_no_device_give_their_pages_back_and_come_back_as_new(device: 
     with ballonet.manage(model) as managed:
         model.to("meta")
         device.reap(wait=True)
-        assert managed.pages == ballonet.stats().pages.weights == 0
+        assert managed.report().pages == ballonet.stats().pages.weights == 0
         with pytest.raises(Exception, match=r"[Mm]eta"):
             model(**models.prompts(2, 7)).logits.tolist()
-        assert managed.left.keys() == {name for name, _ in model.named_parameters()} | {
+        assert managed.report().unmanaged_tensors.keys() == {name for name, _ in model.named_parameters()} | {
             name for name, _ in model.named_buffers()
         }
-        assert "meta device" in managed.left["lm_head.weight"]
+        assert "meta device" in managed.report().unmanaged_tensors["lm_head.weight"]
         with install.stock():
             model.to_empty(device="cpu")
             model.load_state_dict(stock.state_dict())
             model.model.rotary_emb = copy.deepcopy(stock.model.rotary_emb)
         assert torch.equal(tokens(model), tokens(stock))
         assert all_in_pool(model)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
     assert contents(model) == contents(stock)
 
 
@@ -126,9 +127,9 @@ def test_memory_that_is_shared_with_processes_from_now_on_leaves_the_pool(device
     with ballonet.manage(model) as managed:
         model.share_memory()
         device.reap(wait=True)
-        assert managed.pages == 0
+        assert managed.report().pages == 0
         assert torch.equal(tokens(model), tokens(stock))
-        assert set(managed.left.values()) == {"it is shared with other processes"}
+        assert set(managed.report().unmanaged_tensors.values()) == {"it is shared with other processes"}
         assert none_in_pool(model)
     assert all(tensor.is_shared() for tensor in model.parameters())
     assert contents(model) == contents(stock)
@@ -145,8 +146,8 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
         free = device.budget // PAGE - sum(device.snapshot()["pages"][owner] for owner in ("activations", "weights"))
         filler.map(0, free - 40)
         assert torch.equal(tokens(model), tokens(stock))
-        assert managed.left.keys() == tensors(model).keys()
-        assert "The smallest budget that works" in managed.left["lm_head.weight"]
+        assert managed.report().unmanaged_tensors.keys() == tensors(model).keys()
+        assert "The smallest budget that works" in managed.report().unmanaged_tensors["lm_head.weight"]
         assert none_in_pool(model)
         filler.close()
         device.reap(wait=True)
@@ -155,7 +156,7 @@ def test_where_there_is_no_room_the_model_runs_as_it_is(device: Device) -> None:
                 each.add_module("extra", nn.LayerNorm(4))
         tokens(model)  # what was left once stays: its address may have been recorded meanwhile
         assert {name for name, tensor in tensors(model).items() if in_pool(tensor)} == {"extra.weight", "extra.bias"}
-        assert managed.left.keys() == tensors(model).keys() - {"extra.weight", "extra.bias"}
+        assert managed.report().unmanaged_tensors.keys() == tensors(model).keys() - {"extra.weight", "extra.bias"}
         with install.stock():
             model.half()
             stock.half()
@@ -184,8 +185,8 @@ def test_a_driver_that_fails_leaves_the_model_as_it_is(device: Device, monkeypat
         monkeypatch.setattr(weights, "adopt", lambda *some, **more: (looks.append(0), adopt(*some, **more)))
         assert torch.equal(tokens(model), tokens(stock))
         assert looks == [4], "it is tried at the first forward, and not again"
-        assert managed.left.keys() == tensors(model).keys()
-        assert managed.left["lm_head.weight"].startswith("cuMemMap failed")
+        assert managed.report().unmanaged_tensors.keys() == tensors(model).keys()
+        assert managed.report().unmanaged_tensors["lm_head.weight"].startswith("cuMemMap failed")
         assert none_in_pool(model)
         assert conserved(device, managed)
     assert contents(model) == contents(stock)
@@ -211,8 +212,8 @@ def test_what_is_replaced_again_and_again_is_left_alone_in_the_end(device: Devic
         for step in range(1, 20):
             assert model(torch.ones(1, 4)).shape == (1, 4)
             assert model.steps == step
-        assert list(managed.left) == ["steps"]
-        assert "replaced more than 8 times" in managed.left["steps"]
+        assert list(managed.report().unmanaged_tensors) == ["steps"]
+        assert "replaced more than 8 times" in managed.report().unmanaged_tensors["steps"]
         assert not managed._follower.pending
         assert in_pool(model.linear.weight)
     assert model.steps == 19
@@ -263,7 +264,7 @@ def test_threads_that_run_while_weights_are_replaced_see_the_same_values(device:
                 thread.join()
         assert not wrong
         assert torch.equal(logits(model), expected)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
         assert not managed._follower.pending
         assert conserved(device, managed)
 
@@ -282,7 +283,7 @@ def test_what_was_new_when_a_graph_was_captured_stays(device: Device, monkeypatc
             model.lm_head = copy.deepcopy(model.lm_head)
         tokens(model)
         assert {name for name, tensor in tensors(model).items() if in_pool(tensor)} == {"lm_head.weight"}
-        assert "graph" in managed.left["model.norm.weight"]
+        assert "graph" in managed.report().unmanaged_tensors["model.norm.weight"]
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
@@ -348,8 +349,8 @@ def test_a_weight_of_two_managed_models_stays_with_the_first(device: Device) -> 
     handles = ballonet.manage(first), ballonet.manage(second)
     shared = first.model.embed_tokens.weight
     address = shared.data_ptr()
-    assert handles[1].left.keys() == {"model.embed_tokens.weight"}
-    assert "another managed model" in handles[1].left["model.embed_tokens.weight"]
+    assert handles[1].report().unmanaged_tensors.keys() == {"model.embed_tokens.weight"}
+    assert "another managed model" in handles[1].report().unmanaged_tensors["model.embed_tokens.weight"]
     for _ in range(2):
         for each in (first, second):
             with install.stock():
@@ -412,7 +413,7 @@ def test_every_layer_has_its_boundary_and_its_ranges(device: Device, name: str, 
         for tensor in tensors(layer).values():
             assert in_pool(tensor)
             inside = any(first <= tensor.data_ptr() < end for first, end in places)
-            assert inside == (tensor.nbytes >= layout.LARGE)
+            assert inside == (tensor.nbytes >= LARGE)
     if name == "removed":
         assert not removed._forward_pre_hooks
     if configured or count == 3:

@@ -15,6 +15,7 @@ from ballonet.allocator import install
 from .models import build, prompts
 from .pool import tiny_layers
 from .portrait import none_in_pool
+from .tuned import Tuned
 
 BUDGET = 2**22
 PAGE = 4096
@@ -23,8 +24,8 @@ LONG = 60  # seconds, after which a thread hangs
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, BUDGET, PAGE):
+def installed(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, BUDGET, PAGE):
         yield
 
 

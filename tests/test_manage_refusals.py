@@ -89,12 +89,12 @@ def test_a_managed_model_that_is_offloaded_later_runs_and_comes_back(device: Dev
         for _ in range(2):
             assert torch.equal(logits(model), expected)
         if to == "disk":  # on the CPU what is offloaded to it keeps its memory, so that nothing has changed
-            assert managed.pages == 1  # of the buffers
-            assert "offloaded by accelerate" in managed.left["lm_head.weight"]
+            assert managed.report().pages == 1  # of the buffers
+            assert "offloaded by accelerate" in managed.report().unmanaged_tensors["lm_head.weight"]
         remove_hook_from_submodules(model)
         assert torch.equal(logits(model), expected)
         assert all_in_pool(model)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
     assert torch.equal(logits(model), expected)
 
 
@@ -207,7 +207,7 @@ def distribute() -> None:
         outside = DistributedDataParallel(model)
         assert train(outside) == expected
         assert all_in_pool(model)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
         with pytest.raises(AlreadyManaged):
             ballonet.manage(outside)
     assert none_in_pool(model)
@@ -221,8 +221,9 @@ def distribute() -> None:
     with ballonet.manage(later) as managed:
         fully_shard(later)
         assert train(later) == expected
-        assert set(managed.left.values()) == {managed.left["lm_head.weight"]}
-        assert "sharded by FSDP" in managed.left["lm_head.weight"]
+        unmanaged = managed.report().unmanaged_tensors
+        assert set(unmanaged.values()) == {unmanaged["lm_head.weight"]}
+        assert "sharded by FSDP" in unmanaged["lm_head.weight"]
     dist.destroy_process_group()
 
 
@@ -257,11 +258,11 @@ def test_lazy_modules_and_meta_devices_that_come_later(device: Device) -> None:
         model.append(nn.Linear(3, 2, device="meta"))
         with pytest.raises(Exception, match=r"[Mm]eta"):
             model(torch.ones(1, 4)).tolist()
-        assert managed.left.keys() == {"1.weight", "1.bias", "2.weight", "2.bias"}
-        assert "run the model once" in managed.left["1.weight"]
-        assert "meta device" in managed.left["2.bias"]
+        assert managed.report().unmanaged_tensors.keys() == {"1.weight", "1.bias", "2.weight", "2.bias"}
+        assert "run the model once" in managed.report().unmanaged_tensors["1.weight"]
+        assert "meta device" in managed.report().unmanaged_tensors["2.bias"]
         with install.stock():
             model[2] = nn.Linear(3, 2)
         assert model(torch.ones(1, 4)).shape == (1, 2)
-        assert not managed.left
+        assert not managed.report().unmanaged_tensors
         assert all(in_pool(tensor) for tensor in tensors(model).values())

@@ -13,10 +13,10 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.offload.policy import layout
 
 from .models import build, generate, prompts
 from .pool import bytes_that_exist, take_out
+from .tuned import Tuned
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256}
 PAGE = 4096
@@ -24,8 +24,8 @@ INPUTS = prompts(batch=1, longest=5)
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(layout, "LARGE", 2**14)  # so that tiny layers have ranges
+def tiny(tuned: Tuned) -> Iterator[None]:
+    tuned(weights={"large": 2**14})  # so that tiny layers have ranges
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -51,7 +51,7 @@ def test_layers_that_stream_make_room_for_all_else(part: float) -> None:
     device = runtime.require()
     assert (device.snapshot()["spilled"] > 0) == (part < 1)
     with ballonet.manage(model) as managed:
-        assert managed.streamed
+        assert managed.report().streamed
         assert device.snapshot()["spilled"] == 0
         assert bytes_that_exist() <= budget
         assert generate(model, "greedy", INPUTS, 4).agrees(stock)

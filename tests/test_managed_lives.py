@@ -23,11 +23,12 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator._native import Device
-from ballonet.offload.policy import layout
+from ballonet.testing import chaos_of
 
 from . import models
 from .pool import in_pool, installing
 from .portrait import all_in_pool, conserved, contents, none_in_pool, tensors
+from .tuned import Tuned
 
 PAGE = 4096
 BUDGET = 2**24
@@ -35,8 +36,8 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
-    monkeypatch.setattr(layout, "LARGE", 2**13)  # so that the matrices of tiny layers have ranges of their own
+def device(tuned: Tuned) -> Iterator[Device]:
+    tuned(weights={"large": 2**13})  # so that the matrices of tiny layers have ranges of their own
     with installing(BUDGET, PAGE) as now:
         yield now()
 
@@ -226,8 +227,8 @@ def test_an_operation_leaves_what_it_leaves_of_a_twin(device: Device, name: str)
     assert contents(model) == expected
     assert conserved(device, managed)
     assert torch.equal(tokens(model), tokens(twin))
-    assert all_in_pool(model, "device", *(["host"] if managed.chaos else []))  # which pulls levers
-    assert not managed.left
+    assert all_in_pool(model, "device", *(["host"] if chaos_of(managed) else []))  # which pulls levers
+    assert not managed.report().unmanaged_tensors
     now = tensors(model)
     assert stayed.items() <= {name: tensor.data_ptr() for name, tensor in now.items()}.items()
     assert contents(model) == expected
@@ -308,10 +309,10 @@ def test_a_copy_is_plain_and_independent(device: Device) -> None:
             twin = copy.deepcopy(model)
         assert none_in_pool(twin)
         assert contents(twin) == contents(stock)
-        assert managed.chaos is not None
-        before = dict(managed.chaos.moved)
+        assert chaos_of(managed) is not None
+        before = dict(chaos_of(managed).moved)
         assert torch.equal(tokens(twin), tokens(stock))
-        assert dict(managed.chaos.moved) == before
+        assert dict(chaos_of(managed).moved) == before
         twin.half()
         with torch.no_grad():
             twin.lm_head.weight.zero_()

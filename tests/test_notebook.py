@@ -130,14 +130,15 @@ def test_what_the_notebook_shows(notebook: Notebook, monkeypatch: pytest.MonkeyP
     shown = notebook.shown("managed = ballonet.manage(model)\nmanaged")
     handle = notebook["managed"]
     assert "LlamaForCausalLM" in shown
-    assert cells(shown)["decoder layers"] == ["2", ""]
-    assert cells(shown)["weights"][0] == f"{handle.pages:,} pages"
+    pages = handle.report().pages
+    assert cells(shown)["layers"] == ["2, none of them streamed"]
+    assert cells(shown)["weights"][0].startswith(f"{pages:,} pages (")
     assert notebook.run("ballonet.manage(model)") is handle, "a cell that runs again"
     shown = notebook.shown("ballonet.stats()")
-    assert cells(shown)["weights"][0] == f"{handle.pages:,}"
+    assert cells(shown)["weights"][0] == f"{pages:,}"
     assert "64MiB" in shown
     notebook.run("managed.release()")
-    assert "released" in notebook.shown("managed")
+    assert cells(notebook.shown("managed"))["managed"] == ["no more"]
 
 
 def cells(html: str) -> dict[str, list[str]]:

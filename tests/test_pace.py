@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from ballonet.hooks.device import marks as marking
 from ballonet.hooks.device.marks import CudaMarks, HostMarks
-from ballonet.hooks.measure.pace import PENDING, Measured, Pace
+from ballonet.hooks.measure.pace import Measured, Pace
 from ballonet.hooks.measure.point import point_of
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
 from . import core
@@ -199,12 +200,12 @@ def test_nothing_is_waited_for_and_marks_are_used_again() -> None:
     for _ in range(9):
         pace.begin(HERE)  # is interrupted
     assert marks.made == 6
-    for _ in range(3 * PENDING):
+    for _ in range(3 * DEFAULT.records.pending):
         marks.time += 1
         forward(pace, clock, 0)
-    assert marks.made <= 2 * PENDING + 2
+    assert marks.made <= 2 * DEFAULT.records.pending + 2
     marks.done = marks.time
-    assert len(pace.drain()) == PENDING
+    assert len(pace.drain()) == DEFAULT.records.pending
 
 
 def test_nothing_during_a_capture() -> None:
@@ -272,7 +273,7 @@ def mode(new: int | None = None) -> int:
 
 def test_a_thread_of_ours_breaks_no_capture_whatever_torch_does_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     mode(0)  # a test of faults may have left another
-    monkeypatch.setattr(marking, "_library", lambda: str(core.library()))
+    monkeypatch.setattr(marking, "_library", lambda _: str(core.library()))
     for kind, inside in (("cuda", 2), ("standin", 0)):
         with suppress(ValueError), marking.relaxed(SimpleNamespace(kind=kind)):  # type: ignore[arg-type]
             assert mode() == inside

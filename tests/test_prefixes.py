@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballonet.offload.policy import worth
 from ballonet.offload.policy.prefixes import Hits, Index, chain
+from ballonet.offload.policy.tuning import BlockOdds
 from ballonet.offload.policy.worth import Odds, Recency
 
 Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
@@ -322,9 +323,8 @@ def test_other_days_are_learned() -> None:
     assert index.hits.hit_rate > alone - 0.05
 
 
-def test_what_was_counted_long_ago_weighs_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worth, "_LEARNED", 10)
-    policy = Odds()
+def test_what_was_counted_long_ago_weighs_less() -> None:
+    policy = Odds(BlockOdds(learned=10))
     index = Index(None, policy)
     index.insert("a", 1)
     for _ in range(200):
@@ -349,7 +349,7 @@ def test_of_what_is_gone_no_more_is_remembered_than_some_for_each_that_is_stored
     for n in range(500):
         index.insert([n], n)
         index.evict(index.excess())
-    assert len(policy._gone) <= worth.REMEMBERED * 10
+    assert len(policy._gone) <= BlockOdds().remembered * 10
     index.forget([499])
     index.insert([499], 0)
     assert policy._stored[499].uses == 1, "what was forgotten says nothing about returns"

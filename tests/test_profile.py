@@ -23,17 +23,19 @@ from ballonet.allocator.errors import BudgetError, ManageError
 from ballonet.hooks import profile
 from ballonet.hooks.device.key import key_of
 from ballonet.hooks.device.marks import HostMarks
+from ballonet.hooks.managed import pace_of
 from ballonet.hooks.measure.pace import Pace
 from ballonet.hooks.measure.point import point_of
 from ballonet.hooks.profile import Grid, load_or_measure, measured
 from ballonet.hooks.programs import facts as profile_facts
-from ballonet.offload.policy import layout
 from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link, record
 from ballonet.offload.record.record import Point, Record, load
 
 from .models import build
 from .pool import bytes_that_exist, take_out
+from .tuned import Tuned
 
 BUDGET, PAGE = 2**23, 4096
 EMPTY = Record({}, 1.0)
@@ -98,42 +100,42 @@ def test_sizes_are_powers_of_two_the_least_work_first() -> None:
 
 def test_the_median_of_what_is_left_without_stalls_and_without_the_first(llama: Any) -> None:
     slow = Slow(llama)
-    found, left = measured(llama, slow, EMPTY, Grid(2, 64))
+    found, left = measured(llama, slow.pace, EMPTY, Grid(2, 64))
     assert left == {}
     assert set(found.seconds) == {Point(phase, batch, 64) for phase in ("prefill", "decode") for batch in (1, 2)}  # type: ignore[arg-type]
     for batch in (1, 2):
         assert found.seconds[Point("prefill", batch, 64)] == pytest.approx(batch * 0.064)
-        steps = [batch * 0.001 * (64 + step) for step in range(profile.TOKENS - 1)]
+        steps = [batch * 0.001 * (64 + step) for step in range(DEFAULT.records.tokens - 1)]
         assert found.seconds[Point("decode", batch, 64)] == pytest.approx(sum(steps) / len(steps))
-        assert slow.calls.count((batch, 64)) == 1 + profile.ROUNDS
+        assert slow.calls.count((batch, 64)) == 1 + DEFAULT.records.rounds
 
 
 def test_what_is_known_is_not_measured_again(llama: Any) -> None:
     slow = Slow(llama)
-    known, _ = measured(llama, slow, EMPTY, Grid(1, 64))
-    found, _ = measured(llama, slow, known, Grid(2, 64))
-    assert slow.calls.count((1, 64)) == 1 + profile.ROUNDS
+    known, _ = measured(llama, slow.pace, EMPTY, Grid(1, 64))
+    found, _ = measured(llama, slow.pace, known, Grid(2, 64))
+    assert slow.calls.count((1, 64)) == 1 + DEFAULT.records.rounds
     assert set(found.seconds) > set(known.seconds)
 
 
 def test_what_does_not_fit_is_left_out_and_said(llama: Any) -> None:
     slow = Slow(llama, fails=2)
-    found, left = measured(llama, slow, EMPTY, Grid(4, 128))
+    found, left = measured(llama, slow.pace, EMPTY, Grid(4, 128))
     assert {point[1:] for point in found.seconds} == {(1, 64), (1, 128)}
     assert set(left) == {(2, 64), (2, 128), (4, 64), (4, 128)}
     assert set(left.values()) == {"it does not fit in memory"}
     assert {size for size in slow.calls if size[0] > 1} == {(2, 64)}, "what is larger is not tried"
     with pytest.raises(ManageError, match="does not fit in memory"):
-        measured(llama, Slow(llama, fails=1), EMPTY, Grid(1, 64))
+        measured(llama, Slow(llama, fails=1).pace, EMPTY, Grid(1, 64))
 
 
 def test_it_ends_when_the_time_is_over(llama: Any) -> None:
     slow = Slow(llama)
-    found, left = measured(llama, slow, EMPTY, Grid(2, 128, seconds=7), clock=lambda: slow.now)
+    found, left = measured(llama, slow.pace, EMPTY, Grid(2, 128, seconds=7), clock=lambda: slow.now)
     assert {point[1:] for point in found.seconds} == {(1, 64)}, "the first is always measured"
     assert set(left.values()) == {"it takes longer than the 7 seconds in all"}
     ticks = iter(range(99))
-    found, _ = measured(llama, slow, EMPTY, Grid(2, 64, seconds=0), clock=lambda: next(ticks))
+    found, _ = measured(llama, slow.pace, EMPTY, Grid(2, 64, seconds=0), clock=lambda: next(ticks))
     assert {point[1:] for point in found.seconds} == {(1, 64)}
 
 
@@ -141,12 +143,12 @@ def test_random_numbers_of_the_caller_are_his(llama: Any) -> None:
     slow = Slow(llama)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    measured(llama, slow, EMPTY, SMALL)
+    measured(llama, slow.pace, EMPTY, SMALL)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_what_generates_no_text_is_refused() -> None:
-    still = SimpleNamespace(pace=Pace(HostMarks()))
+    still = Pace(HostMarks())
     with pytest.raises(ManageError, match="generates no text"):
         measured(nn.Linear(2, 2), still, EMPTY, SMALL)
     with pytest.raises(ManageError, match="generates no text"):
@@ -169,9 +171,9 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Path:
     """Where records are kept."""
-    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
     monkeypatch.setattr(profile, "cache_dir", lambda settings: tmp_path / "cache")
     return tmp_path / "cache"
 
@@ -189,20 +191,20 @@ def records(folder: Path) -> list[Path]:
 def test_a_record_is_measured_once(model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = runtime.require()
     with ballonet.manage(model) as managed:
-        first = load_or_measure(model, managed, device, SMALL)
+        first = load_or_measure(model, pace_of(managed), device, SMALL)
         assert (first.reused, first.left) == (False, {})
         assert set(first.record.seconds) == {Point("prefill", 1, 8), Point("decode", 1, 8)}
         (path,) = records(folder)
         assert load(path, first.record.key) == first.record
         generate = model.generate
         monkeypatch.setattr(model, "generate", None)
-        assert load_or_measure(model, managed, device) == profile.Profile(first.record, path, True, {})
-        assert load_or_measure(model, managed, device, SMALL).reused
+        assert load_or_measure(model, pace_of(managed), device) == profile.Profile(first.record, path, True, {})
+        assert load_or_measure(model, pace_of(managed), device, SMALL).reused
         monkeypatch.setattr(model, "generate", generate)
-        more = load_or_measure(model, managed, device, Grid(2, 8))
+        more = load_or_measure(model, pace_of(managed), device, Grid(2, 8))
         assert not more.reused
         assert more.record.seconds.items() > first.record.seconds.items()
-        anew = load_or_measure(model, managed, device, SMALL, force=True)
+        anew = load_or_measure(model, pace_of(managed), device, SMALL, force=True)
         assert set(anew.record.seconds) == set(first.record.seconds)
         assert load(path, anew.record.key) == anew.record
 
@@ -221,7 +223,7 @@ def test_a_file_that_cannot_be_used_is_measured_anew_with_a_notice(
 ) -> None:
     device = runtime.require()
     with ballonet.manage(model) as managed:
-        found = load_or_measure(model, managed, device, SMALL)
+        found = load_or_measure(model, pace_of(managed), device, SMALL)
         assert not list(recwarn), "the first one is nothing to warn of"
         if damage is None:
             other = {**found.record.key, "driver": "older", "link": "narrower"}
@@ -229,9 +231,9 @@ def test_a_file_that_cannot_be_used_is_measured_anew_with_a_notice(
         else:
             found.path.write_text(damage(found.path.read_text()))
         with pytest.warns(RuntimeWarning, match=f"LlamaForCausalLM is measured anew: .*{says}"):
-            assert not load_or_measure(model, managed, device, SMALL).reused
+            assert not load_or_measure(model, pace_of(managed), device, SMALL).reused
         recwarn.clear()
-        assert load_or_measure(model, managed, device, SMALL).reused
+        assert load_or_measure(model, pace_of(managed), device, SMALL).reused
         assert not list(recwarn)
         assert records(folder) == [found.path]
 
@@ -240,14 +242,14 @@ def test_a_folder_that_cannot_be_written_to(model: Any, folder: Path) -> None:
     folder.write_text("a file")
     with ballonet.manage(model) as managed:
         with pytest.warns(RuntimeWarning, match="cannot be kept in"):
-            found = load_or_measure(model, managed, runtime.require(), SMALL)
+            found = load_or_measure(model, pace_of(managed), runtime.require(), SMALL)
         assert found.record.seconds
 
 
 def test_a_link_that_cannot_be_measured(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "measure", lambda device: None)
     with ballonet.manage(model) as managed, pytest.raises(ManageError, match="cannot be measured"):
-        load_or_measure(model, managed, runtime.require(), SMALL)
+        load_or_measure(model, pace_of(managed), runtime.require(), SMALL)
 
 
 # -- what it is for
@@ -311,7 +313,7 @@ def test_the_command(saved: str, folder: Path, capsys: pytest.CaptureFixture[str
     for each in facts["points"]:
         costs = Costs(tuple(facts["layers"]), each["seconds"], facts["page_size"] / facts["bandwidth"])
         assert each["ratio"] == pytest.approx(float(costs.ratio))
-        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= profile_facts.HIDDEN * each["seconds"]]
+        fast = [i for i in range(1, costs.none + 1) if costs.time(i) <= DEFAULT.records.hidden * each["seconds"]]
         assert each["hidden"] == fast[0]
     (slo,) = facts["slos"]
     assert (slo["phase"], slo["slo"], slo["listed"]) == ("decode", 0.08, pytest.approx(0.08))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, fitting, meeting
 from ballonet.offload.policy.plan import at_interval
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import (
-    GRID,
-    WINDOW,
     Point,
     Record,
     Unusable,
@@ -25,6 +24,8 @@ from ballonet.offload.record.record import (
     path_of,
     save,
 )
+
+GRID, WINDOW = DEFAULT.records.grid, DEFAULT.records.window
 
 KEY = {"model": "abc", "device": "H200", "driver": "580"}
 POINTS = {Point("decode", 1, 128): 0.02, Point("decode", 4, 128): 0.03, Point("decode", 1, 512): 0.025}

@@ -18,6 +18,7 @@ from ballonet.allocator import _native, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import ConfigError, NotInstalled
 from ballonet.allocator.events import Count, Event, Events
+from ballonet.offload.policy.tuning import Timelines
 from ballonet.offload.timeline.recorder import Recorder, mark
 from ballonet.offload.timeline.series import Row
 
@@ -58,7 +59,7 @@ def until(done: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def device() -> Iterator[_native.Device]:
-    started = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20))
+    started = runtime.start(Config(device="cpu", page_size=PAGE, budget=2**21, host_budget=2**20)).device
     yield started
     runtime.stop()
 
@@ -66,7 +67,7 @@ def device() -> Iterator[_native.Device]:
 def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last() -> None:
     fake = Fake()
     fake.now(99)  # before it began: nobody's
-    recorder = Recorder(fake, interval=60)
+    recorder = Recorder(fake, tuning=Timelines(interval=60))
     first = fake.now(7)
     second = fake.now(8)
     done = recorder.stop()
@@ -80,7 +81,7 @@ def test_it_begins_with_the_owners_of_that_moment_and_ends_with_what_came_last()
 def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
     """The core puts changes that are close together under the time of the first of them."""
     fake = Fake()
-    recorder = Recorder(fake, interval=60)
+    recorder = Recorder(fake, tuning=Timelines(interval=60))
     early = recorder.recording().start - 40_000
     fake.rows.append((early, 9, 9, 9, 9, 9))
     done = recorder.stop()
@@ -90,7 +91,7 @@ def test_a_row_from_the_same_moment_as_the_beginning_is_not_before_it() -> None:
 def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
     fake = Fake()
     expected = []
-    with Recorder(fake, interval=0.001) as recorder:
+    with Recorder(fake, tuning=Timelines(interval=0.001)) as recorder:
         for kv in range(20):
             expected.append(fake.now(kv))
             until(lambda: not fake.rows)
@@ -101,9 +102,9 @@ def test_rows_are_collected_meanwhile_and_none_is_lost() -> None:
 
 def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on() -> None:
     fake = Fake()
-    outer = Recorder(fake, interval=0.001)
+    outer = Recorder(fake, tuning=Timelines(interval=0.001))
     before = fake.now(1)
-    with Recorder(fake, interval=0.001) as inner:
+    with Recorder(fake, tuning=Timelines(interval=0.001)) as inner:
         both = fake.now(2)
         until(lambda: len(inner.rows) == 2)
     after = fake.now(3)
@@ -113,7 +114,10 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
 
 def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
     one, other = Fake(), Fake()
-    with Recorder(one, interval=60) as first, Recorder(other, interval=60) as second:
+    with (
+        Recorder(one, tuning=Timelines(interval=60)) as first,
+        Recorder(other, tuning=Timelines(interval=60)) as second,
+    ):
         row = one.now(1)
         first.recording()
     assert first.rows[1:] == (row,)
@@ -122,7 +126,7 @@ def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
 
 def test_a_budget_that_changes_is_a_level() -> None:
     fake = Fake()
-    recorder = Recorder(fake, interval=0.001)
+    recorder = Recorder(fake, tuning=Timelines(interval=0.001))
     fake.numbers["budget"] = 8 * PAGE
     until(lambda: len(recorder.recording().levels) == 2)
     fake.numbers["host_pages"] = 3
@@ -133,7 +137,7 @@ def test_a_budget_that_changes_is_a_level() -> None:
 
 def test_a_budget_changes_when_it_was_decided_and_not_when_it_was_seen() -> None:
     fake, log = Fake(), Events()
-    recorder = Recorder(fake, log, interval=60)
+    recorder = Recorder(fake, log, tuning=Timelines(interval=60))
     fake.numbers["budget"] = 8 * PAGE
     log.decided("budget", "set", 8)
     log.decided("budget", "refuse", 1)
@@ -144,7 +148,7 @@ def test_a_budget_changes_when_it_was_decided_and_not_when_it_was_seen() -> None
 def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
     fake, log = Fake(), Events()
     log.add(Event(1, "budget", "set", 1))
-    recorder = Recorder(fake, log, interval=60)
+    recorder = Recorder(fake, log, tuning=Timelines(interval=60))
     late, early = Event(20, "inflate", "pull", 2), Event(10, "spill", "pull", 3, measured=0.5)
     log.add(late)
     log.add(early)
@@ -158,7 +162,7 @@ def test_decisions_are_those_since_it_began_in_order_of_time() -> None:
 
 def test_what_a_long_run_leaves_is_bounded_and_what_is_missing_is_counted() -> None:
     fake, log = Fake(), Events(limit=30)
-    recorder = Recorder(fake, log, interval=60, rows=80, kept=20)
+    recorder = Recorder(fake, log, Timelines(interval=60, rows=80, events=20))
     for number in range(50):
         for _ in range(10):
             fake.now(1000 if number == 7 else number)
@@ -189,7 +193,10 @@ def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
             return []
 
     broken, fake = Broken(), Fake()
-    recorder, other = Recorder(broken, interval=0.001), Recorder(fake, interval=0.001)
+    recorder, other = (
+        Recorder(broken, tuning=Timelines(interval=0.001)),
+        Recorder(fake, tuning=Timelines(interval=0.001)),
+    )
     broken.now(1)
     with pytest.raises(RuntimeError, match="gone"):
         recorder.stop()
@@ -198,7 +205,7 @@ def test_an_error_of_the_device_is_raised_by_stop_and_others_go_on() -> None:
 
 
 def test_a_device_is_recorded_beyond_its_end(device: _native.Device) -> None:
-    recorder = Recorder(device, runtime.events(), interval=60)
+    recorder = Recorder(device, runtime.of().events, tuning=Timelines(interval=60))
     group = device.group()
     kv = device.reserve(4 * PAGE, "kv", group)
     kv.map(0, 4)
@@ -219,7 +226,7 @@ def test_a_timeline_is_written_however_it_ends(
     kv = device.reserve(4 * PAGE, "kv", group)
     with nullcontext() if error is None else pytest.raises(error), ballonet.timeline(path) as recorder:
         kv.map(0, 3)
-        runtime.events().decided("inflate", "pull", 3)
+        runtime.of().events.decided("inflate", "pull", 3)
         assert recorder.recording().events[-1].pages == 3
         assert not path.exists()
         if error is not None:
@@ -261,7 +268,7 @@ def test_a_relative_path_is_where_it_was_when_it_was_given(
 
 def test_what_begins_is_marked_while_somebody_records() -> None:
     mark("nobody hears this")
-    recorder = Recorder(Fake(), interval=60)
+    recorder = Recorder(Fake(), tuning=Timelines(interval=60))
     mark("generate()")
     recording = recorder.stop()
     mark("too late")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import runtime
+from ballonet.allocator import defaults
 from ballonet.allocator.config import Config, format_size
 from ballonet.allocator.errors import TraceError
 from ballonet.allocator.replay import pack, replay
@@ -18,7 +18,7 @@ KEYS = {"peak_live", "peak_physical", "driver_calls", "ns_per_op", "ops"}
 HEADER = "time_us,op,id,size,stream"
 RECORDED = sorted((Path(__file__).parents[2] / "shared" / "data" / "alloc").glob("*.csv"))
 MIB = 2**20
-PAGE_SIZES = sorted({2 * MIB, runtime.STANDIN_PAGE_SIZE})
+PAGE_SIZES = sorted({2 * MIB, defaults.PAGE_SIZE["standin"]})
 Trace = Callable[[str], Path]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import FrozenInstanceError, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ballonet.hooks.measure.pace import Measured
 from ballonet.hooks.measure.report import Report, Times, interval_of
+from ballonet.hooks.options import ManageOptions
 from ballonet.offload.governor.kv_read_plan import Streamed
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.plan import Plan, at_interval, spread, streaming
@@ -155,6 +157,25 @@ def test_a_notebook_shows_the_same() -> None:
         name, value = line.strip().split("  ", 1)
         assert name in cells
         assert value.strip() in cells
+
+
+def test_where_a_model_is_and_with_what_it_is_managed() -> None:
+    options = ManageOptions(priority=2, prefix_dir=Path("/var/prefixes"))
+    found = replace(
+        report(at_interval(PAGES, 2)),
+        pages=3,
+        host_pages=2,
+        unmanaged_tensors={"lm_head.weight": "no room"},
+        options=options,
+    )
+    text = " ".join(str(found).split())
+    assert "weights 3 pages (2.93KiB), 2 pages (1.95KiB) on the host" in text
+    assert "unmanaged: lm_head.weight no room" in text
+    facts = json.loads(json.dumps(found.as_dict()))
+    assert (facts["pages"], facts["host_pages"], facts["released"]) == (3, 2, False)
+    assert facts["unmanaged_tensors"] == {"lm_head.weight": "no room"}
+    assert (facts["options"]["priority"], facts["options"]["prefix_dir"]) == (2, "/var/prefixes")
+    assert str(replace(found, released=True)).splitlines()[1:] == ["  managed  no more"]
 
 
 phases: tuple[Phase, ...] = ("prefill", "decode")

@@ -6,16 +6,18 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from threading import Lock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ballonet.allocator._native import Range
+from ballonet.allocator._native import Range, Transfer
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.policy.plan import streaming
+from ballonet.offload.residency.backing import Backing
+from ballonet.offload.residency.mover import Mover
 from ballonet.offload.residency.ring import Part, Ring, Streamed
-from ballonet.offload.residency.twins import Twin
 
 from .core import PAGE, PAGE_CALLS, Core, arm, calls, holds, opened, pending, write
 
@@ -27,18 +29,18 @@ class Model:
         self.core = core
         self.plan = streaming(pages, streamed, slots)
         self.group = core.device.group()
-        self.twins: list[Twin] = []
+        self.movers: list[Mover] = []
         layers = []
         for layer, slot in zip(self.plan.streamed, self.plan.slots, strict=True):
             parts, offset = [], 0
             for count in split(pages[layer]):
                 home = core.range(count, "weights", self.group)
-                twin = Twin(core.device, self.group, home)
-                self.twins.append(twin)
+                mover = self.mover(home)
+                twin = mover.backing
                 twin.pages.map_host(0, count)
                 write(twin.pages.address, layer + 1, count * PAGE)
                 home.alias(0, twin.pages, 0, count)
-                parts.append(Part(home, twin, offset, 0, home.pieces))
+                parts.append(Part(home, mover, offset, 0, home.pieces))
                 offset += count
             layers.append(Streamed(layer, slot, tuple(parts)))
         self.layers = {each.layer: each for each in layers}
@@ -47,8 +49,14 @@ class Model:
 
     def close(self) -> None:
         self.ring.close()
-        for twin in self.twins:
-            twin.close()
+        for mover in self.movers:
+            mover.backing.close()
+
+    def mover(self, home: Range) -> Mover:
+        """What moves the pieces of a range, with a backing of its own."""
+        made = Mover(self.core.device, home, Backing(self.core.device, self.group, home, "weights"), Lock())
+        self.movers.append(made)
+        return made
 
     def run(self, layer: int, stream: int = 0, ahead: bool = False) -> None:
         assert self.ring.enter(layer, stream)
@@ -79,12 +87,10 @@ class Model:
         return True
 
     def arrange(self, streamed: Sequence[int]) -> None:
-        """These stream from now on; those that are resident have new twins."""
+        """These stream from now on; those that are resident have new backings."""
         for layer, each in self.layers.items():
-            if any(part.twin.closed for part in each.parts):
-                fresh = [Twin(self.core.device, self.group, part.home) for part in each.parts]
-                self.twins += fresh
-                parts = tuple(replace(part, twin=twin) for part, twin in zip(each.parts, fresh, strict=True))
+            if any(part.backing.closed for part in each.parts):
+                parts = tuple(replace(part, mover=self.mover(part.home)) for part in each.parts)
                 self.layers[layer] = replace(each, parts=parts)
         coming = self.on_host() - {*streamed, *self.ring.back}
         given = ([self.layers[layer] for layer in each] for each in (streamed, sorted(coming)))
@@ -99,7 +105,7 @@ class Model:
         """The core takes its own slot, or its pages; how many."""
         each = self.layers[layer]
         offer = self.ring.offer(layer) or [
-            (part.home, part.first, part.count, part.twin.pages, part.first, []) for part in each.parts
+            (part.home, part.first, part.count, part.backing.pages, part.first, []) for part in each.parts
         ]
         self.core.device.publish([(layer, self.group, offer)])
         return self.core.device.take([layer])
@@ -413,14 +419,14 @@ def test_a_failure_anywhere_in_a_change_leaves_layers_that_are_right(function: s
             it.run(layer)
 
 
-def test_a_twin_is_made_once_every_stream_has_written() -> None:
-    """Weights may be loaded on a stream of somebody's own, which the thread that makes the twin knows nothing of."""
+def test_weights_leave_once_every_stream_has_written() -> None:
+    """Weights may be loaded on a stream of somebody's own, which the thread that moves them knows nothing of."""
     with opened(budget=20, host_budget=20) as core:
         group, lane = core.device.group(), core.stream()
         home = core.range(2, "weights", group)
         home.map(0, 2)
         home.note_use(lane, True)
-        twin = Twin(core.device, group, home)
-        twin.copy_home([(0, 2)])
-        assert twin.pages.backed == 2
-        twin.close()
+        mover = Mover(core.device, home, Backing(core.device, group, home, "weights"), Lock())
+        assert mover.evict([0, 1], Transfer(core.device), None, whole=True) == 2
+        assert mover.backing.backed == 2
+        mover.backing.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ballonet.allocator import info, ram, runtime
+from ballonet.allocator import defaults, info, ram, runtime
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ConfigError, DriverUnavailable, InstallError, NotInstalled
 
@@ -62,8 +62,8 @@ def test_page_sizes(kind: str, good: int, bad: int) -> None:
 
 
 def test_default_page_sizes() -> None:
-    assert runtime.page_size(Config(), "standin") == runtime.STANDIN_PAGE_SIZE
-    assert runtime.page_size(Config(), "cuda") == runtime.CUDA_PAGE_SIZE
+    assert runtime.page_size(Config(), "standin") == defaults.PAGE_SIZE["standin"]
+    assert runtime.page_size(Config(), "cuda") == defaults.PAGE_SIZE["cuda"]
 
 
 def test_a_budget_is_whole_pages_and_not_too_few() -> None:
@@ -83,8 +83,8 @@ def test_the_default_budget_of_the_stand_in_is_half_of_what_is_available() -> No
 def test_the_default_budget_of_a_gpu_leaves_room_outside() -> None:
     device = runtime.open_device(Config(device="cuda"))
     free, total = device.free_memory()
-    assert 0 < device.budget <= free - runtime.OUTSIDE_BYTES
-    assert device.budget <= total * (1 - runtime.OUTSIDE_SHARE)
+    assert 0 < device.budget <= free - defaults.OUTSIDE_BYTES
+    assert device.budget <= total * (1 - defaults.OUTSIDE_SHARE)
     device.close()
 
 
@@ -95,16 +95,17 @@ def test_host_budgets() -> None:
     assert runtime.host_budget(Config(budget=2**60), "standin", PAGE) == 0
 
 
-def test_one_device_per_process() -> None:
+def test_a_device_has_one_runtime() -> None:
     assert runtime.current() is None
     with pytest.raises(NotInstalled):
         runtime.require()
     with pytest.raises(NotInstalled):
-        runtime.settings()
-    device = runtime.start(SMALL)
+        runtime.of()
+    started = runtime.start(SMALL)
     try:
-        assert runtime.current() is runtime.require() is device
-        assert runtime.settings() == dataclasses.replace(SMALL, spill=True)
+        assert runtime.current() is runtime.of() is started
+        assert runtime.require() is started.device
+        assert started.settings == dataclasses.replace(SMALL, spill=True)
         with pytest.raises(InstallError, match="already"):
             runtime.start(SMALL)
     finally:
@@ -114,11 +115,12 @@ def test_one_device_per_process() -> None:
 
 
 def test_a_device_in_use_is_not_closed() -> None:
-    device = runtime.start(SMALL)
+    started = runtime.start(SMALL)
+    device = started.device
     block = device.allocate(100)
     with pytest.raises(BallonetError):
         runtime.stop()
-    assert runtime.current() is device
+    assert runtime.current() is started
     device.deallocate(block)
     runtime.stop()
 

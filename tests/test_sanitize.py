@@ -1,4 +1,4 @@
-"""The core and the stand-in under ASan/UBSan and TSan, briefly: the stress program.
+"""The core and the stand-in under ASan/UBSan and TSan, briefly: the stress program, and the page table's states.
 
 `make sanitize` runs it longer, and the property test too.
 """
@@ -23,12 +23,25 @@ def supported(kind: str, folder: Path) -> bool:
     return made.returncode == 0 and subprocess.run([program], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("kind", ["address,undefined", "thread"])
-def test_the_core_is_clean(kind: str, tmp_path: Path) -> None:
-    if shutil.which("g++") is None or not supported(kind, tmp_path):
-        pytest.skip(f"g++ has no -fsanitize={kind} that runs on this machine")
-    sizes = [f"KIND={kind}", "OPERATIONS=1500", f"PYTHON={sys.executable}"]
-    command = ["make", "-C", str(NATIVE), "stress", *sizes]
+def make(target: str, kind: str, *settings: str) -> str:
+    """Builds and runs a native program under the sanitizer; returns what it prints."""
+    command = ["make", "-C", str(NATIVE), target, f"KIND={kind}", f"PYTHON={sys.executable}", *settings]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-6000:]
-    assert "every page came back" in done.stdout
+    return done.stdout
+
+
+def skip_without(kind: str, folder: Path) -> None:
+    if shutil.which("g++") is None or not supported(kind, folder):
+        pytest.skip(f"g++ has no -fsanitize={kind} that runs on this machine")
+
+
+@pytest.mark.parametrize("kind", ["address,undefined", "thread"])
+def test_the_core_is_clean(kind: str, tmp_path: Path) -> None:
+    skip_without(kind, tmp_path)
+    assert "every page came back" in make("stress", kind, "OPERATIONS=1500")
+
+
+def test_the_page_table_is_sound_after_every_step(tmp_path: Path) -> None:
+    skip_without("address,undefined", tmp_path)
+    make("page-table", "address,undefined")

@@ -114,7 +114,7 @@ def test_a_running_device_is_described() -> None:
         assert (stats.page_size, stats.budget) == (65536, 2**20)
         assert all(isinstance(value, int) for value in [*stats.pages.values(), *stats.driver_calls.values()])
         assert (stats.spilled, dict(stats.events)) == (0, {})
-        runtime.events().decided("inflate", "pull", 2)
+        runtime.of().events.decided("inflate", "pull", 2)
         runtime.require().set_budget(2**19)
         events = ballonet.stats().events
         assert events["inflate"]["pull"] == Count(1, 2, 0.0)

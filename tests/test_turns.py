@@ -23,6 +23,7 @@ from ballonet.hooks.streaming.turns import Turn, Turns
 
 from .models import build, prompts
 from .pool import tiny_layers
+from .tuned import Tuned
 
 BUDGET = 2**22
 PAGE = 4096
@@ -31,8 +32,8 @@ LONG = 60  # seconds, after which a thread hangs
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, BUDGET, PAGE):
+def installed(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, BUDGET, PAGE):
         yield
 
 
@@ -104,11 +105,8 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
     assert it._first() is None
 
 
-def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 0.01)
-    it = Turns(cast(Group, None))
+def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_again() -> None:
+    it = Turns(cast(Group, None), patience=0.01)
     holder = Turn()
     assert it.take(holder)
 
@@ -117,7 +115,7 @@ def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_ag
         return it.take(turn), it.has(turn)
 
     assert started(other).result(LONG) == (False, False)
-    monkeypatch.setattr(turns, "PATIENCE", 10.0**6)
+    it._patience = 10.0**6
     assert started(other).result(LONG) == (False, False)
     assert it.has(holder)
     it.end(holder)
@@ -160,8 +158,8 @@ def asks(act: Callable[[], object]) -> None:
 # With models
 
 
-def test_streaming_models_that_call_each_other(installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 0.05)
+def test_streaming_models_that_call_each_other(installed: None, tuned: Tuned) -> None:
+    tuned(waiting={"slots": 0.05})
     with install.stock():
         models = [build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3, hidden_size=48)]
         with torch.no_grad():
@@ -232,10 +230,10 @@ def test_a_layer_that_computes_on_threads(installed: None, wait: Callable[..., N
 
 @pytest.mark.parametrize("wait", [joins, asks])
 def test_a_layer_that_runs_the_whole_model_on_a_thread(
-    installed: None, monkeypatch: pytest.MonkeyPatch, wait: Callable[..., None]
+    installed: None, tuned: Tuned, wait: Callable[..., None]
 ) -> None:
     """It waits for what waits for it, and goes without slots."""
-    monkeypatch.setattr(turns, "PATIENCE", 0.05)
+    tuned(waiting={"slots": 0.05})
     with install.stock():
         model = build("llama", num_hidden_layers=4)
         with torch.no_grad():
@@ -312,9 +310,9 @@ def test_ctrl_c_between_any_two_instructions_leaves_no_lease(installed: None) ->
 
 
 def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leases(
-    installed: None, monkeypatch: pytest.MonkeyPatch
+    installed: None, tuned: Tuned
 ) -> None:
-    monkeypatch.setattr(turns, "PATIENCE", 0.01)
+    tuned(waiting={"slots": 0.01})
     with install.stock():
         model = build("llama", num_hidden_layers=1)
         with torch.no_grad():

@@ -1,5 +1,7 @@
 // From the address of a live block to the block: open addressing, because a node per block would cost more than the
 // block.
+//
+// Lock: the heap's, held by the caller.
 #pragma once
 
 #include <cstdint>

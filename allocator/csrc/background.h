@@ -7,6 +7,8 @@
 // the device, but looks again a little later, and does nothing while a stream is being captured. Whatever it does any
 // other thread may do instead, so without it (the system has no thread to give, the child of a fork) nothing is lost
 // but time.
+//
+// Lock: none is wanted. A step takes the mapper's itself, so that whoever stops the thread does not hold that.
 #pragma once
 
 #include <pthread.h>

@@ -64,7 +64,7 @@ py::dict snapshot(Device& device) {
     py::gil_scoped_release release;
     std::tie(numbers, heap) = device.numbers();
   }
-  const std::size_t page = device.mapper->page_size;
+  const std::size_t page = device.mapper->space.page_size;
   py::dict pages, copied, calls, background, blocks, time, result;
   for (unsigned i = 0; i < kOwners; ++i) pages[name_of(static_cast<Owner>(i))] = numbers.pages[i];
   copied["weights_h2d"] = numbers.copied.weights_h2d;
@@ -100,8 +100,10 @@ py::dict snapshot(Device& device) {
   result["host_pages"] = numbers.host_created;
   result["host_free"] = numbers.host_free;
   result["host_budget"] = numbers.host_budget * page;
-  const std::optional<int> peer = device.mapper->peer();
-  result["peer"] = !peer ? "" : *peer == device.mapper->ordinal ? "second pool" : format("device %d", *peer);
+  const std::optional<int> peer = device.mapper->space.context.peer();
+  result["peer"] = !peer                                           ? ""
+                   : *peer == device.mapper->space.context.ordinal ? "second pool"
+                                                                   : format("device %d", *peer);
   result["peer_pages"] = numbers.peer_created;
   result["peer_free"] = numbers.peer_free;
   result["peer_budget"] = numbers.peer_budget * page;
@@ -198,7 +200,7 @@ py::list events(Device& device) {
 
 py::list timeline(Device& device) {
   py::list rows;
-  for (const Journal::Sample& sample : device.mapper->journal.drain()) {
+  for (const Journal::Sample& sample : device.mapper->space.journal.drain()) {
     const auto& pages = sample.pages;
     rows.append(py::make_tuple(sample.time_ns, pages[0], pages[1], pages[2], pages[3], pages[4]));
   }
@@ -214,16 +216,16 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
            py::arg("link_bandwidth") = 0, py::arg("link_latency_ns") = 0, py::arg("peer_bandwidth") = 0,
            py::arg("spill") = false, py::arg("host_pages") = true,
            py::arg("faults") = std::vector<std::pair<std::string, unsigned long long>>{})
-      .def_property_readonly("kind", [](Device& d) { return d.mapper->is_standin() ? "standin" : "cuda"; })
-      .def_property_readonly("ordinal", [](Device& d) { return d.mapper->ordinal; })
-      .def_property_readonly("page_size", [](Device& d) { return d.mapper->page_size; })
+      .def_property_readonly("kind", [](Device& d) { return d.mapper->space.driver.is_standin() ? "standin" : "cuda"; })
+      .def_property_readonly("ordinal", [](Device& d) { return d.mapper->space.context.ordinal; })
+      .def_property_readonly("page_size", [](Device& d) { return d.mapper->space.page_size; })
       .def_property_readonly(
-          "budget",
-          py::cpp_function([](Device& d) { return d.mapper->numbers().budget * d.mapper->page_size; }, ReleaseGil()))
-      .def_property_readonly("peer", [](Device& d) { return d.mapper->peer(); })
-      .def_property_readonly("peer_refused", [](Device& d) { return d.mapper->peer_refused(); })
-      .def_property_readonly("host_refused", [](Device& d) { return d.mapper->host_refused(); })
-      .def_property_readonly("host_pages", [](Device& d) { return d.mapper->has_host_pages(); })
+          "budget", py::cpp_function([](Device& d) { return d.mapper->numbers().budget * d.mapper->space.page_size; },
+                                     ReleaseGil()))
+      .def_property_readonly("peer", [](Device& d) { return d.mapper->space.context.peer(); })
+      .def_property_readonly("peer_refused", [](Device& d) { return d.mapper->space.context.peer_refused; })
+      .def_property_readonly("host_refused", [](Device& d) { return d.mapper->space.context.host_refused; })
+      .def_property_readonly("host_pages", [](Device& d) { return d.mapper->space.context.host_pages; })
       .def(
           "free_memory", [](Device& d) { return d.mapper->free_memory(); }, ReleaseGil())
       .def("set_budget", &set_budget, py::arg("nbytes"), py::arg("wait_ns") = 0)
@@ -303,7 +305,7 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           "reserve",
           [](const std::shared_ptr<Device>& d, std::size_t size, const std::string& owner, std::shared_ptr<Group> group,
              bool auto_retire, std::size_t expected, bool reuse, std::size_t more) {
-            const std::size_t page = d->mapper->page_size;
+            const std::size_t page = d->mapper->space.page_size;
             const auto pieces = [page](std::size_t bytes) { return bytes / page + (bytes % page != 0 ? 1 : 0); };
             const auto soon = reuse ? std::optional<std::size_t>(pieces(expected)) : std::nullopt;
             auto range =
@@ -313,16 +315,16 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           py::arg("nbytes"), py::arg("owner"), py::arg("group"), py::arg("auto_retire") = false, py::kw_only(),
           py::arg("expected") = 0, py::arg("reuse") = true, py::arg("more") = 0, ReleaseGil())
       .def(
-          "note_stream", [](Device& d, std::uint64_t stream) { d.mapper->note_stream(stream_at(stream)); },
+          "note_stream", [](Device& d, std::uint64_t stream) { d.mapper->fences.note_stream(stream_at(stream)); },
           py::arg("stream"), ReleaseGil())
       .def(
           "note_use",
           [](Device& d, std::uint64_t address, std::size_t size, std::uint64_t stream, bool write) {
-            d.mapper->note_use(address, size, stream_at(stream), write);
+            d.mapper->fences.note_use(address, size, stream_at(stream), write);
           },
           py::arg("address"), py::arg("nbytes"), py::arg("stream"), py::arg("write"), ReleaseGil())
       .def(
-          "synchronize", [](Device& d) { d.mapper->synchronize(); }, ReleaseGil())
+          "synchronize", [](Device& d) { d.mapper->fences.synchronize(); }, ReleaseGil())
       .def("timeline", &timeline)
       .def("events", &events)
       .def_static("on_spill", &on_spill, py::arg("tell"))

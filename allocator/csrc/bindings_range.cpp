@@ -62,10 +62,9 @@ void bind_range(py::module_& module) {
 
   py::class_<RangeHandle>(module, "Range")
       .def_property_readonly("address", [](RangeHandle& r) { return r.range->base; })
-      .def_property_readonly("nbytes", [](RangeHandle& r) { return r.range->pieces * r.mapper().page_size; })
+      .def_property_readonly("nbytes", [](RangeHandle& r) { return r.range->pieces * r.mapper().space.page_size; })
       .def_property_readonly("pieces", [](RangeHandle& r) { return r.range->pieces; })
-      .def_property_readonly("backed",
-                             py::cpp_function([](RangeHandle& r) { return r.mapper().backed(*r.range); }, ReleaseGil()))
+      .def_property_readonly("backed", py::cpp_function([](RangeHandle& r) { return r.range->backed(); }, ReleaseGil()))
       .def_property_readonly("owner", [](RangeHandle& r) { return name_of(r.range->owner); })
       .def_property_readonly("closed", [](RangeHandle& r) { return r.closed; })
       .def(
@@ -80,7 +79,7 @@ void bind_range(py::module_& module) {
             std::vector<std::tuple<std::size_t, std::size_t, Backing>> runs;
             {
               py::gil_scoped_release release;
-              runs = r.mapper().runs(*r.range, first, count);
+              runs = r.range->runs(first, count);
             }
             py::list rows;
             for (const auto& [at, pieces, backing] : runs) rows.append(py::make_tuple(at, pieces, name_of(backing)));
@@ -89,7 +88,7 @@ void bind_range(py::module_& module) {
           py::arg("first"), py::arg("count"))
       .def(
           "map_ahead",
-          [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().map_ahead(r.range, first, count); },
+          [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().ahead.ask(r.range, first, count); },
           py::arg("first"), py::arg("count"))
       .def(
           "map_host",
@@ -107,26 +106,26 @@ void bind_range(py::module_& module) {
           "take_over",
           [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count,
              RangeHandle& home) {
-            return r.mapper().take_over(*r.range, first, *spare.range, spare_first, count, *home.range);
+            return r.mapper().aliasing.take_over(*r.range, first, *spare.range, spare_first, count, *home.range);
           },
           py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), py::arg("home"), ReleaseGil())
       .def(
           "adopt",
           [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count) {
-            return r.mapper().adopt(*r.range, first, *spare.range, spare_first, count);
+            return r.mapper().aliasing.adopt(*r.range, first, *spare.range, spare_first, count);
           },
           py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), ReleaseGil())
       .def(
           "place",
           [](RangeHandle& r, std::size_t piece) {
-            const std::optional<Place> place = r.mapper().place(*r.range, piece);
+            const std::optional<Place> place = r.range->place(piece);
             return place ? name_of(*place) : "";
           },
           py::arg("piece"), ReleaseGil())
       .def(
           "alias",
           [](RangeHandle& r, std::size_t first, RangeHandle& source, std::size_t source_first, std::size_t count) {
-            return r.mapper().alias(*r.range, first, *source.range, source_first, count);
+            return r.mapper().aliasing.alias(*r.range, first, *source.range, source_first, count);
           },
           py::arg("first"), py::arg("source"), py::arg("source_first"), py::arg("count"), ReleaseGil())
       .def(
@@ -140,16 +139,16 @@ void bind_range(py::module_& module) {
       .def(
           "move",
           [](RangeHandle& r, std::size_t piece, const std::string& to) {
-            return r.mapper().move(*r.range, piece, place_named(to));
+            return r.mapper().moves.move(*r.range, piece, place_named(to));
           },
           py::arg("piece"), py::arg("to"), ReleaseGil())
       .def(
-          "backing", [](RangeHandle& r, std::size_t piece) { return name_of(r.mapper().backing(*r.range, piece)); },
+          "backing", [](RangeHandle& r, std::size_t piece) { return name_of(r.range->backing(piece)); },
           py::arg("piece"), ReleaseGil())
       .def(
           "page",
           [](RangeHandle& r, std::size_t piece) {
-            const PageId page = r.mapper().page(*r.range, piece);
+            const PageId page = r.range->page(piece);
             return page == kNoPage ? std::int64_t{-1} : std::int64_t{page};
           },
           py::arg("piece"), ReleaseGil())
@@ -162,7 +161,7 @@ void bind_range(py::module_& module) {
       .def(
           "note_use",
           [](RangeHandle& r, std::uint64_t stream, bool write) {
-            r.mapper().note_use(*r.range, stream_at(stream), write);
+            r.mapper().fences.note_use(*r.range, stream_at(stream), write);
           },
           py::arg("stream"), py::arg("write"), ReleaseGil())
       .def(

@@ -11,6 +11,9 @@
 // next bin that is not empty, where every block fits. Two bit maps find that bin without a loop. Every list that is
 // looked through is cut off after kLook blocks, so that the time is bounded; what is then missed wastes less than a
 // 32nd of the size.
+//
+// Guarantees, which `check` verifies: the blocks tile their addresses; two neighbours are never both free, nor both
+// holes; every free block hangs in the bin of its size.
 #pragma once
 
 #include <array>

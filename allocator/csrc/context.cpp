@@ -23,9 +23,9 @@ bool ask_for_less(CUmemAllocationProp& place) {
   return std::exchange(place.requestedHandleTypes, cuda::kHandleNone) != cuda::kHandleNone;
 }
 
-Context::Context(const Driver& driver_, int ordinal, std::size_t page_size_, const BallonetStandinConfig& standin,
+Context::Context(const Driver& driver_, int ordinal_, std::size_t page_size_, const BallonetStandinConfig& standin,
                  std::optional<int> peer, bool wants_host_pages)
-    : driver(driver_), page_size(page_size_) {
+    : driver(driver_), ordinal(ordinal_), page_size(page_size_) {
   driver.configure(standin);
   driver.start();
   driver.cuDeviceGet(&device, ordinal).or_throw(format("looking for device %d", ordinal));
@@ -120,7 +120,8 @@ void Context::copy_both_ways(CUdeviceptr there) {
         driver.cuStreamSynchronize(copy_stream).or_throw("waiting for copies to and from host memory");
         driver.cuMemcpyDtoH(&last, here + page_size - 1, std::size_t{1}).or_throw("reading what was copied");
       } catch (...) {
-        driver.cuStreamSynchronize(copy_stream);  // before the page goes
+        // Before the page goes, which cannot while something is to be written to it.
+        if (!driver.cuStreamSynchronize(copy_stream).ok()) driver.cuStreamSynchronize(copy_stream);
         throw;
       }
     });

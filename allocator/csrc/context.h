@@ -19,6 +19,8 @@
 // node without memory, or a driver that refuses at create are common. So one page is created, mapped, opened and copied
 // to and from when the device is opened. Where that fails there are no host pages, and `host_refused` says why, instead
 // of a failure when they are needed.
+//
+// Lock: none; nothing of it changes once it is made.
 #pragma once
 
 #include <array>
@@ -48,7 +50,11 @@ struct Context {
   // CPU].
   void open_page(CUdeviceptr at, std::size_t size, bool host) const;
 
+  // The device of the peer's pages; none where there is no peer.
+  std::optional<int> peer() const { return peer_pages ? std::optional<int>(peer_place.location.id) : std::nullopt; }
+
   const Driver& driver;
+  const int ordinal;
   CUdevice device = 0;
   CUcontext handle = nullptr;
   std::size_t total_memory = 0;

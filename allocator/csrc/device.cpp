@@ -32,7 +32,7 @@ void Device::map(Range& range, std::size_t first, std::size_t count, Place place
 }
 
 bool Device::own(Range& range, std::size_t first, std::size_t count) {
-  return with_idle_pages(count, [&] { return mapper->own(range, first, count); });
+  return with_idle_pages(count, [&] { return mapper->aliasing.own(range, first, count); });
 }
 
 // Attempts what takes so many device pages, once more after the heap gave up what it could, and again with what can be
@@ -50,14 +50,14 @@ auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(att
   } catch (const PoolExhausted& reason) {
     mapper->events.add(Events::Kind::kRefuse, pages);
     std::lock_guard<std::mutex> lock(heap.mutex);
-    throw PoolExhausted(heap.exhausted(pages * mapper->page_size, reason.what(), reason.missing));
+    throw PoolExhausted(heap.exhausted(pages * mapper->space.page_size, reason.what(), reason.missing));
   }
 }
 
 // Host pages of the heap go as soon as nothing lies on them, so there is nothing to trim for them.
 std::string Device::host_exhausted(std::size_t pages, const std::string& reason) {
   const auto numbers = mapper->numbers();
-  const std::size_t page = mapper->page_size;
+  const std::size_t page = mapper->space.page_size;
   return format(
       "ballonet: tried to map %s of host memory. Host budget %s in pages of %s, of which %s exist. %s. To go on: give "
       "a larger host budget (ballonet.install(host_budget=...), or BALLONET_HOST_BUDGET), or drop models and caches "
@@ -67,12 +67,12 @@ std::string Device::host_exhausted(std::size_t pages, const std::string& reason)
 }
 
 void Device::set_budget(std::size_t bytes, std::int64_t wait_ns, const std::function<void()>& pause) {
-  const std::size_t pages = bytes / mapper->page_size;
+  const std::size_t pages = bytes / mapper->space.page_size;
   const std::int64_t since = now_ns();
   if (pages < mapper->numbers().created) {
     if (const std::size_t fixed = immovable(); fixed > pages) {
       mapper->events.add(Events::Kind::kBudgetRefused, pages, since);
-      throw BudgetInUse(fixed * mapper->page_size, bytes, 0);
+      throw BudgetInUse(fixed * mapper->space.page_size, bytes, 0);
     }
   }
   std::size_t ticket, before;
@@ -102,7 +102,7 @@ void Device::set_budget(std::size_t bytes, std::int64_t wait_ns, const std::func
 
 // Pre: the budget's lock is held.
 void Device::apply_budget() {
-  const auto allowed = static_cast<double>(mapper->total_memory() / mapper->page_size) * fraction_;
+  const auto allowed = static_cast<double>(mapper->space.context.total_memory / mapper->space.page_size) * fraction_;
   mapper->set_budget(fraction_ < 1.0 ? std::min(asked_, static_cast<std::size_t>(allowed)) : asked_);
 }
 
@@ -145,7 +145,7 @@ void Device::shrink(std::size_t pages, std::size_t ticket, std::int64_t deadline
         return;
       }
       if (ticket != newest_ || now_ns() >= deadline) {
-        const std::size_t page = mapper->page_size;
+        const std::size_t page = mapper->space.page_size;
         throw BudgetInUse(mapper->numbers().created * page, pages * page, static_cast<double>(now_ns() - since) / 1e9);
       }
     }
@@ -159,7 +159,7 @@ std::size_t Device::trim() {
   heap.trim_and_wait();
   const std::size_t after = mapper->numbers().pages[static_cast<std::size_t>(Owner::kActivations)];
   mapper->release_free();
-  return (before > after ? before - after : 0) * mapper->page_size;
+  return (before > after ? before - after : 0) * mapper->space.page_size;
 }
 
 void Device::close() {

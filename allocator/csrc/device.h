@@ -10,6 +10,10 @@
 // other do not. It holds no lock while it waits: of several budgets that are asked for at the same time, also on one
 // thread, by a signal's handler, the newest counts. Those before it fail, and so does the newest when its time is up:
 // then the budget is again what it was before the first of them.
+//
+// Guarantees: whatever fails has changed nothing, the budget included.
+//
+// Lock: everything here takes what it needs; no caller holds a lock of the core.
 #pragma once
 
 #include <cstdint>

@@ -31,7 +31,7 @@ BallonetFigure held(std::uint64_t current, std::uint64_t peak) { return figure(c
 
 BallonetStats Device::stats() {
   const auto [mapper_numbers, heap_numbers] = numbers();
-  const std::uint64_t page = mapper->page_size;
+  const std::uint64_t page = mapper->space.page_size;
   const auto& owned = mapper_numbers.pages;
   const std::uint64_t ranges =
       (owned[static_cast<std::size_t>(Owner::kWeights)] + owned[static_cast<std::size_t>(Owner::kKv)]) * page;
@@ -85,7 +85,7 @@ void Device::reset_accumulated() {
 std::pair<std::size_t, std::size_t> Device::memory_info() {
   const auto [free, total] = mapper->free_memory();
   const Mapper::Numbers now = mapper->numbers();
-  const std::size_t page = mapper->page_size;
+  const std::size_t page = mapper->space.page_size;
   const std::size_t more = std::min(free / page, now.budget - std::min(now.budget, now.created));
   return {(now.pages[static_cast<std::size_t>(Owner::kFree)] + more) * page, total};
 }
@@ -98,11 +98,11 @@ std::vector<Heap::Segment> Device::segments() {
   };
   std::uint64_t behind = 0;
   for (const Heap::Segment& segment : result) behind += segment.facts.size;
-  for (const auto& [address, size] : mapper->pages_of_ranges()) {
+  for (const auto& [address, size] : mapper->space.device_pages()) {
     add(address, size, true);
     behind += size;
   }
-  const std::uint64_t exists = mapper->numbers().created * mapper->page_size;
+  const std::uint64_t exists = mapper->numbers().created * mapper->space.page_size;
   if (exists > behind) add(0, exists - behind, false);
   return result;
 }

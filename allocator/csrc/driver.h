@@ -2,6 +2,8 @@
 // NVIDIA's or the host stand-in. One effect: it loads, counts, and injects faults; it decides nothing.
 //
 //   driver.cuMemMap(address, size, 0, handle, 0).or_throw("mapping page 7");
+//
+// Lock: none here. What changes page tables is called under the mapper's (address_space.h).
 #pragma once
 
 #include <array>
@@ -93,7 +95,7 @@ class Driver {
   // For the fork that is about to happen: these bytes are not worth a copy in the child. Stand-in only.
   void idle_at_fork(CUdeviceptr address, std::size_t size) const;
   // While `held` the mapping of these bytes can be read until another one takes its place. Stand-in only: see Note
-  // [Readers without a lease] in mapper_alias.cpp.
+  // [Readers without a lease] in exchange.h.
   void hold(CUdeviceptr address, std::size_t size, bool held) const;
   // Tells the order checker that work on `stream` uses these bytes. Throws DriverError where an order is missing.
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) const;

@@ -1,4 +1,6 @@
 // What the core decided when pages ran short: the newest events, for whoever asks. Nothing of it is on the hit path.
+//
+// Lock: one of its own, under which nothing else is taken.
 #pragma once
 
 #include <pthread.h>

@@ -5,6 +5,10 @@
 // launched: a fence cannot know of work that the CPU has not submitted yet. A page of the group may move only while
 // every lease belongs to the thread that moves it. Whoever moves holds the group's lock throughout, so that no lease
 // begins in the middle.
+//
+// Guarantees: while `mutex` is held no lease begins or ends.
+//
+// Lock: `mutex`, before the mapper's; leases take it themselves.
 #pragma once
 
 #include <pthread.h>

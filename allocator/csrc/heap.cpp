@@ -7,7 +7,7 @@ namespace ballonet {
 std::atomic<void (*)()> Heap::on_spill{nullptr};
 
 Heap::Heap(std::shared_ptr<Mapper> mapper, Reclaim& reclaim, bool spill)
-    : mapper_(std::move(mapper)), reclaim_(reclaim), spill_(spill), page_(mapper_->page_size) {}
+    : mapper_(std::move(mapper)), reclaim_(reclaim), spill_(spill), page_(mapper_->space.page_size) {}
 
 void* Heap::allocate(std::size_t size, CUstream stream) {
   Lock lock(mutex);
@@ -44,7 +44,7 @@ void* Heap::hand_out(Arena& arena, Blocks::Block* block, std::uint64_t requested
   block->tag = &arena;
   const std::uint64_t address = arena.range->base + block->offset;
   live_.insert(address, block);
-  count(arena.key, [&](Usage& usage) { usage.allocated(block->size, requested); });
+  usage_.allocated(arena.key.small, block->size, requested);
   return reinterpret_cast<void*>(address);
 }
 
@@ -53,16 +53,16 @@ bool Heap::deallocate(void* address) {
   Blocks::Block* block = live_.erase(reinterpret_cast<std::uint64_t>(address));
   if (block == nullptr) return false;
   take_back(block);
-  if (mapper_->above_budget()) give_back();
+  if (mapper_->space.device.above_budget()) give_back();
   return true;
 }
 
 // A block that is no longer among the live ones becomes free, at once or when it has passed on its streams.
 void Heap::take_back(Blocks::Block* block) {
-  count(static_cast<Arena*>(block->tag)->key, [&](Usage& usage) { usage.freed(block->size, block->requested); });
+  usage_.freed(static_cast<Arena*>(block->tag)->key.small, block->size, block->requested, block->shared);
   if (!block->shared) return release(block);
   const auto users = users_.find(block);
-  waiting_.push_back({mapper_->fence_over(users->second), block});
+  waiting_.push_back({mapper_->fences.over(users->second), block});
   users_.erase(users);
 }
 
@@ -80,7 +80,7 @@ void Heap::use_on(Blocks::Block* block, CUstream stream) {
   if (std::find(users.begin(), users.end(), stream) != users.end()) return;
   users.push_back(stream);
   block->shared = true;
-  mapper_->note_stream(stream);
+  mapper_->fences.note_stream(stream);
 }
 
 std::size_t Heap::block_size(void* address) {
@@ -93,7 +93,7 @@ Heap::Arenas& Heap::arenas_for(const Key& key) {
   const unsigned hot = key.small ? 1 : 0;
   if (hot_[hot] != nullptr && hot_key_[hot] == key) return *hot_[hot];
   const auto [found, fresh] = arenas_.try_emplace(key);
-  if (fresh) mapper_->note_stream(key.stream);
+  if (fresh) mapper_->fences.note_stream(key.stream);
   hot_key_[hot] = key;
   hot_[hot] = &found->second;
   return found->second;
@@ -103,7 +103,7 @@ Heap::Arenas& Heap::arenas_for(const Key& key) {
 // large reservations, so smaller ones are tried before giving up.
 Heap::Arena& Heap::add_arena(Arenas& arenas, const Key& key, std::uint64_t size) {
   const std::uint64_t least = (size + page_ - 1) / page_ + 1;
-  for (std::uint64_t pieces = std::max(least, 2 * mapper_->total_memory() / page_);;
+  for (std::uint64_t pieces = std::max(least, 2 * mapper_->space.context.total_memory / page_);;
        pieces = std::max(least, pieces / 4)) {
     try {
       auto range = mapper_->reserve(pieces, Owner::kActivations, nullptr);
@@ -135,7 +135,7 @@ Blocks::Block* Heap::allocate_slow(Lock& lock, const Key& key, std::uint64_t siz
     }
     ++retries_;
     try {
-      if (!mapper_->capturing()) settle(lock);
+      if (!mapper_->fences.capturing()) settle(lock);
       return fit_with_reclaimed(lock, key, size, arena);
     } catch (const PoolExhausted& error) {
       reason = error.what();
@@ -175,9 +175,9 @@ Blocks::Block* Heap::fit_with_reclaimed(Lock& lock, const Key& key, std::uint64_
 
 // A free block on host pages, or nullptr; `reason` then says why, where that is not for lack of permission.
 Blocks::Block* Heap::spill(Lock& lock, const Key& key, std::uint64_t size, Arena*& arena, std::string& reason) {
-  if (!spill_ || limited_ || !(key.pool == MempoolId{}) || mapper_->capturing()) return nullptr;
-  if (!mapper_->has_host_pages()) {
-    reason += ". Nor can it lie on the host: " + mapper_->host_refused();
+  if (!spill_ || limited_ || !(key.pool == MempoolId{}) || mapper_->fences.capturing()) return nullptr;
+  if (!mapper_->space.context.host_pages) {
+    reason += ". Nor can it lie on the host: " + mapper_->space.context.host_refused;
     return nullptr;
   }
   if (size > mapper_->numbers().host_budget * page_) {
@@ -187,7 +187,7 @@ Blocks::Block* Heap::spill(Lock& lock, const Key& key, std::uint64_t size, Arena
   const Key host{key.stream, key.pool, key.small, Place::kHost};
   {
     Unlocked unlocked(lock);
-    mapper_->prepare_host((size + page_ - 1) / page_);
+    mapper_->mapping.prepare_host((size + page_ - 1) / page_);
   }
   for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
     try {
@@ -225,7 +225,7 @@ Blocks::Block* Heap::fit(Lock& lock, const Key& key, std::uint64_t size, Arena*&
     try {
       if (back(*arena, placement, waits < kWaits)) return arena->blocks.best_fit(size);
     } catch (const PoolExhausted&) {
-      if (waits >= kWaits || mapper_->retiring() == 0 || mapper_->capturing()) throw;
+      if (waits >= kWaits || mapper_->retiring() == 0 || mapper_->fences.capturing()) throw;
     }
     Unlocked unlocked(lock);
     mapper_->reap(true);
@@ -250,11 +250,11 @@ void Heap::drop_released() {
 std::string Heap::out_of_memory(std::size_t asked) {
   constexpr unsigned kGiB = 3;
   const std::string tried = in_units(asked, kGiB);
-  if (mapper_->is_standin()) return format("CPU out of memory. Tried to allocate %s.", tried.c_str());
+  if (mapper_->space.driver.is_standin()) return format("CPU out of memory. Tried to allocate %s.", tried.c_str());
   std::string room;
   try {
     const auto [free, total] = mapper_->free_memory();
-    room = format(" GPU %d has a total capacity of %s of which %s is free.", mapper_->ordinal,
+    room = format(" GPU %d has a total capacity of %s of which %s is free.", mapper_->space.context.ordinal,
                   in_units(total, kGiB).c_str(), in_units(free, kGiB).c_str());
   } catch (const DriverError&) {
     // The driver cannot say it now; the error is raised without.
@@ -274,15 +274,14 @@ std::string Heap::exhausted(std::size_t asked, const std::string& reason, std::s
       "budget %s, or BALLONET_BUDGET), use a smaller batch or a shorter context, or drop tensors and "
       "caches that are no longer needed",
       out_of_memory(asked).c_str(), in_units(pages.budget * page_).c_str(), in_units(page_).c_str(),
-      bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(),
-      in_units(usage_[BALLONET_ALL].bytes.current).c_str(), bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(),
-      bytes(Owner::kFree).c_str(),
+      bytes(Owner::kWeights).c_str(), bytes(Owner::kActivations).c_str(), in_units(usage_.live_bytes()).c_str(),
+      bytes(Owner::kKv).c_str(), bytes(Owner::kRetiring).c_str(), bytes(Owner::kFree).c_str(),
       in_units(pages.budget > pages.created ? (pages.budget - pages.created) * page_ : 0).c_str(),
       in_units(pages.spilled * page_).c_str(), reason.c_str(), larger.c_str());
 }
 
 Heap::Numbers Heap::numbers_locked() const {
-  const Usage& all = usage_[BALLONET_ALL];
+  const Usage all = usage_.of(BALLONET_ALL);
   Numbers numbers{all.bytes.current,
                   all.bytes.peak,
                   all.requested.current,
@@ -298,7 +297,7 @@ Heap::Numbers Heap::numbers_locked() const {
                   refusals_,
                   waits_,
                   {}};
-  std::copy(std::begin(usage_), std::end(usage_), std::begin(numbers.usage));
+  for (int kind = 0; kind < BALLONET_CLASSES; ++kind) numbers.usage[kind] = usage_.of(kind);
   for (const auto& [key, arenas] : arenas_) {
     for (const auto& arena : arenas) numbers.cached += arena->blocks.free_bytes();
   }
@@ -307,7 +306,7 @@ Heap::Numbers Heap::numbers_locked() const {
 
 void Heap::reset_peaks() {
   std::lock_guard<std::mutex> lock(mutex);
-  for (Usage& usage : usage_) usage.reset_peaks();
+  usage_.reset_peaks();
 }
 
 void Heap::check() {
@@ -322,7 +321,7 @@ void Heap::check() {
         const bool hole = block->state == Blocks::State::kHole;
         const std::size_t last = (block->offset + block->size + page_ - 1) / page_;
         for (std::size_t i = std::max<std::size_t>(backed, block->offset / page_); i < (hole ? 0 : last); ++i) {
-          if (mapper_->backing(*arena->range, i) != (key.place == Place::kHost ? Backing::kHost : Backing::kDevice)) {
+          if (arena->range->backing(i) != (key.place == Place::kHost ? Backing::kHost : Backing::kDevice)) {
             throw InvariantBroken(format("piece %zu lies under a block and is not backed", i));
           }
           backed = i + 1;
@@ -332,7 +331,7 @@ void Heap::check() {
     }
   }
   for (const Waiting& waiting : waiting_) --live, bytes -= waiting.block->size;
-  if (live != live_.size() || bytes != usage_[BALLONET_ALL].bytes.current)
+  if (live != live_.size() || bytes != usage_.live_bytes())
     throw InvariantBroken("live blocks and their addresses do not add up");
 }
 

@@ -33,6 +33,12 @@
 // thread may be in the middle of an operator or launch one at any moment. So spilling is undone by freeing: what a
 // forward spilled is back with its next allocation after the pressure is gone. A graph replays from its addresses for
 // as long as it lives, so that nothing of a pool and nothing during a capture is spilled.
+//
+// Guarantees, which `check` verifies as far as books tell: every block that is live or free lies on backed pieces of
+// its arena's range; an allocation that fails has taken nothing; a block is handed out again once all work that used it
+// is ordered before what its next owner submits.
+//
+// Lock: `mutex`. What is public takes it, but for what says otherwise; what is private wants it held.
 #pragma once
 
 #include <atomic>
@@ -64,6 +70,7 @@ struct MempoolId {
   bool operator<(const MempoolId& other) const { return std::tie(first, second) < std::tie(other.first, other.second); }
 };
 
+using Lock = std::unique_lock<std::mutex>;  // the heap's
 using StreamFilter = std::function<bool(CUstream)>;
 
 class Heap {
@@ -203,12 +210,6 @@ class Heap {
   void reuse_passed();
   void tell_idle() const;
   bool held(const Arena& arena) const;
-  // Applies it to what is counted of all blocks, and of those of the key's class.
-  template <class Count>
-  void count(const Key& key, Count each) {
-    each(usage_[BALLONET_ALL]);
-    each(usage_[key.small ? BALLONET_SMALL : BALLONET_LARGE]);
-  }
   void tell_mapped(const Arena& arena, const Span& span);
   void tell_unmapped(const Arena& arena, const Span& span);
   Blocks::Block* best_fit(Arenas& arenas, std::uint64_t size, Arena*& arena);
@@ -239,7 +240,7 @@ class Heap {
   std::map<MempoolId, Pooled> pools_;  // torch pools that graphs may replay from
   const BallonetObserver* observer_ = nullptr;
   std::uint64_t hits_ = 0, retries_ = 0, refusals_ = 0, waits_ = 0;
-  Usage usage_[BALLONET_CLASSES];
+  HeapUsage usage_;
 };
 
 }  // namespace ballonet

@@ -6,9 +6,7 @@
 namespace ballonet {
 
 // Bytes that may exist for activations before idle pages are moved rather than new ones made.
-std::uint64_t Heap::allowance() const {
-  return usage_[BALLONET_ALL].requested.peak + usage_[BALLONET_ALL].requested.peak / 64 + 3 * page_;
-}
+std::uint64_t Heap::allowance() const { return usage_.requested_peak() + usage_.requested_peak() / 64 + 3 * page_; }
 
 // Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
 // hole, so that the placement stays true. False where some were, with the hole as it was: they are free once every
@@ -32,7 +30,7 @@ bool Heap::back(Arena& arena, const Blocks::Placement& placement, bool may_harve
   const std::size_t idle = pages(Owner::kFree) - numbers.ahead;
   const std::size_t growth = count > idle ? count - idle : 0;
   const std::size_t ours = numbers.created - pages(Owner::kWeights) - pages(Owner::kKv);
-  if (may_harvest && growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->capturing()) {
+  if (may_harvest && growth > 0 && (ours + growth) * page_ > allowance() && !mapper_->fences.capturing()) {
     // The block behind the hole may grow the hole when it gives pages; the one before it would take the hole's place.
     const bool to_the_end = placement.to == placement.hole->offset + placement.hole->size;
     if (harvest(growth, placement.hole->before, to_the_end ? placement.hole->after : nullptr) > 0) return false;
@@ -47,9 +45,11 @@ bool Heap::back(Arena& arena, const Blocks::Placement& placement, bool may_harve
 // A live block becomes free. Host pages that nothing lies on any more go at once.
 void Heap::release(Blocks::Block* block) {
   Arena& arena = *static_cast<Arena*>(block->tag);
-  count(arena.key, [&](Usage& usage) { usage.passed(block->size); });
-  if (observer_ != nullptr && block->shared)
-    observer_->passed(arena.range->base + block->offset, block->requested, arena.key.stream, arena.key.pool.pair());
+  if (block->shared) {  // it waited for streams
+    usage_.passed(arena.key.small, block->size);
+    if (observer_ != nullptr)
+      observer_->passed(arena.range->base + block->offset, block->requested, arena.key.stream, arena.key.pool.pair());
+  }
   Blocks::Block* free = arena.blocks.release(block);
   if (arena.key.place == Place::kDevice) return;
   const std::uint64_t begin = arena.blocks.inner_begin(free), end = arena.blocks.inner_end(free);
@@ -81,10 +81,10 @@ std::size_t Heap::settle(Lock& lock) {
 
 void Heap::settle_waiting(Lock& lock) {
   std::vector<Awaited> all;
-  for (Waiting& waiting : waiting_) all.push_back(mapper_->awaited(waiting.fence));
+  for (Waiting& waiting : waiting_) all.push_back(mapper_->fences.awaited(waiting.fence));
   {
     Unlocked unlocked(lock);
-    for (const Awaited& each : all) mapper_->wait(each);
+    for (const Awaited& each : all) mapper_->fences.wait(each);
   }
   reuse_passed();
   drop_released();
@@ -120,7 +120,7 @@ std::size_t Heap::harvest(std::size_t pages, const Blocks::Block* keep_before, c
 bool Heap::held(const Arena& arena) const { return pools_.count(arena.key.pool) > 0; }
 
 void Heap::reuse_passed() {
-  while (!waiting_.empty() && mapper_->fence_passed(waiting_.front().fence)) {
+  while (!waiting_.empty() && mapper_->fences.passed(waiting_.front().fence)) {
     Blocks::Block* block = waiting_.front().block;
     waiting_.pop_front();
     release(block);
@@ -134,7 +134,7 @@ void Heap::tell_idle() const {
     for (const auto& arena : arenas) {
       for (const Blocks::Block* block = arena->blocks.first(); block != nullptr; block = block->after) {
         if (block->state == Blocks::State::kFree && block->size >= kWorthTelling)
-          mapper_->idle_at_fork(arena->range->base + block->offset, block->size);
+          mapper_->space.driver.idle_at_fork(arena->range->base + block->offset, block->size);
       }
     }
   }
@@ -142,12 +142,12 @@ void Heap::tell_idle() const {
 
 std::size_t Heap::trim_and_wait() {
   Lock lock(mutex);
-  return mapper_->capturing() ? 0 : settle(lock);
+  return mapper_->fences.capturing() ? 0 : settle(lock);
 }
 
 std::size_t Heap::idle_pages() {
   Lock lock(mutex);
-  if (!mapper_->capturing()) settle_waiting(lock);
+  if (!mapper_->fences.capturing()) settle_waiting(lock);
   std::size_t pages = 0;
   for (auto& [key, arenas] : arenas_) {
     for (auto& arena : arenas) {
@@ -163,11 +163,11 @@ std::size_t Heap::idle_pages() {
 }
 
 void Heap::shrink(bool wait) {
-  wait = wait && !mapper_->capturing();
+  wait = wait && !mapper_->fences.capturing();
   {
     Lock lock(mutex);
     if (wait) settle_waiting(lock);
-    if (mapper_->above_budget()) give_back();
+    if (mapper_->space.device.above_budget()) give_back();
   }
   if (wait) mapper_->reap(true);
 }

@@ -20,7 +20,7 @@ void Heap::begin_pool(MempoolId pool, StreamFilter filter) {
   }
   filling_.emplace_back(pool, std::move(filter));
   ++pools_[pool].users;
-  mapper_->captures_may_begin();
+  mapper_->fences.captures_may_begin();
 }
 
 void Heap::end_pool(MempoolId pool) {
@@ -29,7 +29,7 @@ void Heap::end_pool(MempoolId pool) {
   filling_.erase(
       std::remove_if(filling_.begin(), filling_.end(), [&](const auto& entry) { return entry.first == pool; }),
       filling_.end());
-  mapper_->captures_are_over(before - filling_.size());
+  mapper_->fences.captures_are_over(before - filling_.size());
 }
 
 void Heap::hold_pool(MempoolId pool) {
@@ -96,7 +96,7 @@ Heap::Arena* Heap::arena_at(MempoolId pool, std::uint64_t address) {
 
 Heap::Restored Heap::restore(const Checkpoint& state) {
   Lock lock(mutex);
-  if (!mapper_->capturing()) settle_waiting(lock);
+  if (!mapper_->fences.capturing()) settle_waiting(lock);
   for (const auto& live : state.blocks) {
     if (arena_at(state.pool, live.address) == nullptr)
       throw UsageError("the memory pool of this checkpoint was released meanwhile");

@@ -57,14 +57,14 @@ void Heap::observe(const BallonetObserver* observer) {
 
 void Heap::tell_mapped(const Arena& arena, const Span& span) {
   const std::uint64_t size = span.count * page_;
-  if (arena.key.place == Place::kDevice) count(arena.key, [&](Usage& usage) { usage.mapped.add(size); });
+  if (arena.key.place == Place::kDevice) usage_.mapped(arena.key.small, size);
   if (observer_ != nullptr)
     observer_->mapped(arena.range->base + span.first * page_, size, arena.key.stream, arena.key.pool.pair());
 }
 
 void Heap::tell_unmapped(const Arena& arena, const Span& span) {
   const std::uint64_t size = span.count * page_;
-  if (arena.key.place == Place::kDevice) count(arena.key, [&](Usage& usage) { usage.mapped.remove(size); });
+  if (arena.key.place == Place::kDevice) usage_.unmapped(arena.key.small, size);
   if (observer_ != nullptr)
     observer_->unmapped(arena.range->base + span.first * page_, size, arena.key.stream, arena.key.pool.pair());
 }

@@ -4,6 +4,10 @@
 // It is registered for reading alone, which is the only way for a mapping that the process itself may only read. Such a
 // mapping has to be shared: of a private one Linux would copy every page that it pins for long into memory of the
 // process.
+//
+// Guarantees: it stays registered until nothing copies from it any more.
+//
+// Lock: these take the mapper's. An object is used by one thread at a time.
 #pragma once
 
 #include <memory>

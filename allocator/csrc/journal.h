@@ -1,4 +1,6 @@
 // Who owned how many pages, and when: the newest samples, at the cost of a clock read per change.
+//
+// Lock: one of its own, under which nothing else is taken.
 #pragma once
 
 #include <array>

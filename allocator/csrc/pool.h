@@ -7,6 +7,11 @@
 //   kept     free, and still behind an address, where it may be claimed without the driver; see slots.h
 //   budget   how many pages may exist. It may be lowered below what is in use: then no page is created until enough
 //            have been given back, and each page given back meanwhile goes to the driver.
+//
+// Guarantees, which `check` verifies: free, owned and retiring pages add up to those that exist; a free page that is
+// not kept is behind no address.
+//
+// Lock: the mapper's, held by the caller, with the device's context current; what needs none says so.
 #pragma once
 
 #include <array>
@@ -17,16 +22,10 @@
 
 #include "driver.h"
 #include "journal.h"
+#include "page.h"
 
 namespace ballonet {
 
-enum class Owner : std::uint8_t { kFree, kWeights, kActivations, kKv, kRetiring };
-constexpr std::size_t kOwners = 5;
-
-using PageId = std::uint32_t;
-constexpr PageId kNoPage = ~PageId{0};
-
-// Not thread-safe: used under the mapper's lock, with the device's context current.
 class Pool {
  public:
   Pool(const Driver& driver, const CUmemAllocationProp& place, std::size_t page_size, std::size_t budget,

@@ -41,7 +41,7 @@ void Reclaim::publish(std::vector<Entry> entries) {
   std::lock_guard<std::mutex> lock(mutex);
   std::vector<Entry> admitted;
   for (Entry& entry : entries) {
-    if (mapper_->admit(entry.takeable) || entry.limit) admitted.push_back(std::move(entry));
+    if (mapper_->takes.admit(entry.takeable) || entry.limit) admitted.push_back(std::move(entry));
   }
   entries_ = std::move(admitted);
 }
@@ -56,12 +56,12 @@ void Reclaim::withdraw(const std::vector<std::int64_t>& keys) {
 std::vector<std::int64_t> Reclaim::keys() {
   std::lock_guard<std::mutex> lock(mutex);
   const auto is_void = [&](const Entry& e) {
-    return !e.limit && mapper_->outlook(e.takeable).fate == Taken::Fate::kVoid;
+    return !e.limit && mapper_->takes.outlook(e.takeable).fate == Taken::Fate::kVoid;
   };
   entries_.erase(std::remove_if(entries_.begin(), entries_.end(), is_void), entries_.end());
   std::vector<std::int64_t> keys;
   for (const Entry& entry : entries_) {
-    if (!entry.limit || !mapper_->first_of(entry.takeable, *entry.limit, {1, 1}).parts.empty())
+    if (!entry.limit || !mapper_->takes.first_of(entry.takeable, *entry.limit, {1, 1}).parts.empty())
       keys.push_back(entry.key);
   }
   return keys;
@@ -108,7 +108,7 @@ std::size_t Reclaim::obey() {
 // Pre: the caller holds the lock. Those that other threads lease are counted after the others, which are taken first.
 Reclaim::Outlook Reclaim::look(std::size_t enough) {
   Outlook sum;
-  Room room = mapper_->room_for_twins();
+  Room room = mapper_->takes.room();
   std::vector<Taken> leased;
   const auto add = [&](const Taken& found, std::size_t& pages) {
     if (room.holds(found)) pages += found.pages;
@@ -183,13 +183,13 @@ std::size_t Reclaim::take_some(std::size_t missing, Events::Kind kind,
 Taken Reclaim::take_one(Entry& entry, std::size_t missing, std::exception_ptr& failed) {
   Takeable part;
   if (entry.limit) {
-    part = mapper_->first_of(entry.takeable, std::min(*entry.limit, missing), mapper_->room_for_twins());
+    part = mapper_->takes.first_of(entry.takeable, std::min(*entry.limit, missing), mapper_->takes.room());
     if (part.parts.empty()) return {Taken::Fate::kVoid, 0};
   }
   for (int attempt = 0; attempt < 2; ++attempt) {  // a driver call that failed once deserves a second try
     try {
       // Then without the peer, which may be what fails.
-      return mapper_->take(entry.limit ? part : entry.takeable, attempt == 0);
+      return mapper_->takes.take(entry.limit ? part : entry.takeable, attempt == 0);
     } catch (const PoolExhausted&) {  // of the host: the driver has less than the budget allows
       if (!entry.limit || missing == 1) break;
       return take_one(entry, 1, failed);
@@ -202,15 +202,16 @@ Taken Reclaim::take_one(Entry& entry, std::size_t missing, std::exception_ptr& f
 
 // What taking the entry, or of a divisible one up to `enough` pages, would come to.
 Taken Reclaim::outlook_of(const Entry& entry, std::size_t enough, const Room& room) {
-  if (!entry.limit) return mapper_->outlook(entry.takeable);
-  const Takeable part = mapper_->first_of(entry.takeable, std::min(*entry.limit, enough), room);
-  return part.parts.empty() ? Taken{Taken::Fate::kLater, 0} : mapper_->outlook(part);
+  if (!entry.limit) return mapper_->takes.outlook(entry.takeable);
+  const Takeable part = mapper_->takes.first_of(entry.takeable, std::min(*entry.limit, enough), room);
+  return part.parts.empty() ? Taken{Taken::Fate::kLater, 0} : mapper_->takes.outlook(part);
 }
 
 void Reclaim::check() {
   std::lock_guard<std::mutex> lock(mutex);
   for (const Entry& entry : entries_) {
-    if (!entry.limit) mapper_->check(entry.takeable);  // the others are looked at piece by piece as they are taken
+    if (!entry.limit)
+      mapper_->takes.check(entry.takeable);  // the others are looked at piece by piece as they are taken
   }
 }
 

@@ -16,6 +16,11 @@
 // its parts are runs of pieces, one or two per layer, and who needs pages takes as many as are needed, from the parts
 // in turns. Then what became of one piece says nothing of the others: pieces that are not what they were are passed
 // over one by one, and the entry stays.
+//
+// Guarantees: what another thread leases is not taken, nor an entry that has changed since it was published.
+//
+// Lock: `mutex`. Order: the heap's, this, a group's, the mapper's. What is public takes it; what is private wants it
+// held.
 #pragma once
 
 #include <atomic>
@@ -95,7 +100,6 @@ class Reclaim {
   // Throws InvariantBroken.
   void check();
 
-  // Order: the heap's, this, a group's, the mapper's.
   std::mutex mutex;
 
  private:

@@ -31,7 +31,7 @@ void in_child() { g_forked = true; }
 }  // namespace
 
 void bind(const std::shared_ptr<Device>& device) {
-  const int ordinal = device->mapper->ordinal;
+  const int ordinal = device->mapper->space.context.ordinal;
   if (ordinal < 0 || ordinal >= kMaxDevices)
     throw UsageError(format("device %d is beyond the %d supported", ordinal, kMaxDevices));
   static const HeldOverFork held(ForkRank::kRegistry, g_mutex);
@@ -49,7 +49,7 @@ void bind(const std::shared_ptr<Device>& device) {
 
 void unbind(const std::shared_ptr<Device>& device) {
   Device* mine = device.get();
-  if (g_bound[device->mapper->ordinal].compare_exchange_strong(mine, nullptr)) --g_bound_count;
+  if (g_bound[device->mapper->space.context.ordinal].compare_exchange_strong(mine, nullptr)) --g_bound_count;
 }
 
 Device* bound_device(int ordinal) {
@@ -64,7 +64,7 @@ Heap* heap_of(const void* pointer) {
 void note_range_stream(const void* pointer, CUstream stream) {
   for (int ordinal = 0; ordinal < kMaxDevices; ++ordinal) {
     Device* const device = bound_device(ordinal);
-    if (device != nullptr) device->mapper->note_stream_at(reinterpret_cast<CUdeviceptr>(pointer), stream);
+    if (device != nullptr) device->mapper->fences.note_stream_at(reinterpret_cast<CUdeviceptr>(pointer), stream);
   }
 }
 

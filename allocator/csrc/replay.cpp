@@ -28,7 +28,7 @@ std::vector<Step> parse(std::string_view rows, Mapper& mapper, std::uint64_t& pe
     std::memcpy(&size, rows.data() + at + 16, 8);
     std::memcpy(&stream, rows.data() + at + 24, 8);
     if (rows[at] == 1) {
-      if (streams.count(stream) == 0) streams[stream] = mapper.create_stream();
+      if (streams.count(stream) == 0) streams[stream] = mapper.fences.create_stream();
       const Step step{true, slots++, size, streams[stream]};
       if (!live.emplace(id, step).second)
         throw UsageError(format("block %llu is allocated twice", static_cast<unsigned long long>(id)));
@@ -82,7 +82,7 @@ Replayed replay(Device& device, std::string_view rows) {
   result.ops = steps.size();
   const double ns = std::chrono::duration<double, std::nano>(end - begin).count();
   result.ns_per_op = steps.empty() ? 0 : ns / static_cast<double>(steps.size());
-  result.peak_physical = device.mapper->numbers().created_peak * device.mapper->page_size;
+  result.peak_physical = device.mapper->numbers().created_peak * device.mapper->space.page_size;
   drop_all();
   return result;
 }

@@ -1,52 +1,69 @@
-// Which slot a new range takes (eLLM §4.2.2, best fit), and which are for ranges that are about to come. Pure.
+// Free pages that stay where they are mapped, until someone claims them there or takes them away.
 //
-// Words
-//   slot   the addresses of a closed range of KV, together with pages that are still mapped there. The pages are free:
-//          whoever needs pages takes them out, and a range that takes the slot maps them again without the driver
+// Note [Slots]
+// When a range of KV is closed and its pages have retired they are free, but nothing is unmapped: the next range that
+// is reserved gets the addresses, and finds its first pages mapped. So a program that serves one request after the
+// other comes to call the driver no more. A slot costs nobody anything: its pages count as free, and are taken out, the
+// oldest slot's first and the last piece first, before a new page is created. Pages mapped ahead of time are kept in
+// the same way, by a range that is in use; they will be claimed within a step of the model, so they go last of all; so
+// do those mapped in slots of ranges that are about to come (ahead.h).
+//
+// Guarantees: in a slot every page is kept, and there is one; a page that is kept anywhere is free in its pool.
+//
+// Lock: the mapper's, held by the caller.
 #pragma once
 
-#include <algorithm>
-#include <cstddef>
+#include <deque>
 #include <vector>
+
+#include "address_space.h"
 
 namespace ballonet {
 
-struct SlotSize {
-  std::size_t pieces;  // that its addresses are for
-  std::size_t mapped;  // of these, with a page
-};
+class Slots {
+ public:
+  explicit Slots(AddressSpace& space) : space_(space) {}
 
-constexpr std::size_t kNoSlot = ~std::size_t{0};
+  // May a retiring page of a range stay behind its piece, for a slot?
+  bool may_keep(const Range& range, std::size_t piece) const;
+  // Once a range is closed and nothing waits for its addresses any more they are a slot, if pages are kept there.
+  void settle(Range& range);
+  // The addresses of the slot that fits best; empty where none fits.
+  Stretch take(std::size_t pieces, std::size_t expected);
 
-// The slot for a range of `pieces` pieces of which `expected` will be mapped soon: among those whose addresses suffice
-// the smallest that has as many pages mapped, else the largest, the rest of which is mapped on demand. Sizes are
-// compared by pages, then by addresses; of equal ones it is the last. kNoSlot where no addresses suffice.
-inline std::size_t best_fit(const std::vector<SlotSize>& slots, std::size_t pieces, std::size_t expected) {
-  const auto better = [&](const SlotSize& one, const SlotSize& other) {
-    const bool fits = one.mapped >= expected, other_fits = other.mapped >= expected;
-    if (fits != other_fits) return fits;
-    if (one.mapped != other.mapped) return (one.mapped < other.mapped) == fits;
-    return one.pieces <= other.pieces;
+  // Which kept pages may be taken away; each includes those before.
+  enum class Take { kUnpromised, kNotAhead, kAll };
+  // Takes pages out of slots, the oldest first, then those that ranges have not claimed of theirs, and last what was
+  // mapped ahead, until so many are idle, or as far as `take` and the driver let them go.
+  void empty(std::size_t idle, Take take);
+  void empty_all() { empty(space_.device.created(), Take::kAll); }
+  // No range that is closed leaves its pages behind from here on.
+  void stop_keeping() { keeping_ = false; }
+
+  // Says which slots are for `count` ranges of so many pieces that are about to come; returns how many there are.
+  std::size_t promise(std::size_t pieces, std::size_t count);
+  // Whether a promised slot has fewer pages than that.
+  bool lacks(std::size_t mapped) const { return lacking(mapped) < slots_.size(); }
+  // The fullest of these; empty where there is none.
+  Stretch take_lacking(std::size_t mapped);
+  // No range comes: what was promised is a slot like any other.
+  void unpromise();
+
+  std::vector<const Stretch*> stretches() const;
+  void check() const;  // throws InvariantBroken
+
+ private:
+  struct Slot {
+    Stretch held;
+    bool promised = false;
   };
-  std::size_t best = kNoSlot;
-  for (std::size_t i = 0; i < slots.size(); ++i) {
-    if (slots[i].pieces < pieces) continue;
-    if (best == kNoSlot || better(slots[i], slots[best])) best = i;
-  }
-  return best;
-}
+  std::size_t lacking(std::size_t mapped) const;
+  Stretch take_at(std::size_t index);
+  void empty(Stretch& stretch, std::size_t idle, bool ahead);
 
-// The slots that so many ranges of `pieces` pieces will take: those whose addresses suffice, at most `count`, the
-// fullest first, of equal ones the last.
-inline std::vector<std::size_t> slots_for(const std::vector<SlotSize>& slots, std::size_t pieces, std::size_t count) {
-  std::vector<std::size_t> fitting;
-  for (std::size_t i = slots.size(); i-- > 0;) {
-    if (slots[i].pieces >= pieces) fitting.push_back(i);
-  }
-  std::stable_sort(fitting.begin(), fitting.end(),
-                   [&](std::size_t one, std::size_t other) { return slots[one].mapped > slots[other].mapped; });
-  fitting.resize(std::min(fitting.size(), count));
-  return fitting;
-}
+  AddressSpace& space_;
+  bool keeping_ = true;
+  std::deque<Slot> slots_;  // the oldest first
+};
 
 }  // namespace ballonet

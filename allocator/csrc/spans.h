@@ -1,4 +1,6 @@
 // Which heap an address belongs to, by address alone and without a lock: every free of every CPU tensor asks.
+//
+// Lock: `find` needs none; the others take one of their own, under which nothing else is taken.
 #pragma once
 
 #include <array>

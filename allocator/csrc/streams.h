@@ -23,6 +23,10 @@
 // The per-thread default stream has one handle for all threads (2) and is the asking thread's. It is a blocking stream,
 // so that an event on the legacy stream comes after the work of all of them: who notes it has noted the legacy stream,
 // which is in every fence.
+//
+// Guarantees: a fence has passed once every stream it is over has done what it was given before.
+//
+// Lock: the mapper's, held by the caller, with the device's context current; `known` and `wait` need none.
 #pragma once
 
 #include <array>
@@ -49,7 +53,6 @@ struct Awaited {
 // The handle of the calling thread's own default stream.
 bool is_per_thread(CUstream stream);
 
-// Not thread-safe but for `known`: used under the mapper's lock, with the device's context current.
 class Streams {
  public:
   explicit Streams(const Driver& driver) : driver_(driver) {}

@@ -38,7 +38,7 @@ struct Held {
   std::size_t offset, size;
   std::vector<std::int64_t> shape, strides;
 
-  ~Held() { range->mapper->unpin(*range, offset, size); }
+  ~Held() { range->unpin(offset, size); }
 };
 
 void drop(DLManagedTensor* managed) {
@@ -70,12 +70,12 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
   std::size_t size = 0;
   if (__builtin_mul_overflow(elements, static_cast<std::size_t>(bits / 8), &size))
     throw UsageError("the tensor spans more than any memory has");
-  without_gil([&] { range->mapper->pin(*range, offset, size); });
+  without_gil([&] { range->pin(offset, size); });
   auto* held = new Held{{}, range, offset, size, shape, strides};
-  Mapper& mapper = *range->mapper;
+  const AddressSpace& space = range->mapper->space;
   DLTensor& tensor = held->managed.tensor;
   tensor.data = reinterpret_cast<void*>(range->base + offset);
-  tensor.device = {mapper.is_standin() ? kDLCPU : kDLCUDA, mapper.is_standin() ? 0 : mapper.ordinal};
+  tensor.device = {space.driver.is_standin() ? kDLCPU : kDLCUDA, space.driver.is_standin() ? 0 : space.context.ordinal};
   tensor.ndim = static_cast<std::int32_t>(shape.size());
   tensor.dtype = {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
   tensor.shape = held->shape.data();

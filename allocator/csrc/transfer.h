@@ -5,6 +5,8 @@
 // passed that the stream named at its submission was given before, and whoever needs it has a stream of its own wait
 // for its event. The host waits for neither. All copies to the device share one stream, and all others another one: the
 // link carries one copy each way at a time in any case. Nothing orders copies of the two streams but `after`.
+//
+// Lock: these take the mapper's, and hold none while they wait.
 #pragma once
 
 #include <memory>

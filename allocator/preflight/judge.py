@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-SLOW: Final = 0.8  # of the speed of memory from cuMemHostAlloc
-LONG_MAP: Final = 20_000  # us that a mapping may wait for another thread's pinning
-COUNTER: Final = 0.15  # by which NVML's counter may be off
+from ..defaults import PROBE_COUNTER, PROBE_LONG_MAP, PROBE_SLOW
+
 # Probes that crash where pages of the host are bad, or hang: those that only the driver could hold up.
 _CRASH: Final = ("host_pages", "several_handles", "torch_copies", "kernels")
 _HANG: Final = ("host_pages", "several_handles")
@@ -173,7 +172,7 @@ def _asynchrony(probes: Probes) -> Iterator[Difference]:
 def _speed(probes: Probes) -> Iterator[Difference]:
     for way in ("to_device", "from_device"):
         ours, theirs = (_copy(probes, kind, way).get("gb_per_s") for kind in ("pages", "allocated"))
-        if ours and theirs and ours < SLOW * theirs:
+        if ours and theirs and ours < PROBE_SLOW * theirs:
             yield Difference(
                 f"copies of pages of the host ({way})",
                 "as fast as memory from cuMemHostAlloc",
@@ -196,10 +195,10 @@ def _waiting(probes: Probes) -> Iterator[Difference]:
 
 def _pinning(probes: Probes) -> Iterator[Difference]:
     longest = _facts(probes, "pinning").get("longest_map_meanwhile_us")
-    if isinstance(longest, int | float) and longest > LONG_MAP:
+    if isinstance(longest, int | float) and longest > PROBE_LONG_MAP:
         yield Difference(
             "mapping while another thread pins",
-            f"waits no longer than {LONG_MAP / 1000:g} ms",
+            f"waits no longer than {PROBE_LONG_MAP / 1000:g} ms",
             f"{longest / 1000:.1f} ms",
             "a model that spills for the first time holds up whoever needs pages",
         )
@@ -222,10 +221,10 @@ def _counter(probes: Probes) -> Iterator[Difference]:
         return
     copied, counted = found["copied_gb_per_s"], sorted(found["counted_gb_per_s"])
     middle = counted[len(counted) // 2]
-    if copied and abs(middle - copied) > COUNTER * copied:
+    if copied and abs(middle - copied) > PROBE_COUNTER * copied:
         yield Difference(
             "NVML's counter of the link",
-            f"is right within {COUNTER:.0%}",
+            f"is right within {PROBE_COUNTER:.0%}",
             f"{middle} GB/s for {copied} that were copied (from {counted[0]} to {counted[-1]})",
             "what others send over the link is misjudged, and intervals for an SLO with it",
         )

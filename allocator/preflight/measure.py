@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ..defaults import PROBE_BUSY
 from .cuda import DEVICE, NOT_READY, Cuda
 
 Tell = Callable[[str, Any], None]
 MIB = 2**20
-BUSY = 0.03  # seconds of work in front of what is timed
 
 
 def tell(name: str, value: Any) -> None:
@@ -61,7 +61,8 @@ def median_time(action: Callable[[], object], times: int = 5) -> float:
 
 @contextmanager
 def busy_with(cuda: Cuda, stream: ctypes.c_void_p) -> Iterator[Callable[[], Callable[[], bool]]]:
-    """Yields a function that gives the stream work for about `BUSY` seconds and returns another: is it still at it?"""
+    """Yields a function that gives the stream work for about `PROBE_BUSY` seconds and returns another: is it still at
+    it?"""
     page, pages = sizes(cuda)
     with cuda.mapped(DEVICE, page, 4 * pages) as address, cuda.event() as done:
         nbytes = 4 * page * pages
@@ -73,7 +74,7 @@ def busy_with(cuda: Cuda, stream: ctypes.c_void_p) -> Iterator[Callable[[], Call
             fill()
             cuda("cuStreamSynchronize", stream)
 
-        count = max(1, min(500, int(BUSY / max(median_time(once, 3), 1e-6))))
+        count = max(1, min(500, int(PROBE_BUSY / max(median_time(once, 3), 1e-6))))
 
         def begin() -> Callable[[], bool]:
             for _ in range(count):

@@ -16,10 +16,10 @@ from typing import IO, Any, Final, Literal
 
 from .. import findings, runtime
 from ..config import Config
+from ..defaults import PREFLIGHT
 from .judge import judge
 
 SAID = 2000  # characters of what a probe said that failed
-SECONDS: Final = 240.0  # that all probes may take together
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Outcome:
     said: str = ""
 
 
-def run_probe(name: str, library: str, ordinal: int, left: float = SECONDS) -> Outcome:
+def run_probe(name: str, library: str, ordinal: int, left: float = PREFLIGHT) -> Outcome:
     """In a process of its own, which is killed after the probe's time. `left`: seconds that there are; to be cut off
     because these were fewer says nothing of the probe."""
     if left <= 0:
@@ -121,7 +121,7 @@ def preflight(
     Keys: when, key (of the device and its driver), probes (name → status, seconds, facts, said), settings, reasons,
     differences (what, assumed, found, effect), answers (question, answer).
     """
-    outcomes, deadline = {}, time.monotonic() + SECONDS
+    outcomes, deadline = {}, time.monotonic() + PREFLIGHT
     for name in names:
         if PROBES[name].needs_gpu and target.kind != "cuda":
             outcomes[name] = Outcome("answered", 0, {"skipped": "the stand-in has no such thing"})

@@ -21,7 +21,8 @@ from torch.utils.dlpack import from_dlpack
 from .. import runtime
 from .._native import Device, Range
 from ..config import Config
-from .measure import BUSY, MIB, Tell, answered
+from ..defaults import PROBE_BUSY
+from .measure import MIB, Tell, answered
 
 _BYTES = 1, 8  # DLPack: unsigned integers of 8 bits
 PAGES = 8
@@ -118,7 +119,7 @@ def torch_at_once(tell: Tell, library: str, ordinal: int) -> None:
     with opened(library, ordinal) as device:
         host, here = place(device, "host"), place(device, "device")
         work = place(device, "device", 32).tensor
-        count = max(1, min(500, int(BUSY / max(_seconds(device, lambda: work.fill_(1)), 1e-6))))
+        count = max(1, min(500, int(PROBE_BUSY / max(_seconds(device, lambda: work.fill_(1)), 1e-6))))
         done = torch.cuda.Event()
 
         def behind(to: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:

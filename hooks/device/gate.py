@@ -5,7 +5,7 @@ Note [Forwards without a lease]
     hooks has none, nor has a compiled one, nor the call of a single layer. So `manage()` and `release()` first close a
     gate: every module gets a pre-hook, at which calls on other threads wait. Calls that were inside already are found
     on the stacks of all threads. They go on, through calls of inner modules too, and `manage()` waits until they have
-    returned. It waits for `PATIENCE` seconds: a call may itself wait for one that waits at the gate.
+    returned. It waits for a while: a call may itself wait for one that waits at the gate.
     `generate()` between two forwards is not inside. Its next forward waits at the gate, then runs as any forward of a
     managed model, with the cache that it has.
 
@@ -33,17 +33,17 @@ from torch.utils.hooks import RemovableHandle
 from ...allocator import _native
 from ...allocator.errors import ModelInUse
 from ...allocator.interrupts import Guarded, guarded
+from ...offload.policy.tuning import DEFAULT, Waiting
 from .stacks import stack_of, threads
 
-PATIENCE: Final = 30.0  # seconds that manage() waits for forwards that are running
-LOOK_AGAIN: Final = 0.005  # seconds between looks at the stacks
 _CALL: Final = "_call_impl"  # of nn.Module, as code that the compiler made of it is called, too
 
 
 class Gate:
     """Holds up calls of a model's modules on all threads but the one that closes it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, waiting: Waiting = DEFAULT.waiting) -> None:
+        self._patience = waiting
         self.name = type(model).__name__
         self._modules = {id(module): module for module in model.modules()}
         self._doors: dict[int, tuple[_Door, RemovableHandle]] = {}  # by the id of the module
@@ -68,14 +68,15 @@ class Gate:
         handles.append(handle)  # first: whoever is interrupted removes it
         door.then = hook
 
-    def wait_until_unused(self, patience: float = PATIENCE) -> None:
+    def wait_until_unused(self) -> None:
         """Returns when no thread is inside of a forward. ModelInUse where this thread is, or where another one still is
-        after so many seconds."""
+        after a while (`Waiting.gate`)."""
         if self.inside(sys._getframe()):
             raise ModelInUse(
                 f"manage() was called within a forward of {self.name}, which reads its weights: call it before or "
                 "after the forward"
             )
+        patience = self._patience.gate
         deadline = time.monotonic() + patience
         while users := self.users():
             if time.monotonic() > deadline:
@@ -84,7 +85,7 @@ class Gate:
                     "manage() waited: call manage() again when it has ended. If that forward waits for another one of "
                     "the same model, call manage() before both"
                 )
-            time.sleep(LOOK_AGAIN)
+            time.sleep(self._patience.gate_look)
 
     def users(self, entering: CodeType | None = None) -> list[int]:
         """The threads that run a forward now, this one too, and do not wait at the gate. What has called only

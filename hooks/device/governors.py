@@ -9,39 +9,71 @@ Note [The link of a model that runs]
 from __future__ import annotations
 
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
-from ...allocator import install, runtime
+from ...allocator import runtime
 from ...allocator._native import Device
 from ...allocator.errors import DriverError
 from ...allocator.interrupts import if_free
+from ...allocator.runtime import Runtime
 from ...offload.governor.governor import Governor
+from ...offload.policy.tuning import DEFAULT, Tuning
 from ...offload.record import link
 from .marks import marks_of, relaxed
 
-_governors: list[tuple[Device, Governor]] = []
+
+class Composition(NamedTuple):
+    """What a governor is made with. `clock`: seconds."""
+
+    tuning: Tuning = DEFAULT
+    clock: Callable[[], float] = time.monotonic
+
+
+_composition = Composition()
+_governors: weakref.WeakKeyDictionary[Runtime, Governor] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 _measuring = threading.Lock()
 
 
-def of(device: Device) -> Governor:
-    """Returns the governor of the device, made where there is none yet, and forgets those of devices that are gone."""
+def compose_with(composition: Composition) -> Composition:
+    """Governors are made with this from now on, and those that are there are forgotten: no model is managed. Returns
+    what they were made with before."""
+    global _composition
     with _lock:
-        for each, governor in _governors:
-            if each is device:
-                return governor
-        settings = runtime.settings()
+        before, _composition = _composition, composition
+        _governors.clear()
+        return before
+
+
+def composed_with() -> Composition:
+    """Returns what governors are made with."""
+    return _composition
+
+
+def of(device: Device) -> Governor:
+    """Returns the governor of the device, made where there is none yet."""
+    with _lock:
+        found = runtime.holding(device)
+        governor = _governors.get(found)
+        if governor is not None:
+            return governor
         governor = Governor(
             device,
             received=_received(device),
-            events=runtime.events(),
-            window=settings.reserve,
+            clock=_composition.clock,
+            tuning=_composition.tuning,
+            events=found.events,
+            window=found.settings.reserve,
+            spill=found.settings.spill is True,
             marks=None if device.kind == "standin" else marks_of(device),
         )
-        _governors[:] = [(device, governor)]  # one device is installed at a time
-        install.prepare_with(device, governor.preparing)
+        _governors[found] = governor
+        found.preparing = governor.preparing
         return governor
 
 
@@ -58,11 +90,11 @@ def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
     def measure() -> None:
         if governor.bandwidth is None:
             with relaxed(device), suppress(DriverError):  # of a driver that says it has host pages and gives none
-                if (found := link.measure(device, leave=leave)) is not None:
+                if (found := link.measure(device, leave=leave, tuning=governor.tuning.link)) is not None:
                     governor.bandwidth = found
         if governor.peer_bandwidth is None and device.peer is not None:
             with relaxed(device), suppress(DriverError):
-                if (found := link.measure(device, leave=leave, place="peer")) is not None:
+                if (found := link.measure(device, leave=leave, place="peer", tuning=governor.tuning.link)) is not None:
                     governor.peer_bandwidth = found
 
     if_free(_measuring, measure)

@@ -172,8 +172,8 @@ class Record:
             model.obey()
         for _, group in self._groups:
             lease.enter(group)
-        if (device := runtime.current()) is not None:  # of memory that is no model's, too
-            device.note_stream(stream_of(device)())
+        for each in runtime.every():  # of memory that is no model's, too
+            each.device.note_stream(stream_of(each.device)())
 
     def close(self) -> None:
         """The graph is gone. Whose layers it kept hears of that later: this may be a finalizer."""

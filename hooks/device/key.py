@@ -44,7 +44,7 @@ def uuid_of(device: Device) -> str:
 
 def _machine(device: Device) -> dict[str, str]:
     if device.kind == "standin":
-        settings = runtime.settings()
+        settings = runtime.holding(device).settings
         return {
             "device": f"{_processor()}, {torch.get_num_threads()} threads",
             "driver": "host stand-in",

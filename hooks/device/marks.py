@@ -102,19 +102,19 @@ class CudaMarks:
         self._free.extend(marks)
 
 
-def marks_of(device: Device) -> Marks:
-    """Returns the marks of this device's streams."""
-    return HostMarks() if device.kind == "standin" else CudaMarks(device.ordinal, _library())
+def marks_of(device: Device, clock: Callable[[], int] = time.perf_counter_ns) -> Marks:
+    """Returns the marks of this device's streams. `clock`: ns, for marks of the host."""
+    return HostMarks(clock) if device.kind == "standin" else CudaMarks(device.ordinal, _library(device))
 
 
 def relaxed(device: Device) -> AbstractContextManager[None]:
     """Within it nothing that this thread does breaks a capture that another one has begun: what torch does for it may
     wait for its stream, which in the usual mode does. See Note [Marks]."""
-    return nullcontext() if device.kind == "standin" else _relaxed(_exchange(_library()))
+    return nullcontext() if device.kind == "standin" else _relaxed(_exchange(_library(device)))
 
 
-def _library() -> str:
-    return runtime.settings().libcuda or runtime.LIBCUDA
+def _library(device: Device) -> str:
+    return runtime.holding(device).library
 
 
 def _exchange(library: str) -> Callable[[object], object]:

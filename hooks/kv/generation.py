@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ...allocator._native import Device
 from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Finalizer, guarded
 from ...offload.timeline.recorder import mark
@@ -39,10 +40,11 @@ _ELASTIC = (None, "dynamic")  # values of `cache_implementation` that mean a cac
 class Building:
     """A managed model that may be building caches: makes their elastic layers."""
 
-    def __init__(self, config: Any, alone: bool, expected: int = 0) -> None:
-        """`expected`: tokens that a sequence will reach in the first cache, 0 if unknown. `alone`: see `attach`."""
+    def __init__(self, config: Any, alone: bool, device: Device | None, expected: int = 0) -> None:
+        """`expected`: tokens that a sequence will reach in the first cache, 0 if unknown. The others: see `attach`."""
         self._config = config
         self._alone = alone
+        self._device = device
         self._expected = expected
         self._ranges: CacheRanges | None = None
         self._left = 0  # layers that the present cache still lacks
@@ -51,7 +53,7 @@ class Building:
         """The next layer, in the place of one of the class `stock`; it shares ranges with the others of its cache."""
         if self._ranges is None or not self._left:
             self._left = max(1, elastic_layers(self._config))
-            self._ranges = CacheRanges.of(self._config, self._left, self._expected, self._alone)
+            self._ranges = CacheRanges.of(self._config, self._left, self._expected, self._alone, self._device)
             self._expected = 0  # what comes next is as long as what an encoder says
         self._left -= 1
         return ELASTIC[stock](self._ranges, **kwargs)
@@ -72,17 +74,18 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _lock = threading.RLock()  # a model may be collected, and so detached, anywhere
-# id of a model that lives -> the configuration of what writes text, and whether something acts on single layers
-_attached: dict[int, tuple[Any, bool]] = {}
+# id of a model that lives -> the configuration of what writes text, whether something acts on single layers, its device
+_attached: dict[int, tuple[Any, bool, Device | None]] = {}
 _undo: list[Callable[[], None]] = []
 _preparing: set[type] = set()  # classes whose preparation of a cache is wrapped
 
 
-def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
+def attach(model: nn.Module, device: Device | None = None, *, alone: bool = False) -> Callable[[], object]:
     """Makes the caches that `model`, or a model inside it, builds elastic, until the returned function is called (again
     does nothing) or the model is gone.
 
-    What does not decode with a `DynamicCache` is left as it is. `alone`: something streams, offloads or drops single
+    What does not decode with a `DynamicCache` is left as it is. `device`: whose pages caches get, None for that of the
+    first runtime. `alone`: something streams, offloads or drops single
     layers of the cache, which then share no pages. Raises AlreadyManaged, UnsupportedVersion.
     """
     parts = [part for part in model.modules() if not reason_to_leave(type(part), getattr(part, "config", None))]
@@ -95,9 +98,9 @@ def attach(model: nn.Module, *, alone: bool = False) -> Callable[[], object]:
         if not _undo:
             growing = [kind for kind, stock in table.items() if inspect.unwrap(stock) in ELASTIC]
             _undo.extend(_patch_layer_type(table, kind) for kind in growing)
-        _attached[id(model)] = (parts[0].config, alone)
+        _attached[id(model)] = (parts[0].config, alone, device)
         for part in parts:
-            _attached[id(part)] = (part.config, alone)
+            _attached[id(part)] = (part.config, alone, device)
             for owner in type(part).__mro__:
                 if PREPARE_CACHE in vars(owner) and owner not in _preparing:
                     _preparing.add(owner)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from ...allocator import runtime
 from ...allocator._native import Device, Group
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry, choose, longest
+from ...offload.policy.tuning import DEFAULT
 from ..compat import longest_sequence, one_shape
 from ..device import governors
 from ..device.lease import ThreadLease
+from ..device.streams import torch_device
 from .range import KVRange, Shape
-
-# Tokens reserved for where nothing says how long sequences get, and at least: addresses cost next to nothing.
-_AT_LEAST: Final = 4096
 
 
 class Sizes(NamedTuple):
@@ -30,9 +32,18 @@ class Sizes(NamedTuple):
 class CacheRanges:
     """What the layers of one cache share: their ranges, and one lease group. A copy of a cache gets one of its own."""
 
-    def __init__(self, layers: int = 1, longest: int = 0, expected: int = 0, alone: bool = False) -> None:
+    def __init__(
+        self,
+        layers: int = 1,
+        longest: int = 0,
+        expected: int = 0,
+        alone: bool = False,
+        device: Device | None = None,
+    ) -> None:
         """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: tokens likely to come;
-        0 if unknown. `alone`: something acts on single layers."""
+        0 if unknown. `alone`: something acts on single layers. `device`: whose pages it gets while it has a runtime;
+        else it gets those of the runtime whose device torch has the tokens on."""
+        self._home = device
         self._layers = max(1, layers)
         self._longest = longest
         self._expected = expected
@@ -44,19 +55,32 @@ class CacheRanges:
         self._ranges: list[weakref.ref[KVRange]] = []
 
     @classmethod
-    def of(cls, config: Any, layers: int = 1, expected: int = 0, alone: bool = False) -> CacheRanges:
+    def of(
+        cls,
+        config: Any,
+        layers: int = 1,
+        expected: int = 0,
+        alone: bool = False,
+        device: Device | None = None,
+    ) -> CacheRanges:
         """For a cache with so many elastic layers, of the model of this configuration (None: nothing is known of
         it)."""
         if config is None:
-            return cls(1, expected, expected, alone)
-        return cls(layers if one_shape(config) else 1, expected or longest_sequence(config), expected, alone)
+            return cls(1, expected, expected, alone, device)
+        return cls(layers if one_shape(config) else 1, expected or longest_sequence(config), expected, alone, device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
         make, settings = self.__reduce__()
-        return make(*settings)
+        return make(*settings, self._home)
 
     def __reduce__(self) -> tuple[type[CacheRanges], tuple[int, int, int, bool]]:
         return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
+
+    def device_at(self, place: torch.device) -> Device | None:
+        """The device whose pages tokens get that torch has at `place`; None where there is none."""
+        home = next((each for each in runtime.every() if each.device is self._home), None)  # else it is closed by now
+        found = home or runtime.current(place.index)
+        return found.device if found is not None and torch_device(found.device) == place else None
 
     def group(self, device: Device) -> Group:
         """The lease group of this cache on `device`."""
@@ -106,17 +130,27 @@ class CacheRanges:
 
 
 def geometry_for(
-    sizes: Sizes, layers: int, tokens: int, page: int, budget: int, *, longest_known: int, expected: int, alone: bool
+    sizes: Sizes,
+    layers: int,
+    tokens: int,
+    page: int,
+    budget: int,
+    *,
+    longest_known: int,
+    expected: int,
+    alone: bool,
+    least: int = DEFAULT.kv_growth.tokens,
 ) -> Geometry | None:
     """The range that layers of these sizes get when the first of them is to hold `tokens` tokens.
 
-    `budget`: bytes of all pages. `longest_known`: tokens that a sequence may reach, 0 if unknown. The others as in
-    `geometry.choose`. None where attention kernels could not index so many tokens.
+    `budget`: bytes of all pages. `longest_known`: tokens that a sequence may reach, 0 if unknown; `least`: that are
+    reserved for in any case. The others as in `geometry.choose`. None where attention kernels could not index so many
+    tokens.
     """
     most = longest(*sizes)
     if tokens > most:
         return None
     # No sequence outgrows the budget, so that reserving more would only cost bookkeeping.
     affordable = max(budget // Geometry(1, *sizes, page, 1).token_bytes, 2 * tokens)
-    room = min(max(longest_known, _AT_LEAST, 2 * tokens), affordable, most)
+    room = min(max(longest_known, least, 2 * tokens), affordable, most)
     return choose(layers, *sizes, page, room, expected=max(expected, tokens), alone=alone)

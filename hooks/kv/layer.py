@@ -29,12 +29,10 @@ from typing import Any, ClassVar, Final, Self, cast
 import torch
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 
-from ...allocator import runtime
 from ...allocator.errors import ManageError
 from ..compat import DynamicLayer, carries_derivatives, cropped
 from ..device import graphs
 from ..device.lease import GroupLease
-from ..device.streams import torch_device
 from .grouping import CacheRanges
 from .range import KVRange, Latest, Shape
 
@@ -257,8 +255,8 @@ class ElasticLayer(DynamicLayer):
 
     def _fill(self, shape: Shape, room: int, tokens: Pair | None) -> bool:
         """Takes a new place with room for so many tokens, puts `tokens` there, and only then leaves the old one."""
-        device = runtime.current()
-        if device is None or shape.device != torch_device(device):
+        device = self._ranges.device_at(shape.device)
+        if device is None:
             return False
         found = self._ranges.join(device, shape, room)
         if found is None:
@@ -300,7 +298,7 @@ class ElasticLayer(DynamicLayer):
             return
         if self.elastic:
             tokens = home.keys(self._place), home.values(self._place)
-            graphs.shows(runtime.require(), home.group, tokens)
+            graphs.shows(home.device, home.group, tokens)
             self._keys, self._values = tokens
         self._leave()
 

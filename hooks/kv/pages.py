@@ -2,8 +2,9 @@
 
 Note [Full pages]
     Pages that are full may be taken at any moment, between two lines too; then their addresses lead to the host, and
-    all that is done to them is done there (offload/residency/kv_twin.py). Appending never writes to one. Whatever does,
-    or lets go of its tokens, says so first (`lower`); it is said to be full again after everything else (`filled`).
+    all that is done to them is done there (offload/residency/kv_extent.py). Appending never writes to one. Whatever
+    does, or lets go of its tokens, says so first (`lower`); it is said to be full again after everything else
+    (`filled`).
 
 Note [Kept]
     A page of 8 MiB holds 2,048 tokens of a layer of an 8B model, so a conversation of 200 tokens fills none, and its 32
@@ -24,10 +25,9 @@ from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
-from ...offload.residency.kv_twin import KVTwin
+from ...offload.residency.kv_extent import KVExtent
 from ..device.lease import GroupLease, ThreadLease
 from ..device.marks import relaxed
-from .prefill import ROWS, worth_copying
 from .room import find_room, map_device
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ class KVPages:
         self._place = place
         self._tier = tier
         self._kept = kept
-        self._twin: KVTwin | None = None
+        self._extent: KVExtent | None = None
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
-            self._twin = KVTwin(device, group, home, tier.lock, alone)
-            self._number = tier.add(self._twin)
-            self._count(self._twin)
+            self._extent = KVExtent(device, group, home, tier.lock, alone)
+            self._number = tier.add(self._extent)
+            self._count(self._extent)
 
     @property
     def stream(self) -> int:
@@ -78,40 +78,40 @@ class KVPages:
     def begin(self, layer: int, tokens: int, end: int) -> None:
         """The layer at this place of the range is about to append so many tokens, the last of them before `end`, under
         a lease. BallonetError, DriverError."""
-        if self._tier is None or self._twin is None:
+        if self._tier is None or self._extent is None:
             return
         if self._kept is not None and self._kept.renew() and self._device.demand:  # as a forward between its layers
             self._device.obey()
         stream = self.stream
         if self._tier.begins((self._number, layer)):
-            self._tier.iteration(stream, tokens, max(0, self._geometry.pieces(end) - self._twin.extent))
-        self._tier.enter(self._twin, stream)
-        if tokens > ROWS:
+            self._tier.iteration(stream, tokens, max(0, self._geometry.pieces(end) - self._extent.end))
+        self._tier.enter(self._extent, stream)
+        if tokens > self._tier.governor.tuning.kv_reads.rows:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
 
     @property
     def unsettled(self) -> bool:
         """Do its addresses not show, for the moment, what the tokens are? See `settle`."""
-        return self._twin is not None and self._twin.unsettled
+        return self._extent is not None and self._extent.mover.unsettled
 
     def settle(self) -> None:
         """Before anyone but the layer that is about to run reads tokens, or writes what was there before: its addresses
         show them, for as long as no layer of the cache appends. On any thread. BallonetError where the layer flies
         while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
-        if self._tier is None or self._twin is None or not self._twin.unsettled:
+        if self._tier is None or self._extent is None or not self._extent.mover.unsettled:
             return
         with GroupLease(self._group):
             if self._device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
                 with relaxed(self._device):
-                    self._tier.settle(self._twin, None)
+                    self._tier.settle(self._extent, None)
             else:
-                self._tier.settle(self._twin, self.stream)
+                self._tier.settle(self._extent, self.stream)
 
     def joined(self) -> None:
         """One more layer is in the range."""
-        if self._tier is not None and self._twin is not None:
+        if self._tier is not None and self._extent is not None:
             self._tier.layers += 1
-            self._twin.layers += 1
+            self._extent.layers += 1
 
     def map(self, first: int, end: int, tokens: int) -> None:
         """Backs the pieces [first, end), so that there is room for so many tokens. torch.OutOfMemoryError,
@@ -121,32 +121,32 @@ class KVPages:
             map_device(self.home, runs)
         except PoolExhausted as error:
             find_room(self._device, self._tier, self.home, runs, error, tokens)
-        if self._twin is not None:
-            self._twin.extended(first, end)
+        if self._extent is not None:
+            self._extent.extended(first, end)
 
     def reachable(self, first: int, end: int) -> bool:
         """Can the pieces [first, end) be backed? Not where a tensor still shows what was there and was taken."""
-        return self._twin is None or all(self.home.backing(piece) != "alias" for piece in range(first, end))
+        return self._extent is None or all(self.home.backing(piece) != "alias" for piece in range(first, end))
 
     def retire(self, first: int, end: int) -> None:
         """Gives the pages of the pieces [first, end) back."""
-        if self._twin is not None:
-            self._twin.extent = first
+        if self._extent is not None:
+            self._extent.end = first
         for start, count in self._geometry.runs(first, end):
             self.home.retire(start, count)
-        if self._twin is not None:
-            self._twin.drop(first, end)
+        if self._extent is not None:
+            self._extent.drop(first, end)
 
     def hollow(self, before: int, first: int) -> None:
         """Gives the pages of the pieces [before, first) back, which are full, while those behind them stay."""
         self.settle()
-        if self._twin is not None:
+        if self._extent is not None:
             with GroupLease(self._group):
-                self._twin.hollow(first, self.stream)
+                self._extent.hollow(first, self.stream)
         for start, count in self._geometry.runs(before, first):
             self.home.retire(start, count)
-        if self._twin is not None:
-            self._twin.drop(before, first)
+        if self._extent is not None:
+            self._extent.drop(before, first)
 
     def fill(self, first: int, tokens: int) -> None:
         """Backs the pieces [0, first), which hold so many tokens, again. torch.OutOfMemoryError, DriverError."""
@@ -157,14 +157,14 @@ class KVPages:
             map_device(self.home, runs)
         except PoolExhausted as error:
             find_room(self._device, self._tier, self.home, runs, error, tokens)
-        if self._twin is not None:
-            self._twin.filling(first)
+        if self._extent is not None:
+            self._extent.filling(first)
 
     def is_filled(self) -> None:
         """Marks pages as filled."""
-        if self._tier is not None and self._twin is not None:
+        if self._tier is not None and self._extent is not None:
             self._tier.wrote(self.stream)
-            self._twin.first = 0
+            self._extent.first = 0
 
     def appended(self, *, took: bool, next_takes: bool) -> None:
         """A token came; see offload/policy/ahead.py."""
@@ -173,44 +173,44 @@ class KVPages:
 
     def filled(self, lengths: Iterable[int], soon: bool = False) -> None:
         """The layers have so many tokens, and nothing is written to those. `soon`: more are on their way."""
-        if self._tier is None or self._twin is None:
+        if self._tier is None or self._extent is None:
             return
         full = self._full(lengths)
-        more = full - self._twin.full
+        more = full - self._extent.full
         if more > 0:
             self._tier.wrote(self.stream)
-            self._twin.raise_to(full)
-            self._count(self._twin)
+            self._extent.raise_to(full)
+            self._count(self._extent)
             self._tier.grown(more, soon)
 
     def final(self, lengths: Iterable[int]) -> None:
         """The layers have so many tokens, and get no more before `lower` is called: the page that the last of them lies
         on may leave as well, after what the stream was given that appended it. See Note [Kept]."""
-        if self._tier is None or self._twin is None:
+        if self._tier is None or self._extent is None:
             return
         full = self._geometry.pieces(max(lengths, default=0))
-        if full > self._twin.full:
-            self._twin.raise_to(full)
+        if full > self._extent.full:
+            self._extent.raise_to(full)
             self._tier.grown(1, soon=False)
 
     def lower(self, lengths: Iterable[int]) -> None:
         """The layers are about to have no more tokens than that, or to write behind them."""
-        if self._twin is not None and (full := self._full(lengths)) < self._twin.full:
-            if self._twin.touches(full):
+        if self._extent is not None and (full := self._full(lengths)) < self._extent.full:
+            if self._extent.touches(full):
                 self.settle()
             with GroupLease(self._group):
-                self._twin.lower(full, self.stream)
-            self._count(self._twin)
+                self._extent.lower(full, self.stream)
+            self._count(self._extent)
 
     def worth_copying(self, rows: int) -> bool:
         """Should attention of so many rows of a sequence read a copy, as some pages are away?"""
-        if rows <= ROWS or self._tier is None or self._twin is None:
+        if self._tier is None or self._extent is None or rows <= self._tier.governor.tuning.kv_reads.rows:
             return False
         self._tier.look()
-        return worth_copying(rows, 0 if self._twin.flying else self._twin.away)
+        return self._extent.away > 0 and not self._extent.mover.in_slot
 
-    def _count(self, twin: KVTwin) -> None:
-        self.fills = -(-(twin.full + 1) * self._geometry.page // self._geometry.token_bytes)
+    def _count(self, extent: KVExtent) -> None:
+        self.fills = -(-(extent.full + 1) * self._geometry.page // self._geometry.token_bytes)
 
     def _full(self, lengths: Iterable[int]) -> int:
         return self._geometry.full(min(lengths, default=0))
@@ -218,19 +218,19 @@ class KVPages:
     @property
     def full(self) -> int:
         """Pieces that may be taken, or were."""
-        return 0 if self._twin is None else self._twin.full - self._twin.first
+        return 0 if self._extent is None else self._extent.full - self._extent.first
 
     @property
     def dirty(self) -> int:
         """The pages of these whose bytes only the device has."""
-        return 0 if self._twin is None else self._twin.dirty
+        return 0 if self._extent is None else self._extent.dirty
 
     # -- for chaos, under a lease
 
     @property
     def pieces(self) -> int:
         """The pieces in use."""
-        return self.home.pieces if self._twin is None else self._twin.extent
+        return self.home.pieces if self._extent is None else self._extent.end
 
     def backing(self, piece: int) -> Backing:
         return self.home.backing(piece)
@@ -240,16 +240,16 @@ class KVPages:
         return self.home.move(piece, to)
 
     def displace(self, piece: int) -> bool:
-        """To its twin, whose bytes it shows from then on. DriverError."""
-        tier, twin = self._tier, self._twin
-        return tier is not None and twin is not None and twin.displace((piece,), tier.transfer, self.stream) > 0
+        """Leads it to its backing, which gets its bytes. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and extent.evict((piece,), tier.transfer, self.stream) > 0
 
     def demote(self, piece: int) -> bool:
         """What it leads to goes from the peer to the host. DriverError."""
-        tier, twin = self._tier, self._twin
-        return tier is not None and twin is not None and tier.demote_one(twin, piece, self.stream)
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and tier.demote_one(extent, piece, self.stream)
 
     def bring_back(self, piece: int) -> bool:
-        """From its twin to a page of its own. DriverError."""
-        tier, twin = self._tier, self._twin
-        return tier is not None and twin is not None and tier.bring_one_back(twin, piece, self.stream)
+        """Restores it: it gets a page of its own again, and its bytes. DriverError."""
+        tier, extent = self._tier, self._extent
+        return tier is not None and extent is not None and tier.bring_one_back(extent, piece, self.stream)

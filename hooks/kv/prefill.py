@@ -19,17 +19,10 @@ import torch
 
 from ...allocator._native import Device, Range
 from ...offload.policy.geometry import Geometry
-from ...offload.residency.kv_twin import available
 
-ROWS: Final = 64  # up to so many of a sequence read in place
 _ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def worth_copying(rows: int, away: int) -> bool:
-    """`rows`: query rows of each sequence; `away`: pages that lie on the host."""
-    return rows > ROWS and away > 0
 
 
 def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:
@@ -38,7 +31,7 @@ def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tenso
     one = replace(geometry, layers=1)
     keys, values = shown
     size = keys.shape[2] * one.token_bytes + _ALIGNMENT
-    if available(device) * device.page_size < size:
+    if device.available * device.page_size < size:
         return None
     try:
         memory = torch.empty(size // geometry.itemsize, dtype=flat.dtype, device=flat.device)

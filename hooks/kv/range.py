@@ -46,14 +46,13 @@ from torch.utils.dlpack import from_dlpack
 from ...allocator._native import Device, Group
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
+from ...offload.policy.tuning import DEFAULT
 from ..compat import StorageWeakRef
 from ..device.lease import GroupLease, ThreadLease, current
 from .pages import KVPages
 from .prefill import copied_in
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
-_MANY: Final = 64  # storages that are remembered before those that are gone are sorted out
-_SCRATCH: Final = 32 * 2**20  # bytes: sequences are reordered in chunks of this size
 
 
 class Shape(NamedTuple):
@@ -141,7 +140,7 @@ class KVRange:
         self.pages: Final = KVPages(
             device, group, self.range, geometry, shape.device, tier, kept, lambda: (ask := alone()) is None or ask()
         )
-        self._device = device
+        self.device: Final = device
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
         self._joined = 0  # places given out; one that was left is not given out again
@@ -211,7 +210,7 @@ class KVRange:
         if tokens == 1 and (took or end == mapped.capacity):
             self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
         if self.pages.worth_copying(tokens):
-            return copied_in(self._device, self.range, self.geometry, mapped.flat, shown) or shown
+            return copied_in(self.device, self.range, self.geometry, mapped.flat, shown) or shown
         return shown
 
     def keys(self, place: int) -> torch.Tensor:
@@ -264,14 +263,14 @@ class KVRange:
         """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.
         BallonetError where some of them have no page (any more), or fly while another thread uses the cache."""
         self.pages.settle()
-        self._device.note_stream(self.pages.stream)
+        self.device.note_stream(self.pages.stream)
         geometry = self.geometry
         first, last = start * geometry.token_bytes // geometry.page, geometry.pieces(end)
         with torch.inference_mode(False):
             flat = from_dlpack(
                 self.range.tensor(first * geometry.page, ((last - first) * geometry.page,), (1,), *_UINT8)
             )
-            if len(self._storages) > _MANY:
+            if len(self._storages) > DEFAULT.kv_growth.storages:
                 self._storages = [storage for storage in self._storages if not storage.expired()]
             self._storages.append(StorageWeakRef(flat.untyped_storage()))
             flat = flat.view(self.shape.dtype)
@@ -339,7 +338,7 @@ class KVRange:
         views = mapped.views[place] or self._views(mapped, place)
         shape = self.shape
         token = shape.batch * shape.heads * max(shape.k_dim, shape.v_dim)
-        chunk = max(1, min(length, _SCRATCH // (token * shape.dtype.itemsize)))
+        chunk = max(1, min(length, DEFAULT.kv_growth.scratch // (token * shape.dtype.itemsize)))
         # Allocated before anything is written: past this line there is nothing that can run out.
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
         with GroupLease(self.group):
@@ -429,13 +428,13 @@ class KVRange:
 
     def _note(self, start: int, tokens: int) -> None:
         """Tells the core who is about to write where."""
-        if self._device.kind == "standin":
+        if self.device.kind == "standin":
             step = self.geometry.token_bytes
-            self._device.note_use(self.range.address + start * step, tokens * step, 0, True)
+            self.device.note_use(self.range.address + start * step, tokens * step, 0, True)
             if self.pages.unsettled:
                 self.range.note_use(0, False)  # all of it is read
         else:
-            self._device.note_stream(self.pages.stream)
+            self.device.note_stream(self.pages.stream)
         lease = current()
         if lease is not None:
             lease.touched(self.pages)

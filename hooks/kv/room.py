@@ -16,11 +16,9 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final
 
 import torch
 
-from ...allocator import runtime
 from ...allocator._native import Device, Range
 from ...allocator.errors import PoolExhausted
 from ...allocator.install import reclaim, spilled
@@ -28,9 +26,6 @@ from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.ladder import Rung
 from ..device import graphs
 from ..device.pressure import give_up
-
-PATIENCE: Final = 5.0  # seconds that other threads get to give what they lease
-_STEP: Final = 0.1  # seconds between two tries, and all that they get when the last wait was in vain
 
 
 def find_room(
@@ -59,7 +54,7 @@ def find_room(
     if tier is not None:
         if _waited(device, tier, tried):
             return
-        if runtime.settings().spill:
+        if tier.governor.spill:
             with suppress(PoolExhausted):
                 for first, count in runs:
                     home.map_host(first, count)
@@ -82,13 +77,14 @@ def map_device(home: Range, runs: Iterable[tuple[int, int]]) -> None:
 
 
 def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
-    began, most, patience = time.monotonic(), 0, PATIENCE if tier.patient else _STEP
+    waiting = tier.governor.tuning.waiting
+    began, most, patience = time.monotonic(), 0, waiting.room if tier.patient else waiting.room_look
     try:
         while (left := began + patience - time.monotonic()) > 0:
             demanded = device.demand
             most = max(most, demanded)
             if demanded:
-                tier.governor.wait_for_pages(min(left, _STEP))
+                tier.governor.wait_for_pages(min(left, waiting.room_look))
             if tried():  # also where they were given since
                 tier.patient = True
                 return True

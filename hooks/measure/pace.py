@@ -22,12 +22,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
+from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Point
 from ..device.marks import Marks
-
-PENDING: Final = 64  # forwards that wait to be read; the oldest are forgotten
 
 
 class Measured(NamedTuple):
@@ -49,12 +48,18 @@ class Pace:
     around each wait for a copy inside of it."""
 
     def __init__(
-        self, marks: Marks, clock: Callable[[], int] = time.perf_counter_ns, driver: Callable[[], int] = int
+        self,
+        marks: Marks,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        driver: Callable[[], int] = int,
+        pending: int = DEFAULT.records.pending,
     ) -> None:
-        """`clock`: the host's, in ns; `driver`: ns that the calling thread has spent in the driver so far."""
+        """`clock`: the host's, in ns; `driver`: ns that the calling thread has spent in the driver so far; `pending`:
+        forwards that wait to be read, the oldest of which are forgotten."""
         self._marks = marks
         self._clock = clock
         self._driver = driver
+        self._pending = pending
         self._thread = _Thread()
         self._wait = _Wait(marks, self._thread)
         self._ended: deque[_Forward] = deque()
@@ -98,7 +103,7 @@ class Pace:
         forward.driver = self._driver() - forward.driver
         with self._lock:
             self._ended.append(forward)
-            if len(self._ended) > PENDING:
+            if len(self._ended) > self._pending:
                 self._marks.release(self._ended.popleft().marks)
 
     def drain(self) -> list[Measured]:

@@ -1,4 +1,4 @@
-"""What streaming a model's layers costs and gives, predicted and measured, in one place: `Managed.report()`.
+"""What is known of a managed model: where its weights are, and what streaming costs and gives: `Managed.report()`.
 
 Numbers in, a frozen report out; nothing is asked of a device here.
 """
@@ -6,7 +6,7 @@ Numbers in, a frozen report out; nothing is asked of a device here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self, get_args
 
 from ...allocator.display import table
@@ -18,9 +18,11 @@ from ...offload.policy.layer_stream import Way
 from ...offload.policy.plan import Plan
 from ...offload.policy.schedule import every, gaps
 from ...offload.record.record import Phase
+from ..options import ManageOptions
 from .pace import Measured
 
 NO_LOANS: Final = Lent()
+DEFAULTS: Final = ManageOptions()
 NAMES: Final[Mapping[Phase, str]] = {"prefill": "prefill", "decode": "token"}
 
 
@@ -69,13 +71,18 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The state of one model at one moment. `interval`: of every so many layers the last streams; None where nothing
-    streams, or not at even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that
-    come over the link in each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it
-    was not measured. `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory.
-    `why`: the last decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how
-    each KV cache of the model reads what of it lies on the host. `lending`: what of the pages for KV it has reserved,
-    lent and borrowed."""
+    """The state of one model at one moment. `streamed`: the decoder layers whose parameters are on the host but for
+    their own forward. `interval`: of every so many layers the last streams; None where nothing streams, or not at
+    even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that come over the link in
+    each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it was not measured.
+    `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory. `why`: the last
+    decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how each KV cache of
+    the model reads what of it lies on the host. `lending`: what of the pages for KV it has reserved, lent and borrowed.
+
+    `pages` of the device that hold weights of the model now, and `host_pages` that hold those of layers on the host.
+    `unmanaged_tensors`: those that are not in the pool's ranges, and why: they cannot be moved, or were changed and
+    could not be taken in again, as of the last look at the model, which is at the first forward after a change.
+    `released`: the model is managed no more, as it was released or collected. `options`: what it is managed with."""
 
     model: str
     page_size: int
@@ -94,6 +101,11 @@ class Report:
     kept: tuple[int, ...] = ()
     kv: tuple[Streamed, ...] = ()
     lending: Lent = NO_LOANS
+    pages: int = 0
+    host_pages: int = 0
+    unmanaged_tensors: Mapping[str, str] = field(default_factory=dict)
+    released: bool = False
+    options: ManageOptions = DEFAULTS
 
     @classmethod
     def of(
@@ -141,6 +153,7 @@ class Report:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for JSON: the fields, and of each phase whether it keeps its SLO (`met`)."""
         found = asdict(self)
+        found["options"]["prefix_dir"] = self.options.prefix_dir and str(self.options.prefix_dir)
         for name, each in self.times.items():
             found["times"][name]["met"] = each.met
         return found
@@ -155,7 +168,11 @@ class Report:
         return table(self.model, ("streaming", ""), self._rows())
 
     def _rows(self) -> Iterable[tuple[str, str]]:
+        if self.released:
+            yield "managed", "no more"
+            return
         yield "layers", f"{self.layers}, {self._streams()}"
+        yield "weights", self._pages()
         if self.streamed:
             yield "device pages freed", f"{self.freed_pages:,} ({format_size(self.freed_pages * self.page_size)})"
         if self.kept:
@@ -176,6 +193,16 @@ class Report:
             yield "KV reserved", f"{format_size(self.lending.reserve * self.page_size)}{self._loans()}"
         if self.why:
             yield "why", self.why
+        for tensor, why in self.unmanaged_tensors.items():
+            yield f"unmanaged: {tensor}", why
+
+    def _pages(self) -> str:
+        places = {"": self.pages, " on the host": self.host_pages}
+        return ", ".join(
+            f"{pages:,} pages ({format_size(pages * self.page_size)}){where}"
+            for where, pages in places.items()
+            if pages or not where
+        )
 
     def _loans(self) -> str:
         loans = {"lent": self.lending.lent, "borrowed": self.lending.borrowed}

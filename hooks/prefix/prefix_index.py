@@ -28,23 +28,23 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from itertools import groupby
-from typing import Final, cast
+from typing import cast
 
 from ...offload.policy.prefixes import Index, chain
+from ...offload.policy.tuning import DEFAULT, Prefixes
+from ...offload.policy.worth import Odds
 from .sequence import CachedSequence, Run
 from .snapshot import StateSnapshot, state_key
 from .snapshot_index import States
-
-BLOCK: Final = 256  # tokens; a common size
-_WORTH: Final = 4  # tokens that are copied rather than lose one that is stored
 
 
 class PrefixIndex:
     """Sequences, by what they begin with."""
 
-    def __init__(self) -> None:
-        self.block = BLOCK
-        self.index = Index()
+    def __init__(self, tuning: Prefixes = DEFAULT.prefixes) -> None:
+        self.block = tuning.block
+        self._worth = tuning.worth
+        self.index = Index(policy=Odds(tuning.odds))
         self.states = States()
         self.at_rest: dict[CachedSequence, int] = {}  # and their pages
         self._out: weakref.WeakSet[CachedSequence] = weakref.WeakSet()
@@ -173,7 +173,7 @@ class PrefixIndex:
             sequence.out
             or sequence not in self.at_rest
             or {*sequence.readers} != {reader}
-            or left > min(self.block, end // _WORTH)
+            or left > min(self.block, end // self._worth)
             or (left and any(key in self._pinned for key in leaving))
             or any(owner is not sequence for key in leaving for owner, _ in self.index.after(key))
             or (left and any(len(state.ids) > end and self._same(sequence, state, 0) for state in self.states))

@@ -9,7 +9,7 @@ Note [Behind]
 
 Note [Read or compute]
     How fast files were read last and how long prefills take is measured as they come, and what is predicted to take
-    longer is not read (decide/stored.py). As a disk may be faster at another time, what was not read is, after some
+    longer is not read (policy/stored.py). As a disk may be faster at another time, what was not read is, after some
     times.
 
 Note [Ids, not hashes]
@@ -47,10 +47,6 @@ from .fingerprint import fingerprint
 from .identity import Identity
 from .sequence import Gone, Pair, Run
 
-BLOCKS: Final = 16  # in one file, at most: what is read or evicted at once
-READS: Final = 8  # files whose speed is remembered
-AGAIN: Final = 16  # requests that compute what files have until it is tried again how fast those are
-PATIENCE: Final = 60.0  # seconds that whoever closes the store, or ends Python, waits for what is not written yet
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -73,7 +69,6 @@ class Parts(Protocol):
         """Keys and values, [1, heads, tokens, dim]."""
 
 
-clock = time.perf_counter
 Look = Callable[[], Identity]
 Read = Callable[[Sequence[int], Identity, int, int], AbstractContextManager[Parts | None]]  # (ids, now, start, end)
 
@@ -139,9 +134,10 @@ class Saver:
         self._look = look
         self._block = block
         self._governor = governor
+        self._tuning = governor.tuning.prefixes
         self._counts = counts
         self._record = record
-        self._speeds: deque[tuple[int, float]] = deque(maxlen=READS)  # of files that were read: bytes, seconds
+        self._speeds = deque[tuple[int, float]](maxlen=self._tuning.reads)  # of files that were read: bytes, seconds
         self._computed = 0  # requests since it was tried last
         self._naming = threading.Lock()
         self._known: tuple[tuple[object, ...], bytes] | None = None  # weights, and what stands for them in files
@@ -152,7 +148,7 @@ class Saver:
         self._ended = False
         self._thread: threading.Thread | None = None
         self._stream: torch.cuda.Stream | None = None
-        self._at_exit = atexit.register(_flushing(weakref.ref(self)))
+        self._at_exit = atexit.register(_flushing(weakref.ref(self), governor.tuning.waiting.files))
 
     # -- for the store
 
@@ -184,16 +180,16 @@ class Saver:
             return runs
         nbytes, tokens = files.size_of(keys[count:end]), (end - count) * self._block
         found = self._reading(nbytes, tokens, len(ids) - count * self._block)
-        if not found.worth and self._computed < AGAIN:
+        if not found.worth and self._computed < self._tuning.again:
             self._computed += 1
             self._counts.faster += tokens
             self._decided("compute", nbytes, found.compute)
             return runs
         self._computed = 0
-        begin = clock()
+        begin = self._governor.clock()
         runs = self._read_in(files, keys, count, end, ids)
         if runs and runs[-1].end == end * self._block:
-            taken = max(clock() - begin, 1e-9)
+            taken = max(self._governor.clock() - begin, 1e-9)
             self._speeds.append((nbytes, taken))
             self._decided("load", nbytes, found.disk, taken)
         return runs
@@ -284,7 +280,7 @@ class Saver:
         files = self._files(now)
         reached = files.match(keys) if files is not None else len(keys)
         while files is not None and reached < len(keys):
-            end = min(reached + BLOCKS, len(keys))
+            end = min(reached + self._tuning.blocks, len(keys))
             tensors = self._read_out(ids, now, reached * self._block, end * self._block)
             after = keys[reached - 1] if reached else b""
             window = ids[reached * self._block : end * self._block]
@@ -347,9 +343,9 @@ def _tensor(array: Array) -> torch.Tensor:
     return torch.frombuffer(array.data, dtype=torch.uint8).view(dtype).view(array.shape)
 
 
-def _flushing(saver: weakref.ref[Saver]) -> Callable[[], None]:
+def _flushing(saver: weakref.ref[Saver], patience: float) -> Callable[[], None]:
     def flush() -> None:
         if (found := saver()) is not None:
-            found.flush(PATIENCE)
+            found.flush(patience)
 
     return flush

@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 
 from ...offload.policy.prefixes import chain
+from ...offload.policy.tuning import DEFAULT
 from ..compat import HybridSlidingLayer, LinearAttentionLayer, SlidingLayer
 from ..kv.hybrid import ElasticHybridLayer
 from ..kv.layer import ElasticLayer
@@ -29,7 +30,6 @@ STATES: Final = tuple(  # classes of layers that keep a state
     each for each in (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer) if each is not None
 )
 _OF_TOKENS: Final = ("device", "dtype")  # of a hybrid layer: what both of its halves have
-_LOOSE: Final = 1.25  # bytes of a storage for each that a tensor shows, from which on the tensor is copied
 
 Part = dict[str, Any]  # attributes of a layer by name
 
@@ -136,7 +136,7 @@ def _forget(layer: ElasticHybridLayer) -> None:
 def _taken(value: Any, move: bool) -> Any:
     """The same in tensors of its own, or as it is, as far as it holds no more memory than it shows."""
     if isinstance(value, torch.Tensor):
-        loose = value.untyped_storage().nbytes() > _LOOSE * value.nbytes
+        loose = value.untyped_storage().nbytes() > DEFAULT.prefixes.loose * value.nbytes
         return value if move and not loose else value.clone()
     if isinstance(value, Mapping):
         return {key: _taken(each, move) for key, each in value.items()}

@@ -16,26 +16,26 @@ from typing import Any, Final
 
 import torch
 
+from ...offload.policy.tuning import DEFAULT
 from ..compat import DynamicCache, LinearAttentionLayer, cache_name
 
-_BEGUN: Final = 4  # tokens of the state
-_MORE: Final = 3  # tokens computed behind it
 _KINDS: Final = ("conv_states", "recurrent_states")
 
 
-def goes_on(model: Any, prompt: Sequence[int]) -> bool:
-    """Do tokens depend on the state before them? Runs the model on the first tokens of a prompt, a few of them, four
-    times at most."""
-    some = [prompt[n % len(prompt)] for n in range(_BEGUN + _MORE)]
+def goes_on(model: Any, prompt: Sequence[int], tokens: tuple[int, int] = DEFAULT.prefixes.proof) -> bool:
+    """Do tokens depend on the state before them? Runs the model on the first tokens of a prompt, four times at most:
+    `tokens` are those of the state, and those computed behind it."""
+    begun_with, more = tokens
+    some = [prompt[n % len(prompt)] for n in range(begun_with + more)]
     ids = torch.tensor([some], device=model.device)
     begun = DynamicCache(config=model.config.get_text_config(decoder=True))
     with torch.no_grad():
-        _logits(model, ids[:, :_BEGUN], begun)
-        want = _logits(model, ids[:, _BEGUN:], copy.deepcopy(begun))
+        _logits(model, ids[:, :begun_with], begun)
+        want = _logits(model, ids[:, begun_with:], copy.deepcopy(begun))
         for kind in _KINDS:
             other = copy.deepcopy(begun)
             held = [getattr(layer, kind) for layer in other.layers if isinstance(layer, LinearAttentionLayer)]
-            if _doubled(held) and torch.equal(_logits(model, ids[:, _BEGUN:], other), want):
+            if _doubled(held) and torch.equal(_logits(model, ids[:, begun_with:], other), want):
                 return False
     return True
 

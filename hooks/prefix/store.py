@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 Ids = torch.Tensor | Sequence[int]
 
-_STUCK: Final = 8  # of the device's pages, the part that prefixes may have and nobody can take
-
 
 class _Thread(threading.local):
     reused = 0
@@ -92,7 +90,7 @@ class PrefixStore:
         self.saver: Saver | None = None
         self._thread = _Thread()
         self._lock = threading.RLock()
-        self._prefix_index = PrefixIndex()
+        self._prefix_index = PrefixIndex(governor.tuning.prefixes)
         self._weights: tuple[object, ...] = ()
         self._proofs: dict[bytes, bool] = {}  # by settings: does the model go on from a state?
         self._closed = False
@@ -422,7 +420,7 @@ class PrefixStore:
         of any operator, as far as the host has pages for it."""
         while self._limit is not None and self.nbytes > self._limit and self._evict():
             pass
-        most = self._device.budget // self._device.page_size // _STUCK
+        most = self._device.budget // self._device.page_size // self._governor.tuning.prefixes.stuck
         while self.pages > most and self._stuck() > most and self._evict():
             pass
 

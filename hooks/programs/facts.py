@@ -6,21 +6,21 @@ The model is loaded, managed and measured (profile.py); what follows from its re
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, get_args
+from typing import Any, get_args
 
 from torch import nn
 
 from ...allocator import install, runtime
 from ...allocator.errors import ConfigError, ManageError
 from ...offload.policy.interval import Costs, meeting
+from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Phase, Record, intervals, on_grid
 from ..loading import from_pretrained
-from ..managed import manage
+from ..managed import manage, pace_of
 from ..profile import Grid, load_or_measure
 from ..weights.layers import decoder_layers
 
 Facts = dict[str, Any]
-HIDDEN: Final = 1.03  # times what an iteration takes: what copies may add and count as hidden
 
 
 def gather(
@@ -46,8 +46,8 @@ def gather(
         install.install(budget)
     model = _loaded(name)
     managed, device = manage(model), runtime.require()
-    streamed = managed.streamed
-    found = load_or_measure(model, managed, device, grid, force=force)
+    streamed = managed.report().streamed
+    found = load_or_measure(model, pace_of(managed), device, grid, force=force)
     record, page = found.record, device.page_size
     slos: tuple[tuple[Phase, float | None], ...] = ("prefill", ttft_slo), ("decode", tpot_slo)
     pages = layer_pages(model, page)
@@ -132,7 +132,7 @@ def _points(record: Record, pages: Sequence[int], page_size: int) -> Iterator[Fa
             **point._asdict(),
             "seconds": costs.seconds,
             "ratio": float(costs.ratio),
-            "hidden": meeting(costs, costs.seconds * HIDDEN),
+            "hidden": meeting(costs, costs.seconds * DEFAULT.records.hidden),
         }
 
 

@@ -13,8 +13,8 @@ Note [First uses that arrive together]
 Note [Left as it is]
     A model that cannot be managed, for want of pages as a rule, is left as torch made it, with one warning, and the
     program goes on. It is tried again at a later use, when it lies on another device, the budget has changed, or more
-    pages are unused than when it was refused; these are looked at once in `LOOK_AGAIN` seconds, twice as long after
-    each refusal.
+    pages are unused than when it was refused; these are looked at once in a second, twice as long after each
+    refusal.
 """
 
 from __future__ import annotations
@@ -38,22 +38,32 @@ from torch import nn
 from ...allocator import runtime
 from ...allocator.errors import AlreadyManaged, BallonetError, PoolExhausted
 from ...allocator.interrupts import guarded
-from ..managed import Managed, manage, managed_as
+from ...offload.policy.tuning import DEFAULT
+from ..managed import Managed, managed, managed_as
+from ..options import ManageOptions
 
 _ENTRIES: Final = {  # module of transformers → class and method through which a model is used
     "transformers.modeling_utils": ("PreTrainedModel", "__call__"),
     "transformers.generation.utils": ("GenerationMixin", "generate"),
 }
 _MISSING: Final = object()
-LOOK_AGAIN: Final = 1.0  # seconds between looks whether there is room now
 
 
 class FirstUse:
     """Watches until `close()`. `managed` are the models it has taken in hand and that still live."""
 
-    def __init__(self, **options: Any) -> None:
-        """`options` go to `manage()`."""
-        self._options = options
+    def __init__(
+        self,
+        options: ManageOptions | None = None,
+        *,
+        pause: float = DEFAULT.waiting.first_use,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`options`: what models are managed with; by default those of the environment. `pause`: seconds between looks
+        whether there is room for a model that was refused. OptionError."""
+        self._options = ManageOptions.of({}) if options is None else options
+        self._pause = pause
+        self._clock = clock
         self._taking: dict[int, _Taking] = {}  # by the id of a module
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: weakref.WeakKeyDictionary[Any, _Left] = weakref.WeakKeyDictionary()
@@ -131,12 +141,12 @@ class FirstUse:
         if managed_as(model) is not None:
             return  # the program's own doing
         try:
-            handle = manage(model, **self._options)
+            handle = managed(model, self._options)
         except AlreadyManaged:
             self._left.pop(model, None)
         except (BallonetError, PoolExhausted, torch.OutOfMemoryError) as error:
             left = self._left.pop(model, None)
-            self._left[model] = _Left(model, left)
+            self._left[model] = _Left(model, self._pause if left is None else 2 * left.pause, self._clock)
             if left is None:
                 warnings.warn(_LEAVES.format(type(model).__name__, error), RuntimeWarning, stacklevel=4)
         else:
@@ -147,21 +157,23 @@ class FirstUse:
 class _Left:
     """What there was when a model was refused."""
 
-    def __init__(self, model: nn.Module, before: _Left | None) -> None:
+    def __init__(self, model: nn.Module, pause: float, clock: Callable[[], float]) -> None:
+        """`pause`: seconds between looks whether that has changed."""
         self._place = _place(model)
-        self._pause: float = LOOK_AGAIN if before is None else 2 * before._pause
-        self._next = time.monotonic() + self._pause
+        self.pause = pause
+        self._clock = clock
+        self._next = clock() + pause
         self._budget, self._unused = _room()
 
     def may_fit(self, model: nn.Module) -> bool:
         """Is there more room than there was, or the model on another device? Costs next to nothing until it is time to
         look."""
-        device = runtime.current()
+        found = runtime.current()
         if _place(model) != self._place:
             return True
-        if device is None or (device.budget == self._budget and time.monotonic() < self._next):
+        if found is None or (found.device.budget == self._budget and self._clock() < self._next):
             return False
-        self._next = time.monotonic() + self._pause
+        self._next = self._clock() + self.pause
         budget, unused = _room()
         return budget != self._budget or unused > self._unused
 
@@ -173,9 +185,10 @@ def _place(model: nn.Module) -> torch.device | None:
 
 def _room() -> tuple[int, int]:
     """The budget in bytes, and pages of it that nobody uses."""
-    device = runtime.current()
-    if device is None:
+    found = runtime.current()
+    if found is None:
         return 0, 0
+    device = found.device
     now = device.snapshot()
     used = sum(now["pages"][owner] for owner in ("weights", "activations", "kv"))
     return device.budget, device.budget // device.page_size - used + now["heap"]["cached"] // device.page_size

@@ -27,8 +27,9 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     before, _installed = runtime.current(), _installed or runtime.current() is None
     install()
     _watching = FirstUse()
-    device = runtime.require()
-    if _installed and device is before and (asked := Config.from_env().budget) is not None:
+    found = runtime.of()
+    device = found.device
+    if _installed and found is before and (asked := Config.from_env().budget) is not None:
         set_budget(asked)  # the pool was kept open, under the budget of the time before
     place = f"GPU {device.ordinal}" if device.kind == "cuda" else "the CPU (host stand-in)"
     print(

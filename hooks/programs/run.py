@@ -15,6 +15,8 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
+from ..options import ManageOptions
+
 NOTHING_MANAGED: Final = (
     "ballonet: no model of transformers was called in this process, so nothing was managed. A program that it starts "
     "is a process of its own: launch it with ballonet inside, as in `accelerate launch -m ballonet run script.py`"
@@ -43,9 +45,9 @@ def _importable(module: str) -> bool:
         return False
 
 
-def run(program: str, args: Sequence[str], *, module: bool, code: bool = False, **options: Any) -> None:
-    """Runs a script, or with `module` a module by its name, or with `code` the text itself, and manages its models at
-    their first use. `options` go to `manage()`. Says on stderr, at the end, where there was no model.
+def run(program: str, args: Sequence[str], options: ManageOptions, *, module: bool, code: bool = False) -> None:
+    """Runs a script, or with `module` a module by its name, or with `code` the text itself, and manages its models with
+    `options` at their first use. Says on stderr, at the end, where there was no model.
 
     ballonet is installed already and `find` has found the program. Raises whatever the program raises.
     """
@@ -63,7 +65,7 @@ def run(program: str, args: Sequence[str], *, module: bool, code: bool = False, 
                 self.any = True
             return super()._take(model)
 
-    watching, process = Used(**options), os.getpid()
+    watching, process = Used(options), os.getpid()
     sys.argv = ["-c" if code else program, *args]
     _shorten_tracebacks()
     try:

@@ -1,18 +1,18 @@
 """What the own forward of a streamed layer reads in place of its parameters and buffers: views of its slot.
 
 Note [Who reads what]
-    The parameters of a streamed layer show its twin, for everyone and at any time. Only the layer's own call reads its
-    slot: from the moment its copy has arrived until the call ends, what is asked of its modules by frames that this
+    The parameters of a streamed layer show its backing, for everyone and at any time. Only the layer's own call reads
+    its slot: from the moment its copy has arrived until the call ends, what is asked of its modules by frames that this
     call has called is answered with views of the slot. Other threads, a user's code between two calls, and whatever
     comes after an exception or Ctrl-C are not among these frames, so nothing has to be put back. With gradients enabled
     nobody is given a view: backward would read it later.
     The dictionaries of the modules hold the parameters themselves throughout. What looks past their methods, as the
-    interpreter and torch.compile's guards may, finds the twin: slower, and right.
+    interpreter and torch.compile's guards may, finds the backing: slower, and right.
 
 Note [A view that is kept]
     Who keeps a view beyond the call (a hook that collects weights, an exception's traceback) would see the next layer's
     bytes. So the references to the views are counted when the call has ended; if there are more than before, the slot's
-    addresses lead to the layer's twin from then on and the slot gets others.
+    addresses lead to the layer's backing from then on and the slot gets others.
 
 Note [Written between two passes]
     What a slot is given for the next pass may be written on the host before that begins. Writing takes a reference: who
@@ -22,7 +22,7 @@ Note [Written between two passes]
 
 Note [Streaming and torch.compile]
     The compiler's graph is broken at the hooks of streamed layers, and wherever one of their weights is read; with
-    `fullgraph=True` it says why it cannot go on. What was compiled before a layer streamed reads its twin.
+    `fullgraph=True` it says why it cannot go on. What was compiled before a layer streamed reads its backing.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from itertools import accumulate
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -33,7 +33,6 @@ from ...allocator._native import Device
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...offload.governor.decision import Decision
 from ...offload.governor.governor import Governor
-from ...offload.governor.pages import SPARE
 from ...offload.policy.ledger import Refusal
 from ...offload.policy.plan import Plan, streaming
 from ...offload.record.record import Phase, Point, Record
@@ -42,6 +41,7 @@ from ..device import governors, graphs
 from ..device.pressure import Giver
 from ..measure.pace import Measured, Pace
 from ..measure.report import Report
+from ..options import ManageOptions
 from ..weights import moving, room
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
@@ -49,23 +49,6 @@ from ..weights.storages import members
 from .captured import Captured
 from .streamed import Layer, Streaming
 from .turns import Turns
-
-PATIENCE: Final = 16  # iterations until what could not be arranged or measured is tried again, or new times are told
-
-
-class Options(NamedTuple):
-    """As for `manage()`; times in seconds, `floor` in bytes."""
-
-    interval: int | Literal["auto"] | None = "auto"
-    tpot_slo: float | None = None
-    ttft_slo: float | None = None
-    priority: int = 0
-    floor: int = 0
-
-    @property
-    def slo(self) -> bool:
-        """Is there any?"""
-        return self.tpot_slo is not None or self.ttft_slo is not None
 
 
 class Elastic(Captured):
@@ -78,7 +61,7 @@ class Elastic(Captured):
         turns: Turns,
         pace: Pace,
         governor: Governor,
-        options: Options,
+        options: ManageOptions,
     ) -> None:
         super().__init__(model, weights, pace, governor)
         self.options = options
@@ -88,12 +71,19 @@ class Elastic(Captured):
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
         self.break_graphs: Callable[[int, bool], None] = lambda layer, here: None
         self._turns = turns
+        self._tuning = governor.tuning.weights
         self._patience = 0
         self._unmeasured = 0  # iterations to which a link matters that nobody has measured
         self._lessons = 0  # since the governor heard of what iterations take
         self._governed = self._was_governed = False
         self._streaming = Streaming(
-            weights.ring, turns, weights.stream, weights.on_host, self._captured, pace.capturing
+            weights.ring,
+            turns,
+            weights.stream,
+            weights.on_host,
+            self._captured,
+            pace.capturing,
+            governor.tuning.waiting,
         )
 
     # What the governor asks
@@ -138,7 +128,7 @@ class Elastic(Captured):
         if layer in self._kept or self._turns.sections:
             return None
         parts: list[Any] = self._weights.ring.offer(layer) or [
-            (part.home, first, count, part.twin.pages, first, [])
+            (part.home, first, count, part.backing.pages, first, [])
             for part in self._weights.parts(layer)
             for first, count in spans(part)
         ]
@@ -281,7 +271,7 @@ class Elastic(Captured):
             except WeightsFileChanged:
                 raise
             except (PoolExhausted, ManageError):
-                self._patience = PATIENCE  # all is valid as it is
+                self._patience = self._tuning.again  # all is valid as it is
 
     def prepare_capture(self) -> None:
         with self._lock, suppress(PoolExhausted, ManageError):
@@ -300,9 +290,8 @@ class Elastic(Captured):
     def _measure_link(self) -> None:
         """See governors.py, Note [The link of a model that runs]. Where it cannot be it is tried again later."""
         self._unmeasured += 1
-        if self._unmeasured % PATIENCE == 1:
-            device = self._weights.device
-            governors.measure_link(device, self._governor, leave=device.budget // device.page_size // SPARE)
+        if self._unmeasured % self._tuning.again == 1:
+            governors.measure_link(self._weights.device, self._governor, leave=self._governor.pages.mark)
 
     def _change(self, plan: Plan) -> None:
         if not self._kept.isdisjoint(plan.streamed):  # decided before they were captured
@@ -317,7 +306,10 @@ class Elastic(Captured):
             self._streaming.close()
             try:
                 for layer in layers:
-                    self._weights.ring.settle(layer)
+                    ring = self._weights.ring
+                    copied = sum(part.count for part in ring.parts(layer) if part.backing.file is None)
+                    ring.settle(layer)
+                    self._governor.events.decided("host copies", "revert", copied, what=self.name)
             finally:
                 self._bind()
 
@@ -366,7 +358,9 @@ class Elastic(Captured):
         self.record = record.learned(point, measured.seconds)
         now = self.seconds(point)
         self._lessons += 1
-        news = before is None or now is None or (abs(now - before) > before / 16 and self._lessons >= PATIENCE)
+        tuning = self._tuning
+        due = self._lessons >= tuning.tell
+        news = before is None or now is None or (abs(now - before) > before * tuning.news and due)
         if self._governed and news:  # not each time: all decisions are made anew then
             self._lessons = 0
             self._governor.changed(self)

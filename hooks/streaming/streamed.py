@@ -8,9 +8,9 @@ Note [Streaming]
     copied again; a write through `weight.data` that another part of the model makes in the same forward is not counted.
 
 Note [Layers that nobody has seen]
-    A layer whose twin is a file (offload/residency/twins.py) has nothing at its addresses that could be read. Whoever
-    asks its modules for a weight, other than its own call with the slots, waits until host pages are filled from the
-    file. While another thread runs the model that cannot be; whoever waits longer than `LONG` for it is told.
+    A layer whose backing is a file (offload/residency/backing.py) has nothing at its addresses that could be read.
+    Whoever asks its modules for a weight, other than its own call with the slots, waits until host pages are filled
+    from the file. While another thread runs the model that cannot be; whoever waits too long for it is told.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from torch import nn
 
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
+from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.ring import Part, Ring
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
 from .captured import CAPTURED
 from .forwards import call_frame
 from .turns import Turn, Turns
-
-LONG: Final = 60.0  # seconds
-_AGAIN: Final = 0.02  # seconds between looks whether a layer can be shown
 
 
 class Layer(NamedTuple):
@@ -56,6 +54,7 @@ class Streaming:
         on_host: Callable[[], Collection[int]],
         captured: Callable[[int], None],
         capturing: Callable[[], bool],
+        waiting: Waiting = DEFAULT.waiting,
     ) -> None:
         """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
         told before a layer is read while what this thread does is captured (`capturing`); ManageError where it cannot
@@ -66,6 +65,7 @@ class Streaming:
         self._on_host = on_host
         self._captured = captured
         self._capturing = capturing
+        self._waiting = waiting
         self._layers: dict[int, Bound] = {}
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._hidden: set[int] = set()  # layers that nobody has seen
@@ -83,7 +83,7 @@ class Streaming:
         self._page = page
         flats: dict[int, torch.Tensor] = {}
         for number, layer in layers.items():
-            hidden = any(part.twin.file is not None for part in layer.parts)
+            hidden = any(part.backing.file is not None for part in layer.parts)
             if hidden:
                 self._hidden.add(number)
             self._layers[number] = Bound(layer.module, layer.tensors, partial(self._asked, number))
@@ -160,7 +160,7 @@ class Streaming:
 
     def reveal(self, layer: int) -> None:
         """Whoever asks may read the layer from now on. See Note [Layers that nobody has seen]."""
-        end = monotonic() + LONG
+        end = monotonic() + self._waiting.reveal
         while layer in self._hidden:
             with self._revealing:
                 try:
@@ -171,7 +171,7 @@ class Streaming:
                     if monotonic() > end:
                         raise
             if layer in self._hidden:
-                threading.Event().wait(_AGAIN)
+                threading.Event().wait(self._waiting.reveal_look)
 
     def _loading(self, layer: int, first: bool) -> None:
         """The copy of a layer begins. See bound.py, Note [Written between two passes]."""

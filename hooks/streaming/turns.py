@@ -3,7 +3,7 @@
 Note [Turns]
     A forward of a model whose layers stream asks for the slots, and waits for whoever has them, in the order of asking.
     It need not get them: without slots it reads the layers on the host, right and more slowly. So it waits no longer
-    than `PATIENCE`, and nobody waits forever: not two threads that run two models inside of each other, nor a forward
+    than its patience, and nobody waits forever: not two threads that run two models inside of each other, nor a forward
     that waits for a thread which runs the same model. Whoever was given up on is not waited for again.
     All that is done to the queue is one operation of a list, so that Ctrl-C leaves nothing locked. A forward that was
     interrupted keeps its turn until its thread comes by again, or ends: the queue refers to turns weakly.
@@ -15,12 +15,10 @@ import threading
 import weakref
 from contextlib import suppress
 from time import monotonic
-from typing import Final
 
 from ...allocator._native import Group, Lease
 from ...allocator.interrupts import Guarded, guarded
-
-PATIENCE: Final = 1.0  # seconds that a forward waits for the slots
+from ...offload.policy.tuning import DEFAULT
 
 
 class Turn:
@@ -46,8 +44,9 @@ class Turn:
 class Turns:
     """The turns with the slots of one model."""
 
-    def __init__(self, group: Group) -> None:
-        """`group`: of the model's weights."""
+    def __init__(self, group: Group, patience: float = DEFAULT.waiting.slots) -> None:
+        """`group`: of the model's weights; `patience`: seconds that a forward waits for the slots."""
+        self._patience = patience
         self.sections: dict[object, int] = {}  # that are open, by the thread each was opened on: no slot is read
         self._group = group
         self._queue: list[weakref.ref[Turn]] = []
@@ -57,7 +56,7 @@ class Turns:
         turn.asked = True
         mine = weakref.ref(turn)
         self._queue.append(mine)
-        end = monotonic() + PATIENCE
+        end = monotonic() + self._patience
         while (first := self._first()) is not turn:
             left = end - monotonic()
             if first is None:

@@ -17,7 +17,7 @@ Note [Left for good]
     What could have been moved at one look and was not stays until it is replaced: a CUDA graph may have been captured
     with its address meanwhile. For the same reason nothing is moved while one is being captured, and everything that is
     outside of the ranges then stays there. And what is replaced again and again, as by a module that assigns a buffer
-    in its forward, stays where it is once it was moved `OFTEN` times.
+    in its forward, stays where it is once it was moved some times.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ from .ranges import Files, Weights
 from .refusals import refuse_what_moves_weights
 from .storages import Member, Span, members, spans, survey
 
-OFTEN = 8  # times that one tensor is moved after manage()
-_REPLACED = f"it has been replaced more than {OFTEN} times"
+_REPLACED = "it has been replaced more than {} times"
 _SHARED = "it lies in the ranges of another managed model, which has it in common with this one"
 _CAPTURED = "it was new when a CUDA graph was captured, which may hold its address"
 
@@ -90,7 +89,7 @@ class Follower:
         found = survey(_without(shared, all_members), home, from_host=files is not None)
         if found.refused is not None:
             raise found.refused
-        working = room.working_pages(model, layers, self._weights.device.page_size)
+        working = room.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)
         plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
@@ -178,8 +177,9 @@ class Follower:
             return self._settled[span.start]
         if self._cuda and _capturing():
             return _CAPTURED
-        if any(self._moved[names[id(tensor)]] >= OFTEN for tensor in span.tensors):
-            return _REPLACED
+        often = self._weights.plans.moves
+        if any(self._moved[names[id(tensor)]] >= often for tensor in span.tensors):
+            return _REPLACED.format(often)
         return None
 
 

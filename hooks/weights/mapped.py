@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from ...allocator.errors import WeightsFileChanged, WeightsFileError
+from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.safetensors import LONGEST_HEADER
 from ...offload.residency.weights_file import FileSpan, WeightsFile
 from .storages import Member, has_bytes
 
 _LINE: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S{4} ([0-9a-f]+) \S+ [1-9]\d* +(/(?!memfd:).*)$", re.MULTILINE)
-CHUNK: Final = 4 * 2**20  # bytes compared at a time
 _PAGE: Final = mmap.PAGESIZE
 _ENTRY: Final = 8  # bytes that /proc/self/pagemap has for each page
 _PRESENT, _SWAPPED, _OF_FILE = (1 << bit for bit in (63, 62, 61))
@@ -143,8 +143,9 @@ def same(tensor: torch.Tensor, span: FileSpan, memory: BinaryIO) -> bool:
     On the CPU a tensor may itself be a view of the mapped file, so its bytes are read without touching them, too.
     """
     flat = tensor.detach().reshape(-1).view(torch.uint8)
-    for first in range(0, span.nbytes, CHUNK):
-        nbytes = min(CHUNK, span.nbytes - first)
+    most = DEFAULT.files.compared
+    for first in range(0, span.nbytes, most):
+        nbytes = min(most, span.nbytes - first)
         data = span.file.read(span.start + first, nbytes)
         if flat.device.type == "cpu":
             try:

@@ -21,13 +21,13 @@ from ...allocator._native import Device, Range
 from ...allocator.errors import DriverError, ManageError, PoolExhausted, WeightsFileChanged
 from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.layout import ALIGNMENT
+from ...offload.policy.tuning import DEFAULT
 from ...offload.residency.file_twin import FileLoader
 from ...offload.residency.weights_file import FileSpan
 from ..device.streams import torch_device, torch_memory
 from .storages import Member, Span, has_bytes, spans
 
 _UINT8 = (1, 8)  # DLPack's code and bits
-_CHUNK = 2**24  # bytes read from a file at a time
 
 Step = list[tuple[Range, int, Span]]  # (range, offset in it, what lies or goes there), moved together
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -118,8 +118,9 @@ class MoveIn:
             offset = tensor.data_ptr() - span.start
             part = flat[offset : offset + found.nbytes]
             if offset % ALIGNMENT or not self._loader.load(part.data_ptr(), found):
-                for first in range(0, found.nbytes, _CHUNK):
-                    data = found.file.read(found.start + first, min(_CHUNK, found.nbytes - first))
+                most = DEFAULT.files.read
+                for first in range(0, found.nbytes, most):
+                    data = found.file.read(found.start + first, min(most, found.nbytes - first))
                     part[first : first + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 

@@ -1,13 +1,13 @@
 """Weights in ranges: where a model's parameters and buffers lie in the pool, and where they are beside that.
 
 Note [Weights that stream]
-    The addresses of a layer that streams lead to its twin's pages for as long as it does, and what its own forward
+    The addresses of a layer that streams lead to its backing for as long as it does, and what its own forward
     reads instead is told in hooks/streaming. Everything here treats its ranges as any other. A resident layer has a
-    twin without pages: the addresses where its weights go when it gives its own.
+    backing without pages: the addresses where its weights go when it gives its own.
 
-Note [Which twin]
+Note [Which backing]
     Where all of a range lies in weights files byte for byte, of a model that was just loaded and that nobody has seen
-    yet, its twin is those files, and no second copy is in memory until somebody looks. All others have page twins.
+    yet, its backing is those files, and no second copy is in memory until somebody looks. All others have host pages.
 
 Note [Whose pages they are]
     A page belongs to the tensors over it and goes with the last of them (`auto_retire`): at once where a weight is
@@ -18,6 +18,7 @@ Note [Whose pages they are]
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
@@ -26,9 +27,11 @@ from torch import nn
 from ...allocator._native import Device, Range
 from ...offload.policy.layout import Block, Layout, place
 from ...offload.policy.plan import Plan, Rule
+from ...offload.policy.tuning import DEFAULT, WeightPlans
+from ...offload.residency.backing import Backing
 from ...offload.residency.file_twin import FileLoader, FileTwin, FileTwins, Place
+from ...offload.residency.mover import Mover
 from ...offload.residency.ring import Part, Ring, live
-from ...offload.residency.twins import Twin
 from ...offload.residency.weights_file import FileSpan
 from ..device import streams
 from . import moving, room
@@ -39,26 +42,29 @@ Files = Mapping[int, FileSpan]  # id of a tensor -> its bytes in a file
 
 
 class Weights:
-    """The ranges that hold one model's weights, and their twins."""
+    """The ranges that hold one model's weights, and their backings."""
 
     def __init__(
         self,
         device: Device,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
+        plans: WeightPlans = DEFAULT.weights,
     ) -> None:
         """`waiting`: as for `Ring`."""
+        self.plans = plans
         self.device = device
         self.group = device.group()
         self.stream = streams.stream_of(device)
-        self._twin_group = device.group()  # no lease keeps twins where they are
+        self._backing_group = device.group()  # no lease keeps backings where they are
         self._note = streams.note_of(device)
         # Of each decoder layer by its index; under None those of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
         self.ring = Ring(device, self.group, waiting)
         self._file_twins = FileTwins(device)
-        self._twins: dict[int, Twin] = {}  # by the address of the range
+        self._movers: dict[int, Mover] = {}  # by the address of the range
+        self._moving = threading.Lock()
         self._hosted: set[int] = set()  # addresses of ranges whose tensors are moved in on the host
-        self._blank: Range | None = None  # a page, see twins.py, Note [File twins]
+        self._blank: Range | None = None  # a page, see backing.py, Note [File backings]
 
     def all_ranges(self) -> list[Range]:
         return [each for of_layer in list(self.ranges.values()) for each in of_layer]
@@ -70,12 +76,12 @@ class Weights:
 
     @property
     def host_pages(self) -> int:
-        """Host pages that hold twins."""
-        return sum(twin.pages.backed for twin in list(self._twins.values()))
+        """Host pages that hold weights."""
+        return sum(each.backing.backed for each in list(self._movers.values()))
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of weights whose twins are files."""
+        """Bytes of weights whose backings are files."""
         return sum(nbytes for file in self._kept() for _, _, nbytes in file.copies)
 
     def adopt(
@@ -98,7 +104,7 @@ class Weights:
         DriverError, ManageError.
         """
         blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
-        layout = place(blocks, self.device.page_size)
+        layout = place(blocks, self.device.page_size, self.plans.large)
         plan = room.demand(self.device, layout, found, working, layers, rule)
         twins = self._twins_in_files(layout, found, plan, known)
         room.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
@@ -117,8 +123,8 @@ class Weights:
                 undo.callback(opened.close)
                 if each.layer is not None and each.layer in slot_of:
                     self._hosted.add(opened.address)
-                    self._make_twin(opened, twins.get(each.layer))
-                    undo.callback(self._drop_twin, opened.address)
+                    self._make_mover(opened, twins.get(each.layer))
+                    undo.callback(self._drop_backing, opened.address)
             ranges = list(made.values())
             leaving = slot_of.keys() - twins.keys()  # for host pages: where they lie now is room for the others
 
@@ -138,17 +144,17 @@ class Weights:
         return plan
 
     def parts(self, layer: int) -> tuple[Part, ...]:
-        """The ranges of a layer with their twins."""
+        """The ranges of a layer, with what moves them."""
         parts: list[Part] = []
         for opened in list(self.ranges.get(layer, ())):  # which a finalizer may empty at any moment
             if not opened.backed:
                 continue
-            twin = self._twins.get(opened.address)
-            if twin is None or twin.closed:
-                twin = self._make_twin(opened)
+            mover = self._movers.get(opened.address)
+            if mover is None or mover.backing.closed:
+                mover = self._make_mover(opened)
             for first, count in live(opened, 0, opened.pieces):
                 offset = sum(part.count for part in parts)
-                parts.append(Part(opened, twin, offset, first, count))
+                parts.append(Part(opened, mover, offset, first, count))
         return tuple(parts)
 
     def away(self) -> tuple[int, ...]:
@@ -157,7 +163,7 @@ class Weights:
         return tuple(layer for layer in self.on_host() if layer not in back)
 
     def on_host(self) -> tuple[int, ...]:
-        """The layers whose addresses lead to a twin."""
+        """The layers whose addresses lead to a backing."""
         return tuple(
             sorted(
                 layer for layer, ranges in list(self.ranges.items()) if layer is not None and any(map(is_away, ranges))
@@ -187,11 +193,11 @@ class Weights:
                 layers = {None} if layer is None else users.get(opened.address, {None})
                 if opened.backed:
                     self.ranges.setdefault(layers.pop() if len(layers) == 1 else None, []).append(opened)
-                    if opened.address in self._twins:
-                        self._twins[opened.address].trim(live(opened, 0, opened.pieces))
+                    if opened.address in self._movers:
+                        self._movers[opened.address].backing.trim(live(opened, 0, opened.pieces))
                 else:
                     opened.close()
-                    self._drop_twin(opened.address)
+                    self._drop_backing(opened.address)
 
     def restore(self, model: nn.Module) -> None:
         """Moves out whatever tensor of `model` lies in a range now, wherever in the model it has got to meanwhile.
@@ -209,7 +215,7 @@ class Weights:
         """Lets go of every range. Where a tensor still lies, the pages stay until it is gone."""
         for opened in self.all_ranges():
             opened.close()
-            self._drop_twin(opened.address)
+            self._drop_backing(opened.address)
         self.ranges.clear()
         self.ring.close()
         self._blank = None
@@ -218,7 +224,7 @@ class Weights:
     def _twins_in_files(
         self, layout: Layout, found: Sequence[Span], plan: Plan, known: Files | None
     ) -> dict[int, FileTwin]:
-        """By layer, of those that stream: what has all of their ranges. See Note [Which twin]."""
+        """By layer, of those that stream: what has all of their ranges. See Note [Which backing]."""
         ranges = [each for each in layout.ranges if each.layer in plan.streamed]
         lying = {each.layer: [(at.offset, found[at.block.key]) for at in each.placements] for each in ranges}
         twins = {layer: self._file_twin(at, known or {}) for layer, at in lying.items() if layer is not None}
@@ -236,39 +242,37 @@ class Weights:
         twin = self._file_twins.twin(places) if places else None
         return twin if twin is not None and twin.registered else None
 
-    def _make_twin(self, opened: Range, file: FileTwin | None = None) -> Twin:
+    def _make_mover(self, opened: Range, file: FileTwin | None = None) -> Mover:
         if file is not None and self._blank is None:
-            blank = self.device.reserve(self.device.page_size, "weights", self._twin_group)
+            blank = self.device.reserve(self.device.page_size, "weights", self._backing_group)
             (blank.map_host if self.device.host_pages else blank.map)(0, 1)
             self._blank = blank
-        made = Twin(self.device, self._twin_group, opened, file, self._blank)
-        before = self._twins.get(opened.address)
-        if before is not None and before.closed:
-            self._twins.pop(opened.address, None)
-        kept = self._twins.setdefault(opened.address, made)  # another thread may have been here
-        if kept is not made:
-            made.close()
-        return kept
+        backing = Backing(self.device, self._backing_group, opened, "weights", file=file, blank=self._blank)
+        made = Mover(self.device, opened, backing, self._moving)
+        before = self._movers.get(opened.address)
+        if before is not None and before.backing.closed:
+            self._movers.pop(opened.address, None)
+        return self._movers.setdefault(opened.address, made)  # another thread may have been here
 
     def _kept(self) -> list[FileTwin]:
-        return [twin.file for twin in list(self._twins.values()) if twin.file is not None]
+        return [each.backing.file for each in list(self._movers.values()) if each.backing.file is not None]
 
-    def _drop_twin(self, address: int) -> None:
+    def _drop_backing(self, address: int) -> None:
         """Pages of it that tensors still show stay until those are gone."""
-        twin = self._twins.pop(address, None)
-        if twin is not None:
-            twin.close()
+        mover = self._movers.pop(address, None)
+        if mover is not None:
+            mover.backing.close()
 
     def _back(self, opened: Range, first: int, count: int) -> bool:
-        """Puts pages behind pieces, of the device or of a twin. False where they need not be filled."""
+        """Puts pages behind pieces, of the device or of the backing. False where they need not be filled."""
         if opened.address not in self._hosted:
             opened.map(first, count)
             return True
-        twin = self._twins[opened.address]
-        if twin.file is None:
-            twin.pages.map_host(first, count)
-        twin.lead(first, count)
-        return twin.file is None
+        backing = self._movers[opened.address].backing
+        if backing.file is None:
+            backing.pages.map_host(first, count)
+        backing.lead(first, count)
+        return backing.file is None
 
     def _steps_out(self, model: nn.Module) -> list[Step]:
         """What lies in the ranges: layers first, whose pages are room for the rest, which goes one by one."""
@@ -290,7 +294,7 @@ class Weights:
     def _step_out(self, step: Step) -> None:
         for layer, ranges in self.ranges.items():
             if layer is not None and step[0][0] in ranges:
-                self.ring.reveal(layer)  # one at a time: what has its twin in a file needs host pages to be read
+                self.ring.reveal(layer)  # one at a time: what has its backing in a file needs host pages to be read
         self._hosted.update(opened.address for opened, _, _ in step if is_away(opened))
         moving.out(self.device, step, self._note)
 

@@ -3,7 +3,7 @@ would do.
 
 Note [Working room]
     Beside its weights a model needs its KV cache and its activations. What is asked for here is what a short
-    `generate()` takes, of `SHORT` tokens of one sequence. The cache: a token of a layer is at most two hidden states
+    `generate()` takes, of a few tokens of one sequence. The cache: a token of a layer is at most two hidden states
     wide, layers share pages that would be mostly empty (geometry.choose), so pages are at least half full, but for
     the last. The activations: two float32 copies of the widest, as a rule the logits, which are as wide as the
     largest dimension of any weight, and a few pages for the allocator's small blocks. A longer prompt or a larger
@@ -22,25 +22,26 @@ from ...allocator.units import format_size
 from ...offload.policy.ladder import Rung
 from ...offload.policy.layout import Layout
 from ...offload.policy.plan import Plan, Rule
+from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ..device import governors
 from ..device.pressure import give_up
 from .layers import text_config
 from .storages import Span
 
-SHORT = 64  # tokens
 _LOGITS = 2 * 4  # bytes per element: two copies in float32
-_SMALL_BLOCKS = 4  # pages
 
 
-def working_pages(model: nn.Module, layers: Sequence[nn.Module], page_size: int) -> int:
+def working_pages(
+    model: nn.Module, layers: Sequence[nn.Module], page_size: int, plans: WeightPlans = DEFAULT.weights
+) -> int:
     """Pages that a short use of `model` takes beside its weights; see Note [Working room]."""
     widest = max((size for parameter in model.parameters() for size in parameter.shape), default=1)
     itemsize = max((parameter.itemsize for parameter in model.parameters()), default=1)
     configs = map(text_config, model.modules())
     hidden = next((config.hidden_size for config in configs if hasattr(config, "hidden_size")), 1)
     token = 2 * itemsize * hidden  # bytes of one layer's keys and values
-    cache = -(-2 * len(layers) * SHORT * token // page_size) + 1
-    return cache + -(-SHORT * widest * _LOGITS // page_size) + _SMALL_BLOCKS
+    cache = -(-2 * len(layers) * plans.short_use * token // page_size) + 1
+    return cache + -(-plans.short_use * widest * _LOGITS // page_size) + plans.small_blocks
 
 
 def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
@@ -84,7 +85,7 @@ def _used(device: Device) -> int:
 
 
 def check_host(device: Device, pages: int) -> None:
-    """ManageError where so many pages of twins cannot be had."""
+    """ManageError where so many host pages for weights cannot be had."""
     left = host_pages_left(device)
     if pages and device.host_refused:
         raise ManageError(

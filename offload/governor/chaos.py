@@ -3,10 +3,10 @@
 What lives at a fixed address must give the same results whatever page is behind it. So at the boundaries of decoder
 layers pages that the running forward itself has leased are swapped for others: of weights within the device (weights
 are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to
-its twin, as when the core takes it, and home again, or with it from the peer to the host. Which ones is drawn from a
+its backing, as when the core takes it, and home again, or with it from the peer to the host. Which ones is drawn from a
 generator of its own, so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
-reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or `manage(model,
-chaos=seed)`.
+reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or
+`ballonet.testing.manage`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
+from ..policy.tuning import DEFAULT, ChaosMoves
 from .levers import Lever
 
 if TYPE_CHECKING:
@@ -32,9 +33,6 @@ WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to
     "home": ("alias",),
 }
 OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
-MOVES: Final = 2  # attempts per boundary and kind
-SELDOM: Final = 8  # boundaries for one at which a lever is pulled, as a rule
-MOST: Final = 32  # pages that it is asked for
 
 
 class Pages(Protocol):
@@ -60,9 +58,10 @@ P = TypeVar("P", bound=Pages)
 class Chaos:
     """One generator and what it has done so far. Several threads may act at once."""
 
-    def __init__(self, seed: int, host: bool, peer: bool = False) -> None:
+    def __init__(self, seed: int, host: bool, peer: bool = False, tuning: ChaosMoves = DEFAULT.chaos) -> None:
         """`host`: whether host pages can be mapped in the place of device pages here; `peer`: is there one?"""
         self.seed = seed
+        self._tuning = tuning
         self._ways: tuple[Way, ...] = ("device", "host", "away", "home") if host else ("device",)
         if peer:
             self._ways += OF_A_PEER
@@ -90,7 +89,7 @@ class Chaos:
     def act(self, weights: Sequence[Pages], caches: Sequence[KV]) -> None:
         """Moves a few random pages of ranges that this thread has leased; a page that cannot be moved now stays.
         DriverError."""
-        for _ in range(MOVES):
+        for _ in range(self._tuning.moves):
             if (drawn := self._draw(weights, "device")) is not None and drawn[0].move(drawn[1], "device"):
                 self._count("weights")
             for way in self._random.sample(self._ways, len(self._ways)):
@@ -101,8 +100,8 @@ class Chaos:
 
     def pull(self, levers: Sequence[Lever]) -> None:
         """Pulls or reverts a random one now and then. DriverError."""
-        if levers and self._levers.randrange(SELDOM) == 0:
-            lever, pages = self._levers.choice(levers), self._levers.randint(1, MOST)
+        if levers and self._levers.randrange(self._tuning.seldom) == 0:
+            lever, pages = self._levers.choice(levers), self._levers.randint(1, self._tuning.pages)
             verb = self._levers.choice(("pull", "pull", "revert"))
             moved = lever.pull(pages) if verb == "pull" else lever.revert(pages)
             with self._lock:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ..policy.ladder import Candidate
+from ..policy.tuning import WeightPlans
 from .activity import Activity, Progress
 from .caches import Caches, CacheSeat
 from .candidates import Held
@@ -16,12 +17,14 @@ from .seat import Cache, Governed, Seat
 
 
 class Clients:
-    """`pause`: seconds after its last iteration, as the device does it (`progress`), after which a client is idle. Not
-    thread-safe, but for `left`, `cache_left` and `ended`: whoever calls holds the governor's lock."""
+    """`pause`: seconds after its last iteration, as the device does it (`progress`), after which a client is idle;
+    `plans`: for their seats. Not thread-safe, but for `left`, `cache_left` and `ended`: whoever calls holds the
+    governor's lock."""
 
-    def __init__(self, pause: float, progress: Progress) -> None:
+    def __init__(self, pause: float, progress: Progress, plans: WeightPlans) -> None:
         self.caches = Caches()
         self._pause = pause
+        self._plans = plans
         self._progress = progress
         self._activity: dict[int, Activity] = {}  # by number
         self._numbers = 0
@@ -52,7 +55,7 @@ class Clients:
         name = model.name
         if any(seat.name == name for seat in self.seats):
             name = f"{name} ({self._numbers})"
-        self._seats[id(model)] = Seat(self._numbers, name, model, len(model.plan.streamed))
+        self._seats[id(model)] = Seat(self._numbers, name, model, len(model.plan.streamed), self._plans)
         self._activity[self._numbers] = Activity(self._progress)
 
     def pop(self, model: Governed) -> Seat | None:

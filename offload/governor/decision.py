@@ -12,8 +12,8 @@ Note [One slot or two]
     How many slots are best, and with them how many layers stream for the same pages, follows from r, which is assumed
     when a model comes. Once its iterations and the link have been measured `faster` compares again, over all that the
     model did of late, each phase by its share. To change costs copies and may cost twins, so the other plan has to save
-    `MARGIN` of the time, needs no more pages, and is looked for ever more seldom (seat.LOOK): nothing flaps, also where
-    prompts and answers come in turns. An SLO chooses its own plan.
+    a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing flaps,
+    also where prompts and answers come in turns. An SLO chooses its own plan.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from ...allocator.units import format_time
 from ..policy.interval import Costs
 from ..policy.ledger import FIXED, Refusal
-from ..policy.plan import ASSUMED_RATIO, Plan, fewest
+from ..policy.plan import Plan, fewest
 from ..policy.remap import activate
 from ..record.record import Point
 from .seat import Seat
 from .sharing import settled
 from .situation import Situation
-
-MARGIN: Final = 0.05  # of the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +77,20 @@ def faster(now: Situation, seat: Seat) -> Plan | None:
     done = [(count, now.expected(seat, seat.last[phase])) for phase, count in seat.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
     most = None if len(standing.streamed) == seat.base else now.model(seat).cap
-    found = fastest(standing, known, most)
+    found = fastest(standing, known, seat.tuning.margin, most)
     return None if found == standing else found
 
 
-def fastest(standing: Plan, done: Sequence[tuple[int, Costs]], most: int | None = None) -> Plan:
-    """`standing`, or that of the plans of `fewest` for its pages that saves MARGIN of the time of so many iterations of
-    each kind."""
+def fastest(standing: Plan, done: Sequence[tuple[int, Costs]], margin: float, most: int | None = None) -> Plan:
+    """`standing`, or that of the plans of `fewest` for its pages that saves the part `margin` of the time of so many
+    iterations of each kind."""
 
     def seconds(plan: Plan) -> float:
         return sum(count * costs.expected(plan) for count, costs in done)
 
     plans = [fewest(standing.pages, standing.device_pages, costs.ratio, most) for _, costs in done]
     best = min((plan for plan in plans if plan is not None), key=seconds, default=standing)
-    return best if seconds(best) < (1 - MARGIN) * seconds(standing) else standing
+    return best if seconds(best) < (1 - margin) * seconds(standing) else standing
 
 
 def _told(now: Situation, seat: Seat, point: Point) -> Decision:
@@ -169,5 +166,6 @@ def _made(
 ) -> Decision:
     costs, measured = now.costs(seat, point)
     if not measured and (plan.streamed or refusal):
-        why += f" (not measured: assumed that a layer takes {ASSUMED_RATIO} times as long to copy as to compute)"
+        ratio = seat.tuning.assumed_ratio
+        why += f" (not measured: assumed that a layer takes {ratio} times as long to copy as to compute)"
     return Decision(plan, why, interval, costs.of(plan) if measured else None, refusal)

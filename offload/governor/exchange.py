@@ -20,7 +20,6 @@ Note [When]
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
 
 from ..policy.ladder import Rung
@@ -39,7 +38,7 @@ class Exchange(Overview):
             if found is None or len(self._clients.seats) < 2:
                 return
             self._hear()
-            now = self._clock()
+            now = self.clock()
             if self._lending.covers(self._clients.use(found, now), now) and self.pages.unused >= pages:
                 return
             owed = self._settle(now)
@@ -57,7 +56,7 @@ class Exchange(Overview):
             if len(self._clients.seats) < 2:
                 return
             self._hear()
-            owed = self._settle(self._clock())
+            owed = self._settle(self.clock())
         if owed:
             self._take_back(owed, "reserves")
 
@@ -65,7 +64,7 @@ class Exchange(Overview):
         """What the model has reserved, lent and borrowed."""
         with self._lock:
             seat = self._clients.get(model)
-            return Lent() if seat is None else self._lending.of(self._clients.use(seat, self._clock()))
+            return Lent() if seat is None else self._lending.of(self._clients.use(seat, self.clock()))
 
     def _spare(self, now: float) -> None:
         """Now and then: reserves that were not used for long enough are others'. The caller holds the lock."""
@@ -94,11 +93,11 @@ class Exchange(Overview):
             self._device.take(keys)
         with self._lock:
             self._hear()
-            owed = self._owed(self._clock())
+            owed = self._owed(self.clock())
             models = [(seat, owed[seat.number]) for seat in self._clients.seats if seat.number in owed]
         for seat, pages in models:
-            began = time.monotonic()
+            began = self.clock()
             if gone := seat.model.give_up(pages):
-                took, what = time.monotonic() - began, f"prefixes of {seat.name}"
+                took, what = self.clock() - began, f"prefixes of {seat.name}"
                 self.events.decided(Rung.LEND.label, "pull", gone, what=what, by=by, measured=took)
         self.pages_given()

@@ -14,7 +14,6 @@ Note [Who asks when]
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,7 +27,7 @@ from .decision import Decision, decide, faster
 from .exchange import Exchange
 from .kv_read_plan import Streamed
 from .restore import plan_restore, restored_on_use
-from .seat import LAYERS, LONGEST, Cache, Governed, Seat, rounded
+from .seat import LAYERS, Cache, Governed, Seat, rounded
 from .sharing import admit
 
 
@@ -41,7 +40,7 @@ class _Change:
         self.before = model.plan
         self.promised: Plan | None = None
         self.taken: frozenset[int] = frozenset()
-        self.began = time.monotonic()
+        self.began = governor.clock()
         self._governor = governor
 
     def begin(self) -> frozenset[int]:
@@ -63,7 +62,7 @@ class Governor(Exchange):
         if self._bandwidth is None:
             raise ValueError("an SLO needs the measured bandwidth of the link")
         with self._lock:
-            return admit(self._situation(self._clock(), available), model, available)
+            return admit(self._situation(self.clock(), available), model, available)
 
     def add(self, model: Governed) -> None:
         """The model is there, arranged as its plan says. ValueError where it has an SLO and no bandwidth is known."""
@@ -102,7 +101,7 @@ class Governor(Exchange):
         point = rounded(point)
         with self._lock:
             seat = self._clients[model]
-            now = self._clock()
+            now = self.clock()
             self._hear()
             self._arrive(seat, point, now)
             free = self._look(now)
@@ -132,7 +131,7 @@ class Governor(Exchange):
 
     def after(self, model: Governed) -> None:
         """The iteration has been launched, or failed: the model is in use until the device has done it."""
-        self._clients.ended(model, self._clock())
+        self._clients.ended(model, self.clock())
 
     def changing(self, model: Governed) -> Guarded[frozenset[int]]:
         """Within it nothing of the model is taken, and it may change: its plan, its ranges. Hands over the layers that
@@ -201,7 +200,7 @@ class Governor(Exchange):
         """Notes that a cache offers something else now. On any thread."""
         with self._lock:
             self._hear()
-            self._look(self._clock())
+            self._look(self.clock())
             self._list.void()
         self._publish()
 
@@ -227,7 +226,7 @@ class Governor(Exchange):
             cache = None if seat is None else seat.cache()
             if seat is None or cache is None:
                 return frozenset()
-            now = self._clock()
+            now = self.clock()
             seat.waking = self._clients.cache_rests(seat, cache, now)
             self._clients.cache_began(number, now)
             taken, seat.taken = frozenset(seat.taken), set()
@@ -242,7 +241,7 @@ class Governor(Exchange):
             if seat is None or cache is None:
                 return 0
             self._hear()
-            now = self._clock()
+            now = self.clock()
             spare = max(0, self._look(now) - self.pages.mark)
             if seat.waking:
                 pages = restored_on_use(cache.displaced, spare, self._clients.idle_pages(self._list.pages, now, number))
@@ -292,7 +291,7 @@ class Governor(Exchange):
         kv = rung in (Rung.PREFIX, Rung.LEND, Rung.IDLE_KV, Rung.RUNNING_KV)
         with self._lock:
             self._hear()
-            now = self._clock()
+            now = self.clock()
             free = self._look(now)
             situation, held = self._situation(now, free), self._clients.held(now)
             back = plan_restore(situation, held if kv else [], min(pages, situation.spare), models=not kv)
@@ -327,7 +326,7 @@ class Governor(Exchange):
             costs, measured = seat.at(seat.point or seat.last["decode"], self.page_seconds)
             rung = Rung.HIDDEN_WEIGHTS if len(plan.streamed) <= cap(costs) else Rung.STALLING_WEIGHTS
             predicted = max(0, more) * costs.page_seconds if measured else None
-            took = time.monotonic() - began
+            took = self.clock() - began
             verb = "revert" if more > 0 else "pull"
             if more > 0:
                 self.pages.went_back()
@@ -341,6 +340,6 @@ class Governor(Exchange):
         if seat.passes.total() >= seat.due:
             before, seat.faster = seat.faster, faster(self._situation(now, free), seat)
             seat.passes.clear()
-            seat.due = min(2 * seat.due, LONGEST)
+            seat.due = min(2 * seat.due, self.tuning.weights.longest)
             if seat.faster != before:
                 self._moved()

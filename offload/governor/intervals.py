@@ -7,14 +7,11 @@ marks have passed, which may be iterations later.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .activity import Marks
-
-PENDING: Final = 16  # beginnings that have not passed and are remembered
 
 Tag = TypeVar("Tag")
 
@@ -22,10 +19,12 @@ Tag = TypeVar("Tag")
 class Intervals(Generic[Tag]):
     """The intervals of one thread's iterations, each with what its caller said of it."""
 
-    def __init__(self, marks: Marks | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`marks`: None where an operator is complete when it returns; then `clock`, in seconds, tells."""
+    def __init__(self, marks: Marks | None, clock: Callable[[], float], pending: int) -> None:
+        """`marks`: None where an operator is complete when it returns; then `clock`, in seconds, tells. `pending`:
+        beginnings that have not passed and are remembered."""
         self._marks = marks
         self._clock = clock
+        self._pending = pending
         self._begun: deque[tuple[Any, Tag]] = deque()
 
     def begin(self, tag: Tag) -> list[tuple[Tag, float]]:
@@ -44,7 +43,7 @@ class Intervals(Generic[Tag]):
             first, said = self._begun.popleft()
             ended.append((said, self._seconds(first, self._begun[0][0])))
             self._release(first)
-        if len(self._begun) > PENDING:
+        if len(self._begun) > self._pending:
             self._release(self._begun.popleft()[0])
         return ended
 

@@ -20,7 +20,7 @@ Note [Whose turn]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
@@ -29,20 +29,16 @@ from typing import TYPE_CHECKING, Final
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from ...allocator.interrupts import if_free
-from ..policy.layer_stream import IN_PLACE, Choice, Layer, Way, choose
-from ..residency.kv_stream import KVStream, Slice
-from ..residency.kv_twin import KVTwin, available
+from ..policy.layer_stream import Choice, Layer, Way, choose
+from ..policy.tuning import KVReads
+from ..residency.kv_extent import KVExtent
+from ..residency.kv_slots import KVSlots, Slice
 from .activity import Marks
 from .intervals import Intervals
 
 if TYPE_CHECKING:
     from ...allocator._native import Part
 
-SLACK: Final = 8  # of a buffer, and of what flies, the part that may come before it is arranged anew
-LOOK: Final = 64  # iterations until it is decided anew, at most
-AGAIN: Final = 8  # where what is away does not fly
-LEFT: Final = 32  # of the budget, the part that stays with the cache, to be taken where activations need it
-LINK: Final = 25e9  # bytes per second, where nobody has measured them
 _IN_PLACE: Final = Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
@@ -73,157 +69,165 @@ class _Iteration:
 class KVReadPlan:
     """How one cache is read. See Note [Whose turn]."""
 
-    def __init__(self, device: Device, group: Group, transfer: Transfer, marks: Marks | None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        group: Group,
+        transfer: Transfer,
+        marks: Marks | None,
+        clock: Callable[[], float],
+        tuning: KVReads,
+    ) -> None:
         """`group`: of all its ranges; `transfer`: the stream of its copies; `marks`: of the device's streams, None
-        where operators are complete when they return."""
+        where operators are complete when they return; then `clock`, in seconds, tells how long they take."""
+        self._tuning = tuning
         self._device = device
         self._group = group
         self._transfer = transfer
-        self._buffers = KVStream(device, group, transfer)
+        self._slots = KVSlots(device, group, transfer)
         self._lock = Lock()
         self._choice = Choice(Way.HOME, 0, 0, 0, 0.0, 0.0, 0.0)
         self._wait = 0  # iterations at rest from now on
         self._look = 0  # until it is decided anew
         self._shy = 1  # iterations at rest after the next look of somebody
-        self._intervals = Intervals[_Iteration](marks)
+        self._intervals = Intervals[_Iteration](marks, clock, tuning.pending)
         self._iteration: _Iteration | None = None  # that has begun
         self._computes: float | None = None  # seconds that an iteration of one row does, as far as known
 
     @property
     def copied(self) -> int:
         """Bytes that came through buffers so far."""
-        return self._buffers.copied
+        return self._slots.copied
 
     @property
     def buffers(self) -> int:
-        return self._buffers.buffers
+        return self._slots.slots
 
     @property
     def changes(self) -> int:
         """How often what may be taken of buffers became another."""
-        return self._buffers.changes
+        return self._slots.changes
 
     def slices(self) -> list[Slice]:
         """What may be taken of buffers, those first that fewest layers read. On any thread."""
-        return self._buffers.slices()
+        return self._slots.slices()
 
     def parts(self, taken: Slice) -> list[Part]:
         """Returns the parts of such a slice, for `Device.publish`. On any thread."""
-        return self._buffers.parts(taken)
+        return self._slots.parts(taken)
 
     def said(self, away: int) -> Streamed:
         """How it is now. `away`: pages."""
-        way = Way.HOME if not away else Way.BUFFERS if self._buffers.pieces else Way.IN_PLACE
-        return Streamed(
-            way, away, self._buffers.buffers, self._buffers.pages, self._buffers.copied, self._choice.exposed
-        )
+        way = Way.HOME if not away else Way.BUFFERS if self._slots.pieces else Way.IN_PLACE
+        return Streamed(way, away, self._slots.slots, self._slots.pages, self._slots.copied, self._choice.exposed)
 
     # -- for the thread that uses it
 
-    def enter(self, twin: KVTwin, stream: int) -> None:
+    def enter(self, extent: KVExtent, stream: int) -> None:
         """A layer is about to append and to be read. BallonetError, DriverError."""
-        if self._buffers.buffers:
+        if self._slots.slots:
             with self._lock:
-                self._buffers.enter(twin, stream)
+                self._slots.enter(extent, stream)
 
-    def ground(self, twin: KVTwin) -> None:
+    def ground(self, extent: KVExtent) -> None:
         """Somebody looks at it, or its tokens go. BallonetError, DriverError."""
         with self._lock:
-            self._buffers.ground(twin)
-            if not self._buffers.pieces:
-                self._buffers.close()
+            self._slots.map_to_host(extent)
+            if not self._slots.pieces:
+                self._slots.close()
         self._wait = max(self._wait, self._shy)
-        self._shy = min(2 * self._shy, LOOK)
+        self._shy = min(2 * self._shy, self._tuning.look)
 
     def give(self) -> int:
         """Buffers go back. How many pages. DriverError."""
-        pages = self._buffers.buffers * self._buffers.pages
-        if self._buffers.buffers:
+        pages = self._slots.slots * self._slots.pages
+        if self._slots.slots:
             with self._lock:
-                self._buffers.close()
-            self._wait = AGAIN
+                self._slots.close()
+            self._wait = self._tuning.again
         return pages
 
     def at_home(self, rows: int) -> None:
         """As `arrange`, where nothing is away and there are no buffers."""
-        self._begin(rows, 0, LINK)
+        self._begin(rows, 0, self._tuning.link)
 
-    def arrange(self, twins: Sequence[KVTwin], rows: int, link: float | None, stream: int) -> Choice | None:
-        """Between two iterations, the next of which has so many `rows` of each sequence. `twins`: of all ranges, in the
-        order in which they compute; `link`: bytes per second. What was chosen, where there are other buffers now.
-        BallonetError, DriverError."""
-        speed = link or LINK
-        if self._buffers.buffers:
+    def arrange(self, extents: Sequence[KVExtent], rows: int, link: float | None, stream: int) -> Choice | None:
+        """Between two iterations, the next of which has so many `rows` of each sequence. `extents`: of all ranges, in
+        the order in which they compute; `link`: bytes per second. Returns what was chosen, where there are other
+        buffers now. BallonetError, DriverError."""
+        speed = link or self._tuning.link
+        if self._slots.slots:
             with self._lock:
-                self._buffers.look()
-        away = sum([twin.away for twin in twins])
+                self._slots.look()
+        away = sum([extent.away for extent in extents])
         self._begin(rows, away, speed)
-        if self._buffers.pieces:
+        if self._slots.pieces:
             self._shy = max(1, self._shy - 1)
         if not away:
             self.give()
         if not away or self._settled(away, rows):
             return None
-        layers = [each for each in twins if each.layers == 1]  # several in a range cannot take turns
-        before = self._buffers.buffers, self._buffers.pages
-        self._choice, self._look = self._choose(layers, rows, speed), LOOK
+        layers = [each for each in extents if each.layers == 1]  # several in a range cannot take turns
+        before = self._slots.slots, self._slots.pages
+        self._choice, self._look = self._choose(layers, rows, speed), self._tuning.look
         with self._lock:
             if self._choice.way is Way.BUFFERS:
                 self._stream(layers, stream)
-            elif self._choice.way is Way.IN_PLACE or away > available(self._device):
-                self._buffers.close()
-            elif self._buffers.buffers:  # until it comes home
-                self._buffers.take_off(layers)
-        if away > self._buffers.pieces:
-            self._wait = AGAIN
-        return None if before == (self._buffers.buffers, self._buffers.pages) else self._choice
+            elif self._choice.way is Way.IN_PLACE or away > self._device.available:
+                self._slots.close()
+            elif self._slots.slots:  # until it comes home
+                self._slots.bind(layers)
+        if away > self._slots.pieces:
+            self._wait = self._tuning.again
+        return None if before == (self._slots.slots, self._slots.pages) else self._choice
 
     def _settled(self, away: int, rows: int) -> bool:
         """Is there nothing to arrange?"""
         self._wait -= 1
         self._look -= 1
-        flying = self._buffers.pieces
-        if away - flying > flying // SLACK:
+        in_slot = self._slots.pieces
+        if away - in_slot > in_slot // self._tuning.slack:
             return self._wait > 0 and rows == 1
         return self._look > 0
 
-    def _choose(self, twins: Sequence[KVTwin], rows: int, link: float) -> Choice:
-        if len(twins) < 2:
+    def _choose(self, extents: Sequence[KVExtent], rows: int, link: float) -> Choice:
+        if len(extents) < 2:
             return _IN_PLACE
-        free = available(self._device) + self._buffers.buffers * self._buffers.pages
+        free = self._device.available + self._slots.slots * self._slots.pages
         page = self._device.page_size
-        free += sum(max(0, twin.held - twin.away) for twin in twins) - self._device.budget // page // LEFT
-        held = [max(twin.held, twin.away) for twin in twins]
+        free += sum(max(0, extent.held - extent.away) for extent in extents)
+        free -= self._device.budget // page // self._tuning.left
+        held = [max(extent.held, extent.away) for extent in extents]
         # What nobody knows counts as long as the copies take. It is all before the next layer enters, who says that the
         # attention of the last one has been launched.
         seconds = sum(held) * page / link if self._computes is None else self._computes
-        layers = [Layer(pages, 0.0, seconds / len(twins)) for pages in held]
-        return choose(layers, page=page, link=link, free=max(0, free), rows=rows)
+        layers = [Layer(pages, 0.0, seconds / len(extents)) for pages in held]
+        return choose(layers, page=page, link=link, free=max(0, free), rows=rows, tuning=self._tuning)
 
-    def _stream(self, twins: Sequence[KVTwin], stream: int) -> None:
+    def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:
         """Buffers as chosen, and all that is away flies. See Note [Room for buffers]."""
-        wanted, most = self._choice.streamed, max(twin.away for twin in twins)
-        fits = most <= self._buffers.pages and self._buffers.pieces <= sum(twin.away for twin in twins)
-        if self._buffers.buffers != self._choice.buffers or not fits:
-            self._buffers.close()
+        wanted, most = self._choice.streamed, max(extent.away for extent in extents)
+        fits = most <= self._slots.pages and self._slots.pieces <= sum(extent.away for extent in extents)
+        if self._slots.slots != self._choice.buffers or not fits:
+            self._slots.close()
             self._device.reap()  # what they were made of is free
             wanted = max(wanted, most)
-            pages = wanted + max(1, wanted // SLACK)
-            lacking = self._choice.buffers * pages - available(self._device)
-            each = -(-max(0, lacking) // len(twins))
-            for twin in twins:
-                twin.displace(twin.oldest(max(each, wanted - twin.away)), self._transfer, stream)
-            room = available(self._device) // self._choice.buffers
-            if room < max(twin.away for twin in twins):
+            pages = wanted + max(1, wanted // self._tuning.slack)
+            lacking = self._choice.buffers * pages - self._device.available
+            each = -(-max(0, lacking) // len(extents))
+            for extent in extents:
+                extent.evict(extent.oldest(max(each, wanted - extent.away)), self._transfer, stream)
+            room = self._device.available // self._choice.buffers
+            if room < max(extent.away for extent in extents):
                 return
-            self._buffers.open(self._choice.buffers, min(pages, room))
-        if self._buffers.buffers:
-            self._buffers.take_off(twins)
+            self._slots.open(self._choice.buffers, min(pages, room))
+        if self._slots.slots:
+            self._slots.bind(extents)
 
     def _begin(self, rows: int, away: int, link: float) -> None:
         """An iteration begins; what is known by now of those before is learned."""
         if self._iteration is not None:
-            self._iteration.through = self._buffers.pieces > 0
+            self._iteration.through = self._slots.pieces > 0
         self._iteration = _Iteration(rows, away, link)
         for iteration, seconds in self._intervals.begin(self._iteration):
             if iteration.rows == 1:
@@ -233,7 +237,7 @@ class KVReadPlan:
         """How long does an iteration compute? `seconds`: that it took."""
         copying = iteration.away * self._device.page_size / iteration.link
         if not iteration.through:
-            self._computes = max(0.0, seconds - copying / IN_PLACE)
+            self._computes = max(0.0, seconds - copying / self._tuning.in_place)
         elif self._computes is None or seconds > copying:
             self._computes = seconds
 
@@ -241,10 +245,10 @@ class KVReadPlan:
 
     def give_if_unused(self) -> None:
         """Buffers go back, unless somebody leases the cache."""
-        if self._buffers.buffers and not self._group.leases:
+        if self._slots.slots and not self._group.leases:
             if_free(self._lock, self._close)
 
     def _close(self) -> None:
         if not self._group.leases:
             with suppress(BallonetError, PoolExhausted):
-                self._buffers.close()
+                self._slots.close()

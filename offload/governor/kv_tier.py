@@ -7,16 +7,15 @@ Note [Who calls]
     lock that may have been called so, and nobody who holds it calls the governor.
 
 Note [Before it is copied]
-    A draft of the reclaim list (published.py) may have a page as dirty while its twin gets a page here. Published then,
-    it would mean a twin that holds the bytes. So the governor is told between the two: what is drafted is void.
+    A draft of the reclaim list (published.py) may have a page as dirty while its backing gets one here. Published then,
+    it would mean a backing that holds the bytes. So the governor is told between the two: what is drafted is void.
 """
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from heapq import heapify, heappop, heapreplace
@@ -31,20 +30,26 @@ from ...allocator.interrupts import Finalizer, if_free
 from ..policy.ahead import ahead, window
 from ..policy.ladder import Rung
 from ..policy.peer import mean_seconds
-from ..residency.kv_stream import Slice
-from ..residency.kv_twin import KVTwin, Spans, available
+from ..policy.tuning import Tuning
+from ..residency.kv_extent import KVExtent
+from ..residency.kv_slots import Slice
+from ..residency.mover import Runs
 from .activity import Marks
 from .kv_read_plan import KVReadPlan, Streamed
 from .seat import SPLIT, Offer
 
-AHEAD: Final = 2  # layers of a prefill for which pages are made ready
 _FIRST_SLICE: Final = 4  # index of the first offer that is of a buffer: those before are of full pages
-UNSAID: Final = 64  # of the budget, the part of new full pages in a prefill of which the governor is told at once
 
 
 class Host(Protocol):
     """What of the governor a cache uses."""
 
+    @property
+    def tuning(self) -> Tuning: ...
+    @property
+    def spill(self) -> bool: ...
+    @property
+    def clock(self) -> Callable[[], float]: ...
     @property
     def events(self) -> Events: ...
     @property
@@ -73,19 +78,20 @@ class KVTier:
         """`group`: of all its ranges."""
         self.name = "KV cache"
         self.lock = Lock()
-        self.used = time.monotonic()  # when tokens were appended last
+        self.used = governor.clock()  # when tokens were appended last
         self.layers = 0  # that append in an iteration
         self.patient = True  # did others give what they lease when they were waited for last?
         self._device = device
         self._group = group
         self.governor = governor
-        self._twins: list[weakref.ref[KVTwin]] = []
+        self._tuning = governor.tuning.kv_growth
+        self._extents: list[weakref.ref[KVExtent]] = []
         self._transfers: dict[str, Transfer] = {}
         self._homing = Lock()  # held while pages come home
         self._kept = False
         self._goal = 0  # pages that it is to have in this iteration
         self.block = 1  # ranges that it has, or will have
-        self.way = KVReadPlan(device, group, self.transfer, governor.marks)
+        self.way = KVReadPlan(device, group, self.transfer, governor.marks, governor.clock, governor.tuning.kv_reads)
         self.prefills = False  # does the iteration have many rows?
         self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
         self._turns: list[int] = []  # in this one
@@ -96,7 +102,7 @@ class KVTier:
         self._unsaid = 0  # pages that are full, which the governor does not know
         self._behind = Lock()  # of whoever is about to copy what is marked
         self._next = count()
-        self._full: list[list[tuple[int, Spans]]] = []  # pieces of ranges, by index of the offer, see `_sorted`
+        self._full: list[list[tuple[int, Runs]]] = []  # pieces of ranges, by index of the offer, see `_sorted`
         self._slices: dict[int, Slice] = {}  # by index of the offer
         self._buffered = 0  # changes of buffers that the governor was told of
         self.number = governor.add_cache(self)
@@ -110,34 +116,34 @@ class KVTier:
     @property
     def displaced(self) -> int:
         """Pages that lie on the peer or the host and would be on the device if there were room, as far as known."""
-        return sum([twin.away for twin in self._there()])
+        return sum([extent.away for extent in self._there()])
 
     @property
     def held(self) -> int:
         """Pages under its tokens, wherever they are, and those that it is about to have beside them."""
-        return max(self._goal, sum(twin.pieces for twin in self._there()))
+        return max(self._goal, sum(extent.pieces for extent in self._there()))
 
     @property
     def here(self) -> int:
         """Pages of the device that it has."""
         self.look()
-        return sum(twin.pieces - twin.away for twin in self._there())
+        return sum(extent.pieces - extent.away for extent in self._there())
 
     @property
     def near(self) -> int:
         """The pages of these that lie on the peer."""
-        return 0 if self._device.peer is None else sum([twin.near for twin in self._there()])
+        return 0 if self._device.peer is None else sum([extent.near for extent in self._there()])
 
     @property
     def on_peer(self) -> int:
         """Pages of the peer that could go to the host."""
         self.look()
-        return sum(len(twin.coldest()) for twin in self._there())
+        return sum(len(extent.coldest()) for extent in self._there())
 
     @property
     def leaving(self) -> int:
         """The pages that are on their way there."""
-        return sum(twin.leaving for twin in self._there())
+        return sum(len(extent.backing.leaving) for extent in self._there())
 
     @property
     def kept(self) -> bool:
@@ -159,10 +165,10 @@ class KVTier:
 
     # -- for the thread that uses it
 
-    def add(self, twin: KVTwin) -> int:
+    def add(self, extent: KVExtent) -> int:
         """One more range. Returns its number."""
-        self._twins.append(weakref.ref(twin))
-        return len(self._twins) - 1
+        self._extents.append(weakref.ref(extent))
+        return len(self._extents) - 1
 
     def begins(self, who: tuple[int, int]) -> bool:
         """A layer, (range, place in it), is about to append: is it the first one of an iteration?"""
@@ -174,11 +180,11 @@ class KVTier:
         self._order, self._turns = self._turns, [who[0]]
         return True
 
-    def enter(self, twin: KVTwin, stream: int) -> None:
+    def enter(self, extent: KVExtent, stream: int) -> None:
         """A layer of this range is about to append and to be read, on `stream`. BallonetError, DriverError."""
         self._stream = stream
-        self._arrive(twin, stream)
-        self.way.enter(twin, stream)
+        self._arrive(extent, stream)
+        self.way.enter(extent, stream)
 
     def wrote(self, stream: int) -> None:
         """What is full from now on was written by what `stream` was given so far. What is copied behind waits for
@@ -187,32 +193,33 @@ class KVTier:
 
     def prefilling(self, pages: int) -> None:
         """A layer is about to get so many pages at once, and so will those after it. Where there are not enough for
-        `AHEAD` of them, as many pages of the layers that have run are copied to the host meanwhile, so that they can be
+        the next ones, as many pages of the layers that have run are copied to the host meanwhile, so that they can be
         given up at once (eLLM §4.3.2). DriverError."""
-        if available(self._device) < AHEAD * pages:
-            self.write_behind(AHEAD * pages)
+        wanted = self._tuning.layers * pages
+        if self._device.available < wanted:
+            self.write_behind(wanted)
             self.governor.publish_now()
 
     def copied_behind(self) -> bool:
         """What is being copied to the host has been, so that it may be taken. False where nothing was. DriverError."""
         with self.lock:
-            waited = sum(twin.copied_behind() for twin in self._there())
+            waited = sum(extent.mover.wait_saved() for extent in self._there())
         if waited:
             self.governor.publish_now()
         return waited > 0
 
-    def settle(self, twin: KVTwin, stream: int | None) -> None:
+    def settle(self, extent: KVExtent, stream: int | None) -> None:
         """What `stream` is given from now on, on None the host, finds the tokens of this range at its addresses, until
         a layer enters. On any thread. BallonetError, DriverError."""
-        self._arrive(twin, stream)
-        if twin.flying:
-            self.way.ground(twin)
+        self._arrive(extent, stream)
+        if extent.mover.in_slot:
+            self.way.ground(extent)
 
-    def _arrive(self, twin: KVTwin, stream: int | None) -> None:
-        if twin.coming:
+    def _arrive(self, extent: KVExtent, stream: int | None) -> None:
+        if extent.mover.coming:
             with self._homing:
-                twin.fetch(self.transfer, stream or 0)
-        twin.arrive(stream)
+                extent.fetch(self.transfer, stream or 0)
+        extent.mover.arrive(stream)
 
     def iteration(self, stream: int, rows: int = 1, more: int = 0) -> None:
         """Before the first layer appends `rows` tokens, on `stream`, for which its range gets so many pages `more`, and
@@ -226,7 +233,7 @@ class KVTier:
             self.governor.cache_changed(self.number)
         away = self.displaced
         pages = self.governor.restorable_pages(self.number) if away else 0
-        self.used, self._stream, self.prefills = time.monotonic(), stream, rows > 1
+        self.used, self._stream, self.prefills = self.governor.clock(), stream, rows > 1
         if pages:
             self.bring_back(pages, stream)
             away = self.displaced
@@ -246,16 +253,17 @@ class KVTier:
         """Notes that so many more pages are full. `soon`: where pages are scarce the governor is told before the next
         iteration, once they are a part of the budget that is worth a new list."""
         self._unsaid += pages
-        if soon and self.governor.scarce and self._unsaid * self._device.page_size * UNSAID >= self._device.budget:
+        part = self._tuning.tell
+        if soon and self.governor.scarce and self._unsaid * self._device.page_size * part >= self._device.budget:
             self._unsaid = 0
             self.governor.cache_changed(self.number)
 
     def appended(self, number: int, *, took: bool, next_takes: bool) -> None:
         """A token came to the range of this number; see `ahead`."""
-        width = window(self._device.page_size)
-        for each in ahead(number, len(self._twins), width, took=took, next_takes=next_takes):
-            if (twin := self._twins[each]()) is not None:
-                twin.map_ahead()
+        width = window(self._device.page_size, self._tuning.ahead)
+        for each in ahead(number, len(self._extents), width, took=took, next_takes=next_takes):
+            if (extent := self._extents[each]()) is not None:
+                extent.map_ahead()
 
     def look(self) -> None:
         """Finds out what was taken."""
@@ -265,28 +273,28 @@ class KVTier:
             self._reclaimed = reclaimed
 
     def _see(self) -> None:
-        for twin in self._there():
-            twin.look()
+        for extent in self._there():
+            extent.look()
 
     def bring_back(self, pages: int, stream: int) -> int:
         """Brings home so many pages that are away, if there is room, and their bytes range after range; returns how
         many. DriverError."""
         self.look()
-        began, reading = time.monotonic(), self._reading(self.displaced)
-        twins = [twin for twin in self._there() if twin.away]
-        shown = [twin for twin in twins if not twin.alone()]  # and those have no tensors of their own by now
+        began, reading = self.governor.clock(), self._reading(self.displaced)
+        extents = [extent for extent in self._there() if extent.away]
+        shown = [extent for extent in extents if not extent.alone()]  # and those have no tensors of their own by now
         with self._homing:
-            back = _bring(twins, pages, shown, self.transfer, stream)
+            back = _bring(extents, pages, shown, self.transfer, stream)
         if back:
             predicted = None if reading is None else back * reading
-            self.decided(Rung.RUNNING_KV.label, "revert", back, predicted, time.monotonic() - began)
+            self.decided(Rung.RUNNING_KV.label, "revert", back, predicted, self.governor.clock() - began)
             self.governor.cache_changed(self.number)
         return back
 
-    def bring_one_back(self, twin: KVTwin, piece: int, stream: int) -> bool:
+    def bring_one_back(self, extent: KVExtent, piece: int, stream: int) -> bool:
         """Brings this piece of the range home, if it is away and there is room. DriverError."""
         with self._homing:
-            return _bring([twin], 1, [twin], self.transfer, stream, (piece,)) > 0
+            return _bring([extent], 1, [extent], self.transfer, stream, (piece,)) > 0
 
     def decided(
         self, lever: str, verb: str, pages: int, predicted: float | None = None, measured: float | None = None
@@ -298,17 +306,17 @@ class KVTier:
         """How are the pages read that stay away? An event where buffers come or go."""
         seconds = self._reading(away)
         link = None if seconds is None else self._device.page_size / seconds
-        began = time.monotonic()
+        began = self.governor.clock()
         chosen = self.way.arrange(self._in_order(), rows, link, stream)
         if chosen is not None:
             now = self.streamed
             verb, pages = "pull" if now.buffers else "revert", now.buffers * now.buffer_pages
-            self.decided("layer stream", verb, pages, chosen.exposed, time.monotonic() - began)
+            self.decided("layer stream", verb, pages, chosen.exposed, self.governor.clock() - began)
 
-    def _in_order(self) -> list[KVTwin]:
+    def _in_order(self) -> list[KVExtent]:
         """The ranges as their layers appended in the last iteration, then those that did not."""
-        numbers = dict.fromkeys((*self._order, *range(len(self._twins))))
-        return [twin for number in numbers if (twin := self._twins[number]()) is not None]
+        numbers = dict.fromkeys((*self._order, *range(len(self._extents))))
+        return [extent for number in numbers if (extent := self._extents[number]()) is not None]
 
     @property
     def transfer(self) -> Transfer:
@@ -325,8 +333,8 @@ class KVTier:
         self._full = self._sorted()
         sliced = self._sliced()
         found = [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if not each.readers]
-        for index, of_twins in enumerate(self._full):
-            if pages := sum([end - first for _, spans in of_twins for first, end in spans]):
+        for index, of_extents in enumerate(self._full):
+            if pages := sum([end - first for _, spans in of_extents for first, end in spans]):
                 found.append(Offer(index, pages, index % 2 == 0, divisible=True))
         found += [Offer(index, each.pieces, True, each.readers) for index, each in sliced.items() if each.readers]
         return found
@@ -340,22 +348,22 @@ class KVTier:
             parts = [
                 part
                 for number, spans in full
-                if (twin := self._twins[number]()) is not None
+                if (extent := self._extents[number]()) is not None
                 for run in spans
-                if (part := twin.part(*run)) is not None
+                if (part := extent.part(*run)) is not None
             ]
         return (self._group, parts) if parts else None
 
-    def _sorted(self) -> list[list[tuple[int, Spans]]]:
+    def _sorted(self) -> list[list[tuple[int, Runs]]]:
         """The full pages that may be taken, by number of the range, in this order: those of layers that were read in
         this iteration and are not read again in it, then those of the others; of each the clean ones, then the dirty
         ones. The core takes the oldest of each first, from all layers in turns."""
         ran = frozenset(self._turns[:-1]) if self.prefills else frozenset()
-        found: list[list[tuple[int, Spans]]] = [[], [], [], []]
-        for number, ref in enumerate(tuple(self._twins)):
-            if (twin := ref()) is not None:
+        found: list[list[tuple[int, Runs]]] = [[], [], [], []]
+        for number, ref in enumerate(tuple(self._extents)):
+            if (extent := ref()) is not None:
                 first = 0 if number in ran else 2
-                for kind, spans in zip((first, first + 1), twin.spans(), strict=True):
+                for kind, spans in zip((first, first + 1), extent.takable(), strict=True):
                     if spans:
                         found[kind].append((number, spans))
         return found
@@ -386,29 +394,29 @@ class KVTier:
 
     @property
     def _in_flight(self) -> bool:
-        return True in [twin.in_flight for twin in self._there()]
+        return True in [extent.mover.busy for extent in self._there()]
 
     def _write_behind(self, pages: int) -> None:
         with self.lock:
             settled = self._settle()
             chosen = self._dirty(pages)
-            for twin, pieces in chosen.items():
-                twin.mark(pieces)
+            for extent, pieces in chosen.items():
+                extent.mover.mark(pieces)
         if settled or chosen:
             self.governor.copies_changed()
         with self.lock, suppress(BallonetError, PoolExhausted):
             self._copy_behind(chosen)
 
-    def _copy_behind(self, chosen: dict[KVTwin, list[int]]) -> None:
-        ready = {twin: twin.copy_behind(pieces) for twin, pieces in chosen.items()}
+    def _copy_behind(self, chosen: dict[KVExtent, list[int]]) -> None:
+        ready = {extent: extent.save(pieces) for extent, pieces in chosen.items()}
         copies = [copy for _, found in ready.values() for copy in found]
         if copies:
-            for twin in ready:
-                twin.arrive(self._stream)  # some may have come home just now
+            for extent in ready:
+                extent.mover.arrive(self._stream)  # some may have come home just now
             done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
-            self.decided("write-behind", "pull", len(copies), self._sending(ready))
-            for twin, (mapped, _) in ready.items():
-                twin.copied(mapped, done)
+            self.decided("write-behind", "pull", sum(len(mapped) for mapped, _ in ready.values()), self._sending(ready))
+            for extent, (mapped, _) in ready.items():
+                extent.mover.saving(mapped, done)
 
     def demote(self, pages: int) -> None:
         """Starts to copy up to so many pages from the peer to the host, those first that nobody reads there; they take
@@ -421,38 +429,38 @@ class KVTier:
     def _demote(self, pages: int) -> None:
         with self.lock, suppress(BallonetError, PoolExhausted):
             self._settle()
-            ready: dict[KVTwin, list[int]] = {}
+            ready: dict[KVExtent, list[int]] = {}
             copies: list[tuple[int, int, int]] = []
-            for twin in self._there():
-                ready[twin], found = twin.demote(twin.coldest()[: max(0, pages - len(copies))])
+            for extent in self._there():
+                ready[extent], found = extent.demote(extent.coldest()[: max(0, pages - len(copies))])
                 copies += found
             if copies:
                 done = self.transfer.copy(copies, after=self._stream, owner="kv", to="host")
                 self.decided("demotion", "pull", len(copies), self._copying(len(copies)))
-                for twin, mapped in ready.items():
-                    twin.demoting(mapped, done)
+                for extent, mapped in ready.items():
+                    extent.backing.demoting(mapped, done)
 
-    def demote_one(self, twin: KVTwin, piece: int, stream: int) -> bool:
+    def demote_one(self, extent: KVExtent, piece: int, stream: int) -> bool:
         """Moves this page from the peer to the host, if it lies there and can go now. DriverError."""
         with self.lock:
-            ready, copies = twin.demote([each for each in twin.coldest() if each == piece])
+            ready, copies = extent.demote([each for each in extent.coldest() if each == piece])
             if not ready:
                 return False
             done = self.transfer.copy(copies, after=stream, owner="kv", to="host")
-            twin.demoting(ready, done)
+            extent.backing.demoting(ready, done)
             done.wait()
-            twin.settle()
-            return twin.pages.backing(piece) == "host"
+            extent.mover.saved()
+            return extent.backing.pages.backing(piece) == "host"
 
     def _reading(self, away: int) -> float | None:
         """Seconds for a page of those that are away, as they lie; None where a link was not measured that matters."""
         near = self.near
         return mean_seconds(near, away - near, self.governor.peer_page_seconds, self.governor.page_seconds)
 
-    def _sending(self, ready: Mapping[KVTwin, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
+    def _sending(self, ready: Mapping[KVExtent, tuple[Sequence[int], Sequence[Any]]]) -> float | None:
         """Seconds for what is copied behind."""
         host, peer = self.governor.page_seconds, self.governor.peer_page_seconds
-        places = Counter(twin.pages.place(piece) for twin, (pieces, _) in ready.items() for piece in pieces)
+        places = Counter(extent.backing.pages.place(piece) for extent, (pieces, _) in ready.items() for piece in pieces)
         mean = mean_seconds(places["peer"], places["host"], peer, host)
         return None if mean is None else places.total() * mean
 
@@ -461,22 +469,22 @@ class KVTier:
         seconds = self.governor.page_seconds
         return None if seconds is None else pages * seconds
 
-    def _dirty(self, pages: int) -> dict[KVTwin, list[int]]:
+    def _dirty(self, pages: int) -> dict[KVExtent, list[int]]:
         """Returns so many full pages that are not clean, in the order in which they would be taken."""
-        chosen: dict[KVTwin, list[int]] = {}
+        chosen: dict[KVExtent, list[int]] = {}
         full = self._sorted() if pages > 0 else []
-        for of_twins in full[1::2]:
-            twins = {number: twin for number, _ in of_twins if (twin := self._twins[number]()) is not None}
+        for of_extents in full[1::2]:
+            extents = {number: extent for number, _ in of_extents if (extent := self._extents[number]()) is not None}
             runs = [
                 (first, number, end)
-                for number, spans in of_twins
-                if number in twins and not twins[number].restless
+                for number, spans in of_extents
+                if number in extents and not extents[number].restless
                 for first, end in spans
             ]
             heapify(runs)
             while runs and pages > 0:
                 piece, number, end = runs[0]
-                chosen.setdefault(twins[number], []).append(piece)
+                chosen.setdefault(extents[number], []).append(piece)
                 pages -= 1
                 if piece + 1 < end:
                     heapreplace(runs, (piece + 1, number, end))
@@ -485,35 +493,35 @@ class KVTier:
         return chosen
 
     def _settle(self) -> bool:
-        return sum([twin.settle() for twin in self._there()]) > 0
+        return sum([extent.mover.saved() for extent in self._there()]) > 0
 
-    def _there(self) -> list[KVTwin]:
-        return [twin for ref in tuple(self._twins) if (twin := ref()) is not None]
+    def _there(self) -> list[KVExtent]:
+        return [extent for ref in tuple(self._extents) if (extent := ref()) is not None]
 
 
 def _bring(
-    twins: Sequence[KVTwin],
+    extents: Sequence[KVExtent],
     pages: int,
-    shown: Sequence[KVTwin],
+    shown: Sequence[KVExtent],
     transfer: Transfer,
     stream: int,
     chosen: Sequence[int] | None = None,
 ) -> int:
     """Brings home so many pages of these, if there is room: of each those of `chosen`, if that is not None. `shown`: to
-    whose tensors somebody refers, who may read them on any stream: the host waits for those. See kv_twin.py,
+    whose tensors somebody refers, who may read them on any stream: the host waits for those. See mover.py,
     Note [Coming home]."""
     back = 0
     try:
-        for twin in twins:
+        for extent in extents:
             if back < pages:
-                back += twin.own(pages - back, chosen)
-        for twin in twins:
-            twin.fetch(transfer, stream)
-        for twin in shown:
-            twin.arrive(None)
+                back += extent.own(pages - back, chosen)
+        for extent in extents:
+            extent.fetch(transfer, stream)
+        for extent in shown:
+            extent.mover.arrive(None)
     except BaseException:
-        for twin in twins:
-            twin.recall()
-            twin.arrive(None)
+        for extent in extents:
+            extent.mover.recall()
+            extent.mover.arrive(None)
         raise
     return back

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from ..policy.lending import Account, Window, due, master_of, resized, unit_within
-
-CHECK: Final = 1.0  # seconds between looks whether it has
-PART: Final = 8  # of the pool: a unit is no larger; see lending.py, Note [Units of a pool]
+from ..policy.tuning import DEFAULT, Loans
 
 
 @dataclass(slots=True)
@@ -57,15 +54,16 @@ class _Book:
 class Lending:
     """By number of the model. Not thread-safe: whoever calls holds the governor's lock."""
 
-    def __init__(self, window: float) -> None:
+    def __init__(self, window: float, tuning: Loans = DEFAULT.loans) -> None:
         """`window`: seconds."""
         self._window = window
+        self._tuning = tuning
         self._books: dict[int, _Book] = {}
         self._looked = 0.0
 
     def is_due(self, now: float) -> bool:
         """Is it time to look what can be spared?"""
-        return now - self._looked >= CHECK
+        return now - self._looked >= self._tuning.check
 
     def covers(self, use: Use, now: float) -> bool:
         """Is what the model uses its own? It is noted."""
@@ -85,7 +83,7 @@ class Lending:
         for use, account in zip(uses, accounts, strict=True):
             book, master = self._books[use.number], master_of(account, accounts)
             book.window.use(now, use.used)
-            size = unit_within(book.block, book.block if master is None else master.block, max(1, total // PART))
+            size = unit_within(book.block, book.block if master is None else master.block, self._largest(total))
             book.unit = size.size
             before, needed = book.reserve, max(book.window.most(now), use.floor)
             book.reserve = resized(before, book.block, needed, size)
@@ -102,7 +100,7 @@ class Lending:
 
     def due(self, uses: Sequence[Use], free: int, total: int) -> dict[int, int]:
         """Pages that each has to give back, so that every reserve is whole."""
-        return due(self.accounts(uses), free, max(1, total // PART))
+        return due(self.accounts(uses), free, self._largest(total))
 
     def borrowed(self, uses: Sequence[Use]) -> int:
         """Pages of all that are held beyond reserves."""
@@ -112,6 +110,10 @@ class Lending:
         """What is in the books of a model."""
         book = self._book(use.number)
         return Lent(book.reserve, max(0, use.held - book.reserve), book.lent, book.unit)
+
+    def _largest(self, total: int) -> int:
+        """Pages of a unit, at most."""
+        return max(1, total // self._tuning.part)
 
     def _book(self, number: int) -> _Book:
         return self._books.setdefault(number, _Book(Window(self._window)))

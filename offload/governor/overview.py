@@ -25,6 +25,7 @@ from ...allocator.events import Events
 from ..policy.ladder import Candidate
 from ..policy.ledger import Settled
 from ..policy.peer import Near, lacking, leaving
+from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .activity import Marks, Progress
 from .candidates import Held, listed, of_models, to_clean
@@ -38,18 +39,14 @@ from .seat import LAYERS, Cache, Seat
 from .situation import Situation
 from .traffic import Traffic, sent
 
-DWELL: Final = 10.0  # seconds that pages are empty before they go back to who gave them
-PAUSE: Final = 1.0  # seconds after its last iteration, on the device, after which a model is idle
-CLEAN: Final = 8  # of the budget, the part of KV that is kept clean ahead of need
-STEP: Final = 2**26  # bytes of a cache that are copied to the host at a time
-
 
 class Overview:
     """Thread-safe, but for what says that the caller holds the lock. `bandwidth`: of the link, bytes per second,
     measured; needed before a model with an SLO is added. `received`: bytes per second that go over the link
-    (link.received), None where nobody can say; it is asked in the background, while anything streams. `dwell`, `pause`:
-    seconds, see DWELL and PAUSE. `window`: seconds that a model's reserve outlasts its use. `events`: the device's
-    log. `marks`: of its streams, None where operators are complete when they return."""
+    (link.received), None where nobody can say; it is asked in the background, while anything streams. `clock`: seconds,
+    by which all is decided that depends on time. `window`: seconds that a model's reserve outlasts its use. `spill`:
+    may pages of the host stand in where no others are left? `events`: the device's log. `marks`: of its streams, None
+    where operators are complete when they return."""
 
     def __init__(
         self,
@@ -58,29 +55,36 @@ class Overview:
         bandwidth: float | None = None,
         received: Callable[[], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        dwell: float = DWELL,
-        pause: float = PAUSE,
+        tuning: Tuning = DEFAULT,
         window: float = Config().reserve,
+        spill: bool = False,
         events: Events | None = None,
         marks: Marks | None = None,
     ) -> None:
         self._device = device
         self._bandwidth = bandwidth
         self._peer_bandwidth: float | None = None
-        self._clock = clock
-        self._pause = pause
+        self.tuning: Final = tuning
+        self.clock: Final = clock
+        # the same in ns, and where nothing else was said in one call of C
+        self.nanoseconds: Final = time.monotonic_ns if clock is time.monotonic else lambda: round(clock() * 1e9)
+        self.spill: Final = spill
         self._lock = threading.Lock()
         self.marks = marks
-        self._clients = Clients(pause, Progress(marks, clock))
-        self._lending = Lending(window)
+        self._clients = Clients(self.tuning.pages.idle, Progress(marks, clock), self.tuning.weights)
+        self._lending = Lending(window, self.tuning.loans)
         self._traffic = 0.0
-        self._watcher = None if received is None else Traffic(received, lambda: sent(device), self.set_traffic, clock)
+        self._watcher = (
+            None
+            if received is None
+            else Traffic(received, lambda: sent(device), self.set_traffic, clock, self.tuning.traffic)
+        )
         # what is looked up while nothing happens
         self._answers: dict[tuple[int, Point], Decision] = {}
         self._settled: Settled | None = None
         self._wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
         # pages
-        self.pages: Final = Pages(device, dwell)
+        self.pages: Final = Pages(device, self.tuning.pages)
         self._waited = False  # was anything taken since it was last looked?
         self._list = Published(device)
         self._candidates: list[Candidate] | None = None  # of the models, where nothing of them has changed
@@ -120,11 +124,11 @@ class Overview:
         return None if self._peer_bandwidth is None else self._device.page_size / self._peer_bandwidth
 
     def set_traffic(self, rate: float) -> None:
-        """Others take so many bytes per second of the link; told apart by sixteenths of it."""
+        """Others take so many bytes per second of the link."""
         with self._lock:
             if self._bandwidth is None:
                 return
-            step = self._bandwidth / 16
+            step = self._bandwidth / self.tuning.traffic.steps
             before, self._traffic = self._traffic, math.ceil(rate / step) * step
             if before != self._traffic:
                 self._moved()
@@ -239,7 +243,7 @@ class Overview:
         """All that may be taken now, in the order of taking."""
         with self._lock:
             self._hear()
-            now = self._clock()
+            now = self.clock()
             self._rest(now)
             return self._listed(self._situation(now, 0), self._clients.held(now), self._owed(now))
 
@@ -252,7 +256,7 @@ class Overview:
         behind = self._published()
         if behind:
             with self._lock:
-                resting = self._clients.resting(self._clock())
+                resting = self._clients.resting(self.clock())
             for cache in resting:
                 cache.give_buffers()
         for cache, pages in behind:
@@ -268,7 +272,7 @@ class Overview:
             self._hear()
             if not self._list.stale:
                 return []
-            now = self._clock()
+            now = self.clock()
             self._rest(now)
             situation, held = self._situation(now, 0), self._clients.held(now)
             candidates = self._listed(situation, held, self._owed(now))
@@ -288,9 +292,10 @@ class Overview:
         busy = any(seat.model.plan.copied or seat.taken for seat in now.seats if seat.number in now.active)
         if not self.pages.short:
             return []
-        step = 0 if busy else max(1, STEP // self._device.page_size)
+        tuning = self.tuning.write_behind
+        step = 0 if busy else max(1, tuning.step // self._device.page_size)
         borrowed = self._lending.borrowed(self._clients.uses(time)) if len(now.seats) > 1 else 0
-        pages = to_clean(candidates, held, max(self.pages.total // CLEAN, borrowed), step)
+        pages = to_clean(candidates, held, max(self.pages.total // tuning.clean, borrowed), step)
         return [(cache, pages.get(seat.number, 0)) for seat, cache in self._clients.caches]
 
     def _leaving(self) -> list[tuple[Cache, int]]:
@@ -299,9 +304,9 @@ class Overview:
         if not total:
             return []
         with self._lock:
-            active = self._clients.active(self._clock())
+            active = self._clients.active(self.clock())
             caches = {seat.number: cache for seat, cache in self._clients.caches}
-            wanted = lacking(free + sum(cache.leaving for cache in caches.values()), total)
+            wanted = lacking(free + sum(cache.leaving for cache in caches.values()), total, self.tuning.peer)
             near = [
                 Near(number, cache.on_peer, number in active, cache.used) for number, cache in caches.items() if wanted
             ]

@@ -5,28 +5,21 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Final
 
 from ..policy.remap import Calm, observe
+from ..policy.tuning import FreePages
 from .published import Pool
-
-SPARE: Final = 32  # of the budget, a part that never goes back to who gave it, so that the next tokens find room
-SHORT: Final = 4  # of the budget, the part of free pages below which it is worth host memory to prepare for less
-AMPLE: Final = 5 / 16  # of the budget, the part of free pages from which on it is not
-FORGET: Final = 60.0  # seconds that pages have to be ample
-POLL: Final = 0.005  # seconds between looks for pages that were freed without a word
 
 
 class Pages:
-    """`dwell`: seconds, see remap.py, Note [Calm]. `look` is not thread-safe: whoever calls holds the governor's lock;
-    the others are."""
+    """`look` is not thread-safe: whoever calls holds the governor's lock; the others are."""
 
-    def __init__(self, device: Pool, dwell: float) -> None:
+    def __init__(self, device: Pool, tuning: FreePages) -> None:
         self.short = False  # were few free when it was looked last?
         self.scarce = False  # or not long ago?
         self._ample: float | None = None  # since when
         self._device = device
-        self._dwell = dwell
+        self._tuning = tuning
         self._calm: Calm | None = None
         self._given = threading.Condition()
 
@@ -38,7 +31,7 @@ class Pages:
     @property
     def mark(self) -> int:
         """The pages that never go back."""
-        return max(1, self.total // SPARE)
+        return max(1, self.total // self._tuning.spare)
 
     @property
     def free(self) -> int:
@@ -58,18 +51,20 @@ class Pages:
         """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
         look?"""
         free = self.free
-        self.short = free * SHORT < self.total
+        self.short = free * self._tuning.short < self.total
         self.scarce = self._scarce(now, free)
-        self._calm, spare = observe(self._calm, now, free, waited or self._device.demand > 0, self.mark, self._dwell)
+        waited = waited or self._device.demand > 0
+        self._calm, spare = observe(self._calm, now, free, waited, self.mark, self._tuning.dwell)
         return free, spare
 
     def _scarce(self, now: float, free: int) -> bool:
         """Are pages scarce? They are once they are short, and until they have been ample for long enough."""
-        if self.short or free < AMPLE * self.total or not self.scarce:
+        if self.short or free < self._tuning.ample * self.total or not self.scarce:
             self._ample = None
         elif self._ample is None:
             self._ample = now
-        return self.short or (self.scarce and (self._ample is None or now - self._ample < FORGET))
+        recent = self._ample is None or now - self._ample < self._tuning.forget
+        return self.short or (self.scarce and recent)
 
     def went_back(self) -> None:
         """Some did, which is no use that grows: the dwell begins anew."""
@@ -87,7 +82,7 @@ class Pages:
             if left <= 0:
                 return False
             with self._given:
-                if self._given.wait(min(left, POLL)):
+                if self._given.wait(min(left, self._tuning.look)):
                     return True
 
     def given(self) -> None:

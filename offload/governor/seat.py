@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 from ..policy.interval import Costs
-from ..policy.plan import ASSUMED_RATIO, Plan, fewest, smallest
+from ..policy.plan import Plan, fewest, smallest
 from ..policy.remap import cap
+from ..policy.tuning import DEFAULT, WeightPlans
 from ..record.record import Phase, Point
 from .kv_read_plan import Streamed
 
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 LAYERS: Final = 2**20  # a key of the reclaim list is a seat's number times this, and a layer
 SPLIT: Final = 2**16  # indices of offers are below; each further candidate made of one has an index higher by this
-LOOK: Final = 64  # iterations until it is looked whether another plan is faster, each time twice as many
-LONGEST: Final = 1024  # and no more than that
 
 
 class Governed(Protocol):
@@ -95,7 +94,7 @@ class Cache(Protocol):
 
     @property
     def used(self) -> float:
-        """When tokens were appended last (`time.monotonic`)."""
+        """When tokens were appended last, by the governor's clock."""
 
     @property
     def displaced(self) -> int:
@@ -170,6 +169,7 @@ class Seat:
     name: str
     model: Governed
     base: int
+    tuning: WeightPlans = DEFAULT.weights
     used: float = -math.inf
     point: Point | None = None
     last: dict[Phase, Point] = field(default_factory=lambda: dict(FIRST))
@@ -182,7 +182,10 @@ class Seat:
     noticed: set[Phase] = field(default_factory=set)
     costs: dict[Point, tuple[Costs, bool]] = field(default_factory=dict)
     passes: Counter[Phase] = field(default_factory=Counter)
-    due: int = LOOK
+    due: int = 0
+
+    def __post_init__(self) -> None:
+        self.due = self.tuning.look
 
     @property
     def has_slo(self) -> bool:
@@ -244,16 +247,16 @@ class Seat:
         if after == before:
             return
         if after != promised:
-            self.due = LOOK
+            self.due = self.tuning.look
         elif len(before.streamed) == self.base:
             self.base = len(after.streamed)  # it is as much what memory demands
 
     def _costs(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
-        pages = self.model.plan.pages
+        pages, ratio = self.model.plan.pages, float(self.tuning.assumed_ratio)
         seconds = self.model.seconds(point)
         measured = seconds is not None and page_seconds is not None
         if seconds is None:
-            seconds = max(1, sum(pages)) * (page_seconds or 1.0) / float(ASSUMED_RATIO)
+            seconds = max(1, sum(pages)) * (page_seconds or 1.0) / ratio
         if page_seconds is None:
-            page_seconds = seconds * float(ASSUMED_RATIO) / max(1, sum(pages))
+            page_seconds = seconds * ratio / max(1, sum(pages))
         return Costs(pages, seconds, page_seconds), measured

@@ -7,13 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from statistics import median
-from typing import Final
 
 from ...allocator.errors import BallonetError
+from ..policy.tuning import OtherTraffic
 from .published import Pool
-
-PERIOD: Final = 1.0  # seconds between two looks
-LOOKS: Final = 5  # of which the middle one counts: copies come in bursts
 
 
 class Traffic:
@@ -26,7 +23,7 @@ class Traffic:
         copied: Callable[[], int],
         tell: Callable[[float], None],
         clock: Callable[[], float],
-        period: float = PERIOD,
+        tuning: OtherTraffic,
     ) -> None:
         """`received`: bytes per second that the device receives, None where nobody knows, and then it is not asked
         again; `copied`: bytes that ballonet sent to the device so far; `tell`: is called with the bytes per second of
@@ -35,8 +32,8 @@ class Traffic:
         self._copied = copied
         self._tell = tell
         self._clock = clock
-        self._period = period
-        self._seen: deque[float] = deque(maxlen=LOOKS)
+        self._period = tuning.period
+        self._seen: deque[float] = deque(maxlen=tuning.looks)
         self._lock = threading.Lock()
         self._stop: threading.Event | None = None  # of the thread that looks
 

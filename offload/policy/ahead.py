@@ -8,14 +8,10 @@ Note [Window]
 
 from __future__ import annotations
 
-from typing import Final
 
-LIMIT: Final = 50 * 2**20  # bytes that may lie ahead of their use in all, or one page
-
-
-def window(page: int) -> int:
-    """Pages of `page` bytes that may lie ahead."""
-    return max(1, LIMIT // page)
+def window(page: int, limit: int) -> int:
+    """Pages of `page` bytes that may lie ahead of their use: `limit` bytes in all, or one page."""
+    return max(1, limit // page)
 
 
 def ahead(layer: int, layers: int, width: int, *, took: bool, next_takes: bool) -> tuple[int, ...]:

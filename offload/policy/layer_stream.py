@@ -32,12 +32,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
 
-IN_PLACE: Final = 0.9  # of the link, measured
-COPY: Final = 1e-5  # seconds that a copy takes beside its bytes, measured
-ROWS_IN_PLACE: Final = 64
-_ROWS_OF_A_PASS: Final = 256
+from .tuning import DEFAULT, KVReads
 
 
 def block_bytes(tokens: int, heads: int, dim: int, itemsize: int) -> int:
@@ -107,17 +103,17 @@ def choose(
     link: float,
     free: int,
     rows: int,
-    in_place: float = IN_PLACE,
-    copy: float = COPY,
+    tuning: KVReads = DEFAULT.kv_reads,
 ) -> Choice:
     """The fastest way that fits `free` device pages; of equals the one that takes fewest.
 
-    `page`: bytes; `link`: bytes per second; `rows`: of queries in one attention, batch times new tokens; `in_place`:
-    its share of the link; `copy`: seconds per copy. ValueError.
+    `page`: bytes; `link`: bytes per second; `rows`: of queries in one attention, batch times new tokens.
+    ValueError.
     """
-    if page < 1 or link <= 0 or free < 0 or rows < 1 or in_place <= 0:
+    if page < 1 or link <= 0 or free < 0 or rows < 1 or tuning.in_place <= 0:
         raise ValueError("pages, the link and rows are more than nothing, and no less than no page is free")
-    costs = _Costs(tuple(layers), page / link, copy, -(-rows // _ROWS_OF_A_PASS) / in_place)
+    slower = -(-rows // tuning.rows_of_a_pass) / tuning.in_place
+    costs = _Costs(tuple(layers), page / link, tuning.copy, slower)
     if sum(layer.pages for layer in layers) <= free:
         return costs.choice(Way.HOME, 0, 0)
     through = [
@@ -125,7 +121,7 @@ def choose(
         for buffers in (1, 2)
         if (streamed := fewest_streamed([layer.pages for layer in layers], free, buffers)) is not None
     ]
-    if through and rows > ROWS_IN_PLACE:
+    if through and rows > tuning.rows:
         return min(through, key=_better)
     streamed = fewest_streamed([layer.pages for layer in layers], free, 0)
     assert streamed is not None  # nothing at home and no buffer always fits

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from .tuning import DEFAULT
+
 ALIGNMENT = 512  # bytes
-LARGE = 2**20  # bytes; below this a block stays in the resident range: small copies cannot fill a link
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,9 @@ class Layout:
             yield tuple(layers[layer])
 
 
-def place(blocks: Iterable[Block], page_size: int) -> Layout:
-    """The layout of `blocks`, each of at least one byte, over pages of `page_size` bytes (a multiple of 512).
+def place(blocks: Iterable[Block], page_size: int, large: int = DEFAULT.weights.large) -> Layout:
+    """The layout of `blocks`, each of at least one byte, over pages of `page_size` bytes (a multiple of 512). A block
+    of fewer than `large` bytes stays in the resident range.
 
     Ranges that would be empty are left out. ValueError for a block without bytes, a key given twice, or a page size
     that no block can be aligned in.
@@ -141,7 +143,7 @@ def place(blocks: Iterable[Block], page_size: int) -> Layout:
         if block.nbytes < 1 or block.key in seen:
             raise ValueError(f"{block} has no bytes or was given twice")
         seen.add(block.key)
-        if block.layer is not None and block.nbytes >= LARGE:
+        if block.layer is not None and block.nbytes >= large:
             layers.setdefault(block.layer, []).append(block)
         else:
             resident.append(block)

@@ -35,9 +35,10 @@ from typing import Final, Literal
 from ...allocator.units import format_time
 from .interval import Costs
 from .plan import Plan
+from .tuning import DEFAULT
 
 FIXED: Final = 0  # in the place of an interval
-_PARTS: Final = 1024  # of the link: how finely needs are told apart
+_PARTS: Final = DEFAULT.weights.link_parts  # of the link: how finely needs are told apart
 
 Reason = Literal["memory", "slo", "link"]
 

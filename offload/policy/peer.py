@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
-LOW: Final = 8  # of the peer's pages, the part that is free at least
-ENOUGH: Final = 4  # and the part that is free after some went
+from .tuning import PeerPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +26,9 @@ class Near:
     used: float
 
 
-def lacking(free: int, total: int) -> int:
+def lacking(free: int, total: int, tuning: PeerPages) -> int:
     """Pages that should leave a peer of `total`, of which so many are free or on their way."""
-    return 0 if free * LOW >= total else -(-total // ENOUGH) - free
+    return 0 if free * tuning.low >= total else -(-total // tuning.enough) - free
 
 
 def leaving(caches: Iterable[Near], pages: int) -> dict[int, int]:

@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
-from typing import Final
 
 from .schedule import Pass, as_submitted, every, simulate
-
-SLOTS: Final = (1, 2)  # what is tried: more than two never pay (Oneiros §5.2)
+from .tuning import DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,11 @@ def spread(pages: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def fewest(
-    pages: Sequence[int], available: int, ratio: Fraction, most: int | None = None, slots: tuple[int, ...] = SLOTS
+    pages: Sequence[int],
+    available: int,
+    ratio: Fraction,
+    most: int | None = None,
+    slots: tuple[int, ...] = DEFAULT.weights.slots,
 ) -> Plan | None:
     """The plan that fits `available` device pages at the smallest time per pass: of those with as many `slots`, the one
     that streams the fewest layers each, and no more than `most`. None where streaming as many as that does not fit."""
@@ -139,16 +141,11 @@ def _fitting(pages: Sequence[int], available: int, slots: int, most: int) -> Ite
             yield plan
 
 
-# A layer of an 8B model in bf16 takes 4 times as long over PCIe 5 as to decode one sequence eagerly on an H200: what is
-# assumed until something was measured. It decides between one slot and two and nothing else.
-ASSUMED_RATIO: Final = Fraction(4)
-
-
 @dataclass(frozen=True, slots=True)
 class Fewest:
     """The default: as few layers stream as the memory demands."""
 
-    ratio: Fraction = ASSUMED_RATIO
+    ratio: Fraction = DEFAULT.weights.assumed_ratio
 
     def choose(self, pages: Sequence[int], available: int) -> Plan | None:
         """A plan that fits `available` device pages, None where none does."""

@@ -19,7 +19,7 @@ Note [Odds]
 
 Note [Gone]
     A policy that only sees what it kept learns that it was right. So keys that were evicted are remembered for
-    a while, `REMEMBERED` for each that is stored: one that comes back counts as a return, and goes on with its uses.
+    a while, a few for each that is stored: one that comes back counts as a return, and goes on with its uses.
 """
 
 from __future__ import annotations
@@ -27,13 +27,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from math import log
-from typing import Final, Protocol
+from typing import Protocol
 
-REMEMBERED: Final = 4  # keys that are gone, for each that is stored
-_EVEN: Final = 4.0  # returns, and as many failures, that every kind starts with
-_SHARED: Final = 3  # uses of a block from which on another request than this one and the one that stored it had it
-_OFTEN: Final = 8  # uses from which on they are not told apart
-_LEARNED: Final = 2**16  # returns after which what was counted before weighs half
+from .tuning import DEFAULT, BlockOdds
 
 
 class Policy(Protocol):
@@ -81,28 +77,31 @@ class _Past:
 
 
 class _Returns:
-    """What came of a kind of block: uses, and how many of them were followed by another."""
+    """What came of a kind of block: uses, and how many of them were followed by another. `even`: returns, and as many
+    failures, that it starts with."""
 
-    __slots__ = ("returned", "uses")
+    __slots__ = ("even", "returned", "uses")
 
-    def __init__(self) -> None:
-        self.uses = 2 * _EVEN
-        self.returned = _EVEN
+    def __init__(self, even: float) -> None:
+        self.even = even
+        self.uses = 2 * even
+        self.returned = even
 
     def halve(self) -> None:
         """All but what it started with."""
-        self.uses = self.uses / 2 + _EVEN
-        self.returned = (self.returned + _EVEN) / 2
+        self.uses = self.uses / 2 + self.even
+        self.returned = (self.returned + self.even) / 2
 
     @property
     def odds(self) -> float:
-        return self.returned / max(self.uses - self.returned, _EVEN)
+        return self.returned / max(self.uses - self.returned, self.even)
 
 
 class Odds:
     """Least likely to return. See Note [Odds]."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: BlockOdds = DEFAULT.prefixes.odds) -> None:
+        self._tuning = tuning
         self._clock = 0
         self._stored: dict[Hashable, _Past] = {}
         self._gone: OrderedDict[Hashable, _Past] = OrderedDict()
@@ -114,7 +113,7 @@ class Odds:
         past = self._gone.pop(key, None) or _Past()
         self._stored[key] = past
         path = self._stored.get(behind)
-        return self._use(past, (last, path is not None and path.uses >= _SHARED))
+        return self._use(past, (last, path is not None and path.uses >= self._tuning.shared))
 
     def used(self, key: Hashable) -> float:
         return self._use(self._stored[key], None)
@@ -123,7 +122,7 @@ class Odds:
         past = self._stored.pop(key)
         if evicted:
             self._gone[key] = past
-        while len(self._gone) > REMEMBERED * len(self._stored):
+        while len(self._gone) > self._tuning.remembered * len(self._stored):
             self._gone.popitem(last=False)
 
     def _use(self, past: _Past, first: Hashable) -> float:
@@ -132,8 +131,8 @@ class Odds:
             self._return(past)
         past.uses += 1
         past.at = self._clock
-        past.kind = min(past.uses, _OFTEN) if past.uses > 1 else first
-        kind = self._kinds.setdefault(past.kind, _Returns())
+        past.kind = min(past.uses, self._tuning.often) if past.uses > 1 else first
+        kind = self._kinds.setdefault(past.kind, _Returns(self._tuning.even))
         kind.uses += 1
         mean = self._sum / self._count if self._count else 0.0
         return self._clock + mean * log(kind.odds)
@@ -142,7 +141,7 @@ class Odds:
         self._kinds[past.kind].returned += 1
         self._count += 1
         self._sum += self._clock - past.at
-        if self._count >= _LEARNED:
+        if self._count >= self._tuning.learned:
             self._count, self._sum = self._count / 2, self._sum / 2
             for kind in self._kinds.values():
                 kind.halve()

@@ -15,16 +15,12 @@ from contextlib import ExitStack
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ...allocator._native import Device, Transfer
 from ...allocator.errors import PoolExhausted
+from ..policy.tuning import DEFAULT, LinkMeasure
 
-MOST: Final = 8 * 2**20  # bytes that are taken of either side: a copy is long enough from there on
-_FIRST: Final = 2**20  # bytes: from these it is known how much to copy at a time
-_LONG: Final = 0.02  # seconds that one measurement is to take
-_COPIES: Final = 256  # of one measurement at most
-_ROUNDS: Final = 4
 _Answer = TypeVar("_Answer")
 
 
@@ -33,6 +29,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     leave: int = 0,
     place: Literal["host", "peer"] = "host",
+    tuning: LinkMeasure = DEFAULT.link,
 ) -> float | None:
     """Bytes per second from pages of the host, or of the peer, to the device; see Note [Measuring the link]. The caller
     waits, as a rule 0.1 s. `leave`: device pages that stay free.
@@ -42,7 +39,7 @@ def measure(
     """
     page = device.page_size
     there_is = device.host_pages if place == "host" else device.peer is not None
-    pages = min(max(1, MOST // page), _free(device) - leave) if there_is else 0
+    pages = min(max(1, tuning.most // page), _free(device) - leave) if there_is else 0
     if pages < 1:
         return None
     with ExitStack() as undo:
@@ -63,13 +60,13 @@ def measure(
             transfer.copy(parts, after=0, owner="activations", to="device").wait()
             return clock() - begun
 
-        first = min(_FIRST, pages * page)
+        first = min(tuning.first, pages * page)
         seconds(first, 1)  # the way there
         rate = first / seconds(first, 1)
-        nbytes = max(first, min(pages * page, int(rate * _LONG)))
-        copies = max(1, min(_COPIES, int(rate * _LONG) // nbytes))
+        nbytes = max(first, min(pages * page, int(rate * tuning.seconds)))
+        copies = max(1, min(tuning.copies, int(rate * tuning.seconds) // nbytes))
         seconds(nbytes, 1)  # every page has been written to
-        return nbytes * copies / min(seconds(nbytes, copies) for _ in range(_ROUNDS))
+        return nbytes * copies / min(seconds(nbytes, copies) for _ in range(tuning.rounds))
 
 
 def _free(device: Device) -> int:

@@ -11,14 +11,14 @@ Note [Never under]
 
 Note [What runs teaches]
     A model that runs tells its times. One counts for the powers of two above its batch and length, where nothing
-    shorter is believed than what was measured there. Of the `WINDOW` that are remembered for a point the second longest
+    shorter is believed than what was measured there. Of the times that are remembered for a point the second longest
     is believed: so a first iteration that loads kernels, or one that was disturbed, says nothing by itself, and is
     forgotten. A time is forgotten for one of at least as much work, so that short prompts do not stand for long ones.
     What was learned is not written to the file: a machine that was busy for an hour is not slow for ever.
 
 Note [As a rule]
     What is never under is too much for a prediction: it is what an SLO is judged by. What an iteration takes as a rule
-    is the median of the `NEAREST` that did the most similar amount of work, of the last `WINDOW` of its point; of an
+    is the median of those that did the most similar amount of work, of what is remembered of its point; of an
     even number the lower one of the middle, so that of the first two times it is not that of loading kernels.
 """
 
@@ -36,12 +36,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, Self, get_args
 
 from ..policy.interval import Costs, meeting
+from ..policy.tuning import DEFAULT, Records
 
 Phase = Literal["prefill", "decode"]
 FORMAT: Final = 1  # of the file
-WINDOW: Final = 16  # times that are remembered of what runs, for each point
-NEAREST: Final = 5  # of them, those that say what an iteration takes as a rule
-GRID: Final = 0.002  # seconds: SLOs are listed at multiples of it (§4.4)
 
 
 class Point(NamedTuple):
@@ -75,6 +73,7 @@ class Record:
     seconds: Mapping[Point, float] = field(default_factory=dict)
     lessons: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
     recent: Mapping[Point, Sequence[Lesson]] = field(default_factory=dict)
+    tuning: Records = DEFAULT.records
 
     def __post_init__(self) -> None:
         times = (self.bandwidth, *self.seconds.values())
@@ -100,14 +99,15 @@ class Record:
         recent, work = self.recent.get(Point(phase, batch, length).corner), batch * length
         if not recent:
             return self.time(phase, batch, length)
-        nearest = sorted(recent, key=lambda each: abs(each.work - work))[:NEAREST]
+        nearest = sorted(recent, key=lambda each: abs(each.work - work))[: self.tuning.nearest]
         return statistics.median_low(each.seconds for each in nearest)
 
     def prefill_token(self, tokens: int) -> float | None:
         """Seconds for each token of a prefill of so many, by those that ran and had most nearly as many; None where
         none did."""
         ran = [each for point, found in self.recent.items() if point.phase == "prefill" for each in found]
-        nearest = sorted(ran, key=lambda each: max(each.work, tokens) / min(each.work, tokens))[:NEAREST]
+        near = sorted(ran, key=lambda each: max(each.work, tokens) / min(each.work, tokens))
+        nearest = near[: self.tuning.nearest]
         return statistics.median_low(each.seconds / each.work for each in nearest) if nearest else None
 
     def learned(self, point: Point, seconds: float) -> Self:
@@ -115,8 +115,8 @@ class Record:
         if not 0 < seconds < math.inf:
             raise ValueError(f"an iteration takes a positive time, not {seconds}")
         corner, lesson = point.corner, Lesson(point.batch * point.length, seconds)
-        lessons = _remembered(self.lessons.get(corner, ()), lesson)
-        recent = (lesson, *self.recent.get(corner, ()))[:WINDOW]
+        lessons = _remembered(self.lessons.get(corner, ()), lesson, self.tuning.window)
+        recent = (lesson, *self.recent.get(corner, ()))[: self.tuning.window]
         return replace(self, lessons={**self.lessons, corner: lessons}, recent={**self.recent, corner: recent})
 
     def with_bandwidth(self, bandwidth: float) -> Self:
@@ -142,8 +142,8 @@ def _corners(points: Iterable[Point]) -> list[Point]:
     return found
 
 
-def _remembered(lessons: Sequence[Lesson], new: Lesson) -> tuple[Lesson, ...]:
-    if len(lessons) < WINDOW:
+def _remembered(lessons: Sequence[Lesson], new: Lesson, window: int) -> tuple[Lesson, ...]:
+    if len(lessons) < window:
         return (*lessons, new)
     oldest = next((n for n, each in enumerate(lessons) if each.work <= new.work), None)
     return tuple(lessons) if oldest is None else (*lessons[:oldest], *lessons[oldest + 1 :], new)
@@ -154,10 +154,10 @@ def _believed(lessons: Sequence[Lesson]) -> float:
     return max((0.0, *sorted(each.seconds for each in lessons)[: max(1, len(lessons) - 1)]))
 
 
-def on_grid(slo: float) -> float:
-    """The SLO that is listed for this one: the next multiple of `GRID` below it, which is never looser. Seconds; 0
+def on_grid(slo: float, grid: float = DEFAULT.records.grid) -> float:
+    """The SLO that is listed for this one: the next multiple of `grid` below it, which is never looser. Seconds; 0
     for one that is below all."""
-    return math.floor(slo / GRID * (1 + 1e-9)) * GRID
+    return math.floor(slo / grid * (1 + 1e-9)) * grid
 
 
 def intervals(

@@ -14,8 +14,7 @@ Note [Alignment]
 
 Note [Pieces]
     A file is registered in pieces of one size, each when something in it is first needed: registering pins its pages,
-    two registrations must not share one, and two layers' tensors do. A copy lies in one piece; at 64 MiB a copy is far
-    longer than what a link needs to run at its full speed (8 MiB), and a layer of 400 MiB is cut six times.
+    two registrations must not share one, and two layers' tensors do. A copy lies in one piece.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Final
 
 from ...allocator._native import Device, Done, HostMemory, Transfer
 from ...allocator.errors import DriverError, WeightsFileError
 from ..policy.layout import ALIGNMENT
+from ..policy.tuning import DEFAULT
 from .weights_file import FileSpan, WeightsFile
-
-PIECE: Final = 64 * 2**20  # bytes
 
 Place = tuple[int, FileSpan]  # the offset in a range of what is there, and the same bytes in a file
 
@@ -111,7 +108,7 @@ class FileTwin:
 class FileTwins:
     """What of weights files is registered with one device, by way of the twins that were asked for. Not thread-safe."""
 
-    def __init__(self, device: Device, piece: int = PIECE) -> None:
+    def __init__(self, device: Device, piece: int = DEFAULT.files.registered) -> None:
         """`piece`: bytes that are registered together, whole pages of the machine."""
         self._device = device
         self._piece = piece

@@ -8,7 +8,7 @@ Note [Crash-safe without a lock]
 
 Note [Used last]
     The time of a file's last use is its modification time: it outlives the process, and others see it. What that means
-    for the limit is worked out in decide/stored.py.
+    for the limit is worked out in policy/stored.py.
 
 Note [Said once]
     Nothing here is worth a failed request. A folder that cannot be written to is said once, and then only read; a file

@@ -1,25 +1,15 @@
-"""The slot ring: the slots that streamed layers take turns in, and the copies that fill them.
+"""The layers of one model that stream: which they are, and the slots that they are read from (slots.py).
 
 Words
     resident  a layer's addresses lead to device pages of its own
-    on the host  they lead to its twin's pages: slow to compute with, valid for everything
+    on the host  they lead to its backing: slow to compute with, valid for everything
     in a slot  besides, from `enter` to `leave`, a slot holds its weights: what its own forward reads
     own slot  one that a single layer has, which is on the host and does not stream: it has come back
 
 Note [A pass]
-    When a layer has computed, its slot is free, and the copy of the next layer that uses this slot begins, behind the
-    copies that were submitted before. So with two slots the copy of a streamed layer starts when the layers before it
-    start to compute (Select-N §4.3), and the last layers of a pass start the copies for the next one. Who waits are
-    streams, for events; the host does not. Between two passes anybody may write to a layer on the host: so what a slot
-    holds by then is kept only where the caller says that nobody can have, and else is copied again.
-
-Note [Overwriting a slot]
-    A slot is overwritten once every stream has passed that computed the layer which was there. Streams are noted when
-    the layer enters: so this holds as well where it never left, and where the next pass runs on another stream.
-
-Note [What a slot holds]
-    is written down slot by slot, and not derived from an index: a pass may end anywhere, by an exception or because a
-    model leaves out layers, and the next one finds what is really there. While a copy is submitted a slot is nobody's.
+    The last layers of a pass start the copies for the next one. Between two passes anybody may write to a layer on the
+    host: so what a slot holds by then is kept only where the caller says that nobody can have, and else is copied
+    again.
 
 Note [Leaving and coming back]
     Which layers stream changes between passes (`arrange`). A layer that begins to stream gives its pages first and the
@@ -39,21 +29,27 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
-from ...allocator._native import Device, Done, Group, Range, Transfer
+from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import DriverError
-from .twins import Copies, Twin, not_now
+from .backing import Backing, not_now
+from .mover import Mover
+from .slots import Copies, Filler, Slot
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Pieces of one range of a layer: all, or as many as are left; its twin, and where in the slot they lie, in
-    pages."""
+    """Pieces of one range of a layer: all, or as many as are left; what moves them, and where in the slot they
+    lie, in pages."""
 
     home: Range
-    twin: Twin
+    mover: Mover
     offset: int
     first: int
     count: int
+
+    @property
+    def backing(self) -> Backing:
+        return self.mover.backing
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +75,12 @@ def spans(part: Part) -> list[tuple[int, int]]:
     return [] if part.home.closed else live(part.home, part.first, part.count)
 
 
-class _Slot:
-    def __init__(self, opened: Range, turns: Iterable[int] = ()) -> None:
-        self.range = opened
-        self.turns = list(turns)  # the layers that use it, in the order in which they compute
-        self.holds: int | None = None
-        self.done: Done | None = None
-        self.readers: set[int] = set()  # streams that compute a layer from it, until copies are ordered behind them
-
-
 def _whole(each: Streamed) -> bool:
     """Is all of it there that was?"""
     return all(spans(part) == [(part.first, part.count)] for part in each.parts)
 
 
-def _copies(each: Streamed, slot: _Slot, page: int) -> Copies:
-    """What fills the slot with the layer."""
-    start = slot.range.address
-    return [
-        copy for part in each.parts for copy in part.twin.copies(part.first, part.count, start + part.offset * page)
-    ]
-
-
-def _is_taken(slot: _Slot) -> bool:
+def _is_taken(slot: Slot[int]) -> bool:
     """Has the core taken the pages of an own slot? Its addresses lead to the host then."""
     return slot.range.backing(0) != "device"
 
@@ -121,19 +100,23 @@ class Ring:
         self._group = group
         self._page = device.page_size
         self._transfer = Transfer(device)
-        self._waiting = waiting
-        self.copied = 0  # bytes that came from twins so far
+        self._filler = Filler[int](self._transfer, "weights", waiting)
         # Called before a layer is copied to its slot: is it the first one there, whose copy may be for the next pass?
         self.loading: Callable[[int, bool], None] = lambda layer, first: None
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot[int]] = []
         self._layers: dict[int, Streamed] = {}  # those that stream
-        self._back: dict[int, tuple[Streamed, _Slot]] = {}  # those that have come back, with their own slots
+        self._back: dict[int, tuple[Streamed, Slot[int]]] = {}  # those that have come back, with their own slots
 
     @property
     def pages(self) -> int:
         """Device pages of all slots."""
         own = sum(slot.range.pieces for _, slot in list(self._back.values()) if not _is_taken(slot))
         return sum(slot.range.pieces for slot in self._slots) + own
+
+    @property
+    def copied(self) -> int:
+        """Bytes that came to slots so far."""
+        return self._filler.copied
 
     @property
     def slots(self) -> int:
@@ -153,7 +136,7 @@ class Ring:
     @property
     def host_pages(self) -> int:
         """Host pages of those."""
-        return sum(part.twin.pages.backed for each, _ in list(self._back.values()) for part in each.parts)
+        return sum(part.backing.backed for each, _ in list(self._back.values()) for part in each.parts)
 
     def slot_of(self, layer: int) -> int:
         """In which of them a streamed layer takes its turns."""
@@ -181,16 +164,16 @@ class Ring:
         each, slot = self._back[layer]
         found = []
         for part in each.parts:
-            twin = part.twin
-            sources = twin.copies(part.first, part.count, 0) if twin.file is not None else []
-            found.append((slot.range, part.offset, part.count, twin.pages, part.first, sources))
+            backing = part.backing
+            sources = backing.copies(part.first, part.count, 0) if backing.file is not None else []
+            found.append((slot.range, part.offset, part.count, backing.pages, part.first, sources))
         return found
 
     def make(self, slot_pages: Sequence[int]) -> None:
         """The first slots, before there are layers. PoolExhausted, DriverError: there are none then."""
         try:
             for pages in slot_pages:
-                self._slots.append(_Slot(self._reserve(pages)))
+                self._slots.append(Slot(self._reserve(pages)))
         except BaseException:
             self.close()
             raise
@@ -224,23 +207,19 @@ class Ring:
             first = slot.turns[0] if slot.turns else None
             if slot.holds != first or first is None or not unchanged(first):
                 slot.holds = None
-            if first is not None and slot.holds is None:
-                self._load(first, stream)
+            if first is not None:
+                self._filler.fill(self, slot, first, stream)
 
     def enter(self, layer: int, stream: int) -> bool:
         """`stream` is about to compute the layer from its slot. False where it has none. WeightsFileChanged,
         DriverError."""
         found = self._found(layer)
-        if found is None or not self._load(layer, stream):
+        if found is None:
             return False
-        each, slot = found
-        slot.readers.add(stream)
-        assert slot.done is not None
         try:
-            with self._waiting():
-                slot.done.before(stream)
+            self._filler.read(self, found[1], layer, stream)
         except DriverError:
-            self._check(each)
+            self._check(found[0])
             raise
         return True
 
@@ -256,40 +235,39 @@ class Ring:
         found = self._found(layer)
         if found is None:
             return
-        turns = found[1].turns
-        after = turns[turns.index(layer) + 1 :]
-        following = after[0] if after else turns[0]
-        if after or (following != layer and ahead(following)):
-            self._load(following)
+        slot = found[1]
+        following = slot.after(layer)
+        if slot.turns[-1] != layer or (following != layer and ahead(following)):
+            self._filler.fill(self, slot, following)
 
     def give_away(self, layer: int) -> None:
-        """Someone holds what the layer showed of its slot: those addresses lead to its twin from now on, and the slot
-        gets others. PoolExhausted: its layers have no slot then; DriverError."""
+        """Someone holds what the layer showed of its slot: those addresses lead to its backing from now on, and the
+        slot gets others. PoolExhausted: its layers have no slot then; DriverError."""
         each, slot = self._found(layer) or (None, None)
         if each is None or slot is None:
             return
         held, slot.holds = slot.range, None
         for part in each.parts:
             for first, count in spans(part):
-                held.alias(part.offset + first - part.first, part.twin.pages, first, count)
+                held.alias(part.offset + first - part.first, part.backing.pages, first, count)
         slot.range = self._device.reserve(held.nbytes, "weights", self._group)
         slot.range.map(0, held.pieces)
 
     def check(self) -> None:
-        """WeightsFileChanged unless the files of all twins are what they were; each is looked at once. After a pass:
+        """WeightsFileChanged unless the files of all backings are what they were; each is looked at once. After a pass:
         what was copied was right."""
         parts = [part for each in self._on_host() for part in each.parts]
-        files = [part.twin.file for part in parts if part.twin.file is not None]
-        for file in {file: None for twin in files for file in twin.files}:
+        files = [part.backing.file for part in parts if part.backing.file is not None]
+        for file in {file: None for each in files for file in each.files}:
             file.check()
 
     def reveal(self, layer: int) -> None:
-        """Someone else may look at the layer: its addresses lead to its weights, also where its twin was a file. Raises
-        as `Twin.reveal`."""
+        """Someone else may look at the layer: its addresses lead to its weights, also where its backing was a file.
+        Raises as `Backing.reveal`."""
         for each in self._on_host():
             if each.layer == layer:
                 for part in each.parts:
-                    part.twin.reveal(spans(part))
+                    part.backing.reveal(spans(part))
 
     def settle(self, layer: int) -> None:
         """A layer that has come back is resident again, and its copy on the host is given up. Nobody shows what is in
@@ -300,19 +278,19 @@ class Ring:
             undo.callback(lambda: self._close_own([layer] if _is_taken(slot) else []))  # what is left is no slot
             slot.holds = None
             try:
-                self._copy(_copies(each, slot, self._page), None).wait()  # somebody may have written on the host
+                self._filler.copy(self._bytes(each, slot), None).wait()  # somebody may have written on the host
             finally:
                 self._check(each)
             for part in each.parts:
                 for first, count in spans(part):
                     if not part.home.adopt(first, slot.range, part.offset + first - part.first, count):
                         raise not_now()
-                    undo.callback(part.twin.lead, first, count)
+                    undo.callback(part.backing.lead, first, count)
             undo.pop_all()
         del self._back[layer]
         slot.range.close()
         for part in each.parts:
-            part.twin.close()
+            part.backing.close()
 
     def close(self) -> None:
         """Gives the slots back. No layer streams any more; those on the host stay there."""
@@ -330,7 +308,7 @@ class Ring:
     def _on_host(self) -> list[Streamed]:
         return [*list(self._layers.values()), *(each for each, _ in list(self._back.values()))]
 
-    def _found(self, layer: int) -> tuple[Streamed, _Slot] | None:
+    def _found(self, layer: int) -> tuple[Streamed, Slot[int]] | None:
         """The layer and its slot; None where memory was too short for one."""
         each = self._layers.get(layer)
         if each is None:
@@ -343,8 +321,8 @@ class Ring:
             each, slot = self._back.pop(layer)
             slot.range.close()
             for part in each.parts:
-                if part.twin.file is not None:  # what the core filled from it when it took the slot
-                    part.twin.drop()
+                if part.backing.file is not None:  # what the core filled from it when it took the slot
+                    part.backing.drop()
             self._layers[layer] = each
 
     def _reserve(self, pages: int) -> Range:
@@ -359,7 +337,7 @@ class Ring:
         """As many slots, and each as large, as wanted."""
         for index, pages in enumerate(slot_pages):
             if index == len(self._slots):
-                self._slots.append(_Slot(self._reserve(pages)))
+                self._slots.append(Slot(self._reserve(pages)))
             elif self._slots[index].range.pieces < pages:
                 slot = self._slots[index]
                 made = self._reserve(pages)
@@ -369,23 +347,15 @@ class Ring:
     def _depart(self, each: Streamed) -> None:
         """Moves the layer to the host, if it is not there."""
         for part in each.parts:
-            here = [span for span in spans(part) if part.home.backing(span[0]) != "alias"]
-            if here:
-                part.twin.copy_home(here)
-            with ExitStack() as undo:
-                undo.callback(self._drop_unused, part, here)
-                if not all(part.twin.lead(first, count) for first, count in here):
-                    raise not_now()
-                undo.pop_all()
+            runs = [run for run in spans(part) if part.home.backing(run[0]) != "alias"]
+            here = [piece for first, count in runs for piece in range(first, first + count)]
+            if part.mover.evict(here, self._transfer, None, whole=True) < len(here):
+                raise not_now()
         self._layers[each.layer] = each
-
-    def _drop_unused(self, part: Part, spans: Sequence[tuple[int, int]]) -> None:
-        if all(part.home.backing(first) != "alias" for first, _ in spans):
-            part.twin.drop()
 
     def _come_back(self, each: Streamed) -> None:
         """Gives the layer a slot of its own, which is filled when a pass begins."""
-        self._back[each.layer] = each, _Slot(self._reserve(sum(part.count for part in each.parts)), [each.layer])
+        self._back[each.layer] = each, Slot(self._reserve(sum(part.count for part in each.parts)), [each.layer])
         del self._layers[each.layer]
 
     def _share(self) -> None:
@@ -395,34 +365,28 @@ class Ring:
             slot.turns = [each.layer for each in turns]
             slot.holds = None
 
-    def _load(self, layer: int, after: int | None = None) -> bool:
-        """Has the slot of the layer hold it, once its readers have passed, and what `after` was given so far. False
-        where it has none. See Note [Overwriting a slot]."""
-        found = self._found(layer)
-        if found is None:
-            return False
-        each, slot = found
-        if slot.holds == layer:
-            return True
-        slot.holds = None
-        self.loading(layer, layer == slot.turns[0])
-        streams = sorted(slot.readers if after is None else {*slot.readers, after})
-        for stream in streams[:-1]:
-            self._copy([], stream)  # copies are made in the order of their submission
-        led = layer in self._back and _is_taken(slot)  # to the host copy: it would be copied onto itself
-        slot.done = self._copy([] if led else _copies(each, slot, self._page), streams[-1] if streams else None)
-        slot.holds = layer
-        slot.readers.clear()
-        return True
+    # -- for the filler of slots
 
-    def _copy(self, copies: Copies, after: int | None) -> Done:
-        done = self._transfer.copy(copies, after=after, owner="weights", to="device")
-        self.copied += sum(nbytes for _, _, nbytes in copies)
-        return done
+    def copies(self, member: int, slot: Slot[int]) -> Copies:
+        """What fills the slot with the layer."""
+        each = self._layers[member] if member in self._layers else self._back[member][0]
+        led = member in self._back and _is_taken(slot)  # to the host copy: it would be copied onto itself
+        return [] if led else self._bytes(each, slot)
+
+    def filling(self, member: int, slot: Slot[int]) -> None:
+        self.loading(member, member == slot.turns[0])
+
+    def _bytes(self, each: Streamed, slot: Slot[int]) -> Copies:
+        start = slot.range.address
+        return [
+            copy
+            for part in each.parts
+            for copy in part.backing.copies(part.first, part.count, start + part.offset * self._page)
+        ]
 
     def _check(self, each: Streamed) -> None:
         for part in each.parts:
-            part.twin.check()
+            part.backing.check()
 
     def _fits(self, each: Streamed) -> bool:
         """Is there a slot for it? Where memory was too short for one the layer is read on the host."""

@@ -16,18 +16,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Protocol, Self
 
 from ...allocator import runtime
 from ...allocator.events import Counts, Event, Events, more
+from ..policy.tuning import DEFAULT, Timelines
 from .file import check as check
 from .file import write
 from .series import Level, Recording, Row, fewer, thinned
-
-INTERVAL: Final = 0.05  # seconds between two collections; the device's own log lasts for seconds
-ROWS: Final = 20_000  # that are kept, see `thinned`
-MARKS: Final = 200  # that are kept, the first ones
-EVENTS: Final = 10_000  # that are kept, see `fewer`
 
 
 class Source(Protocol):
@@ -48,15 +44,11 @@ class Recorder:
         self,
         source: Source,
         events: Events | None = None,
-        interval: float = INTERVAL,
-        rows: int = ROWS,
-        kept: int = EVENTS,
+        tuning: Timelines = DEFAULT.timeline,
     ) -> None:
-        """`interval`: seconds between two collections; `rows` and `kept`: how many rows and events are kept."""
         self._source = source
         self._log = Events() if events is None else events
-        self._interval = interval
-        self._limits = rows, kept
+        self._tuning = tuning
         self._rows: list[Row] = []
         self._levels: list[Level] = []
         self._events: list[Event] = []
@@ -122,7 +114,7 @@ class Recorder:
 
     def _run(self) -> None:
         try:
-            while not self._done.wait(self._interval):
+            while not self._done.wait(self._tuning.interval):
                 with _collecting:
                     _collect(self._source)
             with _collecting:
@@ -137,7 +129,7 @@ class Recorder:
 
     def _take(self, rows: list[Row], snapshot: Mapping[str, Any]) -> None:
         """The caller holds the lock."""
-        most_rows, most_events = self._limits
+        most_rows, most_events = self._tuning.rows, self._tuning.events
         self._rows = thinned([*self._rows, *((max(row[0], self._start), *row[1:]) for row in rows)], most_rows)
         self._log.hear()
         heard = self._log.since(self._cursor)
@@ -158,7 +150,7 @@ class Recorder:
 def mark(name: str) -> None:
     """Something begins that a reader of the timelines should see, such as "generate()"."""
     for recorder in _recorders:
-        if len(recorder._marks) < MARKS:
+        if len(recorder._marks) < recorder._tuning.marks:
             recorder._marks.append((time.monotonic_ns(), name))
 
 
@@ -224,4 +216,5 @@ class _Finish:
 def _begin(path: str | os.PathLike[str], tells: bool = False) -> _Finish:
     target = os.path.abspath(path)
     check(target)
-    return _Finish(Recorder(runtime.require(), runtime.events()), target, os.getpid(), tells)
+    found = runtime.of()
+    return _Finish(Recorder(found.device, found.events), target, os.getpid(), tells)

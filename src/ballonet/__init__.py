@@ -6,7 +6,7 @@
     ballonet.stats()                    # who owns which page
     model = ballonet.from_pretrained("org/model")    # one that is larger than the device, and managed
 
-Importing this package imports neither torch nor transformers; a name does so when it is first used.
+Importing this package imports neither torch nor transformers; a name that needs them does so when it is first used.
 
 Note [One name for two things]
     `ballonet.allocator` is the room of that name, a subpackage, and `ballonet.allocator()` is what
@@ -17,8 +17,36 @@ Note [One name for two things]
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .allocator.errors import (
+    AlreadyManaged,
+    BallonetError,
+    BudgetError,
+    BudgetInUse,
+    CompanionUnavailable,
+    ConfigError,
+    ControlError,
+    ControlRefused,
+    DriverError,
+    DriverUnavailable,
+    InstallError,
+    InvariantBroken,
+    ManageError,
+    ModelInUse,
+    NoSuchProcess,
+    NotInstalled,
+    NotPermitted,
+    NotReachable,
+    OptionError,
+    PoolExhausted,
+    SLOError,
+    TraceError,
+    UnsupportedVersion,
+    WeightsFileChanged,
+    WeightsFileError,
+    WrongDevice,
+)
+
 if TYPE_CHECKING:
-    from .allocator.errors import BallonetError
     from .allocator.install import allocator, install, restore, set_budget
     from .allocator.stats import Stats, stats
     from .hooks.kv.cache import KVCache
@@ -31,7 +59,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BallonetError": "allocator.errors",
     "KVCache": "hooks.kv.cache",
     "Managed": "hooks.managed",
     "Session": "hooks.session",
@@ -48,11 +75,36 @@ _HOMES = {
 }
 
 __all__ = [
+    "AlreadyManaged",
     "BallonetError",
+    "BudgetError",
+    "BudgetInUse",
+    "CompanionUnavailable",
+    "ConfigError",
+    "ControlError",
+    "ControlRefused",
+    "DriverError",
+    "DriverUnavailable",
+    "InstallError",
+    "InvariantBroken",
     "KVCache",
+    "ManageError",
     "Managed",
+    "ModelInUse",
+    "NoSuchProcess",
+    "NotInstalled",
+    "NotPermitted",
+    "NotReachable",
+    "OptionError",
+    "PoolExhausted",
+    "SLOError",
     "Session",
     "Stats",
+    "TraceError",
+    "UnsupportedVersion",
+    "WeightsFileChanged",
+    "WeightsFileError",
+    "WrongDevice",
     "__version__",
     "allocator",
     "from_pretrained",
@@ -68,8 +120,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "allocator":
-        return import_module(".allocator", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

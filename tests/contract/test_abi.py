@@ -1,8 +1,11 @@
-"""`driver_abi.h`, and the structures of the simulated runtime, against the headers of a toolkit, where there is one.
+"""`driver_abi.h`, and the structures of the simulated runtime, against NVIDIA's own words.
 
-Two programs, one per header, print what they see line by line: sizes, offsets, constants, symbols, sizes of parameters.
+Those are the headers of a toolkit, where there is one: two programs, one per header, print what they see line by line:
+sizes, offsets, constants, symbols, sizes of parameters. And the Python bindings (cuda-bindings), which need neither a
+toolkit nor a driver to say the same.
 """
 
+import ctypes
 import glob
 import os
 import re
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ..simgpu.build import build_device
-from .driver import HEADER, declared
+from .driver import HEADER, AccessDesc, AllocationProp, Location, declared
 
 # What cuda.h calls it -> what driver_abi.h calls it.
 CONSTANTS = {
@@ -126,6 +129,53 @@ def test_the_abi_is_that_of_cuda_h(tmp_path: Path) -> None:
     expected = printed(tmp_path, "theirs", header, theirs)
     assert len(expected) > len(CONSTANTS) + len(functions)
     assert printed(tmp_path, "ours", HEADER, ours) == expected
+
+
+WIDE = (
+    "size_t",
+    "unsigned long long",
+    "CUdeviceptr",
+    "CUmemGenericAllocationHandle",
+    "CUcontext",
+    "CUstream",
+    "CUevent",
+)
+
+
+def size_of(parameter: str) -> int:
+    """Bytes of a parameter as the bindings declare it: "size_t bytes". Enumerations and flags have four."""
+    kind = parameter.strip().rpartition(" ")[0]
+    return 8 if "*" in kind or kind in WIDE else 1 if kind == "unsigned char" else 4
+
+
+def test_the_abi_is_that_of_nvidia_s_bindings() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings are not installed")
+    enums = [each for each in vars(driver).values() if hasattr(each, "__members__")]
+    theirs = {name: int(value) for each in enums for name, value in each.__members__.items()}
+    theirs |= {name: value for name, value in vars(driver).items() if name in CONSTANTS and isinstance(value, int)}
+    ours = {name: int(value) for name, value in re.findall(r"\b(k[A-Z]\w+) = (\d+)", HEADER.read_text())}
+    assert {name: ours[mine] for name, mine in CONSTANTS.items()} == {name: theirs[name] for name in CONSTANTS}
+
+    declarations = (Path(driver.__file__).parent / "cydriver.pxd").read_text()
+    told = dict(re.findall(r"^cdef CUresult (cu\w+)\((.*)\) except", declarations, re.MULTILINE))
+    for name, (_, parameters) in declared("BALLONET_DRIVER_FUNCTIONS").items():
+        wanted = [size_of(each) for each in told[name].split(",") if each]
+        assert [ctypes.sizeof(each) for each in parameters] == wanted, name
+
+    place = driver.CUmemLocation()
+    place.type, place.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA, 5
+    made, access = driver.CUmemAllocationProp(), driver.CUmemAccessDesc()
+    made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    made.location = access.location = place
+    made.allocFlags.usage = 258
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    prop = AllocationProp.from_buffer_copy(ctypes.string_at(made.getPtr(), ctypes.sizeof(AllocationProp)))
+    assert ctypes.sizeof(AllocationProp) == 32, "as driver_abi.h asserts"
+    assert (prop.type, prop.requested_handle_types, prop.location.type, prop.location.id) == (1, 1, 3, 5)
+    assert (bytes(prop.flags), prop.win32) == (bytes([0, 0, 2, 1, 0, 0, 0, 0]), None)
+    desc = AccessDesc.from_buffer_copy(ctypes.string_at(access.getPtr(), ctypes.sizeof(AccessDesc)))
+    assert (ctypes.sizeof(Location), desc.location.type, desc.location.id, desc.flags) == (8, 3, 5, 3)
 
 
 RUNTIME_PROGRAM = r"""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import ballonet
+from ballonet.testing import chaos_of
 
 from .. import models
 from .scene import Place
@@ -43,8 +44,8 @@ def compared(name: str, place: Place, dtype: torch.dtype, modes: Mapping[str, An
                 found = models.generate(model, mode, inputs, TOKENS)
                 if said := differences(found, expected[mode]):
                     wrong.append(f"{name}, {dtype}, {mode}, chaos {chaos}: {said}")
-            if managed.chaos is not None:
-                assert managed.chaos.moved["weights"] > 0
+            if chaos_of(managed) is not None:
+                assert chaos_of(managed).moved["weights"] > 0
     return wrong
 
 

@@ -189,4 +189,4 @@ def several_models_and_threads(place: Place, rounds: int) -> None:
 @everywhere
 def test_several_models_and_threads(kind: str) -> None:
     streams_here(kind)
-    play(several_models_and_threads, kind, pages=PAGES, host_pages=PAGES, rounds=4 if kind == "cuda" else 1)
+    play(several_models_and_threads, kind, pages=PAGES, host_pages=PAGES, rounds=2 if kind == "cuda" else 1)

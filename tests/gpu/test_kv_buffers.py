@@ -13,10 +13,11 @@ from ballonet.allocator import install
 from ballonet.hooks.kv import range as kv_range
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.residency import kv_stream
+from ballonet.offload.residency import kv_slots
 
 from .. import models
 from ..kv.pressure import two_thirds
+from ..tuned import tuning
 from .scene import Place, everywhere, play
 from .stock import differences
 from .test_weights_streaming import streams_here
@@ -30,10 +31,10 @@ def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
     length = 500 if place.cuda else 25  # several pages of each layer
     dtype = torch.bfloat16 if place.cuda else torch.float32
     drawn, loads = random.Random(1), 0
-    append, load = kv_range.KVRange.append, kv_stream.KVStream._load
+    append, copies = kv_range.KVRange.append, kv_slots.KVSlots.copies
 
     def appended(home: Any, at: int, *args: Any) -> Any:
-        twin = home.pages._twin
+        twin = home.pages._extent
         if twin is not None and twin.held and drawn.random() < 0.1:
             piece = drawn.randrange(twin.held)
             if drawn.random() < 0.6:
@@ -42,10 +43,10 @@ def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
                 home.pages.bring_back(piece)
         return append(home, at, *args)
 
-    def loaded(stream: Any, flight: Any, *args: Any) -> None:
+    def copied(slots: Any, *args: Any) -> Any:
         nonlocal loads
-        loads += flight.buffer.holds is not flight
-        load(stream, flight, *args)
+        loads += 1
+        return copies(slots, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         with install.stock():
@@ -54,12 +55,10 @@ def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
             more = {} if chunk is None else {"prefill_chunk_size": chunk}
             expected = models.generate(model, mode, inputs, TOKENS, **more)
         patch.setattr(kv_range.KVRange, "append", appended)
-        patch.setattr(kv_stream.KVStream, "_load", loaded)
+        patch.setattr(kv_slots.KVSlots, "copies", copied)
         patch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-        patch.setattr(kv_read_plan, "AGAIN", 2)
-        patch.setattr(kv_read_plan, "LOOK", 8)
         patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what comes home does not depend on the time
-        with ballonet.manage(model, interval=None):
+        with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
             found = models.generate(model, mode, inputs, TOKENS, **more)
         assert not differences(found, expected)
         assert loads > 3

@@ -17,7 +17,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.layer_stream import Choice, Way
-from ballonet.offload.residency.kv_twin import KVTwin
+from ballonet.offload.residency.kv_extent import KVExtent
 
 from .hold import Hold, held_copies
 from .scene import Lane, Place, everywhere, play
@@ -157,7 +157,7 @@ def test_layers_take_turns_in_buffers(kind: str) -> None:
 def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
     """What comes home gets pages at once, and its bytes once the hold is released that is in the list then: by itself
     for who waits with the host (`soon`)."""
-    fetch, holds = KVTwin.fetch, list[Hold]()
+    fetch, holds = KVExtent.fetch, list[Hold]()
     with ExitStack() as stack:
 
         def fetched(*args: Any) -> None:
@@ -167,7 +167,7 @@ def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
                     holds[0].release_soon()
             fetch(*args)
 
-        with mock.patch.object(KVTwin, "fetch", fetched):
+        with mock.patch.object(KVExtent, "fetch", fetched):
             yield holds
 
 

@@ -4,20 +4,18 @@ pages, while copies to them and kernels that read them may be on their way: atte
 from __future__ import annotations
 
 from typing import Any, Final, Literal
-from unittest import mock
 
 import pytest
 import torch
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.governor.kv_read_plan import KVReadPlan
-from ballonet.offload.residency.kv_twin import available
 
 from .. import models
 from ..kv.pressure import two_thirds
+from ..tuned import tuning
 from .scene import Place, everywhere, play
 from .stock import differences
 from .test_balloon_tokens import spilling as spilling
@@ -49,7 +47,7 @@ class Operator:
         left = before // (4 if len(self.taken) % 2 else 2)
         spilled = device.snapshot()["spilled"]
         assert before > 2, "of each buffer the last page is nobody's, and goes first"
-        self._allocate(max(1, available(device) - LEFT))
+        self._allocate(max(1, device.available - LEFT))
         while in_buffers(way) > left:
             assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were buffers"
             self._allocate(1)
@@ -72,7 +70,7 @@ class Operator:
 
 def in_buffers(way: KVReadPlan) -> int:
     """Pages that they have."""
-    return sum(each.range.backed for each in way._buffers._buffers)
+    return sum(each.range.backed for each in way._slots._slots)
 
 
 class Interrupted(Cache):
@@ -104,14 +102,14 @@ class Interrupted(Cache):
         for _ in range(16):
             for number in range(LAYERS):
                 self.update(number)
-            if all(home.pages._twin.flying for home in self.homes):
+            if all(home.pages._extent.mover.in_slot for home in self.homes):
                 return
         raise AssertionError(self.tier.streamed)
 
 
 def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
     """Of each layer in turn; what others had in the buffer is right as well."""
-    with torch.no_grad(), decided(), mock.patch.object(kv_read_plan, "AGAIN", 1):
+    with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
         cache = Interrupted(place, when)
         for home in cache.homes:
             assert home.pages.displace(0)
@@ -157,7 +155,7 @@ class Decoding:
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In the place of torch's attention."""
         number, self._number = self._number, None
-        due = number is not None and self._cache.layers[number].home.pages._twin.flying
+        due = number is not None and self._cache.layers[number].home.pages._extent.mover.in_slot
         if due and self._when == "before":
             self._interrupt(number)
         found = _attention(*args, **kwargs)
@@ -176,7 +174,7 @@ class Decoding:
     def _enter(self, number: int) -> None:
         if self._cache is None or self.operator.holds or number != len(self.layers) % LARGE["num_hidden_layers"]:
             return
-        if self._cache.layers[number].home.pages._twin.flying:
+        if self._cache.layers[number].home.pages._extent.mover.in_slot:
             self._number = number
             self._place.sleep()
 
@@ -204,10 +202,8 @@ def taken_in_a_forward(place: Place, when: When) -> None:
         decoding = Decoding(place, model, when)
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", decoding.attend)
         patch.setattr(KVReadPlan, "_choose", two_thirds)
-        patch.setattr(kv_read_plan, "AGAIN", 2)
-        patch.setattr(kv_read_plan, "LOOK", 8)
         patch.setattr(Governor, "restorable_pages", lambda *_: 0)
-        with ballonet.manage(model, interval=None):
+        with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
             found = models.generate(model, "greedy", inputs, TOKENS)
         if decoding.operator.holds:
             decoding.operator.give_back()

@@ -107,7 +107,7 @@ def beside_forwards(place: Place, rounds: int) -> None:
         for _ in range(rounds):
             managed = ballonet.manage(model)
             taken = [torch.full_like(each, 1e9) for each in model.parameters()]
-            while not managed.released:
+            while not managed.report().released:
                 with contextlib.suppress(ModelInUse):
                     managed.release()
             del taken

@@ -9,6 +9,7 @@ import torch
 
 import ballonet
 from ballonet.hooks.device.marks import marks_of
+from ballonet.hooks.managed import pace_of
 from ballonet.hooks.measure.pace import Pace
 from ballonet.offload.governor.activity import Activity, Progress
 from ballonet.offload.record import link
@@ -85,10 +86,10 @@ def a_managed_model_tells_its_times(place: Place) -> None:
     model = build("llama").to(place.kind)
     inputs = {name: tensor.to(place.kind) for name, tensor in prompts(2, 9).items()}
     with ballonet.manage(model) as managed:
-        with managed.pace.listening() as heard:
+        with pace_of(managed).listening() as heard:
             generate(model, "greedy", inputs, 4)
             place.synchronize()
-            managed.pace.drain()
+            pace_of(managed).drain()
         assert [each.point for each in heard] == [
             Point("prefill", 2, 9),
             *(Point("decode", 2, length) for length in (9, 10, 11)),

@@ -22,6 +22,7 @@ from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.governor.chaos import Chaos
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.governor.lend import Lending, Lent
+from ballonet.testing import chaos_of
 
 from .. import models
 from .scene import Place, everywhere, play
@@ -31,7 +32,7 @@ from .test_weights_streaming import small_layers, streams_here
 PAGES = 1024
 HOST_PAGES = 1024
 LANES = 8  # pages for what is free and partly used: each stream has its own of these
-TOKENS = 8  # of an answer
+TOKENS = 4  # of an answer
 MOST = 16  # conversations that one model begins until the pool is full
 # So many that KV takes several times what activations do, and numbers that have a unit of more than a block of either.
 LAYERS: Final = {"cuda": {"llama": 12, "qwen2": 8}, "cpu": {"llama": 6, "qwen2": 4}}
@@ -50,13 +51,12 @@ class Speaker:
     """A managed model that keeps prefixes, and all that it was asked, by conversation."""
 
     def __init__(self, place: Place, name: str, chaos: int | None) -> None:
-        hidden, dim, length = (256, 64, 8192) if place.cuda else (64, 16, 4096)
+        hidden, dim, length = (256, 256, 4096) if place.cuda else (64, 16, 4096)
         sizes = {"hidden_size": hidden, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": dim}
         layers = LAYERS["cuda" if place.cuda else "cpu"][name]
         model = models.build(name, num_hidden_layers=layers, max_position_embeddings=length, **sizes)
         self.model = model.to(place.kind)
-        with small_layers():  # who has none that may stream is nobody's client, and lends nothing
-            self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True, chaos=chaos)
+        self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True, chaos=chaos)
         self.asked: dict[int, list[Asked]] = defaultdict(list)
         self.pages = 0  # of the KV of a first turn
         self._place = place
@@ -87,7 +87,7 @@ class Speaker:
     def begin(self) -> int:
         """A new conversation, which takes several pages of each layer. Returns its number."""
         talk = len(self.asked)
-        self.ask(talk, 3000 if self._place.cuda else 600)
+        self.ask(talk, 750 if self._place.cuda else 600)
         return talk
 
     def compare(self) -> None:
@@ -202,6 +202,7 @@ def exchanges() -> Iterator[list[tuple[int, int, int]]]:
         yield found
 
 
+@small_layers()  # who has none that may stream is nobody's client, and lends nothing
 def takes_its_pages_back(place: Place, chaos: int | None) -> None:
     """Each of them is once the one that comes back. What the other keeps yet is right, and what it lost it computes
     again; each time on another stream than before."""
@@ -230,7 +231,7 @@ def takes_its_pages_back(place: Place, chaos: int | None) -> None:
         place.device.check()
     for speaker in pair.speakers:
         assert any(each.reused for asked in speaker.asked.values() for each in asked), "all was computed again"
-        assert speaker.managed.chaos is None or speaker.managed.chaos.moved["kv_device"] > 0
+        assert chaos_of(speaker.managed) is None or chaos_of(speaker.managed).moved["kv_device"] > 0
     pair.finish()
 
 
@@ -262,6 +263,7 @@ def together(*acts: Callable[[], None]) -> None:
         raise failed[0]
 
 
+@small_layers()
 def at_once(place: Place, chaos: int | None) -> None:
     """Both talk at the same time, on streams of their own, and each begins conversations for which it needs the
     other's pages."""
@@ -304,6 +306,7 @@ def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
     return found
 
 
+@small_layers()
 def while_kernels_read(place: Place, forgotten: bool) -> None:
     """What a stream has been given to read is what was there, whoever has the page by the time that it does.
     `forgotten`: keys go, and then pages, as where the host has no bytes of them; else keys stay, and lead there."""

@@ -83,7 +83,7 @@ def copies_wait_for_every_reader(place: Place) -> None:
     aside = place.lane()
     one, other = place.range(1), place.range(1)
     with small_layers(), ballonet.manage(model, interval=LAYERS // 2) as managed:
-        layer, _ = managed.streamed
+        layer, _ = managed.report().streamed
         for lane in (late, early):
             lane.follow()
             with lane():

@@ -72,7 +72,7 @@ def graphs_of_resident_layers(place: Place, steps: int) -> None:
                 with torch.no_grad():
                     model(expected[0].to(place.kind))  # once before the first capture
                 before = to_host()
-                for found, right in zip(decode(managed.streamed), expected, strict=True):
+                for found, right in zip(decode(managed.report().streamed), expected, strict=True):
                     assert torch.equal(found, right), f"interval {interval}"
                 assert managed.report().link_bytes > 0
                 assert to_host() == before
@@ -171,15 +171,15 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
             assert torch.equal(work()[0], eager)
             assert torch.equal(captured.replay()[0], right)
         if place.cuda:
-            assert managed.streamed == ()
+            assert managed.report().streamed == ()
         del captured
         gc.collect()
         prepare()
         assert managed.report().kept == ()
-        if not managed.streamed:
+        if not managed.report().streamed:
             assert exhaust(place), "nothing keeps them any more"
         assert torch.equal(work()[0], eager)
-        assert managed.streamed
+        assert managed.report().streamed
 
 
 @everywhere

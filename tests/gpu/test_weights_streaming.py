@@ -6,8 +6,7 @@ wait that is missing shows as other tokens.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ import torch
 
 import ballonet
 from ballonet.allocator import _native
-from ballonet.offload.policy import layout
 
 from .. import models
+from ..tuned import tuning
 from .scene import Place, everywhere, play
 from .stock import TOKENS, differences, questions
 
@@ -30,14 +29,7 @@ def streams_here(kind: str) -> None:
         pytest.skip("this device cannot map host pages")
 
 
-@contextlib.contextmanager
-def small_layers() -> Iterator[None]:
-    """The layers of tiny models are large enough to stream."""
-    before, layout.LARGE = layout.LARGE, 2**11
-    try:
-        yield
-    finally:
-        layout.LARGE = before
+small_layers = partial(tuning, weights={"large": 2**11})  # within it the layers of tiny models may stream
 
 
 def to_host() -> int:
@@ -59,13 +51,14 @@ def tokens_at_every_interval(place: Place, name: str, dtype: str) -> None:
     wrong = []
     with small_layers():
         with ballonet.manage(model, interval=None) as managed:
-            resident = managed.pages
+            resident = managed.report().pages
         for interval in range(1, LAYERS + 1) if place.cuda else (1, 2):
             with ballonet.manage(model, interval=interval) as managed:
                 streamed = LAYERS // interval
-                assert len(managed.streamed) == streamed
-                layer = managed.host_pages // streamed
-                assert managed.pages == resident - (streamed - min(2, streamed)) * layer, "two slots, and no more"
+                assert len(managed.report().streamed) == streamed
+                layer = managed.report().host_pages // streamed
+                pages = resident - (streamed - min(2, streamed)) * layer
+                assert managed.report().pages == pages, "two slots, and no more"
                 before = to_host()
                 for mode, right in expected.items():
                     found = models.generate(model, mode, inputs, TOKENS)

@@ -19,7 +19,6 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange
 from ballonet.offload.governor.kv_tier import KVTier
 from ballonet.offload.policy.layer_stream import Choice, Way
-from ballonet.offload.residency.kv_twin import available
 
 POISON = 0xFF  # of what nobody may read: not a number, in every type
 
@@ -27,7 +26,7 @@ POISON = 0xFF  # of what nobody may read: not a number, in every type
 @contextmanager
 def started(**settings: Any) -> Iterator[Device]:
     """A device, of which no cache holds anything any more in the end."""
-    opened = runtime.start(Config(device="cpu", **settings))
+    opened = runtime.start(Config(device="cpu", **settings)).device
     yield opened
     gc.collect()
     opened.reap(wait=True)
@@ -71,7 +70,7 @@ def poison(device: Device, more: int = 0) -> None:
     """Fills all free pages, of the device, the peer and the host, and `more` of the device that are not free."""
     device.reap(wait=True)
     numbers = device.snapshot()
-    free = available(device) + more
+    free = device.available + more
     host = numbers["host_budget"] // device.page_size - numbers["host_pages"] + numbers["host_free"]
     peer = numbers["peer_budget"] // device.page_size - numbers["peer_pages"] + numbers["peer_free"]
     for count, place in ((free, "device"), (min(host, 64), "host"), (peer, "peer")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,12 +12,12 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
-from ballonet.offload.governor import kv_read_plan, pages
-from ballonet.offload.policy import layer_stream, layout
+from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy.layer_stream import Way
 
 from .. import models
 from ..caches import installed
+from ..tuned import Tuned
 
 PAGE = 4096
 SHAPE = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "hidden_size": 64}  # four tokens on a page
@@ -26,14 +25,12 @@ TOKENS = 40
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Layers so small stream as large ones do, pages so small are worth a copy of their own, and are always short."""
-    monkeypatch.setattr(layout, "LARGE", 2**11)
-    monkeypatch.setattr(pages, "SHORT", 1)
+    tuned(weights={"large": 2**11}, pages={"short": 1}, kv_reads={"copy": 0.0})
     monkeypatch.setattr(
         kv_read_plan.KVReadPlan, "_learn", lambda *_: None
     )  # what is decided does not depend on the time
-    monkeypatch.setattr(kv_read_plan, "choose", functools.partial(layer_stream.choose, copy=0.0))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv import range as kv_range
 from ballonet.offload.policy.peer import Near, lacking, leaving, mean_seconds
+from ballonet.offload.policy.tuning import PeerPages
 from ballonet.offload.record import link
 
 from .. import models
@@ -74,7 +75,7 @@ def test_what_is_copied_behind_lies_on_the_peer_while_it_has_room(device: Device
     pair = Pair(100)
     pair.tier.write_behind(6)
     settled(pair)
-    assert [pair.home.pages._twin.pages.place(n) for n in range(7)] == ["peer"] * 4 + ["host"] * 2 + [""]
+    assert [pair.home.pages._extent.backing.pages.place(n) for n in range(7)] == ["peer"] * 4 + ["host"] * 2 + [""]
     assert pair.offers()[:6] == [(n, True) for n in range(6)]
     assert press(device, 6) == 6
     assert where(pair) == "pppphhdd"
@@ -185,7 +186,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     assert kv_copied(device, "p2h") == 1
     coldest = next(n for n, count in enumerate(before) if count)
     assert before[coldest] - after[coldest] == 1
-    demotions = [each for each in runtime.events().since().events if each.lever == "demotion"]
+    demotions = [each for each in runtime.of().events.since().events if each.lever == "demotion"]
     assert [each.what for each in demotions] == [pairs[coldest].tier.name]
     for pair in pairs:
         pair.check()
@@ -205,15 +206,15 @@ def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device)
     pair.tier.look()
     assert pair.tier._reading(6) == (4 / 1024 + 2 / 256) / 6
     assert pair.tier.bring_back(9, 0) == 6
-    runtime.events().hear()
-    back = [each for each in runtime.events().since().events if each.verb == "revert"][-1]
+    runtime.of().events.hear()
+    back = [each for each in runtime.of().events.since().events if each.verb == "revert"][-1]
     assert (back.lever, back.verb, back.predicted) == ("running KV", "revert", pytest.approx(4 / 1024 + 2 / 256))
 
 
 def test_how_much_leaves_and_whose() -> None:
-    assert [lacking(free, 16) for free in (0, 1, 2, 3)] == [4, 3, 0, 0]
-    assert lacking(0, 1) == 1
-    assert lacking(0, 0) == 0
+    assert [lacking(free, 16, PeerPages()) for free in (0, 1, 2, 3)] == [4, 3, 0, 0]
+    assert lacking(0, 1, PeerPages()) == 1
+    assert lacking(0, 0, PeerPages()) == 0
     caches = [Near(1, 5, True, 1.0), Near(2, 2, False, 9.0), Near(3, 4, False, 3.0), Near(4, 0, False, 0.0)]
     assert leaving(caches, 0) == {}
     assert leaving(caches, 5) == {3: 4, 2: 1}

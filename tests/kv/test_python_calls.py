@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections.abc import Iterator
@@ -16,10 +15,11 @@ from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.policy import layer_stream
 from ballonet.offload.policy.layer_stream import Way
+from ballonet.offload.policy.tuning import DEFAULT
 
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
+from ..tuned import Tuned
 from .pressure import homes, press, started, tiers, two_thirds
 
 PAGE = 4096
@@ -28,9 +28,9 @@ PER_PAGE = PAGE // (BATCH * HEADS * (K_DIM + V_DIM) * 4)
 
 
 @pytest.fixture(autouse=True)
-def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def pinned(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """What is decided does not depend on the time."""
-    monkeypatch.setattr(kv_read_plan, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    tuned(kv_reads={"copy": 0.0})
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_learn", lambda *_: None)
 
 
@@ -84,10 +84,10 @@ def device_of(pages: int) -> Iterator[Device]:
         yield device
 
 
-def decoding(pages: int, way: Way, monkeypatch: pytest.MonkeyPatch) -> int:
+def decoding(pages: int, way: Way, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> int:
     """Calls of a decode step that fills no page, with so many pages of KV."""
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-    monkeypatch.setattr(kv_read_plan, "LOOK", 10**9)
+    tuned(kv_reads={"look": 10**9})
     with device_of(2 * pages) as device:
         return _decoded(device, pages, way)
 
@@ -98,7 +98,7 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
     if way is not Way.HOME:
         hog.map(0, pages)
         press(device, pages // 2)
-    for _ in range(3 * kv_read_plan.AGAIN):
+    for _ in range(3 * DEFAULT.kv_reads.again):
         cache.forward(1)
     steps = []
     for _ in range(6):
@@ -111,8 +111,10 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
 
 
 @pytest.mark.parametrize("way", [Way.HOME, Way.BUFFERS])
-def test_a_token_costs_the_same_with_eight_times_as_many_pages(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert decoding(8000, way, monkeypatch) <= 1.02 * decoding(1000, way, monkeypatch)
+def test_a_token_costs_the_same_with_eight_times_as_many_pages(
+    way: Way, monkeypatch: pytest.MonkeyPatch, tuned: Tuned
+) -> None:
+    assert decoding(8000, way, monkeypatch, tuned) <= 1.02 * decoding(1000, way, monkeypatch, tuned)
 
 
 def prefilling(pages: int) -> tuple[int, int]:

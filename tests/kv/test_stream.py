@@ -26,13 +26,14 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.sequence import CachedSequence, Gone
 from ballonet.offload.governor import kv_read_plan, kv_tier
 from ballonet.offload.governor.seat import LAYERS as KEYS
-from ballonet.offload.policy import layer_stream
 from ballonet.offload.policy.layer_stream import Way
-from ballonet.offload.residency import kv_stream, kv_twin
-from ballonet.offload.residency.kv_twin import available
+from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.residency import kv_extent, kv_slots, mover
+from ballonet.offload.residency.states import State
 
 from ..test_cache_faults import Interrupt
 from ..test_kv import tokens
+from ..tuned import Tuned
 from .pressure import away, homes, poison, press, started, tiers, two_thirds
 from .test_taken import Fuzz
 
@@ -41,9 +42,9 @@ LAYERS = 4
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Pages so small are not worth a copy of their own."""
-    monkeypatch.setattr(kv_read_plan, "choose", functools.partial(layer_stream.choose, copy=0.0))
+    tuned(kv_reads={"copy": 0.0})
     monkeypatch.setattr(
         kv_read_plan.KVReadPlan, "_learn", lambda *_: None
     )  # what is decided does not depend on the time
@@ -103,7 +104,7 @@ class Layers:
     @property
     def flying(self) -> int:
         """Layers that do."""
-        return sum(home.pages._twin.flying for home in self.homes)
+        return sum(home.pages._extent.mover.in_slot for home in self.homes)
 
     def way(self) -> Any:
         return self.tier.streamed
@@ -117,7 +118,7 @@ def room(device: Device, pages: int) -> Any:
 
 
 def fly(layers: Layers) -> None:
-    for _ in range(3 * kv_read_plan.AGAIN):
+    for _ in range(3 * DEFAULT.kv_reads.again):
         layers.update()
         if layers.flying == LAYERS:
             return
@@ -143,16 +144,16 @@ class Trace:
     def __init__(self, layers: Layers) -> None:
         self.steps: list[tuple[str, Any]] = []
         self._layers = layers
-        twins = [home.pages._twin for home in layers.homes]
+        twins = [home.pages._extent for home in layers.homes]
         self.owner = {
-            twin.pages.address + piece * PAGE: (index, piece)
+            twin.backing.pages.address + piece * PAGE: (index, piece)
             for index, twin in enumerate(twins)
-            for piece in range(twin.extent)
+            for piece in range(twin.end)
         }
         self.here = {
             home.range.address + piece * PAGE: (index, piece)
             for index, home in enumerate(layers.homes)
-            for piece in range(home.pages._twin.extent)
+            for piece in range(home.pages._extent.end)
         }
         tier, trace, inner = layers.tier, self, layers.tier.transfer
 
@@ -177,7 +178,7 @@ class Trace:
                 trace.steps.append(("the host waits", self.layers))
                 self.done.wait()
 
-        tier._transfers["copies"] = tier.way._transfer = tier.way._buffers._transfer = Transfers()
+        tier._transfers["copies"] = tier.way._transfer = tier.way._slots._filler._transfer = Transfers()
         append = layers.append
 
         def appended(index: int, *args: Any) -> None:
@@ -364,27 +365,27 @@ def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
         layers.update()
     for _ in range(3):
         layers.update()
-    assert not layers.homes[3].pages._twin.flying
+    assert not layers.homes[3].pages._extent.mover.in_slot
     held.clear()
     layers.append = layers._append
     layers.both(lambda layer: layer.reset())
     hog.close()
 
 
-def test_what_leaves_later_flies_too(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_later_flies_too(device: Device, tuned: Tuned) -> None:
     """In the room that its buffer has left, and is loaded with the rest."""
-    monkeypatch.setattr(kv_read_plan, "SLACK", 1)
+    tuned(kv_reads={"slack": 1})
     hog = room(device, 34)
     layers = Layers(100)
     fly(layers)
     for home in layers.homes[:2]:  # those that the buffers hold when the next iteration begins
-        flying = home.pages._twin.away
+        flying = home.pages._extent.away
         assert flying < layers.way().buffer_pages
         assert home.pages.displace(flying)
     poison(device)
     layers.tier.way._look = 0
     layers.update()
-    assert layers.tier.way._buffers.pieces == layers.tier.displaced
+    assert layers.tier.way._slots.pieces == layers.tier.displaced
     layers.update()
     layers.check()
     layers.both(lambda layer: layer.reset())
@@ -403,10 +404,9 @@ def test_layers_that_have_run_give_first(device: Device) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, tuned: Tuned) -> None:
     """As in test_taken.py, but with little room, so that layers fly whenever nobody looks."""
-    monkeypatch.setattr(kv_read_plan, "AGAIN", 1)
-    monkeypatch.setattr(kv_read_plan, "LOOK", 4)
+    tuned(kv_reads={"again": 1, "look": 4})
     fuzz = Fuzz(device, seed, 1, layers=LAYERS)
     ways = [fuzz.update] * 30 + [fuzz.prefill, fuzz.crop, fuzz.crop, fuzz.reorder, fuzz.repeat, fuzz.select]
     ways += [fuzz.replace, fuzz.hold, fuzz.let_go, fuzz.let_go, fuzz.reset, fuzz.check]
@@ -416,7 +416,7 @@ def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, monkeypat
         steps += 1
         fuzz.random.choice(ways)()
         device.check()
-        flown += sum(tier.way._buffers.pieces > 0 for tier in tiers(homes(elastic for elastic, _ in fuzz.pairs)))
+        flown += sum(tier.way._slots.pieces > 0 for tier in tiers(homes(elastic for elastic, _ in fuzz.pairs)))
         if fuzz.pairs[0][1].get_seq_length() > 500:
             fuzz.held.clear()
             for pair in fuzz.pairs:
@@ -448,8 +448,8 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: 
     if chunks == 1:
         assert all(each[-1] == 0 for each in left), "a layer that has not been read yet has given pages"
     assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
-    runtime.events().hear()
-    given = [each for each in runtime.events().since().events if (each.lever, each.verb) == ("running KV", "pull")]
+    runtime.of().events.hear()
+    given = [each for each in runtime.of().events.since().events if (each.lever, each.verb) == ("running KV", "pull")]
     assert given
     assert not any(each.predicted for each in given), "it was not there yet when the page was needed"
     layers.check()
@@ -462,8 +462,9 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: 
 
 def _copied(layers: Layers) -> list[int]:
     """Pages of which the host has the bytes, or had them."""
-    twins = [home.pages._twin for home in layers.homes]
-    return [piece for twin in twins for piece in {*twin._away, *twin._clean, *twin._copying}]
+    twins = [home.pages._extent for home in layers.homes]
+    states = (State.OFFLOADED, State.IN_SLOT, State.CLEAN, State.SAVING)
+    return [piece for twin in twins for state in states for piece in twin.mover.states[state]]
 
 
 def test_two_caches_take_turns(streamed: Layers, device: Device) -> None:
@@ -480,9 +481,9 @@ def test_two_caches_take_turns(streamed: Layers, device: Device) -> None:
     other.check()
 
 
-def test_threads_with_a_cache_each(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_with_a_cache_each(device: Device, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-    monkeypatch.setattr(kv_read_plan, "AGAIN", 1)
+    tuned(kv_reads={"again": 1})
     hog = room(device, 40)
     wrong: list[BaseException] = []
     flown = threading.Event()
@@ -568,9 +569,9 @@ def test_buffers_are_the_last_that_a_cache_has(streamed: Layers, device: Device)
 
 def test_buffers_whose_pages_are_taken_while_they_are_opened(device: Device) -> None:
     """The second one may find no pages but those of the first, once another thread has published that."""
-    open_buffers, taken = kv_stream.KVStream.open, 0
+    open_buffers, taken = kv_slots.KVSlots.open, 0
 
-    def opened(stream: kv_stream.KVStream, count: int, pages: int) -> int:
+    def opened(stream: kv_slots.KVSlots, count: int, pages: int) -> int:
         nonlocal taken
         made = open_buffers(stream, count, pages)
         layers.tier.governor.publish_now()
@@ -582,8 +583,8 @@ def test_buffers_whose_pages_are_taken_while_they_are_opened(device: Device) -> 
 
     hog, layers = room(device, 26), Layers(100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kv_stream.KVStream, "open", opened)
-        for _ in range(3 * kv_read_plan.AGAIN):
+        patch.setattr(kv_slots.KVSlots, "open", opened)
+        for _ in range(3 * DEFAULT.kv_reads.again):
             layers.update()
     assert taken > 0
     layers.check()
@@ -610,7 +611,7 @@ def test_all_of_it_comes_home_when_there_is_room(
 ) -> None:
     streamed.hog.close()
     device.reap(wait=True)
-    for _ in range(kv_read_plan.LOOK):
+    for _ in range(DEFAULT.kv_reads.look):
         streamed.update()
     assert streamed.way().way is Way.BUFFERS, "it flies until pages have been free for long enough"
     assert streamed.flying == LAYERS
@@ -621,6 +622,7 @@ def test_all_of_it_comes_home_when_there_is_room(
     device.check()
 
 
+INTERRUPTIBLE = (kv_pages_module, kv_range, kv_tier, kv_read_plan, kv_extent, kv_slots, mover)
 INTERRUPTED: dict[str, Callable[[Layers], object]] = {
     "iterate": lambda layers: layers.update(),
     "prefill": lambda layers: layers.update(30),
@@ -636,7 +638,9 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         layers = Layers(100)
         layers.update()
         try:
-            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_read_plan, kv_twin, kv_stream) as interrupt:
+            with Interrupt(
+                nth, kv_pages_module, kv_range, kv_tier, kv_read_plan, kv_extent, kv_slots, mover
+            ) as interrupt:
                 INTERRUPTED[act](layers)
         except KeyboardInterrupt:
             pass
@@ -693,7 +697,7 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
         device.check()
         layers.both(lambda layer: layer.reset())
     device.reap(wait=True)
-    assert available(device) >= 26
+    assert device.available >= 26
     hog.close()
 
 

@@ -13,10 +13,11 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv import range as kv_range
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.residency import kv_stream
+from ballonet.offload.residency import kv_slots
 
 from .. import models
 from ..caches import installed
+from ..tuned import Tuned
 from .pressure import poison, press, two_thirds
 
 PAGE = 4096
@@ -45,23 +46,22 @@ class Flights:
 
 
 @pytest.fixture(autouse=True)
-def flights(monkeypatch: pytest.MonkeyPatch) -> Flights:
+def flights(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Flights:
     flights = Flights()
-    append, load = kv_range.KVRange.append, kv_stream.KVStream._load
+    append, copies = kv_range.KVRange.append, kv_slots.KVSlots.copies
 
     def appended(home: Any, *args: Any) -> Any:
         flights.act()
         return append(home, *args)
 
-    def loaded(stream: Any, flight: Any, *args: Any) -> None:
-        flights.loads += flight.buffer.holds is not flight
-        load(stream, flight, *args)
+    def copied(slots: Any, *args: Any) -> Any:
+        flights.loads += 1
+        return copies(slots, *args)
 
     monkeypatch.setattr(kv_range.KVRange, "append", appended)
-    monkeypatch.setattr(kv_stream.KVStream, "_load", loaded)
+    monkeypatch.setattr(kv_slots.KVSlots, "copies", copied)
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-    monkeypatch.setattr(kv_read_plan, "AGAIN", 2)
-    monkeypatch.setattr(kv_read_plan, "LOOK", 8)
+    tuned(kv_reads={"again": 2, "look": 8})
     return flights
 
 

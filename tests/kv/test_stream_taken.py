@@ -14,9 +14,9 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device.lease import ForwardLease
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.residency.kv_twin import available
 
 from ..test_kv import tokens
+from ..tuned import Tuned
 from .pressure import poison, two_thirds
 from .test_stream import LAYERS, PAGE, Layers, device, fly, room, small, streamed  # noqa: F401 (fixtures)
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 def at_home(layers: Layers) -> int:
     """Full pages that the cache has on the device, beside its buffers."""
-    return sum(twin.held - twin.away for twin in (home.pages._twin for home in layers.homes))
+    return sum(twin.held - twin.away for twin in (home.pages._extent for home in layers.homes))
 
 
 def in_buffers(layers: Layers) -> int:
@@ -51,20 +51,20 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
 ) -> None:
     """Where nobody could take a buffer, an activation died while two of them held pages."""
     streamed.update()
-    others = available(device) + at_home(streamed) + 1  # one that no layer reads
+    others = device.available + at_home(streamed) + 1  # one that no layer reads
     buffers = in_buffers(streamed)
     assert buffers > 4
     blocks.append(device.allocate((others - 1) * PAGE))
     assert streamed.flying == LAYERS
-    assert sum(each.range.backed for each in streamed.tier.way._buffers._buffers) >= buffers - 2
+    assert sum(each.range.backed for each in streamed.tier.way._slots._slots) >= buffers - 2
     kv = device.snapshot()["pages"]["kv"]
     blocks.append(device.allocate(4 * PAGE))
     assert device.snapshot()["pages"]["kv"] <= kv - 4
     streamed.update()
     device.check()
-    rest = sum(each.range.backed for each in streamed.tier.way._buffers._buffers)
+    rest = sum(each.range.backed for each in streamed.tier.way._slots._slots)
     if rest:
-        blocks.append(device.allocate((available(device) + rest) * PAGE))
+        blocks.append(device.allocate((device.available + rest) * PAGE))
     for _ in range(3):
         streamed.update()  # in place
     assert streamed.flying == 0
@@ -84,10 +84,10 @@ def test_it_may_be_the_attention_of_a_layer_that_flies_itself(
     elastic, stock = streamed.pairs[layer]
     new = tokens(1, 99)
     ours, theirs = elastic.update(*new), stock.update(*new)
-    blocks.append(device.allocate((available(device) + at_home(streamed) + in_buffers(streamed) - 1) * PAGE))
+    blocks.append(device.allocate((device.available + at_home(streamed) + in_buffers(streamed) - 1) * PAGE))
     poison(device)
     assert all(map(torch.equal, ours, theirs)), "it reads the same bytes on the host"
-    assert sum(each.range.backed for each in streamed.tier.way._buffers._buffers) <= 1
+    assert sum(each.range.backed for each in streamed.tier.way._slots._slots) <= 1
     del ours, theirs
     for elastic, stock in streamed.pairs[layer + 1 :]:
         new = tokens(1, 98)
@@ -105,7 +105,7 @@ def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, 
     """It is demanded: who streams leases its cache."""
     lease = ForwardLease().open()
     streamed.update()
-    wanted = (available(device) + at_home(streamed) + 3) * PAGE
+    wanted = (device.available + at_home(streamed) + 3) * PAGE
     asked: list[Any] = []
 
     def ask() -> None:
@@ -137,9 +137,9 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
     blocks: list[int],
     seed: int,
     monkeypatch: pytest.MonkeyPatch,
+    tuned: Tuned,
 ) -> None:
-    monkeypatch.setattr(kv_read_plan, "AGAIN", 1)
-    monkeypatch.setattr(kv_read_plan, "LOOK", 4)
+    tuned(kv_reads={"again": 1, "look": 4})
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
     draw, hog, taken = random.Random(seed), room(device, 26), 0
     layers = Layers(100)
@@ -147,8 +147,8 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
 
     def between() -> None:
         nonlocal taken
-        buffers = layers.tier.way._buffers
-        before = sum(each.range.backed for each in buffers._buffers)
+        buffers = layers.tier.way._slots
+        before = sum(each.range.backed for each in buffers._slots)
         if blocks and draw.random() < 0.4:
             device.deallocate(blocks.pop(draw.randrange(len(blocks))))
             device.trim()
@@ -157,7 +157,7 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
                 blocks.append(device.allocate(draw.randint(1, 12) * PAGE))
             except PoolExhausted:
                 poison(device)
-        taken += before - sum(each.range.backed for each in buffers._buffers)
+        taken += before - sum(each.range.backed for each in buffers._slots)
         device.check()
 
     def append(index: int, elastic: Any, stock: Any, new: Any) -> None:

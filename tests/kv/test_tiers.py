@@ -25,16 +25,20 @@ from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.kv.prefill import ROWS, copied_in, worth_copying
+from ballonet.hooks.kv.prefill import copied_in
 from ballonet.offload.governor import kv_tier
 from ballonet.offload.policy.ahead import ahead, window
-from ballonet.offload.residency import kv_twin
-from ballonet.offload.residency.kv_twin import available
+from ballonet.offload.policy.tuning import DEFAULT
+from ballonet.offload.residency import kv_extent, mover
+from ballonet.offload.residency.states import Event
 
 from .. import pool
 from ..test_cache_faults import Interrupt
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
+from ..tuned import Tuned
 from .pressure import away, poison, press, started, tiers
+
+ROWS = DEFAULT.kv_reads.rows
 
 PAGE = 4096
 BUDGET = 96
@@ -235,7 +239,7 @@ def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatc
 
     monkeypatch.setattr(kv_tier.KVTier, "write_behind", copy)
     hog = device.reserve(BUDGET * PAGE, "weights", device.group())
-    hog.map(0, available(device) - 2)  # few are free
+    hog.map(0, device.available - 2)  # few are free
     for pair in pairs:
         pair.tier.governor.cache_changed(pair.tier.number)
     assert kv_copied(device) > 0
@@ -297,17 +301,17 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
     device.synchronize()
     pair.tier.write_behind(0)
     assert press(device, 3) == 3
-    runtime.events().hear()
+    runtime.of().events.hear()
     assert pair.tier.bring_back(2, 0) == 2
     hog = device.reserve(BUDGET * PAGE, "weights", device.group())
-    hog.map(0, available(device))
+    hog.map(0, device.available)
     pair.tier.governor.remove_cache(pair.tier.number)  # so that it has nothing to give
     pair.update(30)
     hog.close()
     me = threading.current_thread().name
     found = [
         (each.lever, each.verb, each.pages, each.predicted, each.measured is not None)
-        for each in runtime.events().since().events
+        for each in runtime.of().events.since().events
         if each.what == pair.tier.name and each.by == me
     ]
     assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
@@ -317,8 +321,7 @@ def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytes
 
 
 def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = runtime.settings()
-    monkeypatch.setattr(kv_room.runtime, "settings", lambda: settings.merge(spill=False))
+    monkeypatch.setattr(governors.of(device), "spill", False)
     hog = device.reserve((BUDGET - 3) * PAGE, "weights", device.group())
     hog.map(0, BUDGET - 3)
     layer = ElasticLayer()
@@ -328,9 +331,9 @@ def test_what_is_refused_says_what_would_do(device: Device, monkeypatch: pytest.
 
 
 def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
-    device: Device, monkeypatch: pytest.MonkeyPatch
+    device: Device, monkeypatch: pytest.MonkeyPatch, tuned: Tuned
 ) -> None:
-    monkeypatch.setattr(kv_room, "PATIENCE", 60)
+    tuned(waiting={"room": 60})
     pairs: list[Pair] = []
     go, asked, done = threading.Event(), threading.Event(), threading.Event()
     governor = governors.of(device)
@@ -354,7 +357,7 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     thread.join()
     assert "h" not in mine.places()  # they were given
     assert pairs[0].places().count("a") >= 24
-    (waited,) = (each for each in runtime.events().since().events if (each.lever, each.verb) == ("wait", "revert"))
+    (waited,) = (each for each in runtime.of().events.since().events if (each.lever, each.verb) == ("wait", "revert"))
     assert waited.pages > 0
     assert waited.measured is not None
     assert waited.what == mine.tier.name
@@ -428,8 +431,8 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
 
 
 @pytest.mark.filterwarnings("ignore:the device budget of ballonet:RuntimeWarning")
-def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_room, "PATIENCE", 0.3)
+def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tuned: Tuned) -> None:
+    tuned(waiting={"room": 0.3})
     pairs: list[Pair] = []
     go, done = threading.Event(), threading.Event()
 
@@ -467,6 +470,9 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
         assert part.stride() == shown.stride()
     assert copies[0].data_ptr() % 512 == 0
     pair.check()
+    pages = pair.home.pages
+    assert not pages.worth_copying(ROWS)
+    assert pages.worth_copying(ROWS + 1)
     del copies, part, shown
     hog = device.reserve(BUDGET * PAGE, "weights", device.group())
     hog.map(0, BUDGET - kv_pages(device) - 9)
@@ -474,8 +480,10 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     assert shown[0].data_ptr() == pair.elastic.keys.data_ptr()
     del shown
     hog.close()
-    assert not worth_copying(ROWS, 5)
-    assert not worth_copying(ROWS + 1, 0)
+
+
+def test_what_is_all_here_is_not_copied(device: Device) -> None:
+    assert not Pair(60).home.pages.worth_copying(ROWS + 1)
 
 
 class Copies(TorchDispatchMode):
@@ -544,7 +552,8 @@ def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device)
 def test_a_way_home_that_was_interrupted_is_finished_before_anything_is_read(device: Device) -> None:
     pair = Pair(60)
     assert press(device, 2) == 2
-    pair.home.pages._twin._coming.update((0, 1))
+    pair.home.pages._extent.look()
+    pair.home.pages._extent.mover.states.move(Event.FETCH, (0, 1))
     pair.home.range.own(0, 2)  # new pages, and there Ctrl-C came
     pair.update(1)
     pair.check()
@@ -565,8 +574,8 @@ def test_pages_lie_ahead_just_in_time_and_never_more_than_allowed(layers: int, w
             waiting.update(ahead(layer, layers, width, took=took, next_takes=takes))
             assert len(waiting) <= width
     assert missed == 0
-    assert window(2 * 2**20) == 25
-    assert window(2**30) == 1
+    assert window(2 * 2**20, DEFAULT.kv_growth.ahead) == 25
+    assert window(2**30, DEFAULT.kv_growth.ahead) == 1
 
 
 def test_the_next_page_is_mapped_before_it_is_needed(device: Device) -> None:
@@ -602,7 +611,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         pair.tier.write_behind(2)
         device.synchronize()
         try:
-            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_twin) as interrupt:
+            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_extent, mover) as interrupt:
                 INTERRUPTED[act](pair)
         except KeyboardInterrupt:
             pass

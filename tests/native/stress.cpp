@@ -145,7 +145,7 @@ void replace_page(Device& device, Range& range, std::size_t piece, Place place) 
   try {
     device.map(*spare, 0, 1, place);
     std::memcpy(reinterpret_cast<void*>(spare->base), reinterpret_cast<void*>(range.base + piece * kPage), kPage);
-    if (device.mapper->take_over(range, piece, *spare, 0, 1, range)) ++moved;
+    if (device.mapper->aliasing.take_over(range, piece, *spare, 0, 1, range)) ++moved;
   } catch (const PoolExhausted&) {
     ++refused;
   }
@@ -169,7 +169,7 @@ void grow_and_move(Device& device, unsigned seed, int operations) {
     }
     if (random() % 8 == 0) follow(device, group, kPieces, 1 + random() % 2);
     if (random() % 4 == 0)
-      device.mapper->map_ahead(range, tail.size(), std::min<std::size_t>(2, kPieces - tail.size()));
+      device.mapper->ahead.ask(range, tail.size(), std::min<std::size_t>(2, kPieces - tail.size()));
     group->enter();
     for (std::size_t piece = 0; piece < tail.size(); ++piece) {
       if (!holds(words(piece), kWords, tail[piece], kStep)) die("a piece does not hold what was written into it");
@@ -183,7 +183,7 @@ void grow_and_move(Device& device, unsigned seed, int operations) {
         fill(words(tail.size() - 1), kWords, tail.back(), kStep);
       } else if (dice < 8 && !tail.empty()) {
         const Place to = dice == 5 ? Place::kHost : dice == 6 ? Place::kPeer : Place::kDevice;
-        if (device.mapper->move(*range, random() % tail.size(), to)) ++moved;
+        if (device.mapper->moves.move(*range, random() % tail.size(), to)) ++moved;
       } else if (dice == 8 && !tail.empty()) {
         replace_page(device, *range, random() % tail.size(), random() % 2 == 0 ? Place::kHost : Place::kPeer);
       } else if (!tail.empty()) {
@@ -261,7 +261,7 @@ class Model {
         device_.map(*layer.home, 0, kPieces, Place::kDevice);
         layer.number = numbers++;
         fill(words(layer.home), kWords, layer.number, kStep);
-      } else if (device_.mapper->backing(*layer.home, 0) == Backing::kAlias) {
+      } else if (layer.home->backing(0) == Backing::kAlias) {
         if (!device_.own(*layer.home, 0, kPieces)) return;
         std::memcpy(words(layer.home), words(layer.twin), kPieces * kPage);
         ++brought_back;

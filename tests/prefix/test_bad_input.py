@@ -13,6 +13,7 @@ import ballonet
 
 from .. import models
 from ..pool import tiny_layers
+from ..tuned import Tuned
 from . import conversations
 from .conversations import Sides, sides, words
 
@@ -22,8 +23,8 @@ CONTEXT = 48  # tokens that a model with learned positions knows
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, 2**24, PAGE):
+def device(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, 2**24, PAGE):
         yield
 
 

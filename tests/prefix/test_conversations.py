@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from ..pool import tiny_layers
+from ..tuned import Tuned
 from .conversations import sides, words
 
 PAGE = 4096
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, 2**25, PAGE):
+def device(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, 2**25, PAGE):
         yield
 
 

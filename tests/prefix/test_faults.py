@@ -24,15 +24,14 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
-from ballonet.hooks.kv import room
 from ballonet.hooks.kv.range import KVRange
 from ballonet.offload.governor import kv_read_plan
-from ballonet.offload.policy import layout
 from ballonet.offload.policy.ladder import Rung
-from ballonet.offload.residency.kv_stream import KVStream
+from ballonet.offload.residency.kv_slots import KVSlots
 
 from ..kv.pressure import two_thirds
 from ..test_manage_faults import ERRORS, arm, calls, count
+from ..tuned import tuning
 from .conversations import Sides, sides, words
 
 ASKS: Final = ("cuCtx", "cuThread", "cuStreamIsCapturing", "cuDevice", "cuEventQuery")
@@ -48,11 +47,10 @@ def test_a_fault_at_any_driver_call() -> None:
 
 def run(*, every: bool = False) -> None:
     torch.set_num_threads(1)
-    layout.LARGE = 2**11  # type: ignore[misc]
-    room.PATIENCE = 0.1  # type: ignore[misc]
     ballonet.install(budget=2**23, page_size=4096, host_budget=2**22, device="cpu")
     device = runtime.require()
     with (
+        tuning(weights={"large": 2**11}, waiting={"room": 0.1}, kv_reads={"again": 2, "look": 8}),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
         sides(patch, prefix_dir=folder) as both,
@@ -78,7 +76,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
     generator = torch.Generator().manual_seed(1)
     said: list[torch.Tensor] = []
     loads: Counter[str] = Counter()
-    load, append = KVStream._load, KVRange.append
+    copies, append = KVSlots.copies, KVRange.append
 
     def begun() -> None:
         if said[-1].shape[1] > 200:
@@ -118,9 +116,9 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
         goes_on()
         both.store.flush(60)
 
-    def loaded(stream: Any, flight: Any, *args: Any) -> None:
-        loads["buffers"] += 1
-        load(stream, flight, *args)
+    def copied(slots: Any, *args: Any) -> Any:
+        loads["slots"] += 1
+        return copies(slots, *args)
 
     def appended(home: Any, *args: Any) -> Any:
         loads["appended"] += 1
@@ -130,14 +128,12 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
 
     def streams() -> None:
         with patch.context() as here:
-            here.setattr(KVStream, "_load", loaded)
+            here.setattr(KVSlots, "copies", copied)
             here.setattr(KVRange, "append", appended)
             here.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-            here.setattr(kv_read_plan, "AGAIN", 2)
-            here.setattr(kv_read_plan, "LOOK", 8)
-            before = loads["buffers"]
+            before = loads["slots"]
             goes_on(12)
-            assert every or loads["buffers"] > before  # after so many faults layers may be shy of buffers
+            assert every or loads["slots"] > before  # after so many faults layers may be shy of buffers
 
     def anew() -> None:
         both.store.clear()

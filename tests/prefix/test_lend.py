@@ -24,12 +24,13 @@ from ballonet.hooks.device.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.lend import PART, Lent
+from ballonet.offload.governor.lend import Lent
 from ballonet.offload.policy.lending import unit_within
-from ballonet.offload.residency.kv_twin import available
+from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
 from ..pool import bytes_that_exist, tiny_layers
+from ..tuned import Clock, Tuned
 from .conversations import BLOCK, HELD, outside, words
 
 PAGE: Final = 4096
@@ -115,13 +116,13 @@ class One:
 
 @contextmanager
 def models(
-    monkeypatch: pytest.MonkeyPatch, pages: int, host: int, window: float, *names: str, **options: Any
+    monkeypatch: pytest.MonkeyPatch, tuned: Tuned, pages: int, host: int, window: float, *names: str, **options: Any
 ) -> Iterator[list[One]]:
     """Managed on a device with so many pages, and so many on the host, where a reserve outlasts its use by so many
     seconds."""
     monkeypatch.setenv("BALLONET_HOST_BUDGET", str(host * PAGE))
     monkeypatch.setenv("BALLONET_RESERVE", f"{window} s")
-    with tiny_layers(monkeypatch, pages * PAGE, PAGE), ExitStack() as stack:
+    with tiny_layers(tuned, pages * PAGE, PAGE), ExitStack() as stack:
         found = []
         for name in names:
             found.append(One(name, **options))
@@ -158,14 +159,14 @@ class Counted:
         return self.device.take(keys)
 
 
-def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Its reserve was lent. What it lacks comes in one exchange and one call, and no byte moves; what the host has is
     not forgotten."""
     first, back = turns("llama", 1, (40, 200))
     others = turns("qwen2", 2, [200] * 9)
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
     take_back = Governor._take_back
-    with models(monkeypatch, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
+    with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
         governor = governors.of(runtime.require())
         counted = Counted(runtime.require())
 
@@ -178,7 +179,7 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         worker.store.clear()
         for turn in others:
             master.ask(turn)
-        assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // PART).size == 12
+        assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // DEFAULT.loans.part).size == 12
         assert worker.lent.lent >= 48
         assert master.lent.borrowed > 200
         keys = len(master.store._prefix_index.index)
@@ -197,7 +198,7 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("wanted", [36])
-def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, wanted: int) -> None:
+def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, wanted: int) -> None:
     """Keys from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
     and what somebody reads stays until he is done."""
     first, *others = [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
@@ -208,7 +209,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         calls[0] += 1
         retire(self, first, end)
 
-    with models(monkeypatch, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
+    with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
         device, cache = runtime.require(), ballonet.KVCache(worker.model.config)
         worker.ask(first, past_key_values=cache)
         for turn in others:
@@ -217,7 +218,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         assert kept >= 60
         device.trim()
         hog = device.reserve(900 * PAGE, "weights", device.group())
-        hog.map(0, available(device))
+        hog.map(0, device.available)
         before, keys = copied(), len(store._prefix_index.index)
         prompts = [turn.tokens[0].tolist() for turn in others]
         found = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
@@ -234,7 +235,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
         assert copied() == before
         device.reap(wait=True)
-        assert available(device) >= wanted
+        assert device.available >= wanted
         assert len(store._prefix_index.index) < keys
         now = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
         assert all(after <= before for after, before in zip(now, found, strict=True))
@@ -247,17 +248,17 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         del hog, cache, tier
 
 
-def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Whoever reads has it in use, which outlasts him by the window: it is taken the next time but one."""
     first, *others = [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
-    with models(monkeypatch, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
+    with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
         device, cache, store = runtime.require(), ballonet.KVCache(worker.model.config), master.store
         worker.ask(first, past_key_values=cache)
         for turn in others:
             master.ask(turn)
         device.trim()
         hog = device.reserve(900 * PAGE, "weights", device.group())
-        hog.map(0, available(device))
+        hog.map(0, device.available)
         (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
         found = [store.get_num_new_matched_tokens([*turn.tokens[0].tolist(), 1]) for turn in others]
         with GroupLease(tier._group):
@@ -280,11 +281,11 @@ def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch) -
         del hog, cache, tier
 
 
-def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Who is away for a while finds its pages free: nobody keeps anything there, as the kernel counts it."""
     first, back = turns("llama", 3, (200, 200))
     others = turns("qwen2", 2, [200] * 9)
-    with models(monkeypatch, 1000, 2000, 1e9, "llama", "qwen2") as (worker, master):
+    with models(monkeypatch, tuned, 1000, 2000, 1e9, "llama", "qwen2") as (worker, master):
         worker.ask(first)
         worker.store.clear()
         reserve = worker.lent.reserve
@@ -300,11 +301,11 @@ def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPa
         worker.ask(back)
 
 
-def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """It is there when its reader is done, whoever wants pages meanwhile."""
     (back,) = turns("llama", 4, (200,))
     others = turns("qwen2", 2, [200] * 9)
-    with models(monkeypatch, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
+    with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
         for turn in others:
             master.ask(turn)
         store, ids = master.store, others[-1].tokens[0].tolist()
@@ -322,9 +323,10 @@ def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("seed", [0])
-def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, seed: int) -> None:
     """Two models talk on threads of their own, others come and go, pages move at random: nothing is ever another's, and
     a request gets its tokens, or where all is in use is told so."""
+    tuned(clock=Clock(step=1e-2))  # reserves that are not used are others' after a while
     talks = {name: talk(name, 10 * seed + n, 6) for n, name in enumerate(MODELS)}
     guests = turns("qwen2", seed, (80, 60))
     failed = threading.Event()
@@ -342,7 +344,7 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, seed
             raise
         return answered
 
-    with models(monkeypatch, 900, 500, 0.0, *MODELS, chaos=seed) as both:
+    with models(monkeypatch, tuned, 900, 500, 0.0, *MODELS, chaos=seed) as both:
         with ThreadPoolExecutor(2) as threads:
             running = [threads.submit(say, one, talks[name]) for name, one in zip(talks, both, strict=True)]
             while not all(each.done() for each in running):

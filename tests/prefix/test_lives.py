@@ -8,18 +8,17 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ballonet.hooks.kv import room
-
 from ..pool import tiny_layers
+from ..tuned import Tuned
 from .lives import PAGE, Life
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def device(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[None]:
     """Small enough that pages run out now and then, which is not waited for."""
-    monkeypatch.setattr(room, "PATIENCE", 0.1)
+    tuned(waiting={"room": 0.1})
     monkeypatch.setattr(transformers.logging.get_logger("transformers.generation.utils"), "disabled", True)
-    with tiny_layers(monkeypatch, 1024 * PAGE, PAGE):
+    with tiny_layers(tuned, 1024 * PAGE, PAGE):
         yield
 
 

@@ -17,23 +17,23 @@ from ballonet.allocator._native import Device
 from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.policy.ladder import Rung
-from ballonet.offload.residency.kv_twin import available
 
 from ..kv.pressure import poison
 from ..models import build
 from ..pool import bytes_that_exist, in_pool, tiny_layers
+from ..tuned import Tuned
 from .conversations import sides, words
 
 PAGE = 4096
 
 
 @pytest.fixture
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[Device]:
     """With so many pages of the device and, where a second number is given, of the host."""
     pages, *host = request.param
     if host:
         monkeypatch.setenv("BALLONET_HOST_BUDGET", str(host[0] * PAGE))
-    with tiny_layers(monkeypatch, pages * PAGE, PAGE):
+    with tiny_layers(tuned, pages * PAGE, PAGE):
         yield runtime.require()
 
 
@@ -114,7 +114,7 @@ def test_another_model_gets_the_room_of_prefixes(device: Device, monkeypatch: py
         kept = both.store.pages
         assert kept > 60
         with ballonet.manage(build("llama", intermediate_size=700)) as other:
-            assert other.streamed == ()
+            assert other.report().streamed == ()
             assert both.store.pages < kept
 
 
@@ -145,11 +145,11 @@ def test_new_tokens_get_the_pages_of_prefixes(device: Device, monkeypatch: pytes
         cache = ballonet.KVCache(both.model.config)
         device.trim()
         hogs = [device.reserve(512 * PAGE, "weights", device.group()) for _ in range(2)]
-        hogs[0].map(0, available(device))
+        hogs[0].map(0, device.available)
         hogs[1].map_host(0, 64)
         cache.update(tokens, tokens, 0)
         assert both.store.counts.evicted > 0
-        assert both.store.pages == 0 or available(device) > 0
+        assert both.store.pages == 0 or device.available > 0
         both.check()
         for each in hogs:
             each.close()

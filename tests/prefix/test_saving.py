@@ -28,11 +28,13 @@ from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.fingerprint import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.policy.stored import Reading, reading
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import prefix_file
 from ballonet.offload.residency.prefix_files import PrefixFiles
 
 from .. import models
 from ..pool import installing
+from ..tuned import Clock, Tuned
 
 PAGE = 65536
 BLOCK = 256
@@ -137,8 +139,8 @@ def test_another_process_goes_on_from_files_bit_for_bit(
     assert are_right(from_files, model)
 
 
-def test_each_turn_writes_what_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "BLOCKS", 2)
+def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
+    tuned(prefixes={"blocks": 2})
     model = built()
     said = FIRST
     with talking(model, tmp_path) as store:
@@ -305,17 +307,28 @@ def test_a_folder_says_that_prefixes_are_kept(tmp_path: Path, monkeypatch: pytes
     assert len(files_of(tmp_path / "of the environment")) == 1
 
 
-def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def files_take(seconds: float, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock by which everything takes a millisecond from one look to the next, and each file that is read so long."""
+    clock, load = Clock(step=1e-3), PrefixFiles.load
+
+    def loaded(files: PrefixFiles, *given: Any) -> Any:
+        clock.now += seconds - clock.step
+        return load(files, *given)
+
+    monkeypatch.setattr(PrefixFiles, "load", loaded)
+    return clock
+
+
+def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """By what was measured: files that took so long last time are left alone, until they are tried again."""
-    monkeypatch.setattr(saving, "AGAIN", 2)
     model = built()
     wanted = by_hand(model, FIRST)
     with talking(model, tmp_path):
         say(model, FIRST)
-    now = [0.0]
-    monkeypatch.setattr(saving, "clock", lambda: now.append(now[-1] + 1e3) or now[-1])  # each file takes long
+    clock = files_take(1e3, monkeypatch)
+    tuned(clock=clock, prefixes={"again": 2})
     with talking(model, tmp_path) as store:
-        counts, events = store.counts, runtime.events()
+        counts, events = store.counts, runtime.of().events
         for turn, (on_disk, faster) in enumerate([(2, 0), (2, 2), (2, 4), (4, 4), (4, 6)]):
             store.clear()
             assert say(model, FIRST) == wanted
@@ -325,14 +338,14 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
         assert told[0].predicted is None, "nobody had measured it"
         assert 0 < told[1].predicted < 100, "what the model took before"
         assert told[3].predicted == pytest.approx(told[3].measured)
-        assert told[3].measured == 1e3
+        assert told[3].measured == pytest.approx(1e3, rel=1e-3)
 
 
-def test_what_is_faster_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_faster_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     model = built()
     with talking(model, tmp_path):
         say(model, FIRST)
-    monkeypatch.setattr(saving, "clock", lambda: 0.0)
+    tuned(clock=files_take(0.0, monkeypatch))
     with talking(model, tmp_path) as store:
         for turn in range(1, 4):
             store.clear()
@@ -404,7 +417,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
         )
     with talking(built(), tmp_path):
         pass
-    assert done == [("flush", saving.PATIENCE), ("close",)]
+    assert done == [("flush", DEFAULT.waiting.files), ("close",)]
 
 
 def test_what_is_not_written_yet_is_when_python_ends_and_processes_share_a_folder(tmp_path: Path) -> None:

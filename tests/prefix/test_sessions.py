@@ -17,10 +17,11 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.kv.pages import KVPages
-from ballonet.hooks.weights import follow
+from ballonet.offload.policy.tuning import DEFAULT
 
 from ..models import build
 from ..pool import tiny_layers
+from ..tuned import Tuned
 from . import conversations
 from .conversations import sides, words
 
@@ -29,8 +30,8 @@ FEW: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": Fa
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, 2**24, PAGE):
+def device(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, 2**24, PAGE):
         yield
 
 
@@ -324,7 +325,7 @@ def test_memory_that_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replaced often lies where torch puts it, which may be where it was before."""
     with sides(monkeypatch) as both:
         ids = words(torch.Generator().manual_seed(1), 20)
-        for _ in range(follow.OFTEN + 4):
+        for _ in range(DEFAULT.weights.moves + 4):
             weight = both.model.model.layers[0].mlp.up_proj.weight
             for _ in range(2):
                 weight.data = weight.data * 1.1

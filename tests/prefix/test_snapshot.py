@@ -21,6 +21,7 @@ from ballonet.hooks.prefix.snapshot import STATES
 
 from ..architectures import ARCHITECTURES
 from ..pool import bytes_that_exist, tiny_layers
+from ..tuned import Tuned
 from .talks import talks
 
 PAGE = 4096
@@ -39,8 +40,8 @@ ONE_OF_EACH = ("gemma2", "qwen3_next", "mamba2")
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, 2**25, PAGE):
+def device(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, 2**25, PAGE):
         yield
 
 

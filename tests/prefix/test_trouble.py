@@ -19,6 +19,7 @@ from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.prefix import prefix_index, sequence, sessions, store
 
 from ..pool import tiny_layers
+from ..tuned import Tuned
 from .conversations import Sides, sides, words
 
 PAGE = 4096
@@ -26,8 +27,8 @@ PARTS = (kv_layer, kv_range, sequence, sessions, prefix_index, store)
 
 
 @pytest.fixture(autouse=True)
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tiny_layers(monkeypatch, 2**23, PAGE):
+def device(tuned: Tuned) -> Iterator[None]:
+    with tiny_layers(tuned, 2**23, PAGE):
         yield
 
 

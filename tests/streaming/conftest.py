@@ -12,11 +12,10 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks.device import governors
-from ballonet.offload.policy import layout
 
 from ..models import build, prompts
 from ..pool import take_out
+from ..tuned import Tuned
 
 LAYERS = 4
 INPUTS = prompts(batch=2, longest=9)
@@ -37,14 +36,8 @@ def installed() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LARGE", 2**11)  # so that tiny layers have ranges
-
-
-@pytest.fixture(autouse=True)
-def another_clock(installed: None) -> None:
-    """Tests of one device tell its governor different times: how long pages have been ample begins anew."""
-    governors.of(runtime.require()).pages._ample = None
+def tiny(tuned: Tuned) -> None:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
 
 
 @pytest.fixture(scope="module")

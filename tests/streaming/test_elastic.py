@@ -84,12 +84,12 @@ def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any,
     """Until somebody looks: from then on its pages are in host memory, where they can be read and written."""
     before = bytes_that_exist("host")
     with ballonet.manage(loaded) as managed:
-        assert managed.streamed == tuple(range(LAYERS))
-        assert managed.host_pages == 0
+        assert managed.report().streamed == tuple(range(LAYERS))
+        assert managed.report().host_pages == 0
         assert streams(managed, lambda: say(loaded).agrees(stock))
         assert bytes_that_exist("host") <= before + PAGE, "no second copy"
         held = LOOKS[how](loaded)
-        assert managed.host_pages > 0, "whoever looked was shown pages"
+        assert managed.report().host_pages > 0, "whoever looked was shown pages"
         loaded.zero_grad()
         assert say(loaded).agrees(stock)
         assert tensors(loaded) == tensors(original)
@@ -115,7 +115,7 @@ def test_layers_of_a_file_come_home_and_go(loaded: Any, original: Any, stock: Ou
     with ballonet.manage(loaded) as managed:
         for plan in plans(managed):
             change(managed, plan)
-            assert managed.streamed == plan.streamed
+            assert managed.report().streamed == plan.streamed
             assert say(loaded).agrees(stock)
             runtime.require().check()
         assert tensors(loaded) == tensors(original)
@@ -163,8 +163,8 @@ def test_every_way_from_one_plan_to_another(model: Any, original: Any, stock: Ou
         found = list(plans(managed))
         for plan in [*found, *reversed(found), found[7], found[2], found[9], found[0]]:
             change(managed, plan)
-            assert managed.streamed == plan.streamed
-            assert managed.pages <= plan.device_pages + sum(
+            assert managed.report().streamed == plan.streamed
+            assert managed.report().pages <= plan.device_pages + sum(
                 each.backed for each in managed._weights.ranges.get(None, ())
             )
             assert say(model).agrees(stock)
@@ -213,8 +213,8 @@ def test_a_model_that_gives_nothing_pays_nothing(model: Any, stock: Output) -> N
     with ballonet.manage(model) as managed, full(but=200):
         for _ in range(3):
             assert say(model).agrees(stock)
-        assert managed.streamed == ()
-        assert (managed.host_pages, ballonet.stats().copied.weights_d2h) == (0, before)
+        assert managed.report().streamed == ()
+        assert (managed.report().host_pages, ballonet.stats().copied.weights_d2h) == (0, before)
         assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
 
 
@@ -231,7 +231,7 @@ def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
         try:
             plan = list(plans(managed))[-1]
             change(managed, plan)
-            assert managed.streamed == plan.streamed
+            assert managed.report().streamed == plan.streamed
         finally:
             filler.close()
             device.reap(wait=True)

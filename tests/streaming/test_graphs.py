@@ -3,7 +3,6 @@ goes meanwhile. See tests/graphs.py."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy.plan import spread, streaming
 
 from .. import graphs
+from ..tuned import Clock, Tuned
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
 
 IDS = INPUTS["input_ids"]
@@ -46,12 +46,12 @@ def expected(original: Any) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def governor(monkeypatch: pytest.MonkeyPatch) -> Any:
+def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Any:
     """Whose pages are always scarce, and whose link hides every copy. Graphs are those of tests/graphs.py."""
     graphs.pretend(monkeypatch)
+    tuned(clock=Clock())
     found = governors.of(runtime.require())
     monkeypatch.setattr(found.pages, "scarce", True)
-    monkeypatch.setattr(found, "_clock", lambda: 0.0)
     found.bandwidth = 1e12
     return found
 
@@ -137,19 +137,18 @@ def test_a_captured_model_gives_nothing(model: Any, expected: torch.Tensor) -> N
             assert not take()
             assert torch.equal(logits(model), expected)
             assert torch.equal(captured.replay(), expected)
-        assert managed.streamed == ()
+        assert managed.report().streamed == ()
         assert not runtime.require().published
         captured.graph.reset()
         prepare(model)
         assert managed.report().kept == ()
         assert take()
         assert torch.equal(logits(model), expected)
-        assert managed.streamed
+        assert managed.report().streamed
 
 
 def test_a_cache_that_finds_no_room_is_told_what_graphs_keep(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = runtime.settings()
-    monkeypatch.setattr(runtime, "settings", lambda: dataclasses.replace(settings, spill=False))
+    monkeypatch.setattr(governors.of(runtime.require()), "spill", False)
     with install.stock():
         keys, values = torch.zeros(2, 1, 2, 64, 16)
 
@@ -195,7 +194,7 @@ def test_a_graph_that_is_collected_lets_its_layers_go(model: Any, expected: torc
         prepare(model)
         assert take()
         assert torch.equal(logits(model), expected)
-        assert managed.streamed
+        assert managed.report().streamed
 
 
 def test_a_graph_that_holds_a_capture_cannot_begin_another_one(model: Any, expected: torch.Tensor) -> None:
@@ -230,8 +229,8 @@ def test_a_part_of_a_layer_that_is_called_by_itself(model: Any, original: Any, p
         prepare(model)
         assert take()
         logits(model)
-        assert managed.streamed
-        assert 3 not in managed.streamed
+        assert managed.report().streamed
+        assert 3 not in managed.report().streamed
         assert torch.equal(captured.replay(), right)
         assert not any(module._forward_pre_hooks for module in model.model.layers[3].mlp.modules())
 
@@ -341,7 +340,7 @@ def test_what_is_not_at_home_cannot_be_captured(model: Any, expected: torch.Tens
         prepare(model)
         if interval == "auto":
             assert take()
-        away = managed.streamed
+        away = managed.report().streamed
         assert away
         entered: list[Any] = []
         handle = model.model.layers[0].input_layernorm.register_forward_pre_hook(lambda *_: entered.append(0))
@@ -369,13 +368,13 @@ def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expec
     with install.stock(), torch.no_grad():
         right = original.model.layers[0].mlp(states)
     with ballonet.manage(model, interval=2) as managed:
-        before = managed.streamed
+        before = managed.report().streamed
         captured = Captured(lambda: model.model.layers[0].mlp(states))
         assert managed.report().kept == (0,)
         for _ in range(2):
             assert torch.equal(logits(model), expected)
             assert torch.equal(captured.replay(), right)
-        assert managed.streamed == before
+        assert managed.report().streamed == before
 
 
 def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) -> None:
@@ -392,8 +391,8 @@ def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) 
         assert [layer for layer in EVERY if pages[layer] != before[layer]] == [3]
         for plan in [streaming(pages, spread(pages, count), slots) for count in (1, 4, 11) for slots in (1, 2)]:
             elastic._change(plan)
-            assert managed.streamed == plan.streamed
-            assert 3 not in managed.streamed
+            assert managed.report().streamed == plan.streamed
+            assert 3 not in managed.report().streamed
             assert torch.equal(logits(model), expected)
             assert torch.equal(captured.replay(), right)
             assert (
@@ -404,12 +403,12 @@ def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) 
                     for layer, ranges in managed._weights.ranges.items()
                     if layer is not None
                     for each in ranges
-                    if layer not in managed.streamed
+                    if layer not in managed.report().streamed
                 )
                 - managed._weights.ring.pages
             )
         elastic._change(streaming(before, (3, 5), 1))
-        assert managed.streamed == plan.streamed
+        assert managed.report().streamed == plan.streamed
         assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).candidates())
 
 

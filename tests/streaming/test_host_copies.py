@@ -18,11 +18,12 @@ from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.device import governors
 from ballonet.hooks.weights.room import host_pages_left
-from ballonet.offload.governor.pages import FORGET
 from ballonet.offload.policy.plan import Plan, spread, streaming
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .. import graphs
 from ..models import build
+from ..tuned import Clock, Tuned
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
 
 IDS = INPUTS["input_ids"]
@@ -37,21 +38,21 @@ def original() -> Any:
 class Scarce:
     """Pages that were short not long ago, until `calm()`."""
 
-    def __init__(self, governor: Any, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, governor: Any, clock: Clock) -> None:
         self.governor = governor
-        self._now = 0.0
-        patch.setattr(governor.pages, "scarce", True)
-        patch.setattr(governor, "_clock", lambda: self._now)
-        patch.setattr(governor.pages, "_ample", None)
+        self._clock = clock
+        governor.pages.scarce = True
         governor.bandwidth = 1e12  # every copy is hidden
 
     def calm(self) -> None:
-        self._now += 2 * FORGET
+        self._clock.now += 2 * DEFAULT.pages.forget
 
 
 @pytest.fixture(autouse=True)
-def scarce(monkeypatch: pytest.MonkeyPatch) -> Scarce:
-    return Scarce(governors.of(runtime.require()), monkeypatch)
+def scarce(tuned: Tuned) -> Scarce:
+    clock = Clock()
+    tuned(clock=clock)
+    return Scarce(governors.of(runtime.require()), clock)
 
 
 @pytest.fixture
@@ -77,6 +78,12 @@ def stock(original: Any, act: Callable[[Any], object] = lambda model: None) -> t
 def to_host() -> int:
     """Pages of weights that were copied there so far."""
     return ballonet.stats().copied.weights_d2h // PAGE
+
+
+def copies_given_up() -> int:
+    """Pages of them so far."""
+    counts = ballonet.stats().events.get("host copies", {})
+    return counts["revert"].pages if counts else 0
 
 
 def stream(managed: ballonet.Managed, *layers: int) -> None:
@@ -110,13 +117,13 @@ def test_weights_go_to_the_host_once_however_often_layers_leave(
     expected, before = stock(original), to_host()
     for _ in range(5):
         stream(managed, 1, 3)
-        assert managed.streamed == (1, 3)
+        assert managed.report().streamed == (1, 3)
         assert torch.equal(logits(model), expected)
         stream(managed)
-        assert managed.streamed == ()
+        assert managed.report().streamed == ()
         assert torch.equal(logits(model), expected)
         assert to_host() - before == pages_of(managed, 1, 3)
-    assert managed.host_pages == pages_of(managed, 1, 3)
+    assert managed.report().host_pages == pages_of(managed, 1, 3)
     runtime.require().check()
 
 
@@ -128,10 +135,10 @@ def test_weights_that_the_core_takes_go_to_the_host_once(model: Any, original: A
     times = 0
     for n in range(8):
         with less(pages_of(managed, 0) // 2):
-            assert managed.streamed, "the core has taken some"
+            assert managed.report().streamed, "the core has taken some"
             left.update(managed._weights.on_host())
-            times += len(managed.streamed)
-        for layers in (managed.streamed[1:], ()):
+            times += len(managed.report().streamed)
+        for layers in (managed.report().streamed[1:], ()):
             assert torch.equal(logits(model), expected)
             stream(managed, *layers)
             if n % 2:
@@ -195,8 +202,8 @@ def test_what_is_written_to_a_layer_that_has_come_back_is_read(
 def test_a_copy_is_given_up_once_pages_were_ample_for_long(
     model: Any, original: Any, managed: ballonet.Managed, scarce: Scarce
 ) -> None:
-    """And made anew when the layer leaves again."""
-    expected, before = stock(original), to_host()
+    """And made anew when the layer leaves again, which is counted as that."""
+    expected, before, given_up = stock(original), to_host(), copies_given_up()
     plain = type(torch.nn.Linear(1, 1).__dict__["_parameters"])
     for n in range(1, 3):
         stream(managed, 1, 3)
@@ -204,13 +211,14 @@ def test_a_copy_is_given_up_once_pages_were_ample_for_long(
         stream(managed)
         for _ in range(3):
             assert torch.equal(logits(model), expected)
-        assert managed.host_pages == pages_of(managed, 1, 3)
+        assert managed.report().host_pages == pages_of(managed, 1, 3)
         assert to_host() - before == n * pages_of(managed, 1, 3)
         scarce.calm()
         logits(model)
         scarce.calm()
         assert torch.equal(logits(model), expected)
-        assert managed.host_pages == 0
+        assert managed.report().host_pages == 0
+        assert copies_given_up() - given_up == to_host() - before
         assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
         assert torch.equal(logits(model), expected)
         scarce.governor.pages.scarce = True
@@ -223,15 +231,15 @@ def test_copies_have_no_more_host_pages_than_are_free(model: Any, original: Any,
     stream(managed, *range(LAYERS))
     stream(managed)
     logits(model)
-    kept = managed.host_pages
+    kept = managed.report().host_pages
     assert kept == pages_of(managed, *range(LAYERS))
     filler = device.reserve((host_pages_left(device) - kept // 2) * PAGE, "kv", device.group())
     filler.map_host(0, filler.pieces)
     try:
         for _ in range(LAYERS):
             assert torch.equal(logits(model), expected)
-        assert 0 < managed.host_pages < kept
-        assert managed.host_pages <= host_pages_left(device)
+        assert 0 < managed.report().host_pages < kept
+        assert managed.report().host_pages <= host_pages_left(device)
     finally:
         filler.close()
         device.reap(wait=True)
@@ -241,9 +249,9 @@ def test_before_gradients_a_layer_that_has_come_back_is_resident(model: Any, man
     stream(managed, 1, 3)
     stream(managed)
     logits(model)
-    assert managed.host_pages > 0
+    assert managed.report().host_pages > 0
     model(IDS).logits.sum().backward()
-    assert managed.host_pages == 0
+    assert managed.report().host_pages == 0
     model.zero_grad()  # gradients lie in the pool, and the model lives until the next test
 
 
@@ -283,8 +291,8 @@ def test_a_model_that_gives_nothing_is_not_prepared(
         try:
             for _ in range(4):
                 assert torch.equal(logits(model), expected)
-            assert managed.streamed == ()
-            assert (to_host() - before, managed.host_pages) == (0, 0)
+            assert managed.report().streamed == ()
+            assert (to_host() - before, managed.report().host_pages) == (0, 0)
             assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
         finally:
             filler.close()
@@ -369,7 +377,7 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
     with readers(looks) as times:
         for n in range(4):
             taken.append(in_the_middle())
-            for layers in (managed.streamed, ()):
+            for layers in (managed.report().streamed, ()):
                 stream(managed, *layers)
                 assert torch.equal(logits(model), expected)
             with less(pages_of(managed, 0) // 2):

@@ -14,12 +14,13 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
-from ballonet.offload.governor import chaos
 from ballonet.offload.governor.levers import Lever, levers
 from ballonet.offload.policy.ladder import LISTED, Rung
+from ballonet.testing import chaos_of
 
 from ..models import build
 from ..pool import bytes_that_exist
+from ..tuned import Clock, Tuned
 from .conftest import BUDGET, LAYERS, PAGE
 from .test_remapping import IDS, full
 from .test_streaming import Output, say
@@ -35,9 +36,18 @@ def larger() -> Any:
         return build("llama", num_hidden_layers=2 * LAYERS)
 
 
+@pytest.fixture
+def clock(tuned: Tuned) -> Clock:
+    """The governor's: next to nothing passes unless a test says so, and iterations take a while."""
+    clock = Clock(step=1e-6)
+    tuned(clock=clock)
+    return clock
+
+
 @pytest.fixture(autouse=True)
-def governor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Iterator[Any]:
     """Whose pages are always scarce, and whose link hides every copy."""
+    tuned(chaos={"seldom": 2})
     found = governors.of(runtime.require())
     monkeypatch.setattr(found.pages, "scarce", True)
     found.bandwidth = 1e12
@@ -49,16 +59,14 @@ def ladder(governor: Any) -> dict[Rung, Lever]:
     return {lever.rung: lever for lever in levers(governor, runtime.require(), spill=True)}
 
 
-def test_four_verbs(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     """What a lever says that it would free is what it frees, and pages that went come back."""
     with install.stock():
         expected, idle = say(model), copy.deepcopy(larger)
-    now = [0.0]
-    monkeypatch.setattr(governor, "_clock", lambda: now[0])
     device = runtime.require()
     with ballonet.manage(idle) as other, ballonet.manage(model) as active:
         say(idle)
-        now[0] += 5
+        clock.now += 5
         say(model)
         say(model)
         rungs = ladder(governor)
@@ -67,22 +75,22 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, monkeypatch: pytest.
         lever = rungs[Rung.IDLE_WEIGHTS]
         assert lever.would_cost() == (0.0, 0.0), "until it runs"
         device.reap(wait=True)  # what is retired now would be free with the next pages
-        pages, free, before = other.pages, rungs[Rung.TRIM].would_free(), lever.would_free()
+        pages, free, before = other.report().pages, rungs[Rung.TRIM].would_free(), lever.would_free()
         given = lever.pull(1)
         assert 1 <= given <= before
         assert lever.would_free() == before - given
-        assert (other.pages, active.streamed) == (pages - given, ())
+        assert (other.report().pages, active.report().streamed) == (pages - given, ())
         assert rungs[Rung.TRIM].would_free() == free + given
         assert lever.pull(before) == before - given
         assert lever.pull(1) == 0
         assert bytes_that_exist() <= BUDGET
         say(idle)
-        assert other.streamed
-        counts = runtime.events().counts()
+        assert other.report().streamed
+        counts = runtime.of().events.counts()
         assert counts["idle weights"]["pull"].pages >= before
         assert lever.revert(10**6) > 0
         say(idle)
-        assert (other.streamed, other.pages) == ((), pages)
+        assert (other.report().streamed, other.report().pages) == ((), pages)
         assert say(model).agrees(expected)
         assert (rungs[Rung.SPILL].pull(1), rungs[Rung.TRIM].revert(1), rungs[Rung.INFLATE].revert(1)) == (0, 0, 0)
         assert rungs[Rung.SPILL].would_free() > 0
@@ -93,9 +101,7 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, monkeypatch: pytest.
         assert rungs[Rung.WAIT].pull(1) == device.demand == 0
 
 
-def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    monkeypatch.setattr(governor, "_clock", lambda: now[0])
+def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     with install.stock():
         idle = copy.deepcopy(larger)
     with ballonet.manage(idle) as other:
@@ -105,7 +111,7 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, monkeypatch: p
         assert ballonet.manage(idle) is other
         assert ballonet.manage(idle, floor=floor) is other
         say(idle)
-        now[0] += 5
+        clock.now += 5
         say(model)
         candidates = governor.candidates()
         assert sum(candidate.pages for candidate in candidates if candidate.rung is Rung.IDLE_WEIGHTS) <= 2
@@ -115,12 +121,8 @@ def test_a_floor_in_bytes(model: Any, larger: Any, governor: Any, monkeypatch: p
         assert sum(candidate.pages for candidate in governor.candidates() if candidate.rung is Rung.HIDDEN_WEIGHTS) > 2
 
 
-def test_a_load_that_comes_and_goes_leaves_nothing_behind(
-    model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_that_comes_and_goes_leaves_nothing_behind(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     """Each time weights and KV go and come back, and no page is lost, of the device or the host."""
-    now = [0.0]
-    monkeypatch.setattr(governor, "_clock", lambda: now[0])
     with install.stock():
         idle = copy.deepcopy(larger)
         long, expected = model(IDS, use_cache=False).logits, say(model)
@@ -130,18 +132,18 @@ def test_a_load_that_comes_and_goes_leaves_nothing_behind(
         for _ in range(3):
             governor.pages.scarce = True  # pages have been ample for long
             say(idle)
-            now[0] += 5
+            clock.now += 5
             say(model)
             with full(but=40):
                 with torch.no_grad():
                     assert torch.equal(model(IDS, use_cache=True).logits, long)
-                gone.append(len(other.streamed))
+                gone.append(len(other.report().streamed))
                 assert bytes_that_exist() <= BUDGET
             for _ in range(4):
-                now[0] += 20
+                clock.now += 20
                 assert say(model).agrees(expected)
                 say(idle)
-            assert (active.streamed, other.streamed) == ((), ())
+            assert (active.report().streamed, other.report().streamed) == ((), ())
             gc.collect()
             device.trim()
             device.reap(wait=True)
@@ -151,17 +153,13 @@ def test_a_load_that_comes_and_goes_leaves_nothing_behind(
     assert left[1:] == left[:-1]
 
 
-def test_a_square_wave_of_hundreds_of_cycles(
-    model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_square_wave_of_hundreds_of_cycles(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
-    now = [0.0]
-    monkeypatch.setattr(governor, "_clock", lambda: now[0])
     device = runtime.require()
 
     def logits(of: Any, cache: Any = None) -> torch.Tensor:
         """With a cache of the token after those that it holds; it holds as many afterwards."""
-        now[0] += 4
+        clock.now += 4
         ids = IDS[:, :8] if cache is None else IDS[:, HELD : HELD + 1]
         with torch.no_grad():
             found: torch.Tensor = of(ids, past_key_values=cache, use_cache=cache is not None).logits
@@ -176,7 +174,7 @@ def test_a_square_wave_of_hundreds_of_cycles(
 
     def moved(rungs: tuple[str, ...], *verbs: str) -> int:
         """Pages so far."""
-        counts = runtime.events().counts()
+        counts = runtime.of().events.counts()
         them = [counts[rung] for rung in rungs if rung in counts]
         return sum(each[verb].pages for each in them for verb in verbs if verb in each)
 
@@ -195,14 +193,14 @@ def test_a_square_wave_of_hundreds_of_cycles(
             logits(idle)
             logits(model)
             logits(model, cache)
-            home = (active.pages, other.pages)
+            home = (active.report().pages, other.report().pages)
             for cycle in range(CYCLES):
                 before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
                 candidates = governor.candidates()
                 with full(but=2):
                     torch.empty(sum(candidate.pages for candidate in candidates) * PAGE, dtype=torch.uint8)
                     assert torch.equal(logits(model), expected[0])
-                    gone = sum(home) - active.pages - other.pages
+                    gone = sum(home) - active.report().pages - other.report().pages
                     assert bytes_that_exist() <= BUDGET
                 for _ in range(4):
                     assert torch.equal(logits(idle), expected[1])
@@ -211,7 +209,7 @@ def test_a_square_wave_of_hundreds_of_cycles(
                 pulled, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
                 assert pulled == back == gone, cycle
                 assert kv_pulled == kv_back, cycle
-                assert (active.pages, other.pages) == home, cycle
+                assert (active.report().pages, other.report().pages) == home, cycle
                 device.trim()
                 device.reap(wait=True)
                 found = device.snapshot()["pages"]
@@ -224,9 +222,8 @@ def test_a_square_wave_of_hundreds_of_cycles(
     assert len(owners) == 1, owners
 
 
-def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
     """Whatever is pulled or reverted at whatever boundary, tokens are stock's."""
-    monkeypatch.setattr(chaos, "SELDOM", 2)
     with install.stock():
         them: list[tuple[Any, Output]] = [(model, say(model)), (copy.deepcopy(larger), say(larger))]
     managed = [ballonet.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
@@ -238,8 +235,8 @@ def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any, monkeypat
         assert bytes_that_exist() <= BUDGET
     pulled: dict[tuple[str, str], int] = {}
     for each in managed:
-        assert each.chaos is not None
-        for name, pages in each.chaos.pulled.items():
+        assert chaos_of(each) is not None
+        for name, pages in chaos_of(each).pulled.items():
             pulled[name] = pulled.get(name, 0) + pages
     for name in (
         ("hidden weights", "pull"),

@@ -15,13 +15,13 @@ from ballonet.allocator._native import Device
 from ballonet.hooks import managed
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.marks import HostMarks
-from ballonet.offload.governor.pages import SPARE
-from ballonet.offload.governor.seat import LOOK
 from ballonet.offload.policy.plan import Fewest, Plan, fewest
+from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link
 
 from ..models import Output, build
-from .conftest import BUDGET, INPUTS, PAGE
+from ..tuned import Clock, Tuned
+from .conftest import INPUTS, PAGE
 from .test_streaming import say
 
 LAYERS = 8
@@ -40,14 +40,13 @@ def stock_of_larger(larger: Any) -> Output:
 
 
 @pytest.fixture(autouse=True)
-def time(monkeypatch: pytest.MonkeyPatch) -> None:
+def time(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """What is measured takes a millisecond from one look at the clock to the next, so a forward one for itself and one
     for each layer that it waits for; nothing is given back."""
     ticks = count(step=10**6)
-    monkeypatch.setattr(managed, "marks_of", lambda device: HostMarks(lambda: next(ticks)))
-    governor = governors.of(runtime.require())
-    monkeypatch.setattr(governor, "_clock", lambda: 0.0)
-    governor.bandwidth = 1e12
+    monkeypatch.setattr(managed, "marks_of", lambda device, clock: HostMarks(lambda: next(ticks)))
+    tuned(clock=Clock())
+    governors.of(runtime.require()).bandwidth = 1e12
 
 
 def frees(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,17 +76,17 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
     with install.stock():
         model = copy.deepcopy(larger)
     with ballonet.manage(model) as found:
-        report, pages, moved = found.report(), found.pages, ballonet.stats().copied.weights_h2d
+        report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
         governors.of(runtime.require()).bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
         passes = 0
-        while passes < 2 * LOOK:
+        while passes < 2 * DEFAULT.weights.look:
             assert say(model).agrees(stock_of_larger)
             passes += stock_of_larger.tokens.shape[1] - INPUTS["input_ids"].shape[1]
         report = found.report()
         assert (len(report.streamed), report.slots) == after
-        assert found.pages == pages, "as many as before"
+        assert found.report().pages == pages, "as many as before"
         assert ballonet.stats().copied.weights_h2d > moved
         assert report.times["decode"].resident == pytest.approx((after[0] + 1) * 1e-3), "as a rule"
         elastic, point = found._elastic, found._elastic.last["decode"].point
@@ -110,7 +109,7 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
     monkeypatch.setattr(governor, "_bandwidth", None)
     asked: list[int] = []
 
-    def ask(device: Device, leave: int) -> float | None:
+    def ask(device: Device, leave: int, **_: object) -> float | None:
         asked.append(leave)
         return measure(device, leave=leave) if len(asked) > 2 else None
 
@@ -129,7 +128,7 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
             if governor.bandwidth is None:
                 assert "assumed" in found.report().why
                 assert found.report().times["decode"].predicted is None
-        assert asked == [0, BUDGET // PAGE // SPARE, BUDGET // PAGE // SPARE], "some pages stay free, and it is enough"
+        assert asked == [0, governor.pages.mark, governor.pages.mark], "some pages stay free, and it is enough"
         assert governor.bandwidth is not None
         assert say(model).agrees(stock_of_larger)
         assert "assumed" not in found.report().why

@@ -17,6 +17,7 @@ from ballonet.hooks.device import governors
 
 from ..models import build
 from ..pool import bytes_that_exist
+from ..tuned import Clock, Tuned
 from .conftest import BUDGET, LAYERS, PAGE
 from .test_streaming import Output, say
 
@@ -47,13 +48,12 @@ def idle(larger: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Seconds, as the governor counts them."""
-    now = [0.0]
-    governor = governors.of(runtime.require())
-    monkeypatch.setattr(governor, "_clock", lambda: now[0])
-    governor.bandwidth = 1e12  # so that every layer's copy is hidden
-    return now
+def clock(tuned: Tuned) -> Clock:
+    """The governor's, which stands still."""
+    clock = Clock()
+    tuned(clock=clock)
+    governors.of(runtime.require()).bandwidth = 1e12  # so that every layer's copy is hidden
+    return clock
 
 
 @contextmanager
@@ -90,33 +90,33 @@ def read_on(model: Any, long: torch.Tensor) -> None:
 
 
 def test_an_idle_model_gives_and_gets_back(
-    model: Any, idle: Any, stock: Output, stock_of_larger: Output, long: torch.Tensor, time: list[float]
+    model: Any, idle: Any, stock: Output, stock_of_larger: Output, long: torch.Tensor, clock: Clock
 ) -> None:
     with ballonet.manage(model) as active, ballonet.manage(idle) as other:
         say(idle)
         say(model)
-        whole = other.pages
-        time[0] += 5
+        whole = other.report().pages
+        clock.now += 5
         with full(but=200):
             say(idle)
             say(model)
-            time[0] += 5
+            clock.now += 5
             say(model)
-            assert other.streamed == () == active.streamed, "nothing is remapped while pages are free"
-            assert other.host_pages == 0, "nor prepared"
+            assert other.report().streamed == () == active.report().streamed, "nothing is remapped while pages are free"
+            assert other.report().host_pages == 0, "nor prepared"
         moved = ballonet.stats().copied.weights_d2h
         with full(but=72):
             read_on(model, long)
-            assert 0 < len(other.streamed) < 2 * LAYERS, "never a whole model"
-            assert active.streamed == ()
+            assert 0 < len(other.report().streamed) < 2 * LAYERS, "never a whole model"
+            assert active.report().streamed == ()
             assert bytes_that_exist() <= BUDGET
-            gone = sum(other._elastic._pages[layer] for layer in other.streamed)
+            gone = sum(other._elastic._pages[layer] for layer in other.report().streamed)
             assert ballonet.stats().copied.weights_d2h - moved == gone * PAGE, "once, when they leave"
-        time[0] += 5
+        clock.now += 5
         assert say(idle).agrees(stock_of_larger)
         for _ in range(3):
-            time[0] += 20
+            clock.now += 20
             assert say(model).agrees(stock)
             assert say(idle).agrees(stock_of_larger)
-        assert other.streamed == ()
-        assert other.pages == whole
+        assert other.report().streamed == ()
+        assert other.report().pages == whole

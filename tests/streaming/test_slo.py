@@ -13,10 +13,10 @@ from ballonet.allocator.config import cache_dir
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.key import key_of
-from ballonet.offload.policy import layout
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
+from ..tuned import Tuned
 from .conftest import LAYERS
 from .test_remapping import full
 from .test_streaming import Output, say
@@ -38,7 +38,7 @@ def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> 
             seconds[Point("prefill", batch, length)] = prefill
             seconds[Point("decode", batch, length)] = decode
     key = key_of(model, runtime.require())
-    path = record.path_of(cache_dir(runtime.settings()), key)
+    path = record.path_of(cache_dir(runtime.of().settings), key)
     record.save(Record(key, bandwidth, seconds), path)
     return path
 
@@ -57,7 +57,7 @@ def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> N
         measured(model, prefill=4.0, decode=4.0, bandwidth=LAYER / 3.5)
         with ballonet.manage(model, tpot_slo=slo, ttft_slo=slo) as managed:
             assert say(model).agrees(stock)
-            assert len(managed.streamed) == count, slo
+            assert len(managed.report().streamed) == count, slo
             report = managed.report()
             assert report.bandwidth == LAYER / 3.5
             assert report.times["decode"].slo == slo
@@ -70,7 +70,7 @@ def test_prefill_and_decode_apart(model: Any, stock: Output) -> None:
     seen: dict[int, tuple[int, ...]] = {}
     with ballonet.manage(model, tpot_slo=4.6, ttft_slo=41.0) as managed:
         handle = model.model.layers[-1].register_forward_hook(
-            lambda module, args, output: seen.__setitem__(args[0].shape[1], managed.streamed)
+            lambda module, args, output: seen.__setitem__(args[0].shape[1], managed.report().streamed)
         )
         assert say(model).agrees(stock)
         handle.remove()
@@ -90,15 +90,15 @@ def test_an_slo_below_the_resident_time_is_refused(model: Any, original: Any, sl
         pass
 
 
-def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "LARGE", 2**30)
+def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, tuned: Tuned) -> None:
+    tuned(weights={"large": 2**30})
     measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
     with pytest.raises(SLOError) as caught:
         ballonet.manage(model, tpot_slo=3.9)
     assert caught.value.slo == pytest.approx(4.0)
     with ballonet.manage(model, tpot_slo=caught.value.slo, ttft_slo=5.0) as managed:
         say(model)
-        assert managed.streamed == ()
+        assert managed.report().streamed == ()
 
 
 def test_a_damaged_record_is_measured_anew(model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_a_damaged_record_is_measured_anew(model: Any, stock: Output, monkeypatc
     with managed:
         assert say(model).agrees(stock)
         assert managed.report().times["decode"].resident is not None
-    assert len(managed.streamed) <= LAYERS
+    assert len(managed.report().streamed) <= LAYERS
 
 
 def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, stock: Output) -> None:
@@ -118,7 +118,7 @@ def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, s
     measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
     with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=30):
         assert say(model).agrees(stock)
-        assert managed.streamed
+        assert managed.report().streamed
         governors.of(runtime.require()).bandwidth = LAYER / 100
         with pytest.warns(RuntimeWarning, match="a decode step within 5000 ms is not kept") as warned:
             assert all(say(model).agrees(stock) for _ in range(2))

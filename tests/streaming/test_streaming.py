@@ -64,7 +64,7 @@ def test_tokens_equal_stock(model: Any, stock: dict[str, Output], m: int, slots:
     with streamed(model, m, slots, monkeypatch) as managed:
         for mode in MODES:
             assert say(model, mode).agrees(stock[mode]), mode
-        assert len(managed.streamed) == m
+        assert len(managed.report().streamed) == m
         assert copied()["weights_h2d"] > moved["weights_h2d"]
         assert copied()["weights_d2h"] == moved["weights_d2h"]
         assert bytes_that_exist() <= BUDGET
@@ -109,7 +109,7 @@ def test_whoever_looks_sees_the_weights(
         fly()
         assert same(tensors(torch.load(file, weights_only=False)))
         fly()
-        layer = managed.streamed[0]
+        layer = managed.report().streamed[0]
         states = torch.randn(1, 3, model.config.hidden_size)
         with torch.no_grad():
             fly()
@@ -160,7 +160,7 @@ def test_whoever_writes_changes_the_weights(model: Any, original: Any, m: int, s
                 expected = say(changed)
             gc.collect()
             assert say(model).agrees(expected), work.__name__
-            assert not managed.left
+            assert not managed.report().unmanaged_tensors
         runtime.require().check()
     assert all(bits(tensor) == bits(tensors(changed)[name]) for name, tensor in tensors(model).items())
 
@@ -173,7 +173,7 @@ def test_resident_and_editable(model: Any, stock: dict[str, Output], monkeypatch
             assert say(model).agrees(stock["greedy"])
         assert streams(managed, lambda: say(model))
         with managed.editable():
-            model.model.layers[managed.streamed[0]].mlp.up_proj.weight.data.zero_()
+            model.model.layers[managed.report().streamed[0]].mlp.up_proj.weight.data.zero_()
         assert not say(model).agrees(stock["greedy"])
 
 
@@ -288,8 +288,8 @@ def test_a_model_larger_than_its_budget(original: Any, stock: dict[str, Output])
         model = copy.deepcopy(original)
     before = runtime.require().budget
     with ballonet.manage(model) as managed:
-        assert managed.streamed == ()
-        resident = managed.pages * PAGE
+        assert managed.report().streamed == ()
+        resident = managed.report().pages * PAGE
     ballonet.set_budget(30 * PAGE)
     try:
         with pytest.raises(BudgetError) as refused:
@@ -298,13 +298,13 @@ def test_a_model_larger_than_its_budget(original: Any, stock: dict[str, Output])
         assert refused.value.required >= resident
         ballonet.set_budget(smallest)
         with ballonet.manage(model) as managed:
-            assert len(managed.streamed) == LAYERS
-            assert (managed.pages + managed.host_pages) * PAGE >= resident
+            assert len(managed.report().streamed) == LAYERS
+            assert (managed.report().pages + managed.report().host_pages) * PAGE >= resident
             assert say(model).agrees(stock["greedy"])
             assert bytes_that_exist() <= smallest
         ballonet.set_budget(smallest + 12 * PAGE)
         with ballonet.manage(model) as managed:
-            assert 0 < len(managed.streamed) < LAYERS
+            assert 0 < len(managed.report().streamed) < LAYERS
             assert say(model).agrees(stock["greedy"])
             assert bytes_that_exist() <= smallest + 12 * PAGE
         with pytest.raises(BudgetError):
@@ -323,7 +323,7 @@ def test_intervals_that_make_no_sense(model: Any, interval: Any) -> None:
 def test_an_interval_by_number(model: Any, stock: dict[str, Output]) -> None:
     for interval, layers in ((1, (0, 1, 2, 3)), (2, (1, 3)), (4, (3,)), (None, ())):
         with ballonet.manage(model, interval=interval) as managed:
-            assert managed.streamed == layers
+            assert managed.report().streamed == layers
             assert say(model).agrees(stock["greedy"])
 
 

@@ -90,10 +90,10 @@ def test_nothing_comes_or_goes_in_a_section(told: Told, stock: torch.Tensor) -> 
     with told.it.resident():
         for layers in ((), (1, 2)):
             assert torch.equal(told.stream(*layers), stock)
-            assert list(told.it.streamed) == [1]
+            assert list(told.it.report().streamed) == [1]
         assert told.it._elastic.entry(0) is None
     assert torch.equal(told.stream(), stock)
-    assert list(told.it.streamed) == []
+    assert list(told.it.report().streamed) == []
 
 
 def test_a_change_that_is_made_in_a_section_is_taken_in(told: Told, stock: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ def test_a_change_that_is_made_in_a_section_is_taken_in(told: Told, stock: torch
         told.model.model.layers[1].mlp.up_proj.weight.data.div_(2)
         del weight
         assert torch.equal(told.stream(1), stock)
-        assert not told.it.left
+        assert not told.it.report().unmanaged_tensors
     assert torch.equal(told.stream(1), stock)
 
 

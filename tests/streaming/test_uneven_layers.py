@@ -9,10 +9,10 @@ import pytest
 
 import ballonet
 from ballonet.allocator import install
-from ballonet.offload.policy import layout
 from ballonet.offload.policy.plan import spread
 
 from ..models import Output, ask, build
+from ..tuned import Tuned
 from .test_streaming import streamed
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -24,8 +24,8 @@ WAYS = ("padded", "beam")
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tiny: None) -> None:
-    monkeypatch.setattr(layout, "LARGE", 2**10)  # bytes: less than a matrix of these
+def small(tuned: Tuned, tiny: None) -> None:
+    tuned(weights={"large": 2**10})  # bytes: less than a matrix of these
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -34,7 +34,7 @@ def test_what_streams_is_chosen_by_size(name: str, monkeypatch: pytest.MonkeyPat
         model = build(name, **MODELS[name])
         expected: dict[str, Output] = {way: ask(model, name, way) for way in WAYS}
     with ballonet.manage(model, interval=None) as managed:
-        pages, resident = managed._elastic.plan.pages, managed.pages
+        pages, resident = managed._elastic.plan.pages, managed.report().pages
     assert name == "qwen3_next" or 2 * max(pages) > 3 * min(pages), "they are alike"
     moved = ballonet.stats().copied.weights_d2h
     for count, slots in ((2, 2), (len(pages), 1), (len(pages), 2)):
@@ -43,7 +43,7 @@ def test_what_streams_is_chosen_by_size(name: str, monkeypatch: pytest.MonkeyPat
         with streamed(model, count, slots, monkeypatch) as managed:
             for way in WAYS:
                 assert ask(model, name, way).agrees(expected[way]), (count, slots, way)
-            assert managed.streamed == chosen
+            assert managed.report().streamed == chosen
             assert all(managed._weights.ring.place(layer) for layer in chosen), "each has a slot that it fits in"
-            assert managed.pages == resident - sum(pages[layer] for layer in chosen) + sum(largest)
+            assert managed.report().pages == resident - sum(pages[layer] for layer in chosen) + sum(largest)
     assert ballonet.stats().copied.weights_d2h == moved

@@ -51,7 +51,7 @@ def fly(model: Any, managed: ballonet.Managed) -> None:
 
 def projection(model: Any, managed: ballonet.Managed, n: int = 2) -> Any:
     """A module that holds nothing but a streamed weight."""
-    return model.model.layers[managed.streamed[n]].mlp.up_proj
+    return model.model.layers[managed.report().streamed[n]].mlp.up_proj
 
 
 def wanted(original: Any, managed: ballonet.Managed, n: int = 2) -> bytes:
@@ -104,12 +104,12 @@ def test_a_part_that_outlives_its_model(original: Any, monkeypatch: pytest.Monke
     with install.stock():
         model = copy.deepcopy(original)
     managed = ballonet.manage(model, interval=1)
-    streamed = managed.streamed
+    streamed = managed.report().streamed
     fly(model, managed)
     body = model.model
     del model
     gc.collect()
-    assert managed.released
+    assert managed.report().released
     for layer in streamed:
         name = f"layers.{layer}.mlp.up_proj.weight"
         assert bits(tensors(body)[name]) == bits(tensors(original.model)[name])
@@ -130,7 +130,7 @@ def test_layers_that_are_taken_out_while_all_fly(model: Any, original: Any, mana
     assert say(model).agrees(expected)
     fly(model, managed)
     for it in (model, pruned):
-        it.model.layers[managed.streamed[0]].mlp = copy.deepcopy(pruned.model.layers[1].mlp)
+        it.model.layers[managed.report().streamed[0]].mlp = copy.deepcopy(pruned.model.layers[1].mlp)
     gc.collect()
     with install.stock():
         expected = say(pruned)
@@ -170,7 +170,7 @@ def test_a_layer_that_writes_to_its_own_weights_is_told(
         module.up_proj.weight.mul_(1.5)
 
     fly(model, managed)
-    mlp = model.model.layers[managed.streamed[1]].mlp
+    mlp = model.model.layers[managed.report().streamed[1]].mlp
     handle = mlp.register_forward_hook(write)
     with pytest.raises(ManageError, match="has written to its own weights"):
         say(model)
@@ -179,7 +179,7 @@ def test_a_layer_that_writes_to_its_own_weights_is_told(
         say(model)
     handle.remove()
     assert bits(mlp.up_proj.weight) != wanted(original, managed, 1)
-    mlp.up_proj.weight.data.copy_(original.model.layers[managed.streamed[1]].mlp.up_proj.weight)
+    mlp.up_proj.weight.data.copy_(original.model.layers[managed.report().streamed[1]].mlp.up_proj.weight)
     assert say(model).agrees(stock)
     fly(model, managed)
 
@@ -202,7 +202,7 @@ def test_gradients_after_ctrl_c(model: Any, original: Any, managed: ballonet.Man
         position = it.model.rotary_emb(states, torch.arange(3)[None])
         value = states.clone().requires_grad_()
         result = value
-        for layer in managed.streamed:
+        for layer in managed.report().streamed:
             result = layers[layer](result, position_embeddings=position)
         result = result[0] if isinstance(result, tuple) else result
         gradients.append(torch.autograd.grad(result.sum(), value)[0])
@@ -257,7 +257,7 @@ def test_a_thread_that_looks_while_the_layer_runs(
     looks = {
         "parameters": lambda: next(module.parameters()),
         "attribute": lambda: module.weight,
-        "state": lambda: model.state_dict()[f"model.layers.{managed.streamed[2]}.mlp.up_proj.weight"],
+        "state": lambda: model.state_dict()[f"model.layers.{managed.report().streamed[2]}.mlp.up_proj.weight"],
         "reference": lambda: held,
     }
     fly(model, managed)
@@ -327,11 +327,11 @@ def test_a_weight_that_is_given_other_memory_is_read_there(
     assert say(model).agrees(expected)
     weight.data = before
     assert say(model).agrees(stock)
-    square = model.model.layers[managed.streamed[2]].self_attn.q_proj.weight
+    square = model.model.layers[managed.report().streamed[2]].self_attn.q_proj.weight
     square.data = square.data.t()
     with install.stock():
         changed = copy.deepcopy(original)
-        other = changed.model.layers[managed.streamed[2]].self_attn.q_proj.weight
+        other = changed.model.layers[managed.report().streamed[2]].self_attn.q_proj.weight
         other.data = other.data.t()
         expected = say(changed)
     assert say(model).agrees(expected)
@@ -429,7 +429,7 @@ def test_what_is_noted_at_a_weight_is_there_in_its_forward(model: Any, managed: 
 
 def test_a_functional_call_reads_what_it_is_given(model: Any, original: Any, managed: ballonet.Managed) -> None:
     fly(model, managed)
-    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in managed.streamed]
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in managed.report().streamed]
     results = []
     for it in (model, original):
         given = {name: it.get_parameter(name).detach() * 2 for name in names}
@@ -443,7 +443,7 @@ def test_a_layer_that_reads_another_one(model: Any, original: Any, managed: ball
     """One that has run, one that is to run, and one that it runs inside of itself."""
     seen: list[bytes] = []
     layers = model.model.layers
-    first, second, third = managed.streamed
+    first, second, third = managed.report().streamed
 
     def act(*_: object) -> None:
         for layer in (first, third):

@@ -1,0 +1,145 @@
+#include "ahead.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "mapper.h"
+
+namespace ballonet {
+namespace {
+
+constexpr std::size_t kRequests = 4096;     // that wait; more are not heard
+constexpr std::size_t kLimit = 50'000'000;  // bytes
+
+}  // namespace
+
+std::size_t Ahead::limit() const { return std::max<std::size_t>(1, kLimit / space_.page_size); }
+
+void Ahead::ask(const std::shared_ptr<Range>& range, std::size_t first, std::size_t count) {
+  if (first > range->pieces || count > range->pieces - first) {
+    throw UsageError(format("pieces %zu to %zu lie outside a range of %zu", first, first + count, range->pieces));
+  }
+  if (range->owner != Owner::kKv) throw UsageError("only ranges of KV are mapped ahead");
+  if (count > 0 && background_.running() && push({range, first, first + count})) background_.notify();
+}
+
+bool Ahead::push(Request request) {
+  const std::lock_guard lock(mutex_);
+  if (requests_.size() == kRequests) return false;
+  requests_.push_back(std::move(request));
+  return true;
+}
+
+void Ahead::tell_followers(Range& range, std::size_t first, std::size_t count) {
+  if (!background_.running()) return;
+  if (const std::size_t more = std::exchange(range.followers, 0)) {
+    expect_no_more();
+    coming_ = Coming{&range, &range, more, first + count};
+  }
+  if (!range.next.expired()) {
+    push({range.next, first, first + count});
+  } else if (!coming_) {
+    return;  // nobody follows, and no claim has made room for others
+  }
+  background_.notify();
+}
+
+void Ahead::one_came(Range& range) {
+  if (!coming_ || coming_->like->pieces != range.pieces || coming_->like->group != range.group) return;
+  coming_->last->next = range.weak_from_this();
+  coming_->last = &range;
+  if (--coming_->left == 0) return expect_no_more();
+  background_.notify();
+}
+
+void Ahead::one_ended(const Range& range) {
+  if (coming_ && (coming_->like == &range || coming_->last == &range)) expect_no_more();
+}
+
+void Ahead::expect_no_more() {
+  if (!coming_) return;
+  coming_.reset();
+  slots_.unpromise();
+}
+
+void Ahead::forget_requests() {
+  const std::lock_guard lock(mutex_);
+  requests_.clear();
+}
+
+bool Ahead::wanted() const {
+  const std::lock_guard lock(mutex_);
+  return !requests_.empty() || coming_;
+}
+
+bool Ahead::serve_request(Section& in) {
+  Request* oldest;
+  {
+    const std::lock_guard lock(mutex_);
+    if (requests_.empty()) return false;
+    oldest = &requests_.front();  // stays: others only add to the end, and whoever removes holds the mapper's lock
+  }
+  if (const std::shared_ptr<Range> range = oldest->range.lock()) {
+    in.ended.push_back(range);
+    const auto backed = [&] { return range->held[oldest->next].backing != Backing::kNone; };
+    while (!range->closed && oldest->next < oldest->end && backed()) ++oldest->next;
+    const bool wanted = !range->closed && oldest->next < oldest->end;
+    if (wanted && map_one(*range, oldest->next, Slots::Take::kNotAhead)) return true;
+  }
+  const std::lock_guard lock(mutex_);
+  requests_.pop_front();
+  return true;
+}
+
+bool Ahead::serve_coming(Section& in, Mapper& mapper) {
+  if (!coming_ || space_.table.ahead() >= limit() || fences_.streams.capturing()) return false;
+  const bool enough = slots_.promise(coming_->like->pieces, coming_->left) == coming_->left;
+  if (enough && !slots_.lacks(coming_->mapped)) return false;
+  slots_.empty(1, Slots::Take::kUnpromised);
+  if (space_.device.idle() + space_.device.creatable() == 0) return false;
+  Stretch held = slots_.take_lacking(coming_->mapped);
+  if (held.pieces == 0) {
+    try {
+      held = space_.reserve(coming_->like->pieces);
+    } catch (const DriverError&) {
+      expect_no_more();
+      return false;
+    }
+  }
+  // As a range that is closed it becomes a slot again, whatever fails meanwhile.
+  const std::size_t pieces = held.pieces;
+  const auto slot =
+      std::make_shared<Range>(mapper.shared_from_this(), std::move(held), pieces, Owner::kKv, nullptr, false);
+  in.ended.push_back(slot);
+  slot->closed = true;
+  std::size_t piece = 0;
+  while (slot->held[piece].backing != Backing::kNone) ++piece;
+  const bool mapped = map_one(*slot, piece, Slots::Take::kUnpromised);
+  slots_.settle(*slot);
+  if (slot->held.pieces > 0) {  // a page that could not be opened is retiring there
+    for (std::size_t i = 0; slot->held.ahead() > 0; ++i) space_.table.forget_ahead(slot->held, i);
+    space_.ranges.insert(slot.get());
+  }
+  if (!mapped) expect_no_more();
+  return mapped;
+}
+
+// Pre: the piece is unbacked. False where no more can be mapped ahead.
+bool Ahead::map_one(Range& range, std::size_t piece, Slots::Take take) {
+  if (space_.table.ahead() >= limit() || fences_.streams.capturing()) return false;
+  slots_.empty(1, take);
+  try {
+    const PageId hint = mapping_.hint_for(range, piece, Place::kDevice);
+    mapping_.back(range, {piece}, Place::kDevice, space_.device.take(1, range.owner, hint));
+  } catch (const std::runtime_error&) {
+    return false;
+  }
+  space_.keep(range.held, piece, true);
+  return true;
+}
+
+void Ahead::check() const {
+  if (space_.table.ahead() > limit()) throw InvariantBroken("more pages are mapped ahead than there may be");
+}
+
+}  // namespace ballonet

@@ -1,0 +1,42 @@
+// The words of pages: who owns one, where it is, and what a piece of a range's addresses leads to.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ballonet {
+
+using PageId = std::uint32_t;  // within the pool of its place
+constexpr PageId kNoPage = ~PageId{0};
+
+enum class Owner : std::uint8_t { kFree, kWeights, kActivations, kKv, kRetiring };
+constexpr std::size_t kOwners = 5;
+
+enum class Place : std::uint8_t { kDevice, kHost, kPeer };
+
+//   none      nothing: the addresses are inaccessible
+//   device    a page of its own there; host, peer: likewise (see Note [Peer pages] in context.h)
+//   alias     the page of another range
+//   retiring  a page that its owner has given up, still mapped until every stream has passed
+//   kept      a free page: whoever maps the piece claims it with no driver call, and whoever needs pages takes it away
+enum class Backing : std::uint8_t { kNone, kDevice, kHost, kPeer, kAlias, kRetiring, kKept };
+constexpr std::size_t kBackings = 7;
+
+// A page of its own there.
+constexpr Backing backing_of(Place place) {
+  return place == Place::kDevice ? Backing::kDevice : place == Place::kHost ? Backing::kHost : Backing::kPeer;
+}
+constexpr bool has_own_page(Backing backing) {
+  return backing == Backing::kDevice || backing == Backing::kHost || backing == Backing::kPeer;
+}
+// Is there a page behind the piece that its owner has not given up?
+constexpr bool leads_somewhere(Backing backing) { return has_own_page(backing) || backing == Backing::kAlias; }
+
+// What a piece leads to, or is to lead to.
+struct Target {
+  PageId page = kNoPage;
+  Backing backing = Backing::kNone;
+  Place place = Place::kDevice;  // of the page
+};
+
+}  // namespace ballonet

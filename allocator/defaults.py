@@ -1,0 +1,49 @@
+"""The numbers of the allocator that decide something and nobody set: unit, reason, and where they were measured.
+
+What offload/ and hooks/ decide by is in offload/policy/tuning.py, which this room does not know. Measurements of a GPU
+are of one H200 at PCIe 5 x16, driver 580.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Bytes per page: runtime.py, Note [Page size]. Measured: docs/measuring.md, bench_page_size.py.
+PAGE_SIZE: Final = {"cuda": 8 * 2**20, "standin": 2 * 2**20}
+# Pages of a budget, at least: fewer could not hold one model's weights, cache and activations apart.
+SMALLEST_BUDGET: Final = 4
+# What of the free device memory stays outside the pool, for the context, kernels, cuBLAS and NCCL: a part, and no fewer
+# bytes than this. Chosen.
+OUTSIDE_SHARE: Final = 0.04
+OUTSIDE_BYTES: Final = 3 * 2**29
+# Parts of the memory that is there, where nothing was said. On the stand-in device pages are RAM: half of what is
+# available, and half of the rest for host pages. Beside a GPU host pages are pinned, which nobody else can use: a
+# quarter of the RAM, and no more than half of what is available. A peer gives half of its memory; a second pool is a
+# quarter of the budget, or an eighth of what is there where there is none yet. Chosen.
+STANDIN_BUDGET: Final = 2
+STANDIN_HOST: Final = 2
+HOST_OF_ALL: Final = 4
+HOST_OF_AVAILABLE: Final = 2
+PEER_OF_DEVICE: Final = 2
+PEER_OF_BUDGET: Final = 4
+PEER_OF_ALL: Final = 8
+# Events that are kept; all are counted. Chosen.
+EVENTS: Final = 1 << 14
+# Seconds between looks whether more may leave the device, while a lower budget waits. Chosen.
+BUDGET_LOOK: Final = 0.01
+# Seconds that the end of a process waits for an answer that is being made (control.py, Note [The end of a process]),
+# and that a client may take for its line. Chosen: a line comes at once or not at all.
+CONTROL_GRACE: Final = 2.0
+CONTROL_PATIENCE: Final = 5.0
+# Seconds that the companion may take to compile. Chosen: a busy machine may take minutes.
+COMPILE: Final = 300
+# Seconds that all probes of a preflight may take together. Chosen: they take seconds, one that hangs is killed.
+PREFLIGHT: Final = 240.0
+# Seconds of work in front of what a probe times: longer than the host needs to submit it. Chosen.
+PROBE_BUSY: Final = 0.03
+# A kind of host memory is slow below this part of the speed of memory from cuMemHostAlloc. Chosen.
+PROBE_SLOW: Final = 0.8
+# Microseconds that a mapping may wait for another thread's pinning. Chosen.
+PROBE_LONG_MAP: Final = 20_000
+# The part by which NVML's counter may be off. Chosen.
+PROBE_COUNTER: Final = 0.15

@@ -1,0 +1,194 @@
+"""The options of `manage()`, in one table: each is a keyword of `manage()` and of `from_pretrained()`, a flag of `run`
+and a variable of the environment. Imports no torch.
+
+Note [Where an option comes from]
+    A keyword or a flag that was given, else `BALLONET_` and the option's name in capitals, else the default. A keyword
+    that has its default value counts as not given. The environment is read when a model is managed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, Self, SupportsIndex
+
+from ..allocator.config import parse_prefix_cache, parse_size, parse_time, variables
+from ..allocator.errors import ConfigError, OptionError
+
+
+def _interval(value: object, name: str) -> int | Literal["auto"] | None:
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text in (None, "none"):
+        return None
+    if text == "auto":
+        return "auto"
+    number = int(text) if isinstance(text, str) and text.isdecimal() else text
+    if type(number) is int and number >= 1:
+        return number
+    raise ConfigError(
+        f"{name} is {value!r}: give a whole number from 1 (all layers stream) to the number of decoder layers, or "
+        '"auto" (as few stream as the memory demands), or none (no layer streams)'
+    )
+
+
+def _slo(value: float | str | None, name: str) -> float | None:
+    seconds = None if value is None else parse_time(value, name)
+    if seconds == 0:
+        raise ConfigError(f"{name} is {value!r}: nothing takes no time; give seconds, or a text such as '80ms'")
+    return seconds
+
+
+def _priority(value: object, name: str) -> int:
+    if type(value) is int:
+        return value
+    if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+\s*", value):
+        return int(value)
+    raise ConfigError(f"{name} is {value!r}: give a whole number; models with the lowest give pages first")
+
+
+def _floor(value: SupportsIndex | str, name: str) -> int:
+    return 0 if value in (0, "0") and type(value) is not bool else parse_size(value, name)
+
+
+def _prefix_cache(value: SupportsIndex | str | bool | None, name: str) -> bool | int | None:
+    return None if value is None else parse_prefix_cache(value, name)
+
+
+def _prefix_dir(value: str | os.PathLike[str] | None, name: str) -> Path | None:
+    return None if value is None else Path(value).expanduser()
+
+
+def _prefix_dir_limit(value: SupportsIndex | str | None, name: str) -> int:
+    return PREFIX_DIR_LIMIT if value is None else parse_size(value, name)
+
+
+PREFIX_DIR_LIMIT: Final = 16 * 2**30  # bytes
+
+
+def _row(parse: Callable[[Any, str], object], metavar: str, help: str, switch: bool = False) -> dict[str, Any]:
+    """`parse` takes a keyword's value or a text, and its name for the message of a ConfigError. `switch`: the flag may
+    stand alone, and means True."""
+    return {"parse": parse, "metavar": metavar, "help": help, "switch": switch}
+
+
+@dataclass(frozen=True, slots=True)
+class ManageOptions:
+    """What a model is managed with, as `manage()` explains it. SLOs in seconds, `floor` and sizes in bytes."""
+
+    interval: int | Literal["auto"] | None = field(
+        default="auto",
+        metadata=_row(
+            _interval,
+            "N",
+            "of every N decoder layers the last streams; auto: as few as the memory demands, or as many as an SLO "
+            "allows; none: no layer",
+        ),
+    )
+    tpot_slo: float | None = field(
+        default=None, metadata=_row(_slo, "TIME", "what a decode step may take, such as 80ms")
+    )
+    ttft_slo: float | None = field(default=None, metadata=_row(_slo, "TIME", "what a prefill may take, such as 2s"))
+    priority: int = field(default=0, metadata=_row(_priority, "N", "models with the lowest give their pages first"))
+    floor: int = field(
+        default=0,
+        metadata=_row(
+            _floor, "SIZE", "device memory that a model's weights and caches keep, whoever is short, such as 2GiB"
+        ),
+    )
+    prefix_cache: bool | int | None = field(
+        default=None,
+        metadata=_row(
+            _prefix_cache, "SIZE", "keep what generate() computed, for prompts that begin with it", switch=True
+        ),
+    )
+    prefix_dir: Path | None = field(
+        default=None,
+        metadata=_row(_prefix_dir, "FOLDER", "and keep it for later processes too, in files of this folder"),
+    )
+    prefix_dir_limit: int = field(
+        default=PREFIX_DIR_LIMIT,
+        metadata=_row(_prefix_dir_limit, "SIZE", "bytes of files there, those that were used last; by default 16GiB"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.slo and self.interval != "auto":
+            raise OptionError(
+                f'interval is {self.interval!r}, which leaves no choice to an SLO: give "auto", or no SLO (neither '
+                "tpot_slo nor ttft_slo, nor BALLONET_TPOT_SLO nor BALLONET_TTFT_SLO)"
+            )
+
+    @property
+    def slo(self) -> bool:
+        """Is there any?"""
+        return self.tpot_slo is not None or self.ttft_slo is not None
+
+    @property
+    def kept_prefixes(self) -> bool | int:
+        """Are prefixes kept, or the bytes of pages that they may take? Where nothing is said, if there is a folder."""
+        return self.prefix_dir is not None if self.prefix_cache is None else self.prefix_cache
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Self:
+        """The options that were given, as `parsed`, over those of the environment. OptionError names the variable."""
+        found = variables((option.variable for option in OPTIONS), environ)
+        said = {
+            option.name: _parsed(option, found[option.variable], option.variable)
+            for option in OPTIONS
+            if option.variable in found
+        }
+        return cls(**{**said, **given})
+
+
+class Option(NamedTuple):
+    """A row of the table."""
+
+    name: str  # of the keyword
+    variable: str  # of the environment
+    flag: str  # of `python -m ballonet run`
+    metavar: str
+    help: str
+    default: Any
+    parse: Callable[[Any, str], Any]
+    switch: bool
+
+
+OPTIONS: Final = tuple(
+    Option(
+        each.name,
+        f"BALLONET_{each.name.upper()}",
+        f"--{each.name.replace('_', '-')}",
+        default=each.default,
+        **each.metadata,
+    )
+    for each in fields(ManageOptions)
+)
+
+
+def given(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options among `keywords` that differ from their defaults, parsed. OptionError."""
+    found = {each.name: _parsed(each, keywords[each.name], each.name) for each in OPTIONS if each.name in keywords}
+    return {each.name: found[each.name] for each in OPTIONS if each.name in found and found[each.name] != each.default}
+
+
+def check_known(names: Mapping[str, object], function: str) -> None:
+    """OptionError where a keyword of `function` is no option."""
+    if names:
+        asked, *known = ", ".join(map(repr, names)), *(repr(each.name) for each in OPTIONS)
+        raise OptionError(f"{function}() has no option {asked}: it takes {', '.join(known[:-1])} and {known[-1]}")
+
+
+def parse_seed(value: object) -> int | None:
+    """The seed of chaos, which `ballonet.testing` documents. OptionError."""
+    if value is None or (type(value) is int and value >= 0):
+        return value
+    raise OptionError(f"chaos is {value!r}: give a seed, a whole number that is not negative, or None")
+
+
+def _parsed(option: Option, value: object, name: str) -> Any:
+    try:
+        return option.parse(value, name)
+    except ConfigError as error:
+        raise OptionError(str(error)) from None

@@ -1,0 +1,328 @@
+"""Every number that decides something in offload/ and hooks/: its unit, why it is so, and where it was measured.
+
+What decides gets its part as an argument; whoever composes (the governor of a device, `manage()`) hands it down. So a
+test gives other values to what it builds and patches nothing. Not here: what a format or the driver fixes (bytes of a
+digest, a page of the kernel), and what a user chooses (allocator/config.py); the allocator's own are in
+allocator/defaults.py.
+
+A value that says *chosen* was never measured: it is a round number, for the reason given. Measurements of a GPU are of
+one H200 at PCIe 5 x16, driver 580, an 8B Llama shape in bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+
+@dataclass(frozen=True, slots=True)
+class FreePages:
+    """When free pages are short, ample, or to spare (governor/pages.py; remap.py, Note [Calm])."""
+
+    # 1/32 of the budget never goes back to who gave it, so that the next tokens find room. Chosen.
+    spare: int = 32
+    # Fewer than 1/4 of the budget free: worth host memory to prepare for less. Chosen; the steady state of
+    # docs/measuring.md, bench_recover.py, depends on it.
+    short: int = 4
+    # From 5/16 on it is not any more: above `short`, so that nothing flaps at the border. Chosen.
+    ample: float = 5 / 16
+    # Seconds that pages have to be ample until copies on the host are given up. To make one again costs its bytes over
+    # the link. Chosen; docs/measuring.md, bench_recover.py shows what it delays.
+    forget: float = 60.0
+    # Seconds that pages are empty before they go back to who gave them: longer than a load takes to come back. Chosen;
+    # tests/test_ladder.py holds that nothing moves on a square wave that is shorter.
+    dwell: float = 10.0
+    # Seconds after its last iteration, on the device, after which a model or a cache is idle: longer than a decode step
+    # of any model here, shorter than a user reads. Chosen.
+    idle: float = 1.0
+    # Seconds between looks, while somebody waits, for pages that were freed without a word. A tenth of a decode step at
+    # most. Chosen.
+    look: float = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBehind:
+    """How much KV is copied to the host ahead of need (governor/overview.py, Note [What is prepared])."""
+
+    # 1/8 of the budget is kept clean, so that a cache that grows by less takes pages and copies nothing. Chosen.
+    clean: int = 8
+    # Bytes that are started at once: 1.2 ms of a PCIe 5 link, so that what must be copied now waits no longer. Computed
+    # from 55 GB/s.
+    step: int = 2**26
+
+
+@dataclass(frozen=True, slots=True)
+class Loans:
+    """How models lend each other pages (governor/lend.py, lending.py)."""
+
+    # Seconds between looks whether a reserve can be spared: the window is a minute, so a second is soon enough. Chosen.
+    check: float = 1.0
+    # A unit is no more than 1/8 of the pool: the least common multiple of two models can be more than all of it
+    # (lending.py, Note [Units of a pool]). Chosen.
+    part: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class OtherTraffic:
+    """How others' use of the link is watched (governor/traffic.py)."""
+
+    # Seconds between two looks; one takes 20 ms of a thread of its own. Chosen.
+    period: float = 1.0
+    # Looks of which the middle one counts: copies come in bursts. Chosen.
+    looks: int = 5
+    # Traffic is told apart in sixteenths of the link: each change has all decisions made anew. Chosen.
+    steps: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlans:
+    """Which layers stream and when that is looked at again (plan.py, governor/decision.py, hooks/streaming)."""
+
+    # Numbers of slots that are tried: more than two never pay (Oneiros §5.2).
+    slots: tuple[int, ...] = (1, 2)
+    # Times that a layer takes longer to copy than to compute, until it was measured. Measured: one sequence decoded
+    # eagerly, PCIe 5. It decides between one slot and two and nothing else.
+    assumed_ratio: Fraction = Fraction(4)
+    # Part of the time that another plan has to save: below that copies and twins cost more than it brings. Chosen.
+    margin: float = 0.05
+    # Iterations until it is looked whether another plan is faster; twice as many each time, up to `longest`. Chosen:
+    # four times what a record remembers of a point.
+    look: int = 64
+    longest: int = 1024
+    # Iterations until what could not be arranged or measured is tried again. Chosen.
+    again: int = 16
+    # Iterations after which new times are told, and the part of the last that they differ by: each telling has all
+    # decisions made anew. Chosen.
+    tell: int = 16
+    news: float = 1 / 16
+    # Parts of the link by which needs are told apart (ledger.py): a thousandth. Chosen.
+    link_parts: int = 1024
+    # Bytes from which on a tensor is streamed: a copy of 1 MiB has 48 of the 53 GB/s of an 8 MiB one, of 256 KiB 21.
+    # Measured, pinned, host to device.
+    large: int = 2**20
+    # Times that one tensor that a model replaces in its forward is moved in again. Chosen: what a model replaces in
+    # each forward reaches it at once, what is converted or given adapters by hand does not.
+    moves: int = 8
+    # Tokens of the short `generate()` that a model has to have room for beside its weights (hooks/weights/room.py).
+    # Chosen: a prompt and an answer of a line.
+    short_use: int = 64
+    # Pages for the allocator's small blocks in that. Chosen.
+    small_blocks: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KVReads:
+    """How KV on the host is read: home, through buffers, or in place (layer_stream.py, governor/kv_read_plan.py)."""
+
+    # Bytes per second of the link where nobody has measured it (a cache with no managed model): that of PCIe 4 x16.
+    # Assumed (docs/limits.md).
+    link: float = 25e9
+    # The part of the link that reads in place have. Measured: 47 to 51 of 55 GB/s, bf16 matmul and decode attention.
+    in_place: float = 0.9
+    # Seconds that a copy takes beside its bytes. Measured: copies of 64 KiB have 6 GB/s, 11 us each.
+    copy: float = 1e-5
+    # Rows of queries of a sequence up to which pages are read in place; above them copying is better even where it
+    # cannot hide. Measured: full speed with 1 to 64 rows, half of it with 512.
+    rows: int = 64
+    # Rows after which a kernel reads the same bytes again. Measured: 26 GB/s with 512 rows where 64 have 50.
+    rows_of_a_pass: int = 256
+    # 1/8 of a buffer, and of what streams, may come before buffers are arranged anew. Chosen.
+    slack: int = 8
+    # Iterations until it is decided anew, at most. Chosen.
+    look: int = 64
+    # The same where what is away does not stream. Chosen.
+    again: int = 8
+    # 1/32 of the budget stays with the cache, to be taken where activations need it before buffers are. Chosen.
+    left: int = 32
+    # Beginnings of iterations that have not passed and are remembered: more than a host launches ahead. Chosen.
+    pending: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KVGrowth:
+    """What is made ready for tokens to come (ahead.py, governor/kv_tier.py, hooks/kv)."""
+
+    # Bytes that may be mapped ahead of their use in all, or one page (eLLM §5.1).
+    ahead: int = 50 * 2**20
+    # Layers of a prefill for which pages are made ready: the one that runs next, and one more while its copies go
+    # (eLLM §4.3.2). Chosen.
+    layers: int = 2
+    # 1/64 of the budget in new full pages of a prefill: then the governor is told at once, and makes a new list, which
+    # takes milliseconds (docs/mechanisms.md). Chosen.
+    tell: int = 64
+    # Tokens that addresses are reserved for where nothing says how long sequences get. Chosen: they cost next to
+    # nothing.
+    tokens: int = 4096
+    # Bytes in which sequences are reordered at a time. Chosen: 0.6 ms of the link.
+    scratch: int = 32 * 2**20
+    # Storages that are remembered before those that are gone are sorted out. Chosen.
+    storages: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PeerPages:
+    """When pages leave the peer for the host (peer.py, Note [Room])."""
+
+    # 1/8 of the peer's pages is free at least, or 1/4 is made free. Chosen, apart so that it is not done all the time.
+    low: int = 8
+    enough: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosMoves:
+    """How much chaos moves (governor/chaos.py): much in a short test, and a forward still ends. Chosen."""
+
+    # Attempts at each boundary of layers, for weights and for KV.
+    moves: int = 2
+    # Boundaries for one at which a lever is pulled, on average.
+    seldom: int = 8
+    # Pages that a lever is asked for, at most.
+    pages: int = 32
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasure:
+    """How the link is measured (record/link.py, Note [Measuring the link])."""
+
+    # Bytes that are taken of either side. Measured: a copy of 8 MiB has 53 of 55 GB/s.
+    most: int = 8 * 2**20
+    # Bytes from which it is known how much to copy at a time. Measured: a copy of 1 MiB has 48 of 55 GB/s.
+    first: int = 2**20
+    # Seconds that one measurement is to take: 2,000 times what a copy takes beside its bytes (`KVReads.copy`). Chosen.
+    seconds: float = 0.02
+    # Copies of one measurement, at most. Chosen.
+    copies: int = 256
+    # Measurements of which the best counts. Chosen.
+    rounds: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """How long iterations take (record/record.py, hooks/profile.py, hooks/measure)."""
+
+    # Times that are remembered of what runs, for each point. Chosen.
+    window: int = 16
+    # Times among these, nearest in work, that say what an iteration takes as a rule. Chosen: odd, for a median.
+    nearest: int = 5
+    # Seconds: SLOs are listed at multiples of it (Select-N §4.4).
+    grid: float = 0.002
+    # Forwards that wait to be read. Chosen: more than a host launches ahead.
+    pending: int = 64
+    # Tokens of the shortest prompt that is measured, tokens that are generated (one by the prefill), and rounds that
+    # count, of which the median is taken. Chosen: so a default grid is measured within a minute.
+    shortest: int = 64
+    tokens: int = 5
+    rounds: int = 3
+    # Times what an iteration takes: what copies may add and count as hidden. The limit of docs/measuring.md,
+    # bench_streaming.py.
+    hidden: float = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOdds:
+    """What a block of a prefix cache is worth (worth.py). Chosen on recorded prompts: docs/measuring.md, hit rates."""
+
+    # Keys that are gone and remembered, for each that is stored.
+    remembered: int = 4
+    # Returns, and as many failures, that every kind of block starts with.
+    even: float = 4.0
+    # Uses of a block from which on another request than this one and the one that stored it had it: two are those.
+    shared: int = 3
+    # Uses from which on they are not told apart.
+    often: int = 8
+    # Returns after which what was counted before weighs half.
+    learned: int = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What is kept for prompts, in memory and in files (hooks/prefix)."""
+
+    # Tokens that are stored and evicted together: what other prefix caches use.
+    block: int = 256
+    # Tokens that are copied rather than take a sequence in which one more is lost for each. Chosen.
+    worth: int = 4
+    # 1/8 of the device's pages may be of prefixes that nobody can take, as the host has no place. Chosen.
+    stuck: int = 8
+    # Bytes of a storage for each that a tensor shows, from which on a state is copied rather than kept whole. Chosen.
+    loose: float = 1.25
+    # Blocks in one file, at most: what is read or evicted at once. Chosen: 512 MiB of an 8B model.
+    blocks: int = 16
+    # Files whose speed is remembered. Chosen.
+    reads: int = 8
+    # Requests that compute what files have until it is tried again how fast those are. Chosen.
+    again: int = 16
+    # Tokens of a state, and of those computed behind it, by which it is seen whether a model goes on from one. Chosen:
+    # few, as the model runs on them four times.
+    proof: tuple[int, int] = (4, 3)
+    # What decides which block goes first.
+    odds: BlockOdds = field(default_factory=BlockOdds)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFiles:
+    """How weights are read from files, in bytes at a time (residency/file_twin.py, hooks/weights)."""
+
+    # Registered together: far more than a copy needs to run at the full speed of the link (`LinkMeasure.most`); a layer
+    # of 400 MiB is cut six times.
+    registered: int = 64 * 2**20
+    # Read where a file cannot be registered, and compared with what is in memory. Chosen: little beside a layer.
+    read: int = 16 * 2**20
+    compared: int = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How long one thread waits for another, in seconds of real time, and how often it looks. All chosen."""
+
+    # `manage()` for forwards that are running, and between looks at their stacks: an order above a long prefill.
+    gate: float = 30.0
+    gate_look: float = 0.005
+    # A forward for the slots: without them it reads the host, right and slower, so it need not wait long.
+    slots: float = 1.0
+    # Whoever looks at a layer that only files have, for the thread that runs it, and between two looks.
+    reveal: float = 60.0
+    reveal_look: float = 0.02
+    # A cache for pages that other threads lease, at a time, and in all where the last wait was in vain.
+    room: float = 5.0
+    room_look: float = 0.1
+    # Whoever releases a model, closes its prefixes or ends Python, for what is not written yet.
+    files: float = 60.0
+    # Between looks whether there is room for a model that was refused; twice as long after each refusal.
+    first_use: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timelines:
+    """How much of a run a timeline keeps (timeline/recorder.py). Chosen for a page that a browser draws at once."""
+
+    # Seconds between two collections; the device's own log lasts for seconds.
+    interval: float = 0.05
+    # Rows of pages by owner, marks (the first ones), and decisions.
+    rows: int = 20_000
+    marks: int = 200
+    events: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """All of them, for one device."""
+
+    pages: FreePages = field(default_factory=FreePages)
+    write_behind: WriteBehind = field(default_factory=WriteBehind)
+    loans: Loans = field(default_factory=Loans)
+    traffic: OtherTraffic = field(default_factory=OtherTraffic)
+    weights: WeightPlans = field(default_factory=WeightPlans)
+    kv_reads: KVReads = field(default_factory=KVReads)
+    kv_growth: KVGrowth = field(default_factory=KVGrowth)
+    peer: PeerPages = field(default_factory=PeerPages)
+    chaos: ChaosMoves = field(default_factory=ChaosMoves)
+    link: LinkMeasure = field(default_factory=LinkMeasure)
+    records: Records = field(default_factory=Records)
+    prefixes: Prefixes = field(default_factory=Prefixes)
+    files: WeightsFiles = field(default_factory=WeightsFiles)
+    waiting: Waiting = field(default_factory=Waiting)
+    timeline: Timelines = field(default_factory=Timelines)
+
+
+DEFAULT = Tuning()

@@ -1,0 +1,252 @@
+"""A range of KV whose pages may be taken while the cache is in use: which of them are full, and what follows from it.
+
+Words
+    full    all layers of the range have their tokens in the page: appending writes to it no more
+    dirty   only the device has its bytes; they are copied when it is taken
+    clean   its backing, a page of the peer or the host, has them too
+    away    its addresses lead to its backing, or to a slot: it is slower to use, and as valid as ever
+
+Only full pages may be taken, or go from the peer to the host: what is not full is written to where it is. What becomes
+of each is in states.py; what moves it, in mover.py.
+
+Note [Dirty again]
+    Whoever is about to write to full pages, or to drop them, says so first (`lower`), holding a lease: their backings
+    give up their pages, which voids what was published of them, and nothing is saved before they are said to be full
+    again.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ...allocator._native import Device, Group, Range, Transfer
+from .backing import FAR, Backing
+from .mover import Mover, Runs
+from .pieces import Pieces
+from .slots import Copies
+from .states import Event, State
+
+if TYPE_CHECKING:
+    from ...allocator._native import Part
+
+
+class KVExtent:
+    """The pages of the range `home`. Its thread, the one that uses the cache, calls everything; others `look`,
+    `takable`, `part`, and what saves pages."""
+
+    def __init__(
+        self, device: Device, group: Group, home: Range, lock: threading.Lock, alone: Callable[[], bool]
+    ) -> None:
+        """`lock`: held while pages are saved or get dirty again; of the cache. `alone`: does nobody hold a tensor over
+        the range?"""
+        self.home = home
+        self.alone = alone
+        self.backing = Backing(device, group, home, "kv")
+        self.mover = Mover(device, home, self.backing, lock)
+        self.layers = 0  # that have a place in the range
+        self.full = 0  # pieces, from the start of the range
+        self.first = 0  # pieces without a page, or without their bytes, from the start of the range
+        self.end = 0  # pieces that are in use: what lies behind them is not touched
+        self.restless = False  # clean pages were written to lately: saving them is of no use
+        self._device = device
+        self._lock = lock
+        self._most = 0  # pieces that were full at any time
+        self._asked = -1  # the piece that was to be mapped ahead last
+
+    # -- what there is
+
+    @property
+    def pieces(self) -> int:
+        """The pieces in use that have a page, wherever it is."""
+        return max(0, self.end - self.first)
+
+    @property
+    def held(self) -> int:
+        """Full pieces that have a page, wherever it is."""
+        return self.full - self.first
+
+    @property
+    def dirty(self) -> int:
+        """Full pieces of which only the device has the bytes, as far as known."""
+        return max(0, self.held - self.mover.states[State.CLEAN].count - self.mover.away)
+
+    @property
+    def away(self) -> int:
+        """Pieces that lead to the peer or the host, or to a slot, as far as known."""
+        return self.mover.away
+
+    @property
+    def near(self) -> int:
+        """The pieces of these that lie on the peer."""
+        if self._device.peer is None:
+            return 0
+        pages = self.backing.pages
+        return sum("peer" in (self.home.backing(n), pages.backing(n)) for run in self._away() for n in range(*run))
+
+    def touches(self, full: int) -> bool:
+        """Is any piece from `full` on away, or on its way?"""
+        states = (State.OFFLOADED, State.IN_SLOT, State.ARRIVING)
+        return bool(self.mover.states.within(full, sys.maxsize, *states)) or self.mover.arriving
+
+    def host_mapped(self) -> list[int]:
+        """The full pieces whose addresses lead to their backings."""
+        return [
+            piece
+            for first, end in self.mover.states.within(0, min(self.full, self.end), State.OFFLOADED)
+            for at, count, backing in self.home.runs(first, end - first)
+            if backing == "alias"
+            for there, pieces, place in self.backing.pages.runs(at, count)
+            if place in FAR
+            for piece in range(there, there + pieces)
+        ]
+
+    def oldest(self, count: int) -> list[int]:
+        """Returns so many full pieces that have pages of the device, or as many as there are, the oldest tokens
+        first."""
+        found: list[int] = []
+        for first, end in Pieces(self._away()).gaps(self.first, self.full):
+            found += range(first, min(end, first + max(0, count - len(found))))
+        return found
+
+    def look(self) -> None:
+        """Finds out what was taken."""
+        self.mover.look(self.first, min(self.full, self.end))
+
+    def takable(self) -> tuple[Runs, Runs]:
+        """The full pieces that may be taken: those that are clean, and the dirty ones."""
+        return self.mover.takable(self.first, self.full)
+
+    def part(self, first: int, end: int) -> Part | None:
+        """Returns the part of pieces that `takable` has told and that are still full, for `Device.publish`, which
+        passes over what is not what it was. None where there are none. See mover.py, Note [What is known where]."""
+        end = min(end, self.full)
+        return (self.home, first, end - first, self.backing.pages, first, []) if first < end else None
+
+    def _away(self) -> Runs:
+        return self.mover.states.within(0, sys.maxsize, State.OFFLOADED, State.IN_SLOT)
+
+    # -- what the cache says of its pages
+
+    def raise_to(self, full: int) -> None:
+        """Notes that so many pieces are full now."""
+        self.full = full
+        if full > self._most:
+            self._most, self.restless = full, False
+
+    def lower(self, full: int, stream: int) -> None:
+        """No more than these stay full: the others may be written by what `stream` is given from now on. The caller
+        holds a lease. See Note [Dirty again]."""
+        self.look()  # who is not full any more is not looked at again
+        with self._lock:
+            self.full = min(self.full, full)
+            self.mover.stay(full, sys.maxsize, stream)
+            for run in self.mover.dirty(full, sys.maxsize, stream):
+                self.backing.release(*run)
+                self.restless = True
+
+    def hollow(self, first: int, stream: int) -> None:
+        """The pieces before that one are about to lose their pages, and the others not. The caller holds a lease."""
+        with self._lock:
+            self.first = first
+            self.mover.stay(0, first, stream)
+            self.mover.dirty(0, first, stream)
+            self.mover.states.move_run(Event.RECALL, 0, first)
+
+    def filling(self, first: int) -> None:
+        """The pieces before that one have pages again, of the device, or where it had none of the peer or the host.
+        They are not offered before their bytes are there."""
+        self.mover.look_for_host_pages(0, first)
+
+    def drop(self, first: int, end: int) -> None:
+        """The pieces [first, end) lead nowhere now, or to new pages: what their backings have is of no use, but for
+        those that a tensor still shows."""
+        self.mover.states.move_run(Event.DROP, first, end)
+        self.backing.release(first, end)
+
+    def extended(self, first: int, end: int) -> None:
+        """The pieces [first, end) have pages: of the device, or where it had none of the peer or the host."""
+        self.drop(first, end)
+        self.end = end
+        self.mover.look_for_host_pages(first, end)
+
+    def map_ahead(self) -> None:
+        """The next piece may be mapped before it is needed."""
+        if self._asked != self.end < self.home.pieces:
+            self._asked = self.end
+            self.home.map_ahead(self.end, 1)
+
+    # -- moving them
+
+    def save(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
+        """As `Mover.save`: those that are full yet."""
+        return self.mover.save(pieces, self.full)
+
+    def evict(self, pieces: Iterable[int], transfer: Transfer, stream: int) -> int:
+        """As `Mover.evict`."""
+        return self.mover.evict([piece for piece in pieces if piece < self.end], transfer, stream)
+
+    def own(self, limit: int, chosen: Iterable[int] | None = None) -> int:
+        """As `Mover.own`."""
+        return self.mover.own(limit, self.end, chosen)
+
+    def fetch(self, transfer: Transfer, stream: int) -> None:
+        """As `Mover.fetch`."""
+        self.mover.fetch(transfer, stream, self.full)
+
+    def bind(self, pieces: Sequence[int], to: Range, at: int) -> int:
+        """As `Mover.bind`."""
+        return self.mover.bind(pieces, to, at)
+
+    def unbind(self, pieces: Iterable[int]) -> bool:
+        """As `Mover.unbind`."""
+        return self.mover.unbind(pieces, self.end)
+
+    def coldest(self) -> list[int]:
+        """The full pieces whose backings lie on the peer and have their bytes: first those that are read elsewhere,
+        then the others, the oldest tokens first."""
+        if self._device.peer is None:
+            return []
+        away, leaving = self._away(), self.backing.leaving
+        clean = self.mover.states.within(0, self.full, State.CLEAN)
+        of_away = [piece for first, end in away for piece in range(first, min(end, self.full))]
+        found = [*(piece for run in clean for piece in range(*run)), *of_away]
+        return [piece for piece in found if piece not in leaving and self.backing.pages.backing(piece) == "peer"]
+
+    def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
+        """As `Backing.demote`: those that are full yet. The caller holds the lock."""
+        saving = self.mover.states[State.SAVING]
+        return self.backing.demote(piece for piece in pieces if piece < self.full and piece not in saving)
+
+    # -- how slots are filled
+
+    def by_place(self, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(place in the sequence, first, count) of neighbours among those that are away, whose backings lie in one
+        place."""
+        away = self._away()
+        if self._device.peer is None:
+            yield from _within(pieces, away)
+            return
+        for at, first, count in _within(pieces, away):
+            for here, pages, _ in self._places(first, count):
+                yield at + here - first, here, pages
+
+    def _places(self, first: int, count: int) -> Iterator[tuple[int, int, str]]:
+        for place, found in groupby(range(first, first + count), self.backing.pages.place):
+            members = list(found)
+            yield members[0], len(members), place
+
+
+def _within(pieces: Sequence[int], runs: Runs) -> Iterator[tuple[int, int, int]]:
+    """(place in the sequence, first, count) of neighbours in the sequence that follow each other and lie in `runs`."""
+    inside = {piece for first, end in runs for piece in range(first, end)}
+    start = 0
+    for at in range(1, len(pieces) + 1):
+        last = pieces[at - 1]
+        if at == len(pieces) or pieces[at] != last + 1 or (pieces[at] in inside) != (last in inside):
+            if pieces[start] in inside:
+                yield start, pieces[start], at - start
+            start = at

@@ -1,0 +1,312 @@
+"""The slots of one KV cache: its layers take turns in them with what of their pages lies on the host (slots.py).
+
+Words
+    host-mapped   what is offloaded leads to its host copy: valid for everything, slow to read
+    in slot       it leads to a slot, which holds its bytes from `enter` until another layer has the slot
+
+Note [When a slot is free]
+    Nobody says when a layer has been read. So a slot is filled for the next layer when another layer enters, once
+    nobody has a tensor over the one that had it before: all that reads it has been launched by then. Where somebody
+    still has one, that layer is host-mapped first.
+
+Note [Its own tail]
+    In a slot are full pages that are offloaded. The others are the layer's own: tokens are appended there, and read
+    there. A page leaves for the host once it is full, as those of any cache (kv_extent.py), and comes to a slot by a
+    later `bind`.
+
+Note [Taken]
+    Who needs pages in the middle of an operator takes those of slots too, as the host has the bytes: the core leads all
+    addresses that lead to a page to their host copies, at once (takeable.h, Note [Buffers]). So a slot may have
+    lost pages whenever a layer enters, and that is looked for before anything is copied. What led there is host-mapped
+    from then on. Nobody else takes any while the thread that uses the cache leases it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ...allocator._native import Device, Group, Range, Transfer
+from ...allocator.errors import BallonetError, PoolExhausted
+from .kv_extent import KVExtent
+from .slots import Copies, Filler, Slot
+from .states import Event
+
+if TYPE_CHECKING:
+    from ...allocator._native import Part
+
+_TAKEN: Final = -1  # in the place of a piece
+
+
+class Slice(NamedTuple):
+    """Pages of the slot number `slot` that may be taken together. `readers`: layers that read them."""
+
+    slot: int
+    first: int
+    pieces: int
+    readers: int
+
+
+class _Slot(Slot["_Bound"]):
+    """A slot that may lose pages. `pages`: from its start on, that it has; `backed`: pages that it has."""
+
+    def __init__(self, opened: Range) -> None:
+        super().__init__(opened)
+        self.pages = self.backed = opened.pieces
+
+
+@dataclass(eq=False, slots=True)
+class _Bound:
+    """A layer with pages that lead to a slot. `pieces`: in the order in which they lie there, `_TAKEN` where the slot
+    has no page."""
+
+    extent: weakref.ref[KVExtent]
+    slot: _Slot
+    _pieces: list[int] = field(default_factory=list)
+    copies: Copies | None = None  # what fills the slot; None where that is to be worked out
+    away: object = None  # what `Mover.led_away` was when that was done
+    seen: object = None  # and when it was looked last who leads elsewhere
+    runs: list[tuple[int, int, int]] = field(default_factory=list)  # (place in the slot, first, count)
+    led: int = 0  # pieces that lead there
+
+    @property
+    def pieces(self) -> list[int]:
+        return self._pieces
+
+    @pieces.setter
+    def pieces(self, now: list[int]) -> None:
+        self._pieces, self.copies, self.away, self.seen = now, None, None, None
+        self.runs = list(_neighbours(now))
+        self.led = sum([count for _, _, count in self.runs])
+
+    @property
+    def there(self) -> list[int]:
+        """The pieces that lead there."""
+        return [piece for piece in self.pieces if piece != _TAKEN]
+
+
+class KVSlots:
+    """The slots of one cache, at first none. Not thread-safe."""
+
+    def __init__(self, device: Device, group: Group, transfer: Transfer) -> None:
+        """`group`: of all ranges of the cache; `transfer`: the stream of its copies."""
+        self.changes = 0  # how often other pieces came to lead to slots, or fewer
+        self._device = device
+        self._group = group
+        self._page = device.page_size
+        self._filler = Filler[_Bound](transfer, "kv")
+        self._slots: list[_Slot] = []
+        self._bound: list[_Bound] = []  # in the order in which they compute
+        self._last: _Bound | None = None  # that entered last
+
+    @property
+    def copied(self) -> int:
+        """Bytes that came to slots so far."""
+        return self._filler.copied
+
+    @property
+    def pages(self) -> int:
+        """Pages of each slot; 0 where there is none."""
+        return min((each.pages for each in self._slots), default=0)
+
+    @property
+    def slots(self) -> int:
+        """How many there are."""
+        return len(self._slots)
+
+    @property
+    def pieces(self) -> int:
+        """The pieces that are in a slot."""
+        return sum([each.led for each in self._bound])
+
+    def open(self, count: int, pages: int) -> int:
+        """Makes slots of so many pages each, as many as there are pages for, in the place of those that there are.
+        Returns how many. Raises as `close`."""
+        self.close()
+        while len(self._slots) < count:
+            opened = self._device.reserve(pages * self._page, "kv", self._group, reuse=False)
+            try:
+                opened.map(0, pages)
+            except PoolExhausted:
+                break
+            self._slots.append(_Slot(opened))
+        self.changes += 1
+        return len(self._slots)
+
+    def bind(self, extents: Sequence[KVExtent]) -> None:
+        """Leads what is offloaded of these layers to slots, as far as those have room, nobody holds a tensor over the
+        layer, and addresses can be exchanged now. `extents`: in the order in which they compute. DriverError."""
+        self._see()  # `open` may have taken pages of the first slot for the second
+        bound = [self._bound_of(extent) or self._new(extent, n) for n, extent in enumerate(extents)]
+        self._bound = [*bound, *(each for each in self._bound if each not in bound)]
+        for extent, each in zip(extents, bound, strict=True):
+            self._lead(each, extent)
+
+    def enter(self, extent: KVExtent, stream: int) -> None:
+        """The layer is about to append and to be read, on `stream`. BallonetError, DriverError."""
+        self._see()
+        last, self._last = self._last, self._bound_of(extent)
+        if last is not None and last is not self._last:
+            self._leave(last)
+        if self._last is not None and self._last.pieces:
+            self._filler.read(self, self._last.slot, self._last, stream)
+
+    def map_to_host(self, extent: KVExtent) -> None:
+        """Leads what is in a slot of this layer to its host copy again. BallonetError where that cannot be now, as
+        another thread uses the cache or a graph is being captured; DriverError."""
+        each = self._bound_of(extent)
+        if each is not None:
+            if each.slot.holds is each:
+                each.slot.holds = None
+            if not extent.unbind(each.there):
+                raise BallonetError(_IN_USE)
+            self.changes += bool(each.pieces)
+            each.pieces = []
+
+    def look(self) -> None:
+        """Finds out what does not lead to its slot any more, under a lease: the core took pages, or some are on the
+        device again."""
+        self._see()
+        for each in self._bound:
+            extent = each.extent()
+            if extent is not None and each.pieces and each.seen != extent.mover.led_away:
+                each.seen = extent.mover.led_away
+                away = {at + n for at, _, count in extent.by_place(each.pieces) for n in range(count)}
+                self._gone(each, [place for place in range(len(each.pieces)) if place not in away])
+
+    def _see(self) -> None:
+        """Finds out what the core took. See Note [Taken]."""
+        for slot in self._slots:
+            if slot.range.backed != slot.backed:
+                lost = [place for place in range(slot.range.pieces) if slot.range.backing(place) != "device"]
+                slot.backed, slot.pages = slot.range.pieces - len(lost), lost[0]
+                self.changes += 1
+                for each in self._bound:
+                    if each.slot is slot:
+                        self._gone(each, [place for place in lost if place < len(each.pieces)])
+
+    def _gone(self, each: _Bound, places: Sequence[int]) -> None:
+        gone = frozenset(places)
+        pieces = [_TAKEN if place in gone else piece for place, piece in enumerate(each.pieces)]
+        while pieces and pieces[-1] == _TAKEN:
+            pieces.pop()
+        if pieces == each.pieces:
+            return
+        if (extent := each.extent()) is not None:
+            extent.mover.states.move(Event.UNBIND, {*each.pieces} - {*pieces})
+        each.pieces = pieces
+        self.changes += 1
+        if not pieces and each.slot.holds is each:
+            each.slot.holds = None
+
+    # -- for who takes them, on any thread: what is not so any more the core finds out
+
+    def slices(self) -> list[Slice]:
+        """Returns slices of all slots, from their ends on, where fewest layers have anything, and more each time."""
+        found = []
+        for number, slot in enumerate(tuple(self._slots)):
+            used = [len(each.pieces) for each in tuple(self._bound) if each.slot is slot]
+            end, count = slot.pages, 1
+            while end:
+                first = max(0, end - count)
+                found.append(Slice(number, first, end - first, sum(length > first for length in used)))
+                end, count = first, 2 * count
+        return sorted(found, key=lambda each: (each.readers, each.pieces))
+
+    def parts(self, taken: Slice) -> list[Part]:
+        """For `Device.publish`."""
+        slot = dict(enumerate(self._slots)).get(taken.slot)
+        if slot is None:
+            return []
+        found: list[Part] = [(slot.range, taken.first, taken.pieces, None, 0, [])]
+        for each in tuple(self._bound):
+            extent = each.extent()
+            if each.slot is slot and extent is not None:
+                for at, first, count in each.runs:
+                    low, high = max(at, taken.first), min(at + count, taken.first + taken.pieces)
+                    for here, pieces, backing in extent.home.runs(first + low - at, high - low) if low < high else ():
+                        if backing == "alias":
+                            found.append((extent.home, here, pieces, extent.backing.pages, here, []))
+        return found
+
+    def close(self) -> None:
+        """Every layer is host-mapped, and the slots are given back. Raises as `map_to_host`."""
+        for each in self._bound:
+            if (extent := each.extent()) is not None:
+                self.map_to_host(extent)
+        self._bound = []
+        self._last = None
+        while self._slots:
+            self.changes += 1
+            self._slots.pop().range.close()
+
+    # -- for the filler of slots
+
+    def copies(self, member: _Bound, slot: Slot[_Bound]) -> Copies:
+        """What fills the slot with the layer. The same in each iteration, while the same pieces lead there; with a peer
+        host copies may move."""
+        extent = member.extent()
+        if extent is None:
+            return []
+        if member.copies is None or member.away != extent.mover.led_away or self._device.peer is not None:
+            member.away = extent.mover.led_away
+            member.copies = []
+            for at, first, count in extent.by_place(member.pieces):
+                member.copies += extent.backing.copies(first, count, slot.range.address + at * self._page)
+        return member.copies
+
+    def filling(self, member: _Bound, slot: Slot[_Bound]) -> None:
+        """Who is in the slot yet is host-mapped if somebody has a tensor over it."""
+        extent = None if slot.holds is None else slot.holds.extent()
+        if extent is not None and not extent.alone():
+            self.map_to_host(extent)
+
+    def _bound_of(self, extent: KVExtent) -> _Bound | None:
+        return next((each for each in self._bound if each.extent() is extent), None)
+
+    def _new(self, extent: KVExtent, index: int) -> _Bound:
+        """Neighbours use different slots."""
+        return _Bound(weakref.ref(extent), self._slots[index % len(self._slots)])
+
+    def _lead(self, each: _Bound, extent: KVExtent) -> None:
+        """What is offloaded and in no slot leads to the slot from now on."""
+        at = len(each.pieces)
+        room = max(0, each.slot.pages - at)
+        there = {*each.pieces}
+        new = [piece for piece in extent.host_mapped() if piece not in there][:room] if room else []
+        if not new or not extent.alone():
+            return
+        if each.slot.holds is each:
+            each.slot.holds = None
+        self.changes += 1
+        each.pieces = [*each.pieces, *new]  # first: what is host-mapped may be among them, what is in the slot must be
+        each.pieces = each.pieces[: at + extent.bind(new, each.slot.range, at)]
+
+    def _leave(self, last: _Bound) -> None:
+        """All that reads the layer has been launched: its slot is the next one's."""
+        slot = last.slot
+        if slot.holds is last and slot.readers:
+            slot.turns = [each for each in self._bound if each.slot is slot and each.pieces]
+            following = slot.after(last)
+            if following is last:
+                self.filling(last, slot)
+            else:
+                self._filler.fill(self, slot, following)
+
+
+def _neighbours(pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(place in the sequence, first, count) of those that follow each other."""
+    at = 0
+    for place, piece in enumerate(pieces, 1):
+        if place == len(pieces) or piece == _TAKEN or pieces[place] != piece + 1:
+            if pieces[at] != _TAKEN:
+                yield at, pieces[at], place - at
+            at = place
+
+
+_IN_USE: Final = (
+    "a KV cache that is streamed from the host is looked at while another thread uses it, or while a CUDA graph is "
+    "being captured: look at it between two forwards"
+)

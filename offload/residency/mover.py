@@ -1,0 +1,363 @@
+"""What moves the pieces of a range between the device and their backing: all copies, waits and undos.
+
+    save      to the backing, which has the same bytes from then on: in the background (`mark`, `save`, `saved`), or
+              at once (`evict`)
+    evict     the addresses lead to the backing, and the pages of the device are free
+    restore   pages of the device first (`own`), as that waits for everything that was submitted, and then the bytes
+              (`fetch`). Who reads waits for the copies of its own range alone (`arrive`): a stream waits, the host does
+              not, and the layers before it compute meanwhile (SwiftCache §3.3). Until then the addresses do not show
+              what the bytes are: `unsettled`.
+
+Note [What is known where]
+    What a piece leads to the native core knows best: it takes pages at any moment, on any thread. Kept here is what it
+    cannot know: which backings have the bytes. To the core a backing with a page has them, and one without gets them
+    when its piece is taken. So as long as no backing has a page and other bytes than the device, an entry of the
+    reclaim list is right, be it ever so old.
+
+What was interrupted is undone by `saved` and `recall`, or done again by `fetch`: states.py, Note [Interrupts].
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+from ...allocator._native import Device, Done, Range, Transfer
+from ...allocator.errors import PoolExhausted
+from .backing import FAR, Backing, Spans
+from .pieces import Pieces, runs_of
+from .slots import Copies
+from .states import Event, State, States
+
+Runs = list[tuple[int, int]]  # [first, end) each, ascending
+
+
+class Mover:
+    """Moves the pieces of `home`. One thread at a time moves them; others may `look`, and `save` and `saved` under the
+    lock. What is done in each iteration goes by runs of pieces, of which there are few; what goes piece by piece is
+    about pages that are moved."""
+
+    def __init__(self, device: Device, home: Range, backing: Backing, lock: threading.Lock) -> None:
+        """`lock`: held while pieces are saved in the background, or get dirty again."""
+        self.home = home
+        self.backing = backing
+        self.states = States()
+        self._offloaded = self.states[State.OFFLOADED]
+        self._in_slot = self.states[State.IN_SLOT]
+        self._coming = self.states[State.ARRIVING]
+        self._device = device
+        self._page = device.page_size
+        self._lock = lock
+        self._saving: dict[int, Done | None] = {}  # the copies of what is SAVING, None where that is only marked
+        self._arriving: Done | None = None
+
+    @property
+    def unsettled(self) -> bool:
+        """Is there anything that its addresses do not show, or not always?"""
+        return self._in_slot.count > 0 or self._coming.count > 0 or self._arriving is not None
+
+    @property
+    def arriving(self) -> bool:
+        """Are bytes on their way to pages of its own?"""
+        return self._arriving is not None
+
+    @property
+    def coming(self) -> bool:
+        """Are there pieces with pages of their own again, and without their bytes? See `fetch`."""
+        return self._coming.count > 0
+
+    @property
+    def busy(self) -> bool:
+        """Is anything being copied to the backing or from the peer, or was that interrupted? See `saved`."""
+        return bool(self._saving or self.backing.leaving)
+
+    @property
+    def away(self) -> int:
+        """Pieces that lead to their backing or to a slot, as far as known."""
+        return self._offloaded.count + self._in_slot.count
+
+    @property
+    def in_slot(self) -> bool:
+        """Do any of these lead to a slot?"""
+        return self._in_slot.count > 0
+
+    @property
+    def led_away(self) -> tuple[object, object]:
+        """The runs of these; another value whenever they are others."""
+        return self._offloaded.runs, self._in_slot.runs
+
+    def look(self, first: int, end: int) -> None:
+        """Finds out which pieces of [first, end) were taken."""
+        for at, count, backing in self.home.runs(first, end - first) if end > first else ():
+            if backing == "alias":
+                self.states.move_run(Event.TAKEN, at, at + count)
+
+    def look_for_host_pages(self, first: int, end: int) -> None:
+        """Finds out which pieces of [first, end) got a page of the host or the peer instead of one of the device."""
+        for at, count, backing in self.home.runs(first, end - first):
+            if backing in FAR:
+                self.states.move_run(Event.TAKEN, at, at + count)
+
+    def takable(self, first: int, end: int) -> tuple[Runs, Runs]:
+        """The pieces of [first, end) that have a page of the device and may be taken: those that are clean, and those
+        whose bytes only the device has. On any thread."""
+        saving = tuple(self._saving.items())
+        passed = [piece for piece, done in saving if done is not None and done.passed()]
+        passed = [piece for piece in passed if piece in self.states[State.SAVING]]
+        clean = Pieces(self.states.within(first, end, State.CLEAN))
+        clean.update(passed)
+        others = Pieces(self.states.within(first, end, State.SAVING, State.OFFLOADED, State.IN_SLOT, State.ARRIVING))
+        others.difference_update(passed)
+        ready: Runs = []
+        dirty: Runs = []
+        for run in others.gaps(first, end):
+            ready += clean.within(*run)
+            dirty += clean.gaps(*run)
+        return ready, dirty
+
+    # -- to the backing
+
+    def mark(self, pieces: Iterable[int]) -> None:
+        """Marks these as about to be saved, and not takable from now on. The caller holds the lock."""
+        for piece in pieces:
+            self._saving[piece] = None
+            self.states.move_run(Event.SAVE, piece, piece + 1)
+
+    def save(self, pieces: Iterable[int], end: int) -> tuple[list[int], Copies]:
+        """Gives backings of those that are still marked, and lie before `end`, pages, as many as there are: which, and
+        what brings their bytes there. The caller holds the lock, and says when that has been submitted (`saving`)."""
+        ready: list[int] = []
+        for piece in pieces:
+            known = piece in self._saving and piece < end
+            if not known or self.home.backing(piece) != "device" or self.backing.has(piece):
+                continue
+            try:
+                self.backing.map(piece)
+            except PoolExhausted:
+                break
+            ready.append(piece)
+        return ready, self.backing.saves(ready)
+
+    def saving(self, pieces: Iterable[int], done: Done) -> None:
+        """The copies of these have been submitted. The caller holds the lock."""
+        self._saving.update(dict.fromkeys(pieces, done))
+
+    def wait_saved(self) -> bool:
+        """Waits for what is being saved. The caller holds the lock. Was there anything? DriverError."""
+        going = [done for done in self._saving.values() if done is not None]
+        for done in going:
+            done.wait()
+        return bool(going) and self.saved()
+
+    def saved(self) -> bool:
+        """Pieces whose copies have passed are clean, those that were on their way from the peer to the host are there,
+        and what was interrupted is undone. The caller holds the lock. Are more clean? DriverError."""
+        self.backing.demoted()
+        before, passed = len(self._saving), list[int]()
+        for piece, done in tuple(self._saving.items()):
+            if done is None:
+                if self.home.backing(piece) != "alias":
+                    self.backing.pages.retire(piece, 1)
+                self.states.move_run(Event.DIRTY, piece, piece + 1)
+                del self._saving[piece]
+            elif done.passed():
+                passed.append(piece)
+        self.states.move(Event.SAVED, passed)  # first: they are offered once they are nowhere else
+        for piece in passed:
+            del self._saving[piece]
+        return len(self._saving) != before
+
+    def dirty(self, first: int, end: int, stream: int) -> Runs:
+        """What the backing has of [first, end), where the device has it too, is not known any more: what `stream` is
+        given from now on may write there, and waits for the copies. The caller holds a lease, and the lock. Returns the
+        pieces, whose backings keep their pages yet."""
+        found = Pieces(self.states.within(first, end, State.CLEAN))
+        for piece in [piece for piece in self._saving if first <= piece < end]:
+            done = self._saving.pop(piece)
+            if done is not None:
+                done.before(stream)
+            found.add(piece)
+        self.states.move_run(Event.DIRTY, first, end)
+        return list(found.runs)
+
+    def stay(self, first: int, end: int, stream: int) -> None:
+        """Keeps pieces of [first, end) from going from the peer to the host, as `Backing.stay`. The caller holds the
+        lock."""
+        self.backing.stay([piece for piece in self.backing.leaving if first <= piece < end], stream)
+
+    def evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, *, whole: bool = False) -> int:
+        """Leads these to their backings, which get their bytes if they do not have them, once what `stream` was given
+        has passed, with None what every stream was given. Returns how many: not those for which that cannot be now.
+        `whole`: PoolExhausted, and none of them led, where there are pages for some only. The caller holds a lease.
+        DriverError."""
+        with self._lock:
+            if whole:
+                self.saved()  # nobody else does, and what was interrupted would be passed over
+            return self._evict(pieces, transfer, stream, whole)
+
+    def _evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, whole: bool) -> int:
+        chosen: list[int] = []
+        dirty: list[int] = []
+        try:
+            self._choose(pieces, chosen, dirty, whole)
+            if dirty:
+                self.arrive(stream)  # some may have been restored just now
+                copies = self.backing.saves(dirty)
+                transfer.copy(copies, after=stream, owner=self.home.owner, to="host").wait()
+            return self._lead(chosen)
+        finally:
+            for piece in dirty:
+                if self.states.of(piece) is State.SAVING:
+                    self.backing.pages.retire(piece, 1)
+                    self.states.move_run(Event.DIRTY, piece, piece + 1)
+                del self._saving[piece]
+
+    def _lead(self, pieces: Sequence[int]) -> int:
+        led = 0  # `alias` waits for all that was submitted, copies that others began too
+        for first, end in runs_of(pieces):
+            if not self.backing.lead(first, end - first):
+                break
+            self.states.move_run(Event.TAKEN, first, end)
+            led += end - first
+        return led
+
+    def _choose(self, pieces: Iterable[int], chosen: list[int], dirty: list[int], whole: bool) -> None:
+        """Finds those that can be evicted, and gives the `dirty` ones among them pages of the backing."""
+        for piece in sorted(pieces):
+            if self.home.backing(piece) != "device" or piece in self._coming:
+                continue
+            if piece in self._saving:
+                if (done := self._saving[piece]) is None:
+                    continue
+                done.wait()
+                self.states.move_run(Event.SAVED, piece, piece + 1)
+                del self._saving[piece]
+            if piece not in self.states[State.CLEAN] or not self.backing.has(piece):
+                self.states.move_run(Event.DIRTY, piece, piece + 1)
+                self.mark((piece,))
+                try:
+                    self.backing.pages.retire(piece, 1)
+                    self.backing.map(piece)
+                except BaseException as error:
+                    self.states.move_run(Event.DIRTY, piece, piece + 1)
+                    del self._saving[piece]
+                    if isinstance(error, PoolExhausted) and not whole:
+                        break
+                    raise
+                dirty.append(piece)
+            chosen.append(piece)
+
+    # -- to a slot
+
+    def bind(self, pieces: Sequence[int], to: Range, at: int) -> int:
+        """Leads these pieces, ascending and host-mapped, to the pages of `to`, from `at` on. Returns how many: not all
+        where addresses cannot be exchanged now. DriverError."""
+        self.states.move(Event.BIND, pieces)
+        led = 0
+        for first, end in runs_of(pieces):
+            if not self.home.alias(first, to, at + led, end - first):
+                break
+            led += end - first
+        self.states.move(Event.UNBIND, pieces[led:])
+        return led
+
+    def unbind(self, pieces: Iterable[int], end: int) -> bool:
+        """Leads those before `end` that lead to a slot to their backings again. False where that cannot be now.
+        DriverError."""
+        for first, last in runs_of(piece for piece in pieces if piece < end):
+            for at, count, kind in self.home.runs(first, last - first):
+                if kind == "alias":
+                    if not self.home.alias(at, self.backing.pages, at, count):
+                        return False
+                    self.states.move_run(Event.UNBIND, at, at + count)
+        return True
+
+    # -- to the device
+
+    def own(self, limit: int, end: int, chosen: Iterable[int] | None = None) -> int:
+        """Gives up to so many pieces before `end` that are away, of those of `chosen` if that is not None, pages of the
+        device again, those on the host first, which cost more there, and of each the last ones; their bytes follow
+        (`fetch`). Takes nothing from anyone. Returns how many. The caller holds a lease. DriverError."""
+        self._device.reap()  # what was given back and has passed is free
+        limit = min(limit, self._device.available)
+        away = self.states.within(0, end, State.OFFLOADED, State.IN_SLOT)
+        found = [piece for first, last in reversed(away) for piece in range(last - 1, first - 1, -1)]
+        if chosen is not None:
+            wanted = frozenset(chosen)
+            found = [piece for piece in found if piece in wanted]
+        if self._device.peer is not None:
+            found.sort(key=lambda piece: self.home.place(piece) == "peer")
+        back = 0
+        for first, last in runs_of(found[: max(0, limit)]):
+            for at, count, backing in self.home.runs(first, last - first):
+                if backing in FAR:
+                    for piece in range(at, at + count):
+                        if self.home.move(piece, "device"):
+                            self.states.move_run(Event.MOVED, piece, piece + 1)
+                            back += 1
+                elif backing == "alias":
+                    back += self._own(at, count)
+        return back
+
+    def _own(self, first: int, count: int) -> int:
+        self.states.move_run(Event.FETCH, first, first + count)
+        try:
+            owned = self.home.own(first, count)
+        except PoolExhausted:
+            owned = False
+        if not owned:
+            self.states.move_run(Event.RECALL, first, first + count)
+        return count if owned else 0
+
+    def fetch(self, transfer: Transfer, stream: int, full: int) -> None:
+        """What has pages of its own again gets its bytes, once what `stream` was given so far has passed. Pieces before
+        `full` keep their backings; the others may be written to at any time. The caller holds a lease. DriverError."""
+        runs = self._lacking()
+        if runs:
+            copies = [
+                copy
+                for first, count in runs
+                for copy in self.backing.copies(first, count, self.home.address + first * self._page)
+            ]
+            self._arriving = transfer.copy(copies, after=stream, owner=self.home.owner, to="device")
+            with self._lock:
+                for first, count in runs:
+                    self.states.move_run(Event.ARRIVED, first, min(first + count, full))
+                    if first + count > full:
+                        first, last = max(first, full), first + count
+                        self.states.move_run(Event.MOVED, first, last)
+                        self.backing.pages.retire(first, last - first)
+        self._give_up()  # what is left was interrupted before it had pages
+
+    def recall(self) -> None:
+        """What has pages of its own again and not its bytes leads to its backing, if that can be now. DriverError."""
+        for first, count in self._lacking():
+            if not self.backing.lead(first, count):
+                return
+        self._give_up()
+
+    def _give_up(self) -> None:
+        """Whatever is arriving yet is where its addresses lead."""
+        for first, end in self._coming.runs:
+            for at, count, backing in self.home.runs(first, end - first):
+                self.states.move_run(Event.RECALL if backing == "alias" else Event.MOVED, at, at + count)
+
+    def _lacking(self) -> Spans:
+        """(first, count) of the pieces that have pages of their own again, whose bytes are with their backings, by
+        neighbours whose backings lie in one place."""
+        return [
+            (there, pieces)
+            for first, end in self._coming.runs
+            for at, count, backing in self.home.runs(first, end - first)
+            if backing == "device"
+            for there, pieces, place in self.backing.pages.runs(at, count)
+            if place in FAR
+        ]
+
+    def arrive(self, stream: int | None) -> None:
+        """What `stream` is given from now on, on None the host, finds the bytes of what was restored. On any thread."""
+        done = self._arriving
+        if done is not None:
+            done.wait() if stream is None else done.before(stream)
+            if done.passed() and self._arriving is done:
+                self._arriving = None

@@ -1,0 +1,148 @@
+"""The states of a range's pieces, and what may become of each: a pure table.
+
+A piece is one page-sized part of a range, or whatever else has a number and comes and goes as one.
+
+    RESIDENT    the device has the only copy of its bytes
+    SAVING      the same, and a copy to the backing has begun
+    CLEAN       the device has it, and its backing the same bytes
+    OFFLOADED   only its backing has the bytes; its addresses lead there (host-mapped)
+    IN_SLOT     the same, and its addresses lead to a slot that it shares
+    ARRIVING    it has a page of the device again, whose bytes are on their way, or about to be
+
+Note [Interrupts]
+    Ctrl-C comes between any two lines. So a piece is in a state that something is under way (SAVING, IN_SLOT, ARRIVING)
+    before anything is done for it, and in one that something is true (CLEAN, RESIDENT) after. Whatever is found later
+    in one of the first with nobody at work was interrupted. Each of those has its undo in the table, and it depends on
+    nothing but what the addresses lead to.
+
+Note [Readers]
+    One thread at a time changes states. Others may read sets meanwhile: a set is replaced at once, and a piece comes to
+    its new set before it leaves the old one, so that it is never in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Final, NamedTuple
+
+from .pieces import Pieces, runs_of
+
+
+class State(Enum):
+    RESIDENT = auto()
+    SAVING = auto()
+    CLEAN = auto()
+    OFFLOADED = auto()
+    IN_SLOT = auto()
+    ARRIVING = auto()
+
+
+class Event(Enum):
+    SAVE = auto()  # a copy to the backing is about to begin
+    SAVED = auto()  # it has passed
+    DIRTY = auto()  # the device's bytes may change, or the copy was given up
+    TAKEN = auto()  # its addresses lead to the backing, which has the bytes: somebody took its page, or it was given
+    BIND = auto()  # its addresses are about to lead to a slot
+    UNBIND = auto()  # they lead to its backing again
+    FETCH = auto()  # it is about to get a page of the device
+    RECALL = auto()  # that page is given up
+    ARRIVED = auto()  # it has its bytes, and so has its backing
+    MOVED = auto()  # the same, and its backing has none any more
+    DROP = auto()  # its bytes are of no use
+
+
+class Transition(NamedTuple):
+    """`before`: states in which the event may come; `guard`: what has to be true then; `undo`: the event that goes back
+    where what was begun cannot be ended."""
+
+    before: frozenset[State]
+    after: State
+    guard: str
+    undo: Event | None = None
+
+
+def _from(*states: State) -> frozenset[State]:
+    return frozenset(states)
+
+
+TABLE: Final[dict[Event, Transition]] = {
+    Event.SAVE: Transition(_from(State.RESIDENT), State.SAVING, "nobody writes to it", Event.DIRTY),
+    Event.SAVED: Transition(_from(State.SAVING), State.CLEAN, "the copy has passed"),
+    Event.DIRTY: Transition(
+        _from(State.SAVING, State.CLEAN), State.RESIDENT, "a lease; who writes waits for the copy; the backing is freed"
+    ),
+    Event.TAKEN: Transition(
+        _from(State.RESIDENT, State.SAVING, State.CLEAN),
+        State.OFFLOADED,
+        "a lease, or the core's own rules; every stream that used its page has passed",
+    ),
+    Event.BIND: Transition(
+        _from(State.OFFLOADED), State.IN_SLOT, "a lease; nobody holds a tensor over the range", Event.UNBIND
+    ),
+    Event.UNBIND: Transition(_from(State.IN_SLOT), State.OFFLOADED, "a lease; or the slot's page was taken"),
+    Event.FETCH: Transition(
+        _from(State.OFFLOADED, State.IN_SLOT), State.ARRIVING, "a lease; the backing has a page", Event.RECALL
+    ),
+    Event.RECALL: Transition(_from(State.ARRIVING), State.OFFLOADED, "a lease; the backing still has the bytes"),
+    Event.ARRIVED: Transition(_from(State.ARRIVING), State.CLEAN, "who reads waits for the copy; nobody writes to it"),
+    Event.MOVED: Transition(
+        _from(State.ARRIVING, State.OFFLOADED), State.RESIDENT, "who reads waits for the copy; the backing is freed"
+    ),
+    Event.DROP: Transition(frozenset(State), State.RESIDENT, "a lease; nobody reads it any more"),
+}
+
+
+class States:
+    """The states of the pieces of one range, at first all RESIDENT. What goes by runs takes as many steps as there are
+    runs, however many pieces."""
+
+    __slots__ = ("_of",)
+
+    def __init__(self) -> None:
+        self._of: dict[State, Pieces] = {state: Pieces() for state in State if state is not State.RESIDENT}
+
+    def __getitem__(self, state: State) -> Pieces:
+        """The pieces in this state, which is not RESIDENT: always the same object. Who asks may read it, and not change
+        it."""
+        return self._of[state]
+
+    def of(self, piece: int) -> State:
+        """Returns the state of a piece."""
+        return next((state for state, pieces in self._of.items() if piece in pieces), State.RESIDENT)
+
+    def within(self, first: int, end: int, *states: State) -> list[tuple[int, int]]:
+        """The runs of pieces of [first, end) that are in one of these states, ascending."""
+        if len(states) == 1:
+            return self._of[states[0]].within(first, end)
+        found = Pieces()
+        for state in states:
+            for run in self._of[state].within(first, end):
+                found.add_run(*run)
+        return list(found.runs)
+
+    def move(self, event: Event, pieces: Iterable[int]) -> None:
+        """Notes that this happens to these pieces. Those for which it cannot are passed over: they are what they
+        were."""
+        for run in runs_of(pieces):
+            self.move_run(event, *run)
+
+    def move_run(self, event: Event, first: int, end: int) -> None:
+        """The same of all pieces of [first, end)."""
+        before, after, _, _ = TABLE[event]
+        if State.RESIDENT in before and after is not State.RESIDENT:
+            for gap in self._resident(first, end):
+                self._of[after].add_run(*gap)
+        for state, members in self._of.items():
+            if state in before and state is not after:
+                for run in members.within(first, end):
+                    if after is not State.RESIDENT:
+                        self._of[after].add_run(*run)
+                    members.discard_run(*run)
+
+    def _resident(self, first: int, end: int) -> list[tuple[int, int]]:
+        others = Pieces()
+        for members in self._of.values():
+            for run in members.within(first, end):
+                others.add_run(*run)
+        return others.gaps(first, end)

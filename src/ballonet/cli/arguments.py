@@ -1,0 +1,82 @@
+"""What the commands' arguments may look like, and the arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from ..allocator.config import parse_time
+from ..allocator.errors import ConfigError
+
+
+def command(commands: Any, name: str, act: Callable[..., object], text: str) -> argparse.ArgumentParser:
+    """Adds a command that `text` describes. `act` is called with its arguments; see `__main__.main`."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    parser.set_defaults(command=act, wrong=parser.error)
+    return parser
+
+
+def add_json(parser: argparse.ArgumentParser, *, piped: bool = False) -> None:
+    """Adds `--json`. `piped`: it is also meant where stdout is not a terminal."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        default=piped and not (sys.stdout and sys.stdout.isatty()),
+        help="one JSON object instead of tables" + (" (always where stdout is not a terminal)" if piped else ""),
+    )
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds `--budget` and `--page-size`."""
+    parser.add_argument("--budget", metavar="SIZE", help="device pages, such as 24GiB (BALLONET_BUDGET)")
+    parser.add_argument("--page-size", metavar="SIZE", help="bytes per page, such as 2MiB (BALLONET_PAGE_SIZE)")
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def seconds(text: str) -> float:
+    """A time above 0, as in `parse_time`."""
+    try:
+        found = parse_time(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not found:
+        raise argparse.ArgumentTypeError("no time is not enough")
+    return found
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """Returns the parser of whole numbers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        return int(text)
+
+    return number
+
+
+def ratio(text: str) -> Fraction:
+    """An exact number above 0 and up to a million."""
+    try:
+        if 0 < float(text) <= 1e6:
+            return Fraction(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1000000")
+
+
+def places(text: str) -> tuple[int, ...]:
+    """Layers, with commas between them."""
+    if not all(part.isdecimal() for part in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of layers such as 0,1,2,31")
+    return tuple(map(int, text.split(",")))

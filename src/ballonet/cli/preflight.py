@@ -1,0 +1,39 @@
+"""`python -m ballonet preflight`: tries what ballonet assumes of the device and its driver."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..allocator.config import Config
+from . import arguments
+from .output import tell
+
+
+def add(commands: Any) -> None:
+    """Describes the command."""
+    text = "try what ballonet assumes of the device and its driver; a minute or two"
+    parser = arguments.command(commands, "preflight", _preflight, text)
+    parser.description = f"""{parser.description} Whatever fails is told, and does not end the others. What differs is
+        gone round where that can be: `install()` keeps to what was chosen, on this device and driver, until the next
+        preflight."""
+    parser.add_argument("--out", metavar="FILE", help="and write it there")
+    parser.add_argument("--no-save", action="store_true", help="choose nothing: install() stays as it is")
+    arguments.add_json(parser)
+
+
+def _preflight(args: argparse.Namespace) -> None:
+    from ..allocator import findings, runtime
+    from ..allocator.config import cache_dir
+    from ..allocator.display import steps
+    from ..allocator.preflight import run, show
+
+    config = Config.from_env()
+    target = runtime.choose(config)
+    with steps("asking", len(run.PROBES)) as told:
+        found = run.preflight(target, begun=told)
+    kept = None if args.no_save else findings.save(cache_dir(config), found["key"], found)
+    if args.out is not None:
+        run.write(found, Path(args.out))
+    tell(found, lambda found: show.show(found, kept), as_json=args.json)

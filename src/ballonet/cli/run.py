@@ -1,0 +1,70 @@
+"""`python -m ballonet run`: a script or module whose models are managed at their first use."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..allocator.errors import ConfigError
+from ..hooks.options import OPTIONS, ManageOptions, Option
+from . import arguments
+
+
+def add(commands: Any) -> None:
+    """Describes the command."""
+    text = "run a script or module, every model of it managed at its first use"
+    parser = arguments.command(commands, "run", _run, text)
+    arguments.add_sizes(parser)
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw who owned which page and every decision, written when the program ends: .html, a page that needs "
+        "nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
+    )
+    managing = parser.add_argument_group("how models are managed, as by ballonet.manage()")
+    for option in OPTIONS:
+        _add_option(managing, option)
+    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument("-c", dest="code", action="store_true", help="PROGRAM is Python code")
+    parser.add_argument("program", metavar="PROGRAM", help="a Python script")
+    rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the program's own arguments")
+    rest.required = False  # so that only what is missing is asked for
+
+
+def _run(args: argparse.Namespace) -> Callable[[], None]:
+    """Prepares the program, and returns what runs it."""
+    options = ManageOptions.of({each.name: vars(args)[each.name] for each in OPTIONS if each.name in args})
+    from ..hooks.programs.run import find, run
+    from ..offload.timeline import recorder
+
+    if args.module and args.code:
+        args.wrong("PROGRAM is either a module (-m) or code (-c)")
+    if problem := find(args.program, module=args.module, code=args.code):
+        print(f"{sys.executable}: {problem}", file=sys.stderr)
+        sys.exit(1 if args.module else 2)  # as Python does
+    if args.timeline is not None:
+        recorder.check(args.timeline)  # before anything takes its time
+    from ..allocator.install import install
+
+    install(budget=args.budget, page_size=args.page_size)
+    if args.timeline is not None:
+        recorder.until_exit(args.timeline)
+    return partial(run, args.program, args.args, options, module=args.module, code=args.code)
+
+
+def _add_option(group: Any, option: Option) -> None:
+    def parse(text: str) -> object:
+        try:
+            return option.parse(text, option.flag)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    told = {"dest": option.name, "default": argparse.SUPPRESS}
+    flag, help = option.flag, f"{option.help} ({option.variable})"
+    if option.switch:  # what follows the flag may be PROGRAM, so a value has a flag of its own
+        group.add_argument(flag, action="store_const", const=True, help=help, **told)
+        flag, help = f"{flag}-{option.metavar.lower()}", "the same, in at most so many bytes, such as 8GiB"
+    group.add_argument(flag, metavar=option.metavar, type=parse, help=help, **told)

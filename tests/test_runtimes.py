@@ -1,0 +1,156 @@
+"""Two runtimes in one process, each of a device of the stand-in: neither sees the other's pages, models, settings."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ballonet.allocator import runtime
+from ballonet.allocator.config import Config
+from ballonet.allocator.errors import InstallError, NotInstalled
+from ballonet.allocator.runtime import Runtime
+from ballonet.hooks.device import governors
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.managed import Managed, managed
+from ballonet.hooks.options import ManageOptions
+
+from . import models
+from .tuned import Tuned
+
+TOKENS = 12
+FIRST = Config(device="cpu", budget=2**23, page_size=4096, host_budget=2**22, reserve=5.0)
+SECOND = Config(device="cpu", budget=2**24, page_size=8192, host_budget=2**22, reserve=7.0)
+
+
+@pytest.fixture
+def two(tuned: Tuned) -> Iterator[tuple[Runtime, Runtime]]:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    started = runtime.start(FIRST), runtime.start(SECOND, number=1)
+    yield started
+    gc.collect()
+    for each in started:
+        each.device.check()
+        runtime.stop(each.number)
+    assert runtime.current() is None
+
+
+def manage_on(model: Any, on: Runtime, **options: Any) -> Managed:
+    return managed(model, ManageOptions(**options), on=on)
+
+
+def pages(of: Runtime, owner: str) -> int:
+    count: int = of.device.snapshot()["pages"][owner]
+    return count
+
+
+def say(model: Any) -> Any:
+    """What it says, and the cache that it said it with."""
+    ids = torch.arange(40)[None] + 3
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        min_new_tokens=TOKENS,
+        max_new_tokens=TOKENS,
+        return_dict_in_generate=True,
+    )
+
+
+def test_each_device_has_one_runtime(two: tuple[Runtime, Runtime]) -> None:
+    first, second = two
+    assert runtime.every() == two
+    assert (runtime.of(0), runtime.of(1), runtime.of()) == (first, second, first)
+    assert [runtime.holding(each.device) for each in two] == [*two]
+    with pytest.raises(InstallError, match="already"):
+        runtime.start(SECOND, number=1)
+    assert runtime.current(2) is None
+    with pytest.raises(NotInstalled):
+        runtime.of(2)
+
+
+def test_settings_governors_and_events_are_of_one_runtime(two: tuple[Runtime, Runtime]) -> None:
+    first, second = two
+    mine, theirs = (governors.of(each.device) for each in two)
+    assert mine is not theirs
+    assert (governors.of(first.device), governors.of(second.device)) == (mine, theirs)
+    assert [each.settings.reserve for each in two] == [5.0, 7.0]
+    assert [each.device.page_size for each in two] == [4096, 8192]
+    assert (mine.events, theirs.events) == (first.events, second.events)
+    second.events.decided("lend", "pull", 3)
+    assert first.events.counts() == {}
+    assert second.events.counts()["lend"]["pull"].pages == 3
+
+
+def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, Runtime]) -> None:
+    first, second = two
+    built = [models.build("llama"), models.build("gpt2")]
+    expected = [say(model).sequences for model in built]
+    with manage_on(built[0], first), manage_on(built[1], second):
+        weights = [pages(each, "weights") for each in two]
+        assert min(weights) > 0
+        names = [[seat.name for seat in governors.of(each.device)._clients.seats] for each in two]
+        assert names == [[type(built[0]).__name__], [type(built[1]).__name__]]
+        kept = say(built[1])
+        assert torch.equal(kept.sequences, expected[1])
+        assert pages(first, "kv") == 0 < pages(second, "kv")
+        also = say(built[0])
+        assert torch.equal(also.sequences, expected[0])
+        assert pages(first, "kv") > 0
+        assert [pages(each, "weights") for each in two] == weights
+        assert [len(governors.of(each.device)._clients.caches) for each in two] == [1, 1]
+        del kept, also
+    for each in two:
+        gc.collect()
+        each.device.reap(wait=True)
+        assert (pages(each, "weights"), pages(each, "kv")) == (0, 0)
+
+
+def test_who_is_short_takes_from_its_own_runtime(two: tuple[Runtime, Runtime]) -> None:
+    first, second = two
+    model = models.build("llama")
+    expected = say(model).sequences
+    other = models.build("llama")
+    with manage_on(model, first) as mine, manage_on(other, second) as theirs:
+        used = sum(pages(second, owner) for owner in ("weights", "kv", "activations"))
+        second.device.set_budget((used - 2) * second.device.page_size, 0)
+        assert theirs.report().streamed
+        assert not mine.report().streamed
+        assert first.device.budget == FIRST.budget
+        assert torch.equal(say(other).sequences, expected)
+        assert torch.equal(say(model).sequences, expected)
+        assert not first.events.counts()
+        gc.collect()
+
+
+def test_a_runtime_ends_and_the_other_goes_on(tuned: Tuned) -> None:
+    first, second = runtime.start(FIRST), runtime.start(SECOND, number=1)
+    device = first.device
+    runtime.stop()
+    assert runtime.every() == (second,)
+    assert runtime.current() is second
+    with pytest.raises(NotInstalled):
+        runtime.holding(device)
+    again = runtime.start(FIRST)
+    assert again is not first
+    assert governors.of(again.device) is not governors.of(second.device)
+    runtime.stop(1)
+    runtime.stop(0)
+    assert runtime.every() == ()
+
+
+def test_a_cache_outlives_the_runtime_that_it_was_made_for(two: tuple[Runtime, Runtime]) -> None:
+    """Once that has ended it gets pages of the one that is there, as a cache that was made for none."""
+    first, second = two
+    third = runtime.start(SECOND, number=2)
+    ranges = CacheRanges(device=third.device)
+    place = torch.device("cpu")
+    assert ranges.device_at(place) is third.device
+    assert CacheRanges().device_at(place) is first.device
+    runtime.stop(2)
+    assert ranges.device_at(place) is first.device
+    assert CacheRanges(device=second.device).device_at(place) is second.device
+    assert ranges.device_at(torch.device("meta")) is None

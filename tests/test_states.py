@@ -1,0 +1,78 @@
+"""What may become of a piece: the table, and the sets of pieces that follow it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.residency.states import TABLE, Event, State, States
+
+PIECES = 12
+EVENTS = st.tuples(st.sampled_from(Event), st.integers(0, PIECES), st.integers(0, PIECES))
+UNDER_WAY = (State.SAVING, State.IN_SLOT, State.ARRIVING)
+
+
+def test_each_event_is_in_the_table() -> None:
+    assert set(TABLE) == set(Event)
+    assert {each.after for each in TABLE.values()} == set(State)
+    assert all(each.guard for each in TABLE.values())
+
+
+def test_each_undo_goes_back() -> None:
+    """From wherever an event leads, its undo leads to where an event of that kind may begin again."""
+    undone = [each for each in TABLE.values() if each.undo is not None]
+    assert {each.after for each in undone} == set(UNDER_WAY)
+    for each in undone:
+        assert each.undo is not None
+        back = TABLE[each.undo]
+        assert each.after in back.before
+        assert back.after in each.before
+
+
+def test_bytes_are_never_without_a_place() -> None:
+    """Only the device has what is resident: such a piece is saved before it leaves, unless the core takes it, which
+    copies. What only the backing has comes to the device before it is resident."""
+    resident = {event for event, each in TABLE.items() if State.RESIDENT in each.before}
+    assert resident == {Event.SAVE, Event.TAKEN, Event.DROP}
+    leaves = {event for event, each in TABLE.items() if State.OFFLOADED in each.before and event is not Event.DROP}
+    assert leaves == {Event.BIND, Event.FETCH, Event.MOVED}
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_sets_say_what_single_pieces_do(events: list[tuple[Event, int, int]]) -> None:
+    states, model = States(), [State.RESIDENT] * PIECES
+    for event, one, other in events:
+        first, end = min(one, other), max(one, other)
+        states.move_run(event, first, end)
+        for piece in range(first, end):
+            if model[piece] in TABLE[event].before:
+                model[piece] = TABLE[event].after
+        assert [states.of(piece) for piece in range(PIECES)] == model
+        for state in State:
+            if state is not State.RESIDENT:
+                pieces = {piece for piece in range(PIECES) if model[piece] is state}
+                assert set(states[state]) == pieces
+                assert states[state].count == len(pieces)
+        found = states.within(2, 9, State.CLEAN, State.OFFLOADED)
+        there = {piece for run in found for piece in range(*run)}
+        assert there == {piece for piece in range(2, 9) if model[piece] in (State.CLEAN, State.OFFLOADED)}
+
+
+@given(st.lists(EVENTS, max_size=12), st.sampled_from(Event), st.sets(st.integers(0, PIECES - 1)))
+def test_what_is_begun_and_undone_is_as_it_was(
+    events: list[tuple[Event, int, int]], event: Event, pieces: set[int]
+) -> None:
+    states = States()
+    for each, one, other in events:
+        states.move_run(each, min(one, other), max(one, other))
+    undo = TABLE[event].undo
+    chosen = {piece for piece in pieces if states.of(piece) in TABLE[event].before}
+    before = {piece: states.of(piece) for piece in chosen}
+    if undo is None or not chosen:
+        return
+    states.move(event, chosen)
+    assert {states.of(piece) for piece in chosen} == {TABLE[event].after}
+    states.move(undo, chosen)
+    for piece in chosen:
+        assert states.of(piece) in TABLE[event].before
+        assert states.of(piece) is before[piece] or TABLE[undo].after is states.of(piece)
