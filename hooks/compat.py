@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -74,7 +74,6 @@ __all__ = [
     "TorchDispatchMode",
     "builds_dynamic_cache",
     "cache_name",
-    "carries_derivatives",
     "causal_model",
     "checkpoint_folder",
     "cropped",
@@ -416,15 +415,25 @@ def _text(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
-def carries_derivatives(*tensors: torch.Tensor) -> bool:
-    """Do gradients, tangents or a transform of `torch.func` go through any of these?"""
-    gradients = torch.is_grad_enabled()
-    for tensor in tensors:
-        if gradients and tensor.requires_grad:
-            return True
-        if _transformed(tensor) or unpack_dual(tensor).tangent is not None:
-            return True
-    return False
+def eager(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Are these two plain tensors with which this thread computes now: no compiler or tracer looks on, no CUDA graph
+    captures, and neither gradients, tangents nor a transform of `torch.func` go through them?"""
+    return not (
+        torch.compiler.is_compiling()
+        or type(first) is not torch.Tensor
+        or type(second) is not torch.Tensor
+        or _is_tracing()
+        or (torch.is_grad_enabled() and (first.requires_grad or second.requires_grad))
+        or _transformed(first)
+        or _transformed(second)
+        or (forward_ad._current_level >= 0 and _has_tangents(first, second))
+        or (first.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
+def _has_tangents(*tensors: torch.Tensor) -> bool:
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+_is_tracing = torch._C._is_tracing
 _transformed = torch._C._functorch.is_functorch_wrapped_tensor

@@ -413,7 +413,7 @@ class Managed:
         weights = f"{found.pages} pages ({format_size(found.pages * found.page_size)}) of weights"
         streamed = f", {len(found.streamed)} of them streamed" if found.streamed else ""
         captured = f", {len(found.kept)} of them in CUDA graphs" if found.kept else ""
-        return f"<Managed {self._name}: {self._forwards.layers} decoder layers{streamed}{captured}, {weights}>"
+        return f"<Managed {self._name}: {self._forwards.count} decoder layers{streamed}{captured}, {weights}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""

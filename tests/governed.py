@@ -44,6 +44,10 @@ class FakeDevice:
         return self.budget // PAGE - self._kv - sum(model.here for model in self.models)
 
     @property
+    def available(self) -> int:
+        return max(0, self.free)
+
+    @property
     def _kv(self) -> int:
         return self.kv + sum(cache.here for cache in self.caches)
 

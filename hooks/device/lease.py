@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -33,6 +34,7 @@ class _Opened(threading.local):
 
 
 _opened = _Opened()
+_numbers = count(1)
 
 
 class ForwardLease:
@@ -45,6 +47,7 @@ class ForwardLease:
     _closed = True
 
     def __init__(self) -> None:
+        self.number = next(_numbers)  # another one for each
         self._entered = Lease()
         self._ranges: dict[int, weakref.ref[KV]] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 
@@ -12,6 +13,9 @@ from ...allocator._native import Device
 from ...allocator.errors import DriverError, ManageError
 from .marks import relaxed
 
+# (index of a CUDA device) -> the handle of this thread's stream there, of which `torch.cuda.current_stream` makes an
+# object; where torch was built without CUDA nobody asks.
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 _CAPTURING = range(900, 910)  # what the driver answers to whoever waits for a stream that is being captured
 
 
@@ -41,7 +45,7 @@ def stream_of(device: Device) -> Callable[[], int]:
     """What returns this thread's current stream."""
     if device.kind == "standin":
         return lambda: 0
-    return lambda: int(torch.cuda.current_stream(device.ordinal).cuda_stream)
+    return partial(raw_stream, device.ordinal)
 
 
 def note_of(device: Device) -> Callable[[int, int, bool], None]:

@@ -27,10 +27,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final, Self, cast
 
 import torch
-from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from ...allocator.errors import ManageError
-from ..compat import DynamicLayer, carries_derivatives, cropped
+from ..compat import DynamicLayer, cropped, eager
 from ..device import graphs
 from ..device.lease import GroupLease
 from .grouping import CacheRanges
@@ -103,9 +102,13 @@ class ElasticLayer(DynamicLayer):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Pair:
         """Appends tokens, [batch, heads, new, dim], and returns all keys and values."""
-        if not _plain(key_states, value_states):
+        if not eager(key_states, value_states):
             return self._stock_update(key_states, value_states, *args, **kwargs)
         home = self._home
+        if home is not None and self._keys is self._values is None:
+            appended = home.append_next(self._place, key_states, value_states)
+            if appended is not None:
+                return appended
         if home is None or not self.elastic or not home.takes(self._place, key_states, value_states):
             if not self._move_in(key_states, value_states):
                 return self._stock_update(key_states, value_states, *args, **kwargs)
@@ -251,7 +254,7 @@ class ElasticLayer(DynamicLayer):
         if held[0] is None or held[0].dim() != 4:  # never used, or initialized with nothing
             return self._fill(shape, keys.shape[2], None)
         room = held[0].shape[2] + keys.shape[2]
-        return shape.fits(*held) and _plain(*held) and self._fill(shape, room, held)
+        return shape.fits(*held) and eager(*held) and self._fill(shape, room, held)
 
     def _fill(self, shape: Shape, room: int, tokens: Pair | None) -> bool:
         """Takes a new place with room for so many tokens, puts `tokens` there, and only then leaves the old one."""
@@ -306,10 +309,3 @@ class ElasticLayer(DynamicLayer):
         home, self._home, self._latest = self._home, None, None
         if home is not None:
             home.leave(self._place)
-
-
-def _plain(keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Can these be copied in place? See Note [Elastic or stock]."""
-    if torch.compiler.is_compiling() or is_tracing() or graphs.capturing(keys.is_cuda):
-        return False
-    return type(keys) is type(values) is torch.Tensor and not carries_derivatives(keys, values)

@@ -26,8 +26,9 @@ from ...allocator.errors import PoolExhausted
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.residency.kv_extent import KVExtent
-from ..device.lease import GroupLease, ThreadLease
+from ..device.lease import GroupLease, ThreadLease, current
 from ..device.marks import relaxed
+from ..device.streams import raw_stream
 from .room import find_room, map_device
 
 if TYPE_CHECKING:
@@ -46,34 +47,30 @@ class KVPages:
         group: Group,
         home: Range,
         geometry: Geometry,
-        place: torch.device,
         tier: KVTier | None,
         kept: ThreadLease | None,
         alone: Callable[[], bool],
     ) -> None:
-        """`place`: the device, to torch. `tier` and `kept`: of the cache, where the host can show pages on the
+        """`tier` and `kept`: of the cache, where the host can show pages on the
         device. `alone`: does nobody hold a tensor over the range?"""
         self.home = home
         self._device = device
         self._group = group
         self._geometry = geometry
-        self._place = place
         self._tier = tier
         self._kept = kept
         self._extent: KVExtent | None = None
+        self.number = 0  # of the range in its tier
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
             self._extent = KVExtent(device, group, home, tier.lock, alone)
-            self._number = tier.add(self._extent)
+            self.number = tier.add(self._extent)
             self._count(self._extent)
 
     @property
     def stream(self) -> int:
         """The stream that this thread computes on; 0 on the stand-in."""
-        if self._device.kind == "standin":
-            return 0
-        stream: int = torch.cuda.current_stream(self._place).cuda_stream
-        return stream
+        return 0 if self._device.kind == "standin" else raw_stream(self._device.ordinal)
 
     def begin(self, layer: int, tokens: int, end: int) -> None:
         """The layer at this place of the range is about to append so many tokens, the last of them before `end`, under
@@ -83,8 +80,10 @@ class KVPages:
         if self._kept is not None and self._kept.renew() and self._device.demand:  # as a forward between its layers
             self._device.obey()
         stream = self.stream
-        if self._tier.begins((self._number, layer)):
-            self._tier.iteration(stream, tokens, max(0, self._geometry.pieces(end) - self._extent.end))
+        if self._tier.begins((self.number, layer)):
+            lease = current()
+            more = max(0, self._geometry.pieces(end) - self._extent.end)
+            self._tier.iteration(stream, tokens, more, 0 if lease is None else lease.number)
         self._tier.enter(self._extent, stream)
         if tokens > self._tier.governor.tuning.kv_reads.rows:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))
@@ -169,7 +168,7 @@ class KVPages:
     def appended(self, *, took: bool, next_takes: bool) -> None:
         """A token came; see offload/policy/ahead.py."""
         if self._tier is not None and (took or next_takes):
-            self._tier.appended(self._number, took=took, next_takes=next_takes)
+            self._tier.appended(self.number, took=took, next_takes=next_takes)
 
     def filled(self, lengths: Iterable[int], soon: bool = False) -> None:
         """The layers have so many tokens, and nothing is written to those. `soon`: more are on their way."""

@@ -49,9 +49,11 @@ from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..compat import StorageWeakRef
 from ..device.lease import GroupLease, ThreadLease, current
+from ..device.streams import raw_stream
 from .pages import KVPages
 from .prefill import copied_in
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 _UINT8: Final = (1, 8)  # DLPack's code and bits
 
 
@@ -138,9 +140,14 @@ class KVRange:
         )
         alone = weakref.WeakMethod(self.exclusive)  # or it would refer to itself
         self.pages: Final = KVPages(
-            device, group, self.range, geometry, shape.device, tier, kept, lambda: (ask := alone()) is None or ask()
+            device, group, self.range, geometry, tier, kept, lambda: (ask := alone()) is None or ask()
         )
         self.device: Final = device
+        self._tier = tier
+        self._standin = device.kind == "standin"
+        self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
+        self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
+        self._forward = 0  # the last one that knows that this was appended to
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
         self._joined = 0  # places given out; one that was left is not given out again
@@ -183,7 +190,41 @@ class KVRange:
         mapped = self._mapped or self._open()
         return tokens <= mapped.capacity or self.pages.reachable(mapped.pieces, self.geometry.pieces(tokens))
 
-    def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
+        """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
+        everything of the cache is at home (`KVTier.follows`). None, and nothing has changed, where it is not, or where
+        `takes` would say no. Of each token all layers but the first come here: what it costs, each layer costs."""
+        latest, mapped, tier, lease = self._latest[place], self._mapped, self._tier, current()
+        start = latest.length
+        end = start + 1
+        if (
+            mapped is None
+            or tier is None
+            or lease is None
+            or end >= mapped.capacity
+            or end >= self.pages.fills
+            or start < self._shown[place]
+            or (views := mapped.views[place]) is None
+            or keys.shape != self._one_key
+            or values.shape != self._one_value
+            or not keys.dtype == values.dtype == self.shape.dtype
+            or not keys.device == values.device == self.shape.device
+        ):
+            return None
+        stream = 0 if self._standin else raw_stream(self.device.ordinal)
+        if not tier.follows((self.pages.number, place), lease.number, stream):
+            return None
+        if self._standin:
+            step = self.geometry.token_bytes
+            self.device.note_use(self.range.address + start * step, step, 0, True)
+        else:
+            self.device.note_stream(stream)
+        if self._forward != lease.number:
+            self._forward = lease.number
+            lease.touched(self.pages)
+        return self._write(latest, place, views, keys, values, end)
+
+    def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Copies the tokens behind the layer's last one and returns all of its keys and values, to be read now: where
         many rows will read pages that are on the host it returns copies.
 
@@ -201,16 +242,24 @@ class KVRange:
                 mapped = self._extend(mapped, end)
             views = mapped.views[place] or self._views(mapped, place)
             self._note(start, tokens)
-            views.write_keys.narrow(2, start, tokens).copy_(keys)
-            views.write_values.narrow(2, start, tokens).copy_(values)
-        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
-        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
+            shown = self._write(latest, place, views, keys, values, end)
         if end >= self.pages.fills:
             self.pages.filled(self._lengths(), soon=tokens > 1)
         if tokens == 1 and (took or end == mapped.capacity):
             self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
         if self.pages.worth_copying(tokens):
             return copied_in(self.device, self.range, self.geometry, mapped.flat, shown) or shown
+        return shown
+
+    def _write(
+        self, latest: Latest, place: int, views: _Views, keys: torch.Tensor, values: torch.Tensor, end: int
+    ) -> Pair:
+        """Copies the tokens behind the layer's last one, so that it has `end`, and returns what it has then."""
+        start = latest.length
+        views.write_keys.narrow(2, start, end - start).copy_(keys)
+        views.write_values.narrow(2, start, end - start).copy_(values)
+        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
+        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
         return shown
 
     def keys(self, place: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...offload.policy.tuning import DEFAULT
 from ...offload.record.record import Point
@@ -56,6 +56,7 @@ class Pace:
     ) -> None:
         """`clock`: the host's, in ns; `driver`: ns that the calling thread has spent in the driver so far; `pending`:
         forwards that wait to be read, the oldest of which are forgotten."""
+        self.capturing: Final = marks.capturing  # is what this thread does being captured?
         self._marks = marks
         self._clock = clock
         self._driver = driver
@@ -65,10 +66,6 @@ class Pace:
         self._ended: deque[_Forward] = deque()
         self._listeners: list[list[Measured]] = []
         self._lock = threading.Lock()  # of those that have ended
-
-    def capturing(self) -> bool:
-        """Is what this thread does being captured?"""
-        return self._marks.capturing()
 
     def begin(self, point: Point | None) -> None:
         """A forward begins on this thread. One that has not ended was interrupted."""
@@ -112,11 +109,12 @@ class Pace:
         if not self._ended or self._marks.capturing():
             return []
         with self._lock:
-            passed = [each for each in self._ended if self._marks.passed(reversed(each.marks))]
-            measured = [self._read(each) for each in passed]
-            for each in passed:
-                self._ended.remove(each)
-                self._marks.release(each.marks)
+            measured = []
+            for each in tuple(self._ended):
+                if self._marks.passed(reversed(each.marks)):
+                    measured.append(self._read(each))
+                    self._ended.remove(each)
+                    self._marks.release(each.marks)
             for listener in self._listeners:
                 listener.extend(measured)
         return measured

@@ -23,8 +23,9 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
     Prefill: where nothing is held yet, or several tokens are new: as many as each sequence has new, of an
     encoder-decoder's two sides the longer. Decode: one new token to each, and `length` tokens held.
     """
-    if any(kwargs.get(name) is not None for name in _PACKED):
-        return None
+    for name in _PACKED:
+        if kwargs.get(name) is not None:
+            return None
     ids, encoded = _given(args, kwargs), 0
     if (decoded := _first(kwargs, "decoder_input_ids", "decoder_inputs_embeds")) is not None:
         ids, encoded = decoded, _encoded(ids, kwargs)
@@ -69,4 +70,7 @@ def _masked(mask: Any) -> int:
 
 
 def _first(kwargs: Mapping[str, Any], *names: str) -> Any:
-    return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
+    for name in names:  # of each token, without a generator
+        if (found := kwargs.get(name)) is not None:
+            return found
+    return None

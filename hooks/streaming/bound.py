@@ -161,9 +161,13 @@ class Bound:
 
     def read(self, tensor: Any) -> Any:
         """What whoever asks is given for it."""
-        if self._call is not None:
-            found = self._now.get(id(tensor))
-            if found is not None and self._called(sys._getframe(2)) and not torch.is_grad_enabled():
+        call = self._call
+        if call is not None and (found := self._now.get(id(tensor))) is not None:
+            # as `_called`, of whoever has asked the dictionary: for each weight of each layer
+            frame: FrameType | None = sys._getframe(2)
+            while frame is not None and frame is not call:
+                frame = frame.f_back
+            if frame is not None and self._thread == threading.get_ident() and not torch.is_grad_enabled():
                 return found[1]
         self.asked()
         return tensor

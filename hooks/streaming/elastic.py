@@ -21,6 +21,7 @@ Note [Copies that are kept]
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from itertools import accumulate
@@ -74,7 +75,7 @@ class Elastic(Captured):
         self._tuning = governor.tuning.weights
         self._patience = 0
         self._unmeasured = 0  # iterations to which a link matters that nobody has measured
-        self._lessons = 0  # since the governor heard of what iterations take
+        self._lessons: deque[tuple[Point, float]] = deque()  # that the record does not have yet
         self._governed = self._was_governed = False
         self._streaming = Streaming(
             weights.ring,
@@ -214,6 +215,7 @@ class Elastic(Captured):
     def report(self) -> Report:
         """What streams, why, and what it costs."""
         graphs.settle()
+        self._learn_all()
         weights = self._weights
         why = "" if self.decision is None else self.decision.why
         return Report.of(
@@ -261,7 +263,7 @@ class Elastic(Captured):
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
         if self._patience:
             self._patience -= 1
-        elif self.alone and not self._turns.sections:
+        elif (decision.plan != self.plan or self._weights.ring.back) and self.alone and not self._turns.sections:
             try:
                 with self._lock:
                     if decision.plan != self.plan:
@@ -353,17 +355,24 @@ class Elastic(Captured):
         if point is None or measured.seconds <= 0:
             return
         self.last[point.phase] = measured
+        self._lessons.append((point, measured.seconds))
+        # Not each time: a lesson is a hundred calls, and after news all decisions are made anew.
+        if len(self._lessons) < self._tuning.tell and self.record is not None and self.record.knows(point):
+            return
         before = self.seconds(point)
-        record = self.record or Record({}, self._governor.bandwidth or 1.0)
-        self.record = record.learned(point, measured.seconds)
+        self._learn_all()
         now = self.seconds(point)
-        self._lessons += 1
-        tuning = self._tuning
-        due = self._lessons >= tuning.tell
-        news = before is None or now is None or (abs(now - before) > before * tuning.news and due)
-        if self._governed and news:  # not each time: all decisions are made anew then
-            self._lessons = 0
+        news = before is None or now is None or abs(now - before) > before * self._tuning.news
+        if self._governed and news:
             self._governor.changed(self)
+
+    def _learn_all(self) -> None:
+        """Adds what was measured since to the record."""
+        record = self.record or Record({}, self._governor.bandwidth or 1.0)
+        with suppress(IndexError):  # there are no more, or another thread has taken the last one
+            while True:
+                record = record.learned(*self._lessons.popleft())
+        self.record = record
 
 
 class _Later(Exception):

@@ -72,18 +72,18 @@ class Forwards:
         `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
         autograd hold weights?"""
         self.chaos = chaos
-        self.layers = 0  # decoder layers that are hooked
-        self._weights = weights
+        self.count = 0  # decoder layers that are hooked
+        self.weights = weights
         self._lease = lease
         self._before = before
         self._after = after
-        self._obey = obey
+        self.obey = obey
         self._levers = levers
         self._in_graphs = in_graphs
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
         self._learning: set[int] = set()  # threads that have run it with gradients
         self._turns = turns
-        self._layers = layers
+        self.layers = layers
         self._thread = _Thread()
         self._gate: Gate | None = None
         self._unhooked = False
@@ -109,10 +109,10 @@ class Forwards:
         """`layers`: the decoder layers, in order; those that were hooked before are no more."""
         _remove(self._boundaries)
         self._hooks.clear()
-        self.layers = len(layers)
+        self.count = len(layers)
         for index, layer in enumerate(layers):
             if not isinstance(layer, torch.jit.ScriptModule):
-                enter, leave = self._hooks[index] = _OfLayer(self._boundary, index), _OfLayer(self._layers.leave, index)
+                enter, leave = self._hooks[index] = _EnterLayer(self, index), _LeaveLayer(self, index)
                 self._boundaries.append(layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
                 self._boundaries.append(layer.register_forward_hook(leave))
 
@@ -129,7 +129,7 @@ class Forwards:
     def running(self) -> bool:
         """Whether a forward of the model runs now, on any thread."""
         self._forget_interrupted(sys._getframe())
-        return self._weights.group.leases > self._turns.leases
+        return self.weights.group.leases > self._turns.leases
 
     def _is_unhooked(self) -> bool:
         return self._unhooked
@@ -155,14 +155,14 @@ class Forwards:
             return
         outermost = _Outermost(Turn())
         self._thread.calls.append((id(frame), outermost))  # before it holds anything
-        self._layers.prepare(outermost.turn)  # before the lease: layers may have to be moved for it
+        self.layers.prepare(outermost.turn)  # before the lease: layers may have to be moved for it
         outermost.lease = self._lease()
-        outermost.lease.open().enter_group(self._weights.group)
+        outermost.lease.open().enter_group(self.weights.group)
         if self._gate is not None and self._gate.is_closed:  # by whoever did not see the lease
             outermost.lease.close()
             self._gate.wait()
             outermost.lease = self._lease()
-            outermost.lease.open().enter_group(self._weights.group)
+            outermost.lease.open().enter_group(self.weights.group)
         if self._is_unhooked():
             outermost.lease.close()
             self._turns.end(outermost.turn)
@@ -172,31 +172,24 @@ class Forwards:
             with self._moving:
                 self._note_gradients()
         self._before(args, kwargs)
-        self._layers.begin(outermost.turn)
-        self._weights.use(None)
+        self.layers.begin(outermost.turn)
+        self.weights.use(None)
 
     def _leave(self) -> None:
         if self._thread.calls and self._thread.calls[-1][0] == id(call_frame()):
             self._close_last()
 
-    def _boundary(self, layer: int) -> None:
-        """Before a decoder layer: what may change under a running forward changes here."""
+    def act(self, chaos: Chaos) -> None:
+        """Between two layers pages move."""
         lease = current()
-        if self.chaos is not None and lease is not None:
-            self._note_gradients()
-            with self._moving:
-                others = self._learning - {threading.get_ident()}
-                weights = () if others and self._in_graphs() else self._weights.all_ranges()
-                self.chaos.act(weights, lease.ranges)
-            self.chaos.pull(self._levers)
-        # Did another thread find no pages? This one may have some that it can do without.
-        if self._weights.device.demand:
-            self._obey()
-        slot = self._layers.enter(layer)
-        if slot is None:
-            self._weights.use(layer)
-        else:
-            slot.note_use(self._weights.stream(), False)
+        if lease is None:
+            return
+        self._note_gradients()
+        with self._moving:
+            others = self._learning - {threading.get_ident()}
+            weights = () if others and self._in_graphs() else self.weights.all_ranges()
+            chaos.act(weights, lease.ranges)
+        chaos.pull(self._levers)
 
     def _note_gradients(self) -> None:
         if torch.is_grad_enabled():
@@ -218,7 +211,7 @@ class Forwards:
         try:
             if outermost is not None:
                 self._after()
-                self._layers.end(outermost.turn)
+                self.layers.end(outermost.turn)
         finally:
             if outermost is not None:
                 if outermost.lease is not None:
@@ -237,6 +230,10 @@ class _Outermost:
 
 class Layers(Protocol):
     """What is told of forwards and of decoder layers; `enter` returns what the layer is read from, None for itself."""
+
+    @property
+    def inside(self) -> int | None:
+        """The layer that runs, by this or another thread, and reads what `enter` has returned."""
 
     def prepare(self, turn: Turn) -> None: ...
     def begin(self, turn: Turn) -> None: ...
@@ -278,16 +275,47 @@ class _Entry(Hook):
 
 
 class _OfLayer(Hook):
-    """Where `opaque` a hook at which the compiler breaks its graph. See streaming/bound.py, Note [Streaming and
+    """A hook of a decoder layer, which is called for each token: so what it does is here, in one call, and calls what
+    there is to do. Where `opaque` the compiler breaks its graph at it. See streaming/bound.py, Note [Streaming and
     torch.compile]."""
 
     opaque = False
 
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
+
+
+class _EnterLayer(_OfLayer):
+    """Before a decoder layer: what may change under a running forward changes here."""
+
     def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._act(*self._arguments)
-        elif self.opaque:
-            opaquely(self._act, *self._arguments)
+        if torch.compiler.is_compiling():
+            if self.opaque:
+                opaquely(self)
+            return
+        forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
+        if forwards.chaos is not None:
+            forwards.act(forwards.chaos)
+        # Did another thread find no pages? This one may have some that it can do without.
+        if weights.device.demand:
+            forwards.obey()
+        slot = forwards.layers.enter(layer)
+        if slot is None:
+            weights.use(layer)
+        else:
+            slot.note_use(weights.stream(), False)
+
+
+class _LeaveLayer(_OfLayer):
+    """After a decoder layer, which has nothing to say where it was not read from a slot."""
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            if self.opaque:
+                opaquely(self)
+        elif self._forwards.layers.inside == self._layer:
+            self._forwards.layers.leave(self._layer)
 
 
 _ENTER: Final = Forwards._enter.__code__

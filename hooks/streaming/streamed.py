@@ -71,7 +71,7 @@ class Streaming:
         self._hidden: set[int] = set()  # layers that nobody has seen
         self._revealing = threading.RLock()
         self._turn: Turn | None = None  # of the pass that reads slots
-        self._inside: int | None = None  # the layer that runs
+        self.inside: int | None = None  # the layer that runs
         self._page = 0
         ring.loading = self._loading
         self._versions: dict[int, int] = {}  # of layers when their copies began
@@ -92,7 +92,7 @@ class Streaming:
 
     def close(self) -> None:
         """No layer is read from a slot any more; they stay where they are."""
-        self._turn = self._inside = None
+        self._turn = self.inside = None
         for bound in self._layers.values():
             bound.release()
         self._layers.clear()
@@ -141,21 +141,21 @@ class Streaming:
         bound = self._layers.get(layer)
         if bound is None or not self._turns.has(self._turn) or torch.is_grad_enabled():
             return None
-        if self._inside is not None:
-            if self._layers[self._inside].active:
+        if self.inside is not None:
+            if self._layers[self.inside].active:
                 return None  # a layer that runs another one: its slot is in use
             self._end()
         if self._versions.get(layer) != bound.written():
             self._ring.forget(layer)
         if not bound.fits() or not self._ring.enter(layer, self._stream()):
             return None
-        self._inside = layer
+        self.inside = layer
         bound.enter(call_frame())
         return self._ring.place(layer)
 
     def leave(self, layer: int) -> None:
         """The layer has run. ManageError where it has written to its slot, DriverError."""
-        if self._inside == layer and self._turns.has(self._turn) and self._layers[layer].active and self._end():
+        if self.inside == layer and self._turns.has(self._turn) and self._layers[layer].active and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:
@@ -195,7 +195,7 @@ class Streaming:
 
     def _end(self) -> bool:
         """The layer that ran runs no more, whether it has been left or not. Has it written to its slot?"""
-        layer, self._inside = self._inside, None
+        layer, self.inside = self.inside, None
         if layer is None:
             return False
         written, kept = self._layers[layer].leave()

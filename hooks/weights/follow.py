@@ -61,10 +61,10 @@ class Follower:
         self.left: dict[str, str] = {}  # name of a tensor outside of the ranges, at the last look -> why
         self._weights = weights
         self._cuda = weights.device.kind == "cuda"
-        self._parts: set[int] = set()  # ids of all modules
+        self.parts: set[int] = set()  # ids of all modules
         self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
         self._unpinned = 0
-        self._registered = False
+        self.registered = False
         self._settled: dict[int, str] = {}  # address of what was left for good -> why
         self._moved: Counter[str] = Counter()
 
@@ -99,7 +99,7 @@ class Follower:
     @property
     def pending(self) -> bool:
         """Is there to be a look at the model? See Note [Noticing a change], Note [Left for good]."""
-        if self._registered or self._weights.group.unpinned != self._unpinned or (self._cuda and _capturing()):
+        if self.registered or self._weights.group.unpinned != self._unpinned or (self._cuda and _capturing()):
             return True
         for reference, length in self._lists:
             each = reference()
@@ -120,16 +120,11 @@ class Follower:
         """Follows the model no more. Again: does nothing."""
         _unwatch(self)
 
-    def registered(self, module: nn.Module) -> None:
-        """A module gets a parameter, buffer or module."""
-        if id(module) in self._parts:
-            self._registered = True
-
     def _remember(self, model: nn.Module) -> None:
         """First of all, so that what changes during a look is seen at the next one."""
         self._unpinned = self._weights.group.unpinned
-        self._registered = False
-        self._parts = {id(module) for module in model.modules()}
+        self.registered = False
+        self.parts = {id(module) for module in model.modules()}
         self._lists = [(weakref.ref(each), len(each)) for each in layer_lists(model)]
 
     def _adopt_new(self, new: Sequence[Member], model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -140,7 +135,7 @@ class Follower:
             found = survey(_without(shared, new), torch_device(self._weights.device))
         except ManageError as error:
             self.left = dict.fromkeys(names.values(), str(error))
-            self._registered = True  # nothing may show that it is no longer so
+            self.registered = True  # nothing may show that it is no longer so
             return
         reasons = [self._reason_to_leave(span, names) for span in found.spans]
         chosen = [span for span, reason in zip(found.spans, reasons, strict=True) if reason is None]
@@ -210,8 +205,10 @@ def _unwatch(follower: Follower) -> None:
 
 
 def _registered(module: nn.Module, *_: Any) -> None:
+    # Models make lists of their layers in each forward: that of another's module is to cost nothing.
     for follower in tuple(_followers):
-        follower.registered(module)
+        if id(module) in follower.parts:
+            follower.registered = True
 
 
 def _buffer_registered(module: nn.Module, name: str, *_: Any) -> None:

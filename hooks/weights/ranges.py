@@ -54,6 +54,7 @@ class Weights:
         self.plans = plans
         self.device = device
         self.group = device.group()
+        self._standin = device.kind == "standin"
         self.stream = streams.stream_of(device)
         self._backing_group = device.group()  # no lease keeps backings where they are
         self._note = streams.note_of(device)
@@ -176,8 +177,10 @@ class Weights:
 
     def use(self, layer: int | None) -> None:
         """Says that this thread is about to read the weights of `layer`, with None those of no layer."""
-        for opened in self.ranges.get(layer, ()):
-            opened.note_use(self.stream(), False)
+        if opened := self.ranges.get(layer):
+            stream = 0 if self._standin else self.stream()
+            for each in opened:
+                each.note_use(stream, False)
 
     def sort(self, tenants: Iterable[tuple[Member, Range]]) -> None:
         """Finds out anew which layer each range belongs to, and closes those that nothing is left of.

@@ -91,6 +91,8 @@ class KVTier:
         self._kept = False
         self._goal = 0  # pages that it is to have in this iteration
         self.block = 1  # ranges that it has, or will have
+        self.forward = 0  # see `follows`
+        self._arrives = False  # are there bytes on their way home, as far as known?
         self.way = KVReadPlan(device, group, self.transfer, governor.marks, governor.clock, governor.tuning.kv_reads)
         self.prefills = False  # does the iteration have many rows?
         self._order: list[int] = []  # numbers of ranges, as their layers appended in the last iteration
@@ -170,6 +172,17 @@ class KVTier:
         self._extents.append(weakref.ref(extent))
         return len(self._extents) - 1
 
+    def follows(self, who: tuple[int, int], forward: int, stream: int) -> bool:
+        """A layer, (range, place in it), is about to append a token on `stream`, in the `forward` of that number. Is it
+        one of the later ones of an iteration for which nothing is away, nor on its way? Then there is nothing else to
+        do (`begins`, `enter`)."""
+        if forward != self.forward or who == self._leader or self._since >= self.layers:
+            return False
+        self._since += 1
+        self._turns.append(who[0])
+        self._stream = stream
+        return True
+
     def begins(self, who: tuple[int, int]) -> bool:
         """A layer, (range, place in it), is about to append: is it the first one of an iteration?"""
         self._since += 1
@@ -221,9 +234,9 @@ class KVTier:
                 extent.fetch(self.transfer, stream or 0)
         extent.mover.arrive(stream)
 
-    def iteration(self, stream: int, rows: int = 1, more: int = 0) -> None:
+    def iteration(self, stream: int, rows: int = 1, more: int = 0, forward: int = 0) -> None:
         """Before the first layer appends `rows` tokens, on `stream`, for which its range gets so many pages `more`, and
-        the others as many. DriverError."""
+        the others as many. `forward`: the number of its lease, 0 outside of one. DriverError."""
         if self.governor.taken_of(self.number):
             self._see()
         with self.lock:
@@ -245,6 +258,9 @@ class KVTier:
             self._arrange(stream, rows, away)
         else:
             self.way.at_home(rows)
+        if self._arrives:
+            self._arrives = any(extent.mover.coming or extent.mover.arriving for extent in self._there())
+        self.forward = 0 if away or self.way.buffers or self._arrives else forward
         if self.way.changes != self._buffered:
             self._buffered = self.way.changes
             self.governor.cache_changed(self.number)
@@ -283,6 +299,7 @@ class KVTier:
         began, reading = self.governor.clock(), self._reading(self.displaced)
         extents = [extent for extent in self._there() if extent.away]
         shown = [extent for extent in extents if not extent.alone()]  # and those have no tensors of their own by now
+        self.forward, self._arrives = 0, True
         with self._homing:
             back = _bring(extents, pages, shown, self.transfer, stream)
         if back:
@@ -293,6 +310,7 @@ class KVTier:
 
     def bring_one_back(self, extent: KVExtent, piece: int, stream: int) -> bool:
         """Brings this piece of the range home, if it is away and there is room. DriverError."""
+        self.forward, self._arrives = 0, True
         with self._homing:
             return _bring([extent], 1, [extent], self.transfer, stream, (piece,)) > 0
 

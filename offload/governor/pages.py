@@ -36,8 +36,7 @@ class Pages:
     @property
     def free(self) -> int:
         """The pages that nobody has."""
-        pages: dict[str, int] = self._device.snapshot()["pages"]
-        return max(0, self.total - sum(pages.values()) + pages["free"])
+        return self._device.available
 
     @property
     def unused(self) -> int:
@@ -50,16 +49,16 @@ class Pages:
     def look(self, now: float, waited: bool) -> tuple[int, int]:
         """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
         look?"""
-        free = self.free
-        self.short = free * self._tuning.short < self.total
-        self.scarce = self._scarce(now, free)
+        free, total = self.free, self.total
+        self.short = free * self._tuning.short < total
+        self.scarce = self._scarce(now, free, total)
         waited = waited or self._device.demand > 0
         self._calm, spare = observe(self._calm, now, free, waited, self.mark, self._tuning.dwell)
         return free, spare
 
-    def _scarce(self, now: float, free: int) -> bool:
+    def _scarce(self, now: float, free: int, total: int) -> bool:
         """Are pages scarce? They are once they are short, and until they have been ample for long enough."""
-        if self.short or free < self._tuning.ample * self.total or not self.scarce:
+        if self.short or free < self._tuning.ample * total or not self.scarce:
             self._ample = None
         elif self._ample is None:
             self._ample = now

@@ -87,6 +87,10 @@ class Record:
         """The points that have a time."""
         return frozenset(self.seconds) | frozenset(self.lessons)
 
+    def knows(self, point: Point) -> bool:
+        """Are there enough lessons for the same listed point that one more changes little?"""
+        return len(self.lessons.get(point.corner, ())) >= self.tuning.nearest
+
     def time(self, phase: Phase, batch: int, length: int) -> float | None:
         """Seconds that such an iteration takes at most; None where no point listed is as large. See Note [Never
         under]."""

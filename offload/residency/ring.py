@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 from ...allocator._native import Device, Group, Range, Transfer
@@ -59,6 +59,10 @@ class Streamed:
     layer: int
     slot: int
     parts: tuple[Part, ...]
+    pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", sum(part.count for part in self.parts))
 
 
 def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
@@ -313,7 +317,9 @@ class Ring:
         each = self._layers.get(layer)
         if each is None:
             return self._back.get(layer)
-        return (each, self._slots[each.slot]) if self._fits(each) else None
+        if each.slot < len(self._slots) and each.pages <= (slot := self._slots[each.slot]).range.backed:
+            return each, slot
+        return None
 
     def _close_own(self, layers: Collection[int] | None = None) -> None:
         """Own slots of these layers go, with None all; the layers are on the host."""
@@ -361,8 +367,8 @@ class Ring:
     def _share(self) -> None:
         """Whose turn it is in which slot, after layers have come and gone."""
         for index, slot in enumerate(self._slots):
-            turns = (each for _, each in sorted(self._layers.items()) if each.slot == index and self._fits(each))
-            slot.turns = [each.layer for each in turns]
+            turns = [layer for layer, each in sorted(self._layers.items()) if each.slot == index]
+            slot.turns = [layer for layer in turns if self._found(layer) is not None]
             slot.holds = None
 
     # -- for the filler of slots
@@ -387,8 +393,3 @@ class Ring:
     def _check(self, each: Streamed) -> None:
         for part in each.parts:
             part.backing.check()
-
-    def _fits(self, each: Streamed) -> bool:
-        """Is there a slot for it? Where memory was too short for one the layer is read on the host."""
-        pages = sum(part.count for part in each.parts)
-        return each.slot < len(self._slots) and pages <= self._slots[each.slot].range.backed

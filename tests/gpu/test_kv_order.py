@@ -104,6 +104,39 @@ def pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
     place.device.reap(wait=True)
 
 
+def pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
+    """As above, of a layer that is not the first one of its forward, and runs on a stream of its own."""
+    ranges = CacheRanges()
+    layers = [ElasticLayer(ranges) for _ in range(2)]
+    with torch.no_grad():
+        one = torch.randn(2, 8, 1, 128, device=place.kind)
+        seen = torch.empty(2, 8, 2, 128, device=place.kind)
+        lease = ForwardLease().open()
+        for each in layers:
+            each.update(one, one)
+        lease.close()
+        place.synchronize()
+        with closing(Hold(place, Unknown(place))) as hold:
+            lease = ForwardLease().open()
+            layers[0].update(one, one)
+            assert ranges.tier is not None
+            assert ranges.tier.forward == lease.number, "there is something to do before a layer appends"
+            with hold.lane():
+                seen.copy_(layers[1].update(one, one)[0])
+            lease.close()
+            assert layers[1].home is not None
+            pages = layers[1].home.range
+            layers.pop().reset()
+            for _ in range(20 if place.cuda else 0):
+                place.device.reap()
+                assert pages.backing(0) == "retiring", "a page was given back while it was written"
+                time.sleep(0.01)
+    place.synchronize()
+    assert torch.equal(seen, one.expand_as(seen))
+    del pages
+    place.device.reap(wait=True)
+
+
 def a_replay_keeps_its_memory(place: Place) -> None:
     """A graph is replayed on a stream that nothing else has used, and dropped before that is done."""
     x, seen = (torch.zeros(place.page // 2, device=place.kind) for _ in range(2))
@@ -135,6 +168,7 @@ def a_replay_keeps_its_memory(place: Place) -> None:
         a_copy_behind_waits_for_who_writes,
         who_writes_again_waits_for_the_copy,
         pages_wait_for_a_stream_that_only_appends,
+        pages_wait_for_a_later_layer_of_a_forward,
         a_replay_keeps_its_memory,
     ],
 )

@@ -1,4 +1,5 @@
-"""Python's work per token and per chunk of a prefill, in calls: it does not grow with the pages of KV."""
+"""Python's work per token and per chunk of a prefill, in calls: what a layer costs, and that it does not grow with the
+pages of KV."""
 
 from __future__ import annotations
 

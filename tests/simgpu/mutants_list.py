@@ -41,6 +41,7 @@ AND_A_COPY = "tests/gpu/test_core_captures.py::test_a_capture_and_a_copy[cuda]"
 AGAIN = "tests/gpu/test_kv_order.py::test_somebody_is_slow[who_writes_again_waits_for_the_copy-cuda]"
 BEHIND = "tests/gpu/test_kv_order.py::test_somebody_is_slow[a_copy_behind_waits_for_who_writes-cuda]"
 APPENDS = "tests/gpu/test_kv_order.py::test_somebody_is_slow[pages_wait_for_a_stream_that_only_appends-cuda]"
+LATER = "tests/gpu/test_kv_order.py::test_somebody_is_slow[pages_wait_for_a_later_layer_of_a_forward-cuda]"
 REPLAYS = "tests/gpu/test_kv_order.py::test_somebody_is_slow[a_replay_keeps_its_memory-cuda]"
 FORWARDS = "tests/gpu/test_kv_order.py::test_a_lease_keeps_pages_where_they_are[True-cuda]"
 CALLS = "tests/gpu/test_kv_order.py::test_a_lease_keeps_pages_where_they_are[False-cuda]"
@@ -136,6 +137,8 @@ KV = (
           ("allocator/csrc/retirement.cpp", "unseen ? fences_.streams.fence_over_all() : Streams::fence()", "Streams::fence()")),
     plant("kv-note-stream", "the note of the stream that appends to a cache", APPENDS,
           ("hooks/kv/range.py", "        else:\n            self.device.note_stream(self.pages.stream)\n", "")),
+    plant("kv-note-layer", "the note of the stream of a layer that is not the first one of its forward", LATER,
+          ("hooks/kv/range.py", "        else:\n            self.device.note_stream(stream)\n", "")),
     plant("kv-lease-forward", "the lease of a forward on its cache", FORWARDS,
           ("hooks/device/lease.py", "            lease.enter_group(self._group)\n", "            pass\n")),
     plant("kv-lease-calls", "the lease that a thread keeps on a cache which it uses outside of forwards", CALLS,
@@ -197,7 +200,7 @@ MODELS = (
     plant("gate-users", "the wait for forwards that run already, before weights change memory", RUNS,
           ("hooks/managed.py", "        gate.wait_until_unused()  # without the lock, for which a forward may wait\n", "")),
     plant("lease-forward", "the lease of a forward on its weights", STAY,
-          ("hooks/streaming/forwards.py", "outermost.lease.open().enter_group(self._weights.group)\n        if self._gate is not None", "outermost.lease.open()\n        if self._gate is not None")),
+          ("hooks/streaming/forwards.py", "outermost.lease.open().enter_group(self.weights.group)\n        if self._gate is not None", "outermost.lease.open()\n        if self._gate is not None")),
     plant("lease-replay", "the lease of a replay on what its graph has captured", REPLAYED,
           ("hooks/device/graphs.py", "        for _, group in self._groups:\n            lease.enter(group)\n", "")),
     plant("replay-stream", "the note of the stream that replays a graph", RELEASED,
