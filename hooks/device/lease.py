@@ -106,10 +106,10 @@ class ThreadLease:
         self._group = group
         self._held: tuple[int, Lease] | None = None  # by which thread
 
-    def renew(self) -> bool:
-        """The calling thread uses the group from now on. False, and none is kept, within a forward, which has its own
+    def renew(self, forward: ForwardLease | None) -> bool:
+        """The calling thread uses the group from now on. False, and none is kept, within a `forward`, which has its own
         lease."""
-        if current() is not None:
+        if forward is not None:
             self._held = None
             return False
         if self._held is None or self._held[0] != threading.get_ident():

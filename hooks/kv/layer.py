@@ -104,12 +104,10 @@ class ElasticLayer(DynamicLayer):
         """Appends tokens, [batch, heads, new, dim], and returns all keys and values."""
         if not eager(key_states, value_states):
             return self._stock_update(key_states, value_states, *args, **kwargs)
-        home = self._home
-        if home is not None and self._keys is self._values is None:
-            appended = home.append_next(self._place, key_states, value_states)
-            if appended is not None:
-                return appended
-        if home is None or not self.elastic or not home.takes(self._place, key_states, value_states):
+        home = self._home if self._keys is self._values is None else None
+        if home is not None and (appended := home.append_next(self._place, key_states, value_states)) is not None:
+            return appended
+        if home is None or not home.takes(self._place, key_states, value_states):
             if not self._move_in(key_states, value_states):
                 return self._stock_update(key_states, value_states, *args, **kwargs)
             home = cast(KVRange, self._home)

@@ -26,7 +26,7 @@ from ...allocator.errors import PoolExhausted
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.residency.kv_extent import KVExtent
-from ..device.lease import GroupLease, ThreadLease, current
+from ..device.lease import ForwardLease, GroupLease, ThreadLease
 from ..device.marks import relaxed
 from ..device.streams import raw_stream
 from .room import find_room, map_device
@@ -72,18 +72,17 @@ class KVPages:
         """The stream that this thread computes on; 0 on the stand-in."""
         return 0 if self._device.kind == "standin" else raw_stream(self._device.ordinal)
 
-    def begin(self, layer: int, tokens: int, end: int) -> None:
+    def begin(self, layer: int, tokens: int, end: int, forward: ForwardLease | None) -> None:
         """The layer at this place of the range is about to append so many tokens, the last of them before `end`, under
-        a lease. BallonetError, DriverError."""
+        a lease, that of the `forward` where there is one. BallonetError, DriverError."""
         if self._tier is None or self._extent is None:
             return
-        if self._kept is not None and self._kept.renew() and self._device.demand:  # as a forward between its layers
-            self._device.obey()
+        if self._kept is not None and self._kept.renew(forward) and self._device.demand:
+            self._device.obey()  # as a forward between its layers
         stream = self.stream
         if self._tier.begins((self.number, layer)):
-            lease = current()
             more = max(0, self._geometry.pieces(end) - self._extent.end)
-            self._tier.iteration(stream, tokens, more, 0 if lease is None else lease.number)
+            self._tier.iteration(stream, tokens, more, 0 if forward is None else forward.number)
         self._tier.enter(self._extent, stream)
         if tokens > self._tier.governor.tuning.kv_reads.rows:
             self._tier.prefilling(-(-tokens * self._geometry.token_bytes // self._geometry.page))

@@ -48,7 +48,7 @@ from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..compat import StorageWeakRef
-from ..device.lease import GroupLease, ThreadLease, current
+from ..device.lease import ForwardLease, GroupLease, ThreadLease, current
 from ..device.streams import raw_stream
 from .pages import KVPages
 from .prefill import copied_in
@@ -147,6 +147,8 @@ class KVRange:
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
         self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
+        # in elements, of each layer's keys and values
+        self._offsets = [(geometry.k_offset(place), geometry.v_offset(place)) for place in range(geometry.layers)]
         self._forward = 0  # the last one that knows that this was appended to
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
@@ -194,13 +196,13 @@ class KVRange:
         """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
         everything of the cache is at home (`KVTier.follows`). None, and nothing has changed, where it is not, or where
         `takes` would say no. Of each token all layers but the first come here: what it costs, each layer costs."""
-        latest, mapped, tier, lease = self._latest[place], self._mapped, self._tier, current()
-        start = latest.length
+        tier, mapped, latest = self._tier, self._mapped, self._latest[place]
+        if tier is None or mapped is None or not tier.forward:
+            return None
+        lease, start = current(), latest.length
         end = start + 1
         if (
-            mapped is None
-            or tier is None
-            or lease is None
+            lease is None
             or end >= mapped.capacity
             or end >= self.pages.fills
             or start < self._shown[place]
@@ -234,20 +236,21 @@ class KVRange:
         latest, tokens = self._latest[place], keys.shape[2]
         start = latest.length
         end = start + tokens
+        lease = current()
         with GroupLease(self.group):
-            self.pages.begin(place, tokens, end)
+            self.pages.begin(place, tokens, end, lease)
             mapped = self._mapped or self._open()
             took = end > mapped.capacity
             if took:
                 mapped = self._extend(mapped, end)
             views = mapped.views[place] or self._views(mapped, place)
-            self._note(start, tokens)
+            self._note(start, tokens, lease)
             shown = self._write(latest, place, views, keys, values, end)
         if end >= self.pages.fills:
             self.pages.filled(self._lengths(), soon=tokens > 1)
         if tokens == 1 and (took or end == mapped.capacity):
             self.pages.appended(took=took, next_takes=end == mapped.capacity < self.geometry.tokens)
-        if self.pages.worth_copying(tokens):
+        if tokens > 1 and self.pages.worth_copying(tokens):
             return copied_in(self.device, self.range, self.geometry, mapped.flat, shown) or shown
         return shown
 
@@ -326,8 +329,8 @@ class KVRange:
         token = start * geometry.token_stride - first * geometry.page // geometry.itemsize
         size = self.shape.batch, self.shape.heads, end - start
         return (
-            flat.as_strided((*size, self.shape.k_dim), geometry.k_strides, token + geometry.k_offset(place)),
-            flat.as_strided((*size, self.shape.v_dim), geometry.v_strides, token + geometry.v_offset(place)),
+            flat.as_strided((*size, self.shape.k_dim), geometry.k_strides, token + self._offsets[place][0]),
+            flat.as_strided((*size, self.shape.v_dim), geometry.v_strides, token + self._offsets[place][1]),
         )
 
     @property
@@ -377,7 +380,7 @@ class KVRange:
         """Copies tokens to where they were missing, or are not yet shown to anyone. Under a lease."""
         end = start + keys.shape[2]
         to_keys, to_values = self.part(place, start, end)
-        self._note(start, end - start)
+        self._note(start, end - start, current())
         to_keys.copy_(keys)
         to_values.copy_(values)
 
@@ -392,7 +395,7 @@ class KVRange:
         scratch = torch.empty(chunk * token, dtype=shape.dtype, device=shape.device)
         with GroupLease(self.group):
             self.pages.lower((0,))
-            self._note(0, length)
+            self._note(0, length, current())
             for whole in (views.write_keys, views.write_values):
                 by_token = whole.permute(2, 0, 1, 3).flatten(2)  # [tokens, batch, heads x dim], a view
                 for start in range(0, length, chunk):
@@ -409,7 +412,7 @@ class KVRange:
         """
         pieces = None if self._mapped is None else self._mapped.pieces
         self._drop()
-        alone = all(storage.expired() for storage in self._storages)
+        alone = False not in [storage.expired() for storage in self._storages]
         self._open(pieces)
         if alone:
             self._shown = [latest.length for latest in self._latest]
@@ -469,14 +472,14 @@ class KVRange:
 
     def _keys_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
         size = (self.shape.batch, self.shape.heads, tokens, self.shape.k_dim)
-        return flat.as_strided(size, self.geometry.k_strides, self.geometry.k_offset(place))
+        return flat.as_strided(size, self.geometry.k_strides, self._offsets[place][0])
 
     def _values_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
         size = (self.shape.batch, self.shape.heads, tokens, self.shape.v_dim)
-        return flat.as_strided(size, self.geometry.v_strides, self.geometry.v_offset(place))
+        return flat.as_strided(size, self.geometry.v_strides, self._offsets[place][1])
 
-    def _note(self, start: int, tokens: int) -> None:
-        """Tells the core who is about to write where."""
+    def _note(self, start: int, tokens: int, lease: ForwardLease | None) -> None:
+        """Tells the core who is about to write where, and the lease of the forward that does."""
         if self.device.kind == "standin":
             step = self.geometry.token_bytes
             self.device.note_use(self.range.address + start * step, tokens * step, 0, True)
@@ -484,7 +487,6 @@ class KVRange:
                 self.range.note_use(0, False)  # all of it is read
         else:
             self.device.note_stream(self.pages.stream)
-        lease = current()
         if lease is not None:
             lease.touched(self.pages)
 

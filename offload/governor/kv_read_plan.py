@@ -159,7 +159,7 @@ class KVReadPlan:
         if self._slots.slots:
             with self._lock:
                 self._slots.look()
-        away = sum([extent.away for extent in extents])
+        away = sum([extent.mover.away for extent in extents])
         self._begin(rows, away, speed)
         if self._slots.pieces:
             self._shy = max(1, self._shy - 1)

@@ -118,7 +118,7 @@ class KVTier:
     @property
     def displaced(self) -> int:
         """Pages that lie on the peer or the host and would be on the device if there were room, as far as known."""
-        return sum([extent.away for extent in self._there()])
+        return sum([extent.mover.away for extent in self._there()])
 
     @property
     def held(self) -> int:
@@ -196,7 +196,8 @@ class KVTier:
     def enter(self, extent: KVExtent, stream: int) -> None:
         """A layer of this range is about to append and to be read, on `stream`. BallonetError, DriverError."""
         self._stream = stream
-        self._arrive(extent, stream)
+        if extent.mover.comes:
+            self._arrive(extent, stream)
         self.way.enter(extent, stream)
 
     def wrote(self, stream: int) -> None:
@@ -259,7 +260,7 @@ class KVTier:
         else:
             self.way.at_home(rows)
         if self._arrives:
-            self._arrives = any(extent.mover.coming or extent.mover.arriving for extent in self._there())
+            self._arrives = any(extent.mover.comes for extent in self._there())
         self.forward = 0 if away or self.way.buffers or self._arrives else forward
         if self.way.changes != self._buffered:
             self._buffered = self.way.changes

@@ -62,7 +62,7 @@ class Backing:
         self._owner: Owner = owner
         self._page = device.page_size
         self._made: dict[str, Range] = {}
-        self._going: dict[int, Done | None] = {}  # pieces on their way from the peer to the host
+        self.going: dict[int, Done | None] = {}  # pieces on their way from the peer to the host
 
     @property
     def pages(self) -> Range:
@@ -188,20 +188,20 @@ class Backing:
     @property
     def leaving(self) -> frozenset[int]:
         """Pieces that are on their way."""
-        return frozenset(tuple(self._going))
+        return frozenset(tuple(self.going))
 
     def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
         """Pages of the host beside those of these pieces, as many as there are: which, and what brings their bytes
         there. The caller says when that has been submitted (`demoting`). DriverError."""
         ready: list[int] = []
         for piece in pieces:
-            if piece in self._going or self.pages.backing(piece) != "peer":
+            if piece in self.going or self.pages.backing(piece) != "peer":
                 continue
-            self._going[piece] = None
+            self.going[piece] = None
             try:
                 self._spare.map_host(piece, 1)
             except PoolExhausted:
-                del self._going[piece]
+                del self.going[piece]
                 break
             ready.append(piece)
         return ready, [
@@ -211,27 +211,27 @@ class Backing:
 
     def demoting(self, pieces: Iterable[int], done: Done) -> None:
         """The copies of these have been submitted."""
-        self._going.update(dict.fromkeys(pieces, done))
+        self.going.update(dict.fromkeys(pieces, done))
 
     def demoted(self) -> None:
         """Pages of the host whose bytes have arrived take their places, if that can be now, and what was interrupted is
         undone. DriverError."""
-        if not self._going:
+        if not self.going:
             return
-        self.stay([piece for piece, done in self._going.items() if done is None or not self._goes(piece)])
-        passed = [piece for piece, done in self._going.items() if done is not None and done.passed()]
+        self.stay([piece for piece, done in self.going.items() if done is None or not self._goes(piece)])
+        passed = [piece for piece, done in self.going.items() if done is not None and done.passed()]
         for first, end in runs_of(passed):
             if self.pages.take_over(first, self._spare, first, end - first, self.home):
                 for piece in range(first, end):
-                    del self._going[piece]
+                    del self.going[piece]
 
     def stay(self, pieces: Iterable[int], stream: int | None = None) -> None:
         """Keeps these from going to the host; what `stream` is given from now on may write where they are."""
         for piece in pieces:
-            if (done := self._going[piece]) is not None and stream is not None:
+            if (done := self.going[piece]) is not None and stream is not None:
                 done.before(stream)
             self._spare.retire(piece, 1)
-            del self._going[piece]
+            del self.going[piece]
 
     def _goes(self, piece: int) -> bool:
         return self.pages.backing(piece) == "peer" and self._spare.backing(piece) == "host"

@@ -64,20 +64,16 @@ class _Bound:
 
     extent: weakref.ref[KVExtent]
     slot: _Slot
-    _pieces: list[int] = field(default_factory=list)
+    pieces: list[int] = field(default_factory=list)  # see `lead`
     copies: Copies | None = None  # what fills the slot; None where that is to be worked out
     away: object = None  # what `Mover.led_away` was when that was done
     seen: object = None  # and when it was looked last who leads elsewhere
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # (place in the slot, first, count)
     led: int = 0  # pieces that lead there
 
-    @property
-    def pieces(self) -> list[int]:
-        return self._pieces
-
-    @pieces.setter
-    def pieces(self, now: list[int]) -> None:
-        self._pieces, self.copies, self.away, self.seen = now, None, None, None
+    def lead(self, now: list[int]) -> None:
+        """These lead there from now on."""
+        self.pieces, self.copies, self.away, self.seen = now, None, None, None
         self.runs = list(_neighbours(now))
         self.led = sum([count for _, _, count in self.runs])
 
@@ -119,7 +115,10 @@ class KVSlots:
     @property
     def pieces(self) -> int:
         """The pieces that are in a slot."""
-        return sum([each.led for each in self._bound])
+        found = 0
+        for each in self._bound:
+            found += each.led
+        return found
 
     def open(self, count: int, pages: int) -> int:
         """Makes slots of so many pages each, as many as there are pages for, in the place of those that there are.
@@ -163,7 +162,7 @@ class KVSlots:
             if not extent.unbind(each.there):
                 raise BallonetError(_IN_USE)
             self.changes += bool(each.pieces)
-            each.pieces = []
+            each.lead([])
 
     def look(self) -> None:
         """Finds out what does not lead to its slot any more, under a lease: the core took pages, or some are on the
@@ -196,7 +195,7 @@ class KVSlots:
             return
         if (extent := each.extent()) is not None:
             extent.mover.states.move(Event.UNBIND, {*each.pieces} - {*pieces})
-        each.pieces = pieces
+        each.lead(pieces)
         self.changes += 1
         if not pieces and each.slot.holds is each:
             each.slot.holds = None
@@ -264,7 +263,10 @@ class KVSlots:
             self.map_to_host(extent)
 
     def _bound_of(self, extent: KVExtent) -> _Bound | None:
-        return next((each for each in self._bound if each.extent() is extent), None)
+        for each in self._bound:
+            if each.extent() is extent:
+                return each
+        return None
 
     def _new(self, extent: KVExtent, index: int) -> _Bound:
         """Neighbours use different slots."""
@@ -281,8 +283,8 @@ class KVSlots:
         if each.slot.holds is each:
             each.slot.holds = None
         self.changes += 1
-        each.pieces = [*each.pieces, *new]  # first: what is host-mapped may be among them, what is in the slot must be
-        each.pieces = each.pieces[: at + extent.bind(new, each.slot.range, at)]
+        each.lead([*each.pieces, *new])  # first: what is host-mapped may be among them, what is in the slot must be
+        each.lead(each.pieces[: at + extent.bind(new, each.slot.range, at)])
 
     def _leave(self, last: _Bound) -> None:
         """All that reads the layer has been launched: its slot is the next one's."""

@@ -67,9 +67,14 @@ class Mover:
         return self._coming.count > 0
 
     @property
+    def comes(self) -> bool:
+        """Is anything of that so?"""
+        return self._arriving is not None or self._coming.count > 0
+
+    @property
     def busy(self) -> bool:
         """Is anything being copied to the backing or from the peer, or was that interrupted? See `saved`."""
-        return bool(self._saving or self.backing.leaving)
+        return bool(self._saving or self.backing.going)
 
     @property
     def away(self) -> int:

@@ -10,11 +10,11 @@ class Pieces:
     """Changes are made in the order in which they are asked for; the caller sees to it that one thread changes it at a
     time. Others may read it meanwhile: a change replaces what they read at once."""
 
-    __slots__ = ("_runs", "count")
+    __slots__ = ("count", "runs")
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
         """`runs`: [first, end) each."""
-        self._runs: tuple[tuple[int, int], ...] = ()
+        self.runs: tuple[tuple[int, int], ...] = ()  # [first, end), ascending, none of which touch; not to be set
         self.count = 0  # pieces
         for first, end in runs:
             self.add_run(first, end)
@@ -23,34 +23,29 @@ class Pieces:
         return self.count
 
     def __bool__(self) -> bool:
-        return bool(self._runs)
+        return bool(self.runs)
 
     def __iter__(self) -> Iterator[int]:
-        for first, end in self._runs:
+        for first, end in self.runs:
             yield from range(first, end)
 
     def __contains__(self, piece: int) -> bool:
-        runs = self._runs
+        runs = self.runs
         at = bisect_right(runs, (piece, float("inf"))) - 1
         return at >= 0 and piece < runs[at][1]
 
     def __repr__(self) -> str:
-        return f"Pieces({list(self._runs)})"
-
-    @property
-    def runs(self) -> tuple[tuple[int, int], ...]:
-        """[first, end), ascending, none of which touch."""
-        return self._runs
+        return f"Pieces({list(self.runs)})"
 
     def copy(self) -> Pieces:
         """The same pieces, from now on on their own."""
         made = Pieces()
-        made._runs, made.count = self._runs, self.count
+        made.runs, made.count = self.runs, self.count
         return made
 
     def within(self, first: int, end: int) -> list[tuple[int, int]]:
         """The runs of what lies in [first, end)."""
-        return [(max(a, first), min(b, end)) for a, b in self._runs if a < end and b > first]
+        return [(max(a, first), min(b, end)) for a, b in self.runs if a < end and b > first]
 
     def gaps(self, first: int, end: int) -> list[tuple[int, int]]:
         """The runs of [first, end) that are not in it."""
@@ -67,7 +62,7 @@ class Pieces:
         """All of [first, end)."""
         if first >= end:
             return
-        runs = self._runs
+        runs = self.runs
         low = bisect_left(runs, first, key=_end)  # the first run that ends at `first` or behind it
         high = bisect_right(runs, end, key=_first)
         if low < high:
@@ -78,7 +73,7 @@ class Pieces:
 
     def discard_run(self, first: int, end: int) -> None:
         """None of [first, end)."""
-        runs = self._runs
+        runs = self.runs
         low = bisect_right(runs, first, key=_end)  # the first run that ends behind `first`
         high = bisect_left(runs, end, key=_first)
         if first >= end or low >= high:
@@ -106,7 +101,7 @@ class Pieces:
         self._become(())
 
     def _become(self, runs: tuple[tuple[int, int], ...]) -> None:
-        self._runs, self.count = runs, sum([end - first for first, end in runs])
+        self.runs, self.count = runs, sum([end - first for first, end in runs])
 
 
 def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:

@@ -92,7 +92,8 @@ class Filler(Generic[Member]):
 
     def read(self, source: Source[Member], slot: Slot[Member], member: Member, stream: int) -> None:
         """What `stream` is given from now on reads the member in the slot. DriverError."""
-        self.fill(source, slot, member, stream)
+        if slot.holds != member:
+            self.fill(source, slot, member, stream)
         slot.readers.add(stream)
         assert slot.done is not None
         with self._waiting():

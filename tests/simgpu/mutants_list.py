@@ -170,7 +170,7 @@ KV = (
           ("offload/residency/mover.py", "            if done is not None:\n                done.before(stream)\n            found.add(piece)", "            found.add(piece)")),
     plant("kv-demoted", "the question whether a copy from the peer to the host has passed, before it takes the place",
           PEER,
-          ("offload/residency/backing.py", "for piece, done in self._going.items() if done is not None and done.passed()]", "for piece, done in self._going.items() if done is not None]")),
+          ("offload/residency/backing.py", "for piece, done in self.going.items() if done is not None and done.passed()]", "for piece, done in self.going.items() if done is not None]")),
     plant("prefix-after-writes", "the wait of who copies a stored prefix for the stream that wrote it", WRITTEN,
           ("hooks/prefix/sequence.py", "            stream.wait_event(self.written)\n", "            pass\n")),
     plant("prefix-after-reads", "the wait of who goes on with a stored prefix for the streams that copied from it",
