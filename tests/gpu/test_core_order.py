@@ -359,22 +359,26 @@ def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
 
 def given_up_beside_moves(place: Place) -> None:
     """One thread gives pages up and maps others without a lease; another one is moving them at that moment."""
-    group, stop, moves, tried = place.device.group(), threading.Event(), 0, 0
+    group, stop, moves, tried, at = place.device.group(), threading.Event(), 0, 0, 0
     held = place.device.reserve(PIECES * place.page, "kv", group)
     held.map(0, PIECES)
 
     def elsewhere() -> None:
-        nonlocal moves, tried
+        nonlocal moves, tried, at
         while not stop.is_set():
-            for piece in range(PIECES):
-                moves += held.move(piece, "device")
+            for at in range(PIECES):
+                moves += held.move(at, "device")
                 tried += 1
 
     thread = threading.Thread(target=elsewhere)
     thread.start()
     try:
         for step in range(100):
-            piece, before = step % PIECES, tried
+            before = tried
+            while tried == before and thread.is_alive():
+                time.sleep(0.0001)
+            piece, before = at, tried  # which has just begun to move
+            time.sleep(step % 10 * 0.0003)
             held.retire(piece, 1)
             while tried < before + 2 and thread.is_alive():  # what was being moved has been
                 time.sleep(0.0001)
