@@ -19,8 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ballonet.allocator import install
+from ballonet.hooks.compat import eager
 from ballonet.hooks.device import graphs
 from ballonet.hooks.device.marks import HostMarks
+from ballonet.hooks.kv import layer
 
 _capturing: set[int] = set()  # threads whose stream is captured
 
@@ -143,3 +145,4 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(HostMarks, "capturing", capturing)
     monkeypatch.setattr(graphs, "capturing", capturing)
+    monkeypatch.setattr(layer, "eager", lambda *pair: not capturing() and eager(*pair))

@@ -72,7 +72,7 @@ class _Bound:
     led: int = 0  # pieces that lead there
 
     def lead(self, now: list[int]) -> None:
-        """These lead there from now on."""
+        """Notes which pieces lead there from now on."""
         self.pieces, self.copies, self.away, self.seen = now, None, None, None
         self.runs = list(_neighbours(now))
         self.led = sum([count for _, _, count in self.runs])

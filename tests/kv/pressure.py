@@ -6,9 +6,11 @@ import ctypes
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
+
+import pytest
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
@@ -82,6 +84,27 @@ def poison(device: Device, more: int = 0) -> None:
             ctypes.memset(hog.address, POISON, count * device.page_size)
         hog.close()
     device.reap(wait=True)
+
+
+def around_appends(patch: pytest.MonkeyPatch, act: Callable[[KVRange], object]) -> None:
+    """From now on `act(range)` is called before and after each append to a range, whichever way that goes."""
+    append, append_next = KVRange.append, KVRange.append_next
+
+    def appended(home: KVRange, *args: Any) -> Any:
+        act(home)
+        pair = append(home, *args)
+        act(home)
+        return pair
+
+    def appended_next(home: KVRange, *args: Any) -> Any:
+        act(home)
+        pair = append_next(home, *args)
+        if pair is not None:
+            act(home)
+        return pair
+
+    patch.setattr(KVRange, "append", appended)
+    patch.setattr(KVRange, "append_next", appended_next)
 
 
 def two_thirds(way: Any, twins: Sequence[Any], rows: int, link: float) -> Choice:

@@ -13,11 +13,10 @@ import torch
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
-from ballonet.hooks.kv import range as kv_range
 
 from .. import models
 from ..caches import PAGES, installed
-from .pressure import Taker
+from .pressure import Taker, around_appends
 
 
 @pytest.fixture(scope="module", autouse=True, **PAGES)
@@ -30,15 +29,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[int]:
 def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
     """Acts around each append."""
     taker = Taker(runtime.require(), 1)
-    append = kv_range.KVRange.append
-
-    def appended(home: Any, *args: Any) -> Any:
-        taker.act([home])
-        pair = append(home, *args)
-        taker.act([home])
-        return pair
-
-    monkeypatch.setattr(kv_range.KVRange, "append", appended)
+    around_appends(monkeypatch, lambda home: taker.act([home]))
     return taker
 
 

@@ -18,14 +18,13 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.lease import ForwardLease
-from ballonet.hooks.kv import range as kv_range
 from ballonet.offload.policy.peer import Near, lacking, leaving, mean_seconds
 from ballonet.offload.policy.tuning import PeerPages
 from ballonet.offload.record import link
 
 from .. import models
 from ..pool import bytes_that_exist, take_out
-from .pressure import Taker, press, started
+from .pressure import Taker, around_appends, press, started
 from .test_tiers import BUDGET, HOST, PAGE, Pair, kv_copied, on_another_thread
 
 PEER = 4
@@ -279,15 +278,8 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
 def test_tokens_are_those_of_stock_while_pages_go_all_ways(
     crowded: Device, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    taker, append = Taker(crowded, 3), kv_range.KVRange.append
-
-    def appended(home: Any, *args: Any) -> Any:
-        taker.act([home])
-        pair = append(home, *args)
-        taker.act([home])
-        return pair
-
-    monkeypatch.setattr(kv_range.KVRange, "append", appended)
+    taker = Taker(crowded, 3)
+    around_appends(monkeypatch, lambda home: taker.act([home]))
     with install.stock():
         model = models.build("llama")
         expected = models.generate(model, way, models.prompts(3, 120), 40)

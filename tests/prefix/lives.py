@@ -28,7 +28,7 @@ from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.prefix import sessions
 from ballonet.offload.policy.ladder import LISTED, Rung
 
-from ..kv.pressure import poison, press
+from ..kv.pressure import around_appends, poison, press
 from ..models import VOCABULARY, build
 from .conversations import HELD, outside
 
@@ -242,7 +242,7 @@ def add_adapters(model: Any) -> None:
 @contextmanager
 def watched(talkers: list[Talker], meanwhile: Callable[[], None]) -> Iterator[None]:
     """What requests begin with and leave behind is noted, and between any two layers something may happen."""
-    prepared, ended, append = sessions._Request.prepared, sessions._Request.ended, kv_range.KVRange.append
+    prepared, ended = sessions._Request.prepared, sessions._Request.ended
 
     def copied(layers: Any) -> list[Pair]:
         with install.stock():
@@ -260,14 +260,10 @@ def watched(talkers: list[Talker], meanwhile: Callable[[], None]) -> Iterator[No
             talker.left = copied(request._layers), list(request._pads), request._layers[0].get_seq_length()
         ended(request, result)
 
-    def appended(home: Any, *args: Any) -> Any:
-        meanwhile()
-        return append(home, *args)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sessions._Request, "prepared", begin)
         patch.setattr(sessions._Request, "ended", end)
-        patch.setattr(kv_range.KVRange, "append", appended)
+        around_appends(patch, lambda _: meanwhile())
         yield
 
 
@@ -482,16 +478,16 @@ class Life:
     def _break(self, talker: Talker) -> None:
         """A request is broken off in the middle, by an error or as by Ctrl-C."""
         error, count = self.draw.choice((ZeroDivisionError, KeyboardInterrupt)), iter(range(99))
-        at, append = self.draw.randrange(8), kv_range.KVRange.append
+        at, write = self.draw.randrange(8), kv_range.KVRange._write
 
         def fails(home: Any, *args: Any) -> Any:
             if next(count) == at:
                 raise error
-            return append(home, *args)
+            return write(home, *args)
 
         prompt = torch.tensor([self._prompt(talker)])[:, : CONTEXT - 8]
         with pytest.MonkeyPatch.context() as patch, suppress(error):
-            patch.setattr(kv_range.KVRange, "append", fails)
+            patch.setattr(kv_range.KVRange, "_write", fails)
             talker.model.generate(prompt, do_sample=False, max_new_tokens=4)
 
     _BETWEEN = (*_ANYTIME, "switch", "switch", "switch", "write", "anew", "flush", "break", "break")
