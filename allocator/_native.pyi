@@ -19,7 +19,7 @@ Place = Literal["device", "host", "peer"]
 Source = tuple[int, int, int]
 """(offset in bytes from the part's start, address, nbytes)"""
 Part = tuple[Range, int, int, Range | None, int, list[Source]]
-"""(home, first, count, twin, twin_first, sources); without a twin it is a buffer that other parts lead to"""
+"""(home, first, count, twin, twin_first, sources); twin: the backing range, None for a buffer that others lead to"""
 Entry = tuple[int, Group, list[Part]]
 """(key, group of the homes, parts)"""
 
@@ -185,14 +185,14 @@ class Device:
         not what it was is passed over, and the others stay. They have neither sources nor buffers.
 
         The bytes of pieces [first, first + count) of each `home` go to [twin_first, ...) of its `twin`, the home's
-        addresses lead there afterwards (`Range.alias`), and its device pages are free. Twin pieces that are backed hold
-        the bytes already, and nothing is copied; others are backed with host pages, those of "kv" with the peer's as
-        far as it has any, and filled from `sources`, or from the home where there are none (counted in `copied`). A
+        addresses lead there afterwards (`Range.alias`), and its device pages are free. Pieces of `twin` that are backed
+        hold the bytes already, and nothing is copied; others are backed with host pages, those of "kv" with the peer's
+        as far as it has any, and filled from `sources`, or from the home where there are none (counted in `copied`). A
         source is `HostMemory` or bytes of the home's part; bytes that no source covers are undefined.
 
         Where `twin` is None the pages are those of a buffer, which go: homes of the other parts may lead there
-        (`Range.alias`), and lead to their twins afterwards, which hold their bytes already; those of the buffer itself
-        lead nowhere. An entry that does not name all that leads to its buffer is passed over.
+        (`Range.alias`), and lead to their backing ranges afterwards, which hold the bytes already; those of the buffer
+        itself lead nowhere. An entry that does not name all that leads to its buffer is passed over.
 
         An entry is passed over, and stays, while another thread holds a lease on its group, the host has too few pages,
         others lead to its pages, or a graph is being captured. A failure of the driver leaves it as it was. A request

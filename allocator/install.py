@@ -215,7 +215,7 @@ def reclaim() -> bool:
 
 
 def stock() -> AbstractContextManager[None]:
-    """Inside, what this thread allocates on the CPU comes from torch's own allocator (twins, staging)."""
+    """Inside, what this thread allocates on the CPU comes from torch's own allocator (backings, staging)."""
     installed = _installed
     return nullcontext() if installed is None or installed.companion is None else installed.companion.stock()
 

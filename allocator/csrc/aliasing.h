@@ -3,7 +3,7 @@
 //
 // Note [Aliases]
 // A streamed layer has no pages of its own. Its addresses lead to a slot that it shares with others and that holds its
-// weights while it runs, or, at rest, to its twin on the host. Which it is changes only when everything that was
+// weights while it runs, or else to its backing (host-mapped). Which it is changes only when everything that was
 // submitted has passed, and only while no other thread holds a lease on the layer. What the addresses then show is what
 // the other range holds or, with pages of their own again, nothing in particular: the caller copies in what belongs
 // there.

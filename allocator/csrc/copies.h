@@ -44,7 +44,7 @@ class Copies {
   // Do the bytes lie in one registration?
   bool registered(CUdeviceptr address, std::size_t size) const;
 
-  // Bytes that were copied for an owner. What stays on the host, as from a file to the pages of its twin, is none.
+  // Bytes that were copied for an owner. What stays on the host, as from a file to the pages of its backing, is none.
   void count(Owner owner, Place from, Place to, std::size_t size);
   const Copied& copied() const { return copied_; }
   // How often copies began to be submitted; do threads submit some now, without the lock?

@@ -135,7 +135,7 @@ bool Examination::unchanged(std::size_t part, std::uint64_t as_of) const {
   return true;
 }
 
-// Are these pages as Note [Void] wants them? What leads to a buffer has its bytes in its twin already.
+// Are these pages as Note [Void] wants them? What leads to a buffer has its bytes in its backing range already.
 bool Examination::sound(std::size_t index, const Shared& shared) const {
   const Takeable::Part& part = takeable_.parts[index];
   for (std::size_t i = 0; i < part.count; ++i) {

@@ -2,17 +2,17 @@
 //
 // Note [Void]
 // Who publishes what may be taken describes pieces as they are at that moment: those of the home have pages of their
-// own and hold what they should, those of the twin are backed and hold the same, or are not backed. Any change after it
-// may make this wrong: a twin that was just mapped holds nothing yet. So each piece says when it last came to lead
-// elsewhere, and what was admitted before that is void. A piece that was only moved to another page holds the same
-// bytes, which is no change.
+// own and hold what they should, those of its backing range are backed and hold the same, or are not backed. Any change
+// after it may make this wrong: a backing range that was just mapped holds nothing yet. So each piece says when it last
+// came to lead elsewhere, and what was admitted before that is void. A piece that was only moved to another page holds
+// the same bytes, which is no change.
 //
 // Note [Buffers]
 // A buffer that layers take turns in holds the bytes of one of them, and the addresses of all of them lead to it. Each
-// has its bytes in its twin throughout, so the buffer may go as well: all addresses that lead to its pages are led to
-// their own twins, at once, and nothing is copied. Its own addresses lead nowhere afterwards, as nobody but copies uses
-// them: whoever submits one holds a lease, and looks first. An entry that does not name every address that leads to a
-// page of its buffer is passed over.
+// has its bytes in its backing range throughout, so the buffer may go as well: all addresses that lead to its pages are
+// led to their own backing ranges, at once, and nothing is copied. Its own addresses lead nowhere afterwards, as nobody
+// but copies uses them: whoever submits one holds a lease, and looks first. An entry that does not name every address
+// that leads to a page of its buffer is passed over.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@
 
 namespace ballonet {
 
-// Weights, or other bytes, whose pages may be taken: they go to twins on the host, and their addresses lead there
-// afterwards.
+// Weights, or other bytes, whose pages may be taken: they go to a backing range, of host or peer pages, and their
+// addresses lead there afterwards.
 struct Takeable {
   struct Source {
     std::size_t offset;   // bytes from the beginning of the part
@@ -35,10 +35,10 @@ struct Takeable {
   struct Part {
     std::weak_ptr<Range> home;
     std::size_t first, count;
-    std::weak_ptr<Range> twin;
+    std::weak_ptr<Range> twin;  // the backing range
     std::size_t twin_first;
-    std::vector<Source> sources;  // of what the twin lacks; none: the part itself
-    bool buffer = false;          // has no twin: homes of the other parts lead to its pages
+    std::vector<Source> sources;  // of what `twin` lacks; none: the part itself
+    bool buffer = false;          // has no `twin`: homes of the other parts lead to its pages
   };
   std::shared_ptr<Group> group;  // of every home
   std::vector<Part> parts;
@@ -50,15 +50,15 @@ struct Taken {
   enum class Fate {
     kTaken,   // `pages` of the device are free
     kLeased,  // another thread holds a lease on the group
-    kLater,   // the host has no pages for the twin, a graph is being captured, or others lead to these pages
+    kLater,   // the host has no pages for `twin`, a graph is being captured, or others lead to these pages
     kVoid     // never: a range is gone, or leads elsewhere than when this was admitted
   } fate;
   std::size_t pages;
-  std::size_t lacking = 0;  // pages for twins that it takes
+  std::size_t lacking = 0;  // pages for backing ranges that it takes
   bool kv = false;          // which may be the peer's
 };
 
-// Pages for twins that can be had.
+// Pages for backing ranges that can be had.
 struct Room {
   std::size_t host, peer;
   // Takes those of an entry out, the peer's first where they may lie there. False, and nothing taken, where there are
@@ -97,7 +97,7 @@ class Examination {
   // Nothing has changed, and yet pages are not what they were when it was admitted.
   bool broken() const;
   // Up to so many pieces of a divisible, admitted entry that can be taken now, the first of all parts first,
-  // as far as there is `room` for their twins. No parts where there are none.
+  // as far as there is `room` for their backing ranges. No parts where there are none.
   Takeable first_of(std::size_t most, Room room) const;
   const std::vector<Ends>& ends() const { return ends_; }
 

@@ -82,7 +82,7 @@ Taken Takes::take(Takeable& takeable, bool near) {
   return found;
 }
 
-// What twins lack: the peer's pages as far as they go, then the host's. False where a piece is on its way out.
+// What backing ranges lack: the peer's pages as far as they go, then the host's. False where a piece is on its way out.
 bool Takes::plan(const Takeable& takeable, const Examination& examined, std::size_t on_peer, Fillings& fillings) {
   for (std::size_t i = 0; i < takeable.parts.size(); ++i) {
     const Examination::Ends& ends = examined.ends()[i];
@@ -184,7 +184,7 @@ void Takes::lead_to_twins(const Takeable& takeable, const Examination& examined)
   exchange_pages(space_, changes);
 }
 
-// Retires what twins were given, but for pieces that somebody else has changed since.
+// Retires what backing ranges were given, but for pieces that somebody else has changed since.
 void Takes::drop(const Fillings& fillings, std::uint64_t as_of) {
   for (const Filling& filling : fillings) {
     Spans given;

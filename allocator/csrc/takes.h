@@ -1,11 +1,11 @@
 // How the pages of a layer, say, are taken while it is in use, and nobody's pointer moves.
 //
 // Note [Taking]
-// The addresses of what is taken lead to its twin afterwards: slower, and valid throughout. Its bytes are in the twin
-// already ("clean"), or they come from where its sources say, or from its own pages; then everything is led there at
-// once, and the pages are free. It happens while nothing that was submitted still runs and no other thread holds a
+// The addresses of what is taken lead to its backing range from then on: slower, and valid throughout. Its bytes are
+// there already ("clean"), or they come from where its sources say, or from its own pages; then everything is led there
+// at once, and the pages are free. It happens while nothing that was submitted still runs and no other thread holds a
 // lease, on whatever thread needs pages, which holds the group's lock throughout: see Note [Waiting] in
-// address_space.h. A failure in the middle leaves all as it was: the pages that the twin was given for it retire.
+// address_space.h. A failure in the middle leaves all as it was: the pages that the backing range was given retire.
 //
 // Guarantees: an entry is taken whole or not at all; what is void is never taken (takeable.h).
 //
@@ -30,7 +30,7 @@ class Takes {
   bool admit(Takeable& takeable);
   // What `take` would come to.
   Taken outlook(const Takeable& takeable);
-  // All or none. `near`: may twins lie on the peer? Throws DriverError with nothing changed.
+  // All or none. `near`: may backing ranges get pages of the peer? Throws DriverError with nothing changed.
   Taken take(Takeable& takeable, bool near = true);
   // See Examination::first_of.
   Takeable first_of(const Takeable& takeable, std::size_t most, Room room);
@@ -39,7 +39,7 @@ class Takes {
   void check(const Takeable& takeable);
 
  private:
-  // The pieces of a twin that lack their bytes, and the copies that bring them.
+  // The pieces of a backing range that lack their bytes, and the copies that bring them.
   struct Filling {
     Range& home;
     Range& twin;

@@ -2,13 +2,13 @@
 
 Note [Captured]
     A replay reads the addresses that were read at the capture, at any time, and no hook runs then. So a layer that was
-    captured stays at home for as long as the graph may be replayed: until it is reset, or collected. The model says so
-    before anything is captured (`Elastic.keep`). A layer that is not at home cannot be captured.
+    captured stays resident for as long as the graph may be replayed: until it is reset, or collected. The model says so
+    before anything is captured (`Elastic.keep`). A layer that is not resident cannot be captured.
 
 Note [What was read]
     by a graph nobody tells. What may have been read counts as captured:
     - where a forward of the model is open on the thread when a capture begins, or begins within one, all layers that
-      are at home: a compiled layer reads its weights with no hook;
+      are resident: a compiled layer reads its weights with no hook;
     - where a module of a layer is called by itself, that layer;
     - what another graph has captured whose memory this one shares, as it may be the backward of that one, or which is
       replayed within the capture.
@@ -21,7 +21,7 @@ Note [Replays]
 
 Note [Captures by others]
     torch's own class is wrapped (allocator/captures.py). Of a capture that a program begins by itself nobody can tell
-    when its graph is gone: what it captures stays at home until the model is released.
+    when its graph is gone: what it captures stays resident until the model is released.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def forget(model: Model) -> None:
 
 def noticed(model: Model, layers: tuple[int, ...] | None = None) -> None:
     """On a thread whose stream is captured, before anything is: these layers are about to be read, with None all that
-    are at home, with () what belongs to no layer. ManageError where one of them is not at home."""
+    are resident, with () what belongs to no layer. ManageError where one of them is not resident."""
     records = _here() or [_others.setdefault(id(model), Record())]
     if new := [each for each in records if (id(model), layers) not in each.noticed]:
         model.keep(layers, new)

@@ -4,7 +4,7 @@ Note [In use elsewhere]
     Layers of a sequence that another thread's request goes on with may be read up to the tokens that it went on from:
     it only appends behind those. But pages of them that were led to the host may be led anywhere for a moment while it
     computes. So they are read under a lease, which keeps pages where they are, and only if none is away then. Where any
-    flies nobody leases them: who computes could not bring them to rest meanwhile, should he have to.
+    is in slot nobody leases them: whoever computes could not host-map them meanwhile, should that be needed.
 
 Note [Order]
     What a stream has written another one may read once it waits for that, and what one reads another may overwrite once

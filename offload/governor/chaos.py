@@ -75,8 +75,8 @@ class Chaos:
     @property
     def moved(self) -> Mapping[str, int]:
         """Pages moved so far: `weights` (to another device page), `kv_device`, `kv_host`, `kv_peer` (to a page of the
-        device, the host, the peer), `kv_away` and `kv_home` (to their twin, and back), `kv_down` (with it to the
-        host). `kv_peer` and `kv_down` only where there is a peer."""
+        device, the host, the peer), `kv_away` and `kv_home` (evicted to their backing, and restored), `kv_down` (with
+        it to the host). `kv_peer` and `kv_down` only where there is a peer."""
         with self._lock:
             return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in self._shown))}
 

@@ -11,9 +11,9 @@ Note [Two reasons to stream]
 Note [One slot or two]
     How many slots are best, and with them how many layers stream for the same pages, follows from r, which is assumed
     when a model comes. Once its iterations and the link have been measured `faster` compares again, over all that the
-    model did of late, each phase by its share. To change costs copies and may cost twins, so the other plan has to save
-    a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing flaps,
-    also where prompts and answers come in turns. An SLO chooses its own plan.
+    model did of late, each phase by its share. To change costs copies and may cost host pages, so the other plan has
+    to save a part of the time (`WeightPlans.margin`), needs no more pages, and is looked for ever more seldom: nothing
+    flaps, also where prompts and answers come in turns. An SLO chooses its own plan.
 """
 
 from __future__ import annotations

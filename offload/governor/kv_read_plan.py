@@ -9,9 +9,9 @@ Note [Room for buffers]
     page serves all layers in turn. So some pages stay with the cache, to be taken before.
 
 Note [Somebody looks]
-    Who looks at a layer that flies brings it to rest, and all that is submitted is waited for. Somebody who does it in
-    each iteration (a beam search, which reorders) would pay for that again and again. So after a look the layer stays
-    at rest, twice as long each time; each iteration in which others fly makes that shorter again.
+    Whoever looks at a layer that is in slot has it host-mapped, and all that is submitted is waited for. A program that
+    does so in each iteration (a beam search, which reorders) would pay for that again and again. So after a look the
+    layer stays host-mapped, twice as long each time; each iteration with others in slot makes that shorter again.
 
 Note [Whose turn]
     The thread that uses the cache calls everything but `give_if_unused`, which may be called on any thread and in the
@@ -205,7 +205,7 @@ class KVReadPlan:
         return choose(layers, page=page, link=link, free=max(0, free), rows=rows, tuning=self._tuning)
 
     def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:
-        """Buffers as chosen, and all that is away flies. See Note [Room for buffers]."""
+        """Makes buffers as chosen, and puts all that is away in slot. See Note [Room for buffers]."""
         wanted, most = self._choice.streamed, max(extent.away for extent in extents)
         fits = most <= self._slots.pages and self._slots.pieces <= sum(extent.away for extent in extents)
         if self._slots.slots != self._choice.buffers or not fits:

@@ -124,7 +124,7 @@ def choose(
     if through and rows > tuning.rows:
         return min(through, key=_better)
     streamed = fewest_streamed([layer.pages for layer in layers], free, 0)
-    assert streamed is not None  # nothing at home and no buffer always fits
+    assert streamed is not None  # nothing resident and no buffer always fits
     return min((*through, costs.choice(Way.IN_PLACE, streamed, 0)), key=_better)
 
 

@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def host_pages(self) -> int:
-        """Pages of the twins."""
+        """Pages of the backings of the streamed layers."""
         return sum(self.pages[layer] for layer in self.streamed)
 
     @property

@@ -83,7 +83,7 @@ class WeightPlans:
     # Times that a layer takes longer to copy than to compute, until it was measured. Measured: one sequence decoded
     # eagerly, PCIe 5. It decides between one slot and two and nothing else.
     assumed_ratio: Fraction = Fraction(4)
-    # Part of the time that another plan has to save: below that copies and twins cost more than it brings. Chosen.
+    # Part of the time that another plan has to save: below that copies and host pages cost more than it brings. Chosen.
     margin: float = 0.05
     # Iterations until it is looked whether another plan is faster; twice as many each time, up to `longest`. Chosen:
     # four times what a record remembers of a point.

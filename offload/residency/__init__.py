@@ -1,1 +1,1 @@
-"""Movement: the copies that fill slots and bring pages home, twins and the files behind them."""
+"""Movement: the copies that fill slots and restore pages, backings and the files behind them."""

@@ -1,4 +1,4 @@
-"""File twins: what a layer is copied from when its weights lie in a file as they lie in memory.
+"""File backings: what a layer is copied from when its weights lie in a file as they lie in memory.
 
 The file is mapped and registered with the device, which then copies from the page cache at the speed of the link: no
 second copy of the weights in memory. Where it cannot be mapped, or the driver does not register it, pages of the host
@@ -77,7 +77,7 @@ def _cut(run: Run, piece: int) -> Iterator[Run]:
 
 @dataclass(frozen=True, slots=True)
 class FileTwin:
-    """The twin of one range, in files. Where it is not `registered`, `reason` says why: a page twin is needed then."""
+    """The file backing of one range. Where it is not `registered`, `reason` says why: it needs host pages then."""
 
     registered: bool
     reason: str
@@ -106,7 +106,7 @@ class FileTwin:
 
 
 class FileTwins:
-    """What of weights files is registered with one device, by way of the twins that were asked for. Not thread-safe."""
+    """What of weights files is registered with one device, for the backings that were asked for. Not thread-safe."""
 
     def __init__(self, device: Device, piece: int = DEFAULT.files.registered) -> None:
         """`piece`: bytes that are registered together, whole pages of the machine."""
@@ -120,7 +120,7 @@ class FileTwins:
         return sum(memory.nbytes for pieces in self._pieces.values() for memory in pieces.values())
 
     def twin(self, places: Iterable[Place]) -> FileTwin:
-        """The twin of a range from what lies where in it. What it needs of the files is registered, or nothing of it.
+        """The file backing of a range from what lies where in it. What it needs of the files is registered, or none.
 
         WeightsFileChanged; ValueError as `runs`.
         """
@@ -151,8 +151,8 @@ class FileTwins:
                 del self._pieces[file]
 
     def close(self) -> None:
-        """Unregisters everything, once the copies from it are done: the twins are worth nothing any more. DriverError,
-        and what could not be unregistered still is."""
+        """Unregisters everything, once the copies from it are done: the backings are worth nothing any more.
+        DriverError, and what could not be unregistered still is."""
         for file in list(self._pieces):
             pieces = self._pieces[file]
             for index in list(pieces):
