@@ -15,7 +15,7 @@ from .config import cuda_homes
 
 TOOLKIT: Final = Path("/usr/local/cuda")
 PACKAGED: Final = ("nvidia/*/include", "triton/backends/nvidia/include")  # in a folder of packages
-# What does not work where torch's CUDA allocator cannot be compiled (docs/torch-allocator.md).
+# What does not work where torch's CUDA allocator cannot be compiled (docs/limits.md).
 WITHOUT: Final = (
     "memory snapshots and history, torch.cuda.MemPool(), memory fractions, the profiler's memory events and "
     'torch.compile(mode="reduce-overhead") raise an error or show nothing; CUDA graphs work'
