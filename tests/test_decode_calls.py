@@ -6,10 +6,9 @@ Stock's own calls, of torch and transformers, are not counted: some hundreds per
 from __future__ import annotations
 
 import gc
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from types import FrameType
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import torch
 import ballonet
 from ballonet.allocator import runtime
 
+from .counting import each_call
 from .models import build, prompts
 from .pool import take_out
 from .tuned import Tuned
@@ -36,23 +36,13 @@ def installed(tuned: Tuned) -> Iterator[None]:
 
 
 class Calls:
-    """Of ballonet within `with calls:`: in the hook of the first layer's beginning, before it, and after."""
+    """Calls of ballonet so far, up to the hook of the first layer's beginning and in all."""
 
     def __init__(self) -> None:
         self.before = self.all = 0
 
-    def __enter__(self) -> Calls:
-        self.before = self.all = 0
-        gc.disable()  # a finalizer is somebody else's
-        sys.setprofile(self._count)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        gc.enable()
-
-    def _count(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_globals.get("__name__", "").startswith("ballonet."):
+    def count(self, frame: FrameType) -> None:
+        if frame.f_globals.get("__name__", "").startswith("ballonet."):
             self.all += 1
             if "EnterLayer" in frame.f_code.co_qualname and not self.before:
                 self.before = self.all
@@ -64,9 +54,9 @@ def decoding(layers: int) -> tuple[int, int]:
     seen = Counter[tuple[int, int]]()
     with ballonet.manage(model) as managed, torch.no_grad():
         cache = model(prompts(batch=1, longest=9)["input_ids"], use_cache=True).past_key_values
-        calls = Calls()
         for _ in range(24):
-            with calls:
+            calls = Calls()
+            with each_call(calls.count):
                 model(torch.tensor([[5]]), past_key_values=cache, use_cache=True)
             seen[calls.before, calls.all] += 1
         assert managed.report().streamed == ()

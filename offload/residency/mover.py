@@ -68,7 +68,7 @@ class Mover:
 
     @property
     def comes(self) -> bool:
-        """Is anything of that so?"""
+        """Is there any piece that is `coming` or `arriving`?"""
         return self._arriving is not None or self._coming.count > 0
 
     @property

@@ -54,7 +54,7 @@ class Counted:
 
 @pytest.fixture
 def layers(device: Device) -> Iterator[list[ElasticLayer]]:
-    """Of one cache, each with a range of its own, after a prefill, on a page that has room for some tokens."""
+    """Layers of one cache, each with a range of its own, after a token: its page has room for some more."""
     ranges = CacheRanges(layers=LAYERS, alone=True)
     found = [ElasticLayer(ranges) for _ in range(LAYERS)]
     lease = ForwardLease().open()

@@ -3,8 +3,7 @@ pages of KV."""
 
 from __future__ import annotations
 
-import gc
-import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +18,7 @@ from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.tuning import DEFAULT
 
+from ..counting import each_call
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
 from ..tuned import Tuned
 from .pressure import homes, press, started, tiers, two_thirds
@@ -35,25 +35,12 @@ def pinned(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     monkeypatch.setattr(kv_read_plan.KVReadPlan, "_learn", lambda *_: None)
 
 
-class Counted:
-    """Python's calls within `with counted:`."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __enter__(self) -> Counted:
-        gc.collect()
-        gc.disable()  # a finalizer is somebody else's
-        self.calls = 0
-        sys.setprofile(self._count)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-        gc.enable()
-
-    def _count(self, frame: Any, event: str, _: Any) -> None:
-        self.calls += event == "call"
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Python's calls within it, as ["calls"] of what it hands over."""
+    found = Counter[str]()
+    with each_call(lambda _: found.update(calls=1)):
+        yield found
 
 
 class Cache:
@@ -103,9 +90,9 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
         cache.forward(1)
     steps = []
     for _ in range(6):
-        with Counted() as counted:
+        with counted() as found:
             cache.forward(1)
-        steps.append(counted.calls)
+        steps.append(found["calls"])
     assert cache.tier.streamed.way is way
     hog.close()
     return min(steps)
@@ -134,10 +121,10 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     tier.look()
     assert tier.displaced >= pages // 3
     before = tier.governor._list.published
-    with Counted() as counted:
+    with counted() as found:
         tier.prefilling(8)
     hog.close()
-    return counted.calls, tier.governor._list.published - before
+    return found["calls"], tier.governor._list.published - before
 
 
 def test_a_layer_of_a_prefill_under_pressure_costs_the_same_with_eight_times_as_many_pages() -> None:

@@ -202,7 +202,7 @@ def test_what_is_written_to_a_layer_that_has_come_back_is_read(
 def test_a_copy_is_given_up_once_pages_were_ample_for_long(
     model: Any, original: Any, managed: ballonet.Managed, scarce: Scarce
 ) -> None:
-    """And made anew when the layer leaves again, which is counted as that."""
+    """The layer is copied anew when it leaves again, which is counted as that."""
     expected, before, given_up = stock(original), to_host(), copies_given_up()
     plain = type(torch.nn.Linear(1, 1).__dict__["_parameters"])
     for n in range(1, 3):
