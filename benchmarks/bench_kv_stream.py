@@ -1,10 +1,10 @@
-"""Time per token while three quarters of the KV are on the host: streamed through buffers layer by layer, or read in
+"""Time per token while three quarters of the KV are on the host: streamed through slots layer by layer, or read in
 place, and transformers' OffloadedCache, against what is possible: the longer of computing and copying.
 
 The bound is the larger of the time with all KV at home and of the bytes that are away, at the bandwidth that the link
 gives large copies in the same run. Each peer is a process with its own allocator and its own copy of the model. Its
 budget is lowered until the pages are gone; what is done about that is its own choice, but for "in place", which has no
-buffers. The stand-in's link is slowed to 2 GB/s, and what it reads in place comes at the speed of memory.
+slots. The stand-in's link is slowed to 2 GB/s, and what it reads in place comes at the speed of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CASES = {"cuda": ((8, 16384), (1, 65536)), "cpu": ((1, 8192), (1, 16384)), "tiny": ((2, 1000),)}  # sequences, tokens
 AWAY = 0.75
 IN_PLACE = "in place"
-LIMITS = {"through buffers": 1.1, IN_PLACE: 1.2}
+LIMITS = {"through slots": 1.1, IN_PLACE: 1.2}
 TOKENS, WARM = 10, 4
 COLUMNS = [
     "sequences",
@@ -104,7 +104,7 @@ def without_buffers() -> None:
     from ballonet.offload.governor.kv_read_plan import KVReadPlan
     from ballonet.offload.policy.layer_stream import Choice, Way
 
-    KVReadPlan._choose = lambda *_: Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
+    KVReadPlan._choose = lambda *_: Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0, 0.0)  # type: ignore[method-assign]
 
 
 def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str) -> dict[str, float]:

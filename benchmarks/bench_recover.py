@@ -58,7 +58,7 @@ def main() -> None:
         return
     with peers(__file__, chosen, (OURS, UNTOUCHED)) as found:
         cycles = [cycle(found, ROUNDS[kind]) for _ in range(CYCLES[kind])]
-    resident, pressed, home, grown_home, steady, grown, at_home, no_twin, left = (
+    resident, pressed, home, grown_home, steady, grown, nothing_away, no_twin, left = (
         Figure.of([each[name] for each in cycles])
         for name in ("before", "pressed", "home", "home grown", "steady", "steady grown", "home s", "twins s", "left")
     )
@@ -72,7 +72,7 @@ def main() -> None:
         grown_home,
         steady,
         grown if chosen.tiny else grown.at_most(SLOWER),
-        at_home,
+        nothing_away,
         no_twin,
         f"{away[0]}, {away[1]}",
         left if chosen.tiny else left.at_most(0),

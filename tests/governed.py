@@ -278,7 +278,7 @@ class FakeCache:
         self.demoted.append(pages)
         self.on_peer -= pages
 
-    def give_buffers(self) -> None:
+    def give_slots(self) -> None:
         self.gave_buffers += 1
 
     def write_behind(self, pages: int) -> None:

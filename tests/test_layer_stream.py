@@ -34,9 +34,9 @@ def test_the_worked_example() -> None:
 
 
 def test_a_double_buffer_halves_what_the_device_holds_of_a_layer() -> None:
-    assert split(10, 4, 100 * 4, [10**6], buffers=1) == Split(100, 0)
-    assert split(10, 4, 100 * 4, [10**6], buffers=2) == Split(50, 0)
-    assert split(10, 4, 100 * 4, [9 * 40, 8 * 40], buffers=2) == Split(17, 6)
+    assert split(10, 4, 100 * 4, [10**6], slots=1) == Split(100, 0)
+    assert split(10, 4, 100 * 4, [10**6], slots=2) == Split(50, 0)
+    assert split(10, 4, 100 * 4, [9 * 40, 8 * 40], slots=2) == Split(17, 6)
 
 
 def test_the_regular_cache_is_never_less_than_nothing() -> None:
@@ -54,9 +54,9 @@ SMALL = st.integers(1, 3)
 
 
 @given(st.integers(1, 6), SMALL, st.integers(0, 60), st.lists(st.integers(0, 80), max_size=3), SMALL)
-def test_no_other_split_stores_more(layers: int, block: int, master: int, workers: list[int], buffers: int) -> None:
-    found = split(layers, block, master, workers, buffers)
-    used = min(buffers, layers)  # more would serve nothing
+def test_no_other_split_stores_more(layers: int, block: int, master: int, workers: list[int], slots: int) -> None:
+    found = split(layers, block, master, workers, slots)
+    used = min(slots, layers)  # more would serve nothing
     lent = sum(worker // (block * layers) for worker in workers)
     most = max(
         streamed + regular
@@ -80,9 +80,9 @@ AWAY = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
 @given(AWAY, st.integers(0, 40), st.integers(0, 3))
-def test_no_fewer_pages_could_stream(away: list[int], free: int, buffers: int) -> None:
-    fits = [w for w in range(max(away) + 1) if buffers * w + sum(max(0, pages - w) for pages in away) <= free]
-    assert fewest_streamed(away, free, buffers) == min(fits, default=None)
+def test_no_fewer_pages_could_stream(away: list[int], free: int, slots: int) -> None:
+    fits = [w for w in range(max(away) + 1) if slots * w + sum(max(0, pages - w) for pages in away) <= free]
+    assert fewest_streamed(away, free, slots) == min(fits, default=None)
 
 
 # -- which way
@@ -99,7 +99,7 @@ def chosen(layers: list[Layer], free: int, rows: int = 1, copy: float = 0.0, in_
 def test_what_fits_comes_home_and_arrives_while_layers_compute() -> None:
     layers = [Layer(4, rest=8 * SECONDS)] * 10
     found = chosen(layers, free=40)
-    assert (found.way, found.streamed, found.buffers, found.pages) == (Way.HOME, 0, 0, 40)
+    assert (found.way, found.streamed, found.slots, found.pages) == (Way.RESIDENT, 0, 0, 40)
     assert found.seconds == pytest.approx(80 * SECONDS)
     assert found.exposed == pytest.approx(0)
     assert found.first == pytest.approx(84 * SECONDS), "only the first layer's copy is waited for"
@@ -109,30 +109,30 @@ def test_what_fits_comes_home_and_arrives_while_layers_compute() -> None:
 
 def test_nothing_away_costs_nothing() -> None:
     found = chosen([Layer(0, 1.0, 1.0)] * 3, free=0)
-    assert found == Choice(Way.HOME, 0, 0, 0, 6.0, 0.0, 6.0)
-    assert chosen([], free=0).way is Way.HOME
+    assert found == Choice(Way.RESIDENT, 0, 0, 0, 6.0, 0.0, 6.0)
+    assert chosen([], free=0).way is Way.RESIDENT
 
 
 def test_two_buffers_hide_all_but_the_first_copy() -> None:
     found = chosen([Layer(4, rest=3 * SECONDS, attention=2 * SECONDS)] * 10, free=8)
-    assert (found.way, found.streamed, found.buffers, found.pages) == (Way.BUFFERS, 4, 2, 8)
+    assert (found.way, found.streamed, found.slots, found.pages) == (Way.STREAMED, 4, 2, 8)
     assert found.exposed == pytest.approx(4 * SECONDS)
 
 
 def test_where_copying_does_not_hide_what_is_exposed_is_what_it_takes_longer_than_compute() -> None:
     layers = [Layer(4, rest=SECONDS, attention=2 * SECONDS)] * 10
     two = chosen(layers, free=8)
-    assert two.buffers == 2
+    assert two.slots == 2
     first = 4 * SECONDS
     assert two.exposed == pytest.approx(first + 9 * max(0, 4 * SECONDS - 3 * SECONDS))
     one = chosen(layers, free=4)
-    assert (one.way, one.buffers, one.pages) == (Way.BUFFERS, 1, 4)
+    assert (one.way, one.slots, one.pages) == (Way.STREAMED, 1, 4)
     assert one.exposed == pytest.approx(first + 9 * max(0, 4 * SECONDS - 1 * SECONDS))
 
 
 def test_what_is_free_beside_the_buffers_keeps_pages_at_home() -> None:
     found = chosen([Layer(100, rest=SECONDS)] * 10, free=600)
-    assert (found.way, found.buffers) == (Way.BUFFERS, 1)
+    assert (found.way, found.slots) == (Way.STREAMED, 1)
     assert found.streamed == -(-400 // 9)
     assert found.pages <= 600
     assert found.first > found.seconds
@@ -140,7 +140,7 @@ def test_what_is_free_beside_the_buffers_keeps_pages_at_home() -> None:
 
 def test_with_no_room_at_all_it_is_read_in_place() -> None:
     found = chosen([Layer(4, rest=SECONDS)] * 10, free=0)
-    assert (found.way, found.streamed, found.buffers, found.pages) == (Way.IN_PLACE, 4, 0, 0)
+    assert (found.way, found.streamed, found.slots, found.pages) == (Way.ZERO_COPY, 4, 0, 0)
     assert found.exposed == pytest.approx(40 * SECONDS / 0.9)
     assert found.first == pytest.approx(found.seconds)
     assert chosen([Layer(4, rest=SECONDS)] * 10, free=0, rows=257).exposed == pytest.approx(2 * found.exposed)
@@ -148,20 +148,20 @@ def test_with_no_room_at_all_it_is_read_in_place() -> None:
 
 def test_small_pieces_are_read_in_place_rather_than_copied_one_by_one() -> None:
     layers = [Layer(1, rest=SECONDS)] * 10
-    assert chosen(layers, free=2, copy=2 * SECONDS).way is Way.IN_PLACE
-    assert chosen(layers, free=2, copy=2 * SECONDS, rows=64).way is Way.IN_PLACE
-    assert chosen(layers, free=2, copy=2 * SECONDS, rows=65).way is Way.BUFFERS
+    assert chosen(layers, free=2, copy=2 * SECONDS).way is Way.ZERO_COPY
+    assert chosen(layers, free=2, copy=2 * SECONDS, rows=64).way is Way.ZERO_COPY
+    assert chosen(layers, free=2, copy=2 * SECONDS, rows=65).way is Way.STREAMED
 
 
 def test_a_last_page_that_does_not_fit_is_not_a_reason_to_copy_the_rest() -> None:
-    """Nine of ten layers' worth of pages are free: few pages stay away, and buffers for them cost more of them."""
+    """Nine of ten layers' worth of pages are free: few pages stay away, and slots for them cost more of them."""
     layers = [Layer(10, rest=SECONDS)] * 10
     found = chosen(layers, free=99)
     assert found.streamed == 1
     assert found.pages <= 99
 
 
-def simulated(layers: list[Layer], streamed: int, buffers: int) -> float:
+def simulated(layers: list[Layer], streamed: int, slots: int) -> float:
     """The same in small steps of time, as an engine would find out: who may go on does."""
     copies = [j for j, layer in enumerate(layers) if min(layer.pages, streamed)]
     step = {"link": 0, "layer": 0}
@@ -171,7 +171,7 @@ def simulated(layers: list[Layer], streamed: int, buffers: int) -> float:
     while step["layer"] < len(layers):
         if busy <= now and step["link"] < len(copies):
             j = copies[step["link"]]
-            if j < buffers or attended.get(j - buffers, now + 1) <= now:
+            if j < slots or attended.get(j - slots, now + 1) <= now:
                 busy = copied[j] = now + min(layers[j].pages, streamed)
                 step["link"] += 1
         j = step["layer"]
@@ -194,22 +194,22 @@ def test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits(layers: list
     found = choose(layers, page=1, link=1.0, free=free, rows=rows, tuning=KVReads(copy=0.0))
     away = [layer.pages for layer in layers]
     compute = sum(layer.rest + layer.attention for layer in layers)
-    assert found.pages == needed(away, found.streamed, found.buffers) <= free
+    assert found.pages == needed(away, found.streamed, found.slots) <= free
     assert found.exposed == pytest.approx(found.seconds - compute)
     assert found.first >= found.seconds - 1e-9
     ways = [
-        (simulated(layers, streamed, buffers), Way.BUFFERS)
-        for buffers in (1, 2)
+        (simulated(layers, streamed, slots), Way.STREAMED)
+        for slots in (1, 2)
         for streamed in range(1, max(away) + 1)
-        if needed(away, streamed, buffers) <= free
+        if needed(away, streamed, slots) <= free
     ]
     if sum(away) <= free:
-        assert (found.way, found.seconds) == (Way.HOME, compute)
+        assert (found.way, found.seconds) == (Way.RESIDENT, compute)
         return
     if rows <= 64 or not ways:
         passes = -(-rows // 256)
         least = min(streamed for streamed in range(max(away) + 1) if needed(away, streamed, 0) <= free)
-        ways.append((compute + passes * sum(min(least, pages) for pages in away) / 0.9, Way.IN_PLACE))
+        ways.append((compute + passes * sum(min(least, pages) for pages in away) / 0.9, Way.ZERO_COPY))
     assert found.seconds == pytest.approx(min(seconds for seconds, _ in ways))
     assert any(found.way is way and found.seconds == pytest.approx(seconds) for seconds, way in ways)
 

@@ -137,12 +137,12 @@ def test_it_is_shown() -> None:
 
 
 def test_how_kv_on_the_host_is_read() -> None:
-    through = Streamed(Way.BUFFERS, away=2**10, buffers=2, buffer_pages=16, copied=2**30, exposed=0.002)
-    text = str(report(at_interval(PAGES, 2), kv=(through, Streamed(Way.IN_PLACE, 1, 0, 0, 0, 0.0))))
-    assert "1000KiB, through buffers 2 of 15.62KiB, 2 ms exposed in each iteration; 1GiB so far" in text
+    through = Streamed(Way.STREAMED, away=2**10, slots=2, slot_pages=16, copied=2**30, exposed=0.002)
+    text = str(report(at_interval(PAGES, 2), kv=(through, Streamed(Way.ZERO_COPY, 1, 0, 0, 0, 0.0))))
+    assert "1000KiB, through slots 2 of 15.62KiB, 2 ms exposed in each iteration; 1GiB so far" in text
     assert "1000B, in place; 0B so far" in text
-    assert "KV" not in str(report(Plan(PAGES), kv=(Streamed(Way.HOME, 0, 0, 0, 0, 0.0),), why=""))
-    assert report(at_interval(PAGES, 2), kv=(through,)).as_dict()["kv"][0]["way"] == "through buffers"
+    assert "KV" not in str(report(Plan(PAGES), kv=(Streamed(Way.RESIDENT, 0, 0, 0, 0, 0.0),), why=""))
+    assert report(at_interval(PAGES, 2), kv=(through,)).as_dict()["kv"][0]["way"] == "through slots"
 
 
 def test_a_notebook_shows_the_same() -> None:

@@ -256,9 +256,9 @@ SWIFTCACHE = (
             "test_layer_stream.py::test_seconds_are_those_of_a_pass_and_the_least_of_all_that_fits",
         ),
         (
-            "gpu/test_kv_stream.py::test_layers_take_turns_in_buffers",
-            "gpu/test_kv_buffers.py::test_tokens_are_stocks",
-            "gpu/test_kv_taken.py::test_buffers_are_taken_in_the_middle_of_a_forward",
+            "gpu/test_kv_stream.py::test_layers_take_turns_in_slots",
+            "gpu/test_kv_slots.py::test_tokens_are_stocks",
+            "gpu/test_kv_taken.py::test_slots_are_taken_in_the_middle_of_a_forward",
             "figure:kv_stream",
         ),
     ),

@@ -23,7 +23,7 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import files as weights_files
 from ballonet.hooks.weights.storages import members
-from ballonet.offload.residency.file_twin import FileTwins
+from ballonet.offload.residency.file_backing import FileBackings
 from ballonet.offload.residency.weights_file import WeightsFile
 
 from . import weights
@@ -248,7 +248,7 @@ def test_a_managed_model_s_layers_come_from_its_file_in_one_copy_each(tmp_path: 
         ballonet.manage(model)
         found = weights_files.find(model)
         assert set(found.left) == buffers(model)
-        twins, transfer, group = FileTwins(device), _native.Transfer(device), device.group()
+        twins, transfer, group = FileBackings(device), _native.Transfer(device), device.group()
         for n in range(model.config.num_hidden_layers):
             layer = {name: tensor for name, tensor in model.named_parameters() if f".layers.{n}." in name}
             places, end = [], 0

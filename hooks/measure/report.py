@@ -218,9 +218,9 @@ class Report:
 
 def _reads(kv: Streamed, page: int) -> str:
     through = ""
-    if kv.way is Way.BUFFERS:
-        size, wait = format_size(kv.buffer_pages * page), format_time(max(0.0, kv.exposed))
-        through = f" {kv.buffers} of {size}, {wait} exposed in each iteration"
+    if kv.way is Way.STREAMED:
+        size, wait = format_size(kv.slot_pages * page), format_time(max(0.0, kv.exposed))
+        through = f" {kv.slots} of {size}, {wait} exposed in each iteration"
     return f"{format_size(kv.away * page)}, {kv.way}{through}; {format_size(kv.copied)} so far"
 
 

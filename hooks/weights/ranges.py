@@ -29,7 +29,7 @@ from ...offload.policy.layout import Block, Layout, place
 from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.residency.backing import Backing
-from ...offload.residency.file_twin import FileLoader, FileTwin, FileTwins, Place
+from ...offload.residency.file_backing import FileBacking, FileBackings, FileLoader, Place
 from ...offload.residency.mover import Mover
 from ...offload.residency.ring import Part, Ring, live
 from ...offload.residency.weights_file import FileSpan
@@ -61,7 +61,7 @@ class Weights:
         # Of each decoder layer by its index; under None those of no layer, or of several.
         self.ranges: dict[int | None, list[Range]] = {}
         self.ring = Ring(device, self.group, waiting)
-        self._file_twins = FileTwins(device)
+        self._file_backings = FileBackings(device)
         self._movers: dict[int, Mover] = {}  # by the address of the range
         self._moving = threading.Lock()
         self._hosted: set[int] = set()  # addresses of ranges whose tensors are moved in on the host
@@ -107,13 +107,13 @@ class Weights:
         blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
         layout = place(blocks, self.device.page_size, self.plans.large)
         plan = room.demand(self.device, layout, found, working, layers, rule)
-        twins = self._twins_in_files(layout, found, plan, known)
+        twins = self._backings_in_files(layout, found, plan, known)
         room.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
         made: dict[int | None, Range] = {}
-        loader = FileLoader(self.device, self._file_twins, self.stream())
+        loader = FileLoader(self.device, self._file_backings, self.stream())
         move = MoveIn(self._back, self._note, {} if known is None else known, loader, progress)
         with ExitStack() as always, ExitStack() as undo:
-            undo.callback(self._file_twins.keep, self._kept())
+            undo.callback(self._file_backings.keep, self._kept())
             always.callback(self._hosted.clear)
             slots = () if self.ring.streamed else plan.slot_pages
             if slots:
@@ -222,18 +222,18 @@ class Weights:
         self.ranges.clear()
         self.ring.close()
         self._blank = None
-        self._file_twins.close()
+        self._file_backings.close()
 
-    def _twins_in_files(
+    def _backings_in_files(
         self, layout: Layout, found: Sequence[Span], plan: Plan, known: Files | None
-    ) -> dict[int, FileTwin]:
+    ) -> dict[int, FileBacking]:
         """By layer, of those that stream: what has all of their ranges. See Note [Which backing]."""
         ranges = [each for each in layout.ranges if each.layer in plan.streamed]
         lying = {each.layer: [(at.offset, found[at.block.key]) for at in each.placements] for each in ranges}
-        twins = {layer: self._file_twin(at, known or {}) for layer, at in lying.items() if layer is not None}
+        twins = {layer: self._file_backing(at, known or {}) for layer, at in lying.items() if layer is not None}
         return {layer: twin for layer, twin in twins.items() if twin is not None}
 
-    def _file_twin(self, at: Iterable[tuple[int, Span]], files: Files) -> FileTwin | None:
+    def _file_backing(self, at: Iterable[tuple[int, Span]], files: Files) -> FileBacking | None:
         """Returns the file twin of a range in which these spans lie; None where not all of them are in files that can
         be registered, or nobody says what lies there."""
         places: list[Place] = []
@@ -242,10 +242,10 @@ class Weights:
             if found is None:
                 return None
             places.append((offset, found))
-        twin = self._file_twins.twin(places) if places else None
+        twin = self._file_backings.twin(places) if places else None
         return twin if twin is not None and twin.registered else None
 
-    def _make_mover(self, opened: Range, file: FileTwin | None = None) -> Mover:
+    def _make_mover(self, opened: Range, file: FileBacking | None = None) -> Mover:
         if file is not None and self._blank is None:
             blank = self.device.reserve(self.device.page_size, "weights", self._backing_group)
             (blank.map_host if self.device.host_pages else blank.map)(0, 1)
@@ -257,7 +257,7 @@ class Weights:
             self._movers.pop(opened.address, None)
         return self._movers.setdefault(opened.address, made)  # another thread may have been here
 
-    def _kept(self) -> list[FileTwin]:
+    def _kept(self) -> list[FileBacking]:
         return [each.backing.file for each in list(self._movers.values()) if each.backing.file is not None]
 
     def _drop_backing(self, address: int) -> None:

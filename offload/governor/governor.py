@@ -122,7 +122,7 @@ class Governor(Exchange):
             self._publish()
             self._watch()
         for cache in resting:
-            cache.give_buffers()
+            cache.give_slots()
         for cache in tended:
             cache.write_behind(0)
         if tended and self._list.stale:

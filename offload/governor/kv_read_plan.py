@@ -1,11 +1,11 @@
-"""How a KV cache in use reads what of it lies on the host: it comes home, or it is streamed through buffers, or it is
+"""How a KV cache in use reads what of it lies on the host: it comes home, or it is streamed through slots, or it is
 read in place. Decided anew as pages come and go (layer_stream.py), and arranged between two iterations.
 
-Note [Room for buffers]
-    Where pages of a cache were taken no page is free, as a rule. So buffers are made of what the cache has: some more
+Note [Room for slots]
+    Where pages of a cache were taken no page is free, as a rule. So slots are made of what the cache has: some more
     of its oldest pages go to the host, as many of each layer (SwiftCache Eq. 4 and 5), and the layers take turns in
-    what that frees. A buffer is somewhat larger than it must be, so that it is not made anew with every page. What
-    needs pages in the middle of an operator may have those of buffers, after all others of the cache (`slices`): each
+    what that frees. A slot is somewhat larger than it must be, so that it is not made anew with every page. What
+    needs pages in the middle of an operator may have those of slots, after all others of the cache (`slices`): each
     page serves all layers in turn. So some pages stay with the cache, to be taken before.
 
 Note [Somebody looks]
@@ -39,25 +39,25 @@ from .intervals import Intervals
 if TYPE_CHECKING:
     from ...allocator._native import Part
 
-_IN_PLACE: Final = Choice(Way.IN_PLACE, 0, 0, 0, 0.0, 0.0, 0.0)
+_ZERO_COPY: Final = Choice(Way.ZERO_COPY, 0, 0, 0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """How a cache reads what of it lies on the host: `away` pages. `buffers` of `buffer_pages` each; `copied`: bytes
+    """How a cache reads what of it lies on the host: `away` pages. `slots` of `slot_pages` each; `copied`: bytes
     that came through them so far; `exposed`: seconds of an iteration in which it is expected to wait for the link."""
 
     way: Way
     away: int
-    buffers: int
-    buffer_pages: int
+    slots: int
+    slot_pages: int
     copied: int
     exposed: float
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """`rows` of each sequence; pages `away`; the `link`, in bytes per second; whether anything came `through` buffers,
+    """`rows` of each sequence; pages `away`; the `link`, in bytes per second; whether anything came `through` slots,
     which is known at its end."""
 
     rows: int
@@ -86,7 +86,7 @@ class KVReadPlan:
         self._transfer = transfer
         self._slots = KVSlots(device, group, transfer)
         self._lock = Lock()
-        self._choice = Choice(Way.HOME, 0, 0, 0, 0.0, 0.0, 0.0)
+        self._choice = Choice(Way.RESIDENT, 0, 0, 0, 0.0, 0.0, 0.0)
         self._wait = 0  # iterations at rest from now on
         self._look = 0  # until it is decided anew
         self._shy = 1  # iterations at rest after the next look of somebody
@@ -96,20 +96,20 @@ class KVReadPlan:
 
     @property
     def copied(self) -> int:
-        """Bytes that came through buffers so far."""
+        """Bytes that came through slots so far."""
         return self._slots.copied
 
     @property
-    def buffers(self) -> int:
+    def slots(self) -> int:
         return self._slots.slots
 
     @property
     def changes(self) -> int:
-        """How often what may be taken of buffers became another."""
+        """How often what may be taken of slots became another."""
         return self._slots.changes
 
     def slices(self) -> list[Slice]:
-        """What may be taken of buffers, those first that fewest layers read. On any thread."""
+        """What may be taken of slots, those first that fewest layers read. On any thread."""
         return self._slots.slices()
 
     def parts(self, taken: Slice) -> list[Part]:
@@ -118,7 +118,7 @@ class KVReadPlan:
 
     def said(self, away: int) -> Streamed:
         """How it is now. `away`: pages."""
-        way = Way.HOME if not away else Way.BUFFERS if self._slots.pieces else Way.IN_PLACE
+        way = Way.RESIDENT if not away else Way.STREAMED if self._slots.pieces else Way.ZERO_COPY
         return Streamed(way, away, self._slots.slots, self._slots.pages, self._slots.copied, self._choice.exposed)
 
     # -- for the thread that uses it
@@ -129,7 +129,7 @@ class KVReadPlan:
             with self._lock:
                 self._slots.enter(extent, stream)
 
-    def ground(self, extent: KVExtent) -> None:
+    def map_to_host(self, extent: KVExtent) -> None:
         """Somebody looks at it, or its tokens go. BallonetError, DriverError."""
         with self._lock:
             self._slots.map_to_host(extent)
@@ -139,7 +139,7 @@ class KVReadPlan:
         self._shy = min(2 * self._shy, self._tuning.look)
 
     def give(self) -> int:
-        """Buffers go back. How many pages. DriverError."""
+        """Slots go back. How many pages. DriverError."""
         pages = self._slots.slots * self._slots.pages
         if self._slots.slots:
             with self._lock:
@@ -147,14 +147,14 @@ class KVReadPlan:
             self._wait = self._tuning.again
         return pages
 
-    def at_home(self, rows: int) -> None:
-        """As `arrange`, where nothing is away and there are no buffers."""
+    def nothing_away(self, rows: int) -> None:
+        """As `arrange`, where nothing is away and there are no slots."""
         self._begin(rows, 0, self._tuning.link)
 
     def arrange(self, extents: Sequence[KVExtent], rows: int, link: float | None, stream: int) -> Choice | None:
         """Between two iterations, the next of which has so many `rows` of each sequence. `extents`: of all ranges, in
         the order in which they compute; `link`: bytes per second. Returns what was chosen, where there are other
-        buffers now. BallonetError, DriverError."""
+        slots now. BallonetError, DriverError."""
         speed = link or self._tuning.link
         if self._slots.slots:
             with self._lock:
@@ -171,9 +171,9 @@ class KVReadPlan:
         before = self._slots.slots, self._slots.pages
         self._choice, self._look = self._choose(layers, rows, speed), self._tuning.look
         with self._lock:
-            if self._choice.way is Way.BUFFERS:
+            if self._choice.way is Way.STREAMED:
                 self._stream(layers, stream)
-            elif self._choice.way is Way.IN_PLACE or away > self._device.available:
+            elif self._choice.way is Way.ZERO_COPY or away > self._device.available:
                 self._slots.close()
             elif self._slots.slots:  # until it comes home
                 self._slots.bind(layers)
@@ -192,7 +192,7 @@ class KVReadPlan:
 
     def _choose(self, extents: Sequence[KVExtent], rows: int, link: float) -> Choice:
         if len(extents) < 2:
-            return _IN_PLACE
+            return _ZERO_COPY
         free = self._device.available + self._slots.slots * self._slots.pages
         page = self._device.page_size
         free += sum(max(0, extent.held - extent.away) for extent in extents)
@@ -205,22 +205,22 @@ class KVReadPlan:
         return choose(layers, page=page, link=link, free=max(0, free), rows=rows, tuning=self._tuning)
 
     def _stream(self, extents: Sequence[KVExtent], stream: int) -> None:
-        """Makes buffers as chosen, and puts all that is away in slot. See Note [Room for buffers]."""
+        """Makes slots as chosen, and puts all that is away in slot. See Note [Room for slots]."""
         wanted, most = self._choice.streamed, max(extent.away for extent in extents)
         fits = most <= self._slots.pages and self._slots.pieces <= sum(extent.away for extent in extents)
-        if self._slots.slots != self._choice.buffers or not fits:
+        if self._slots.slots != self._choice.slots or not fits:
             self._slots.close()
             self._device.reap()  # what they were made of is free
             wanted = max(wanted, most)
             pages = wanted + max(1, wanted // self._tuning.slack)
-            lacking = self._choice.buffers * pages - self._device.available
+            lacking = self._choice.slots * pages - self._device.available
             each = -(-max(0, lacking) // len(extents))
             for extent in extents:
                 extent.evict(extent.oldest(max(each, wanted - extent.away)), self._transfer, stream)
-            room = self._device.available // self._choice.buffers
+            room = self._device.available // self._choice.slots
             if room < max(extent.away for extent in extents):
                 return
-            self._slots.open(self._choice.buffers, min(pages, room))
+            self._slots.open(self._choice.slots, min(pages, room))
         if self._slots.slots:
             self._slots.bind(extents)
 
@@ -244,7 +244,7 @@ class KVReadPlan:
     # -- for the governor
 
     def give_if_unused(self) -> None:
-        """Buffers go back, unless somebody leases the cache."""
+        """Slots go back, unless somebody leases the cache."""
         if self._slots.slots and not self._group.leases:
             if_free(self._lock, self._close)
 

@@ -38,7 +38,7 @@ from .activity import Marks
 from .kv_read_plan import KVReadPlan, Streamed
 from .seat import SPLIT, Offer
 
-_FIRST_SLICE: Final = 4  # index of the first offer that is of a buffer: those before are of full pages
+_FIRST_SLICE: Final = 4  # index of the first offer that is of a slot: those before are of full pages
 
 
 class Host(Protocol):
@@ -106,7 +106,7 @@ class KVTier:
         self._next = count()
         self._full: list[list[tuple[int, Runs]]] = []  # pieces of ranges, by index of the offer, see `_sorted`
         self._slices: dict[int, Slice] = {}  # by index of the offer
-        self._buffered = 0  # changes of buffers that the governor was told of
+        self._slot_changes = 0  # changes of slots that the governor was told of
         self.number = governor.add_cache(self)
         Finalizer(self, partial(governor.remove_cache, self.number))
 
@@ -149,7 +149,7 @@ class KVTier:
 
     @property
     def kept(self) -> bool:
-        """Is it only there in case that a prompt begins with its tokens? Then it has no buffers. Set while no other
+        """Is it only there in case that a prompt begins with its tokens? Then it has no slots. Set while no other
         thread uses it."""
         return self._kept
 
@@ -227,7 +227,7 @@ class KVTier:
         a layer enters. On any thread. BallonetError, DriverError."""
         self._arrive(extent, stream)
         if extent.mover.in_slot:
-            self.way.ground(extent)
+            self.way.map_to_host(extent)
 
     def _arrive(self, extent: KVExtent, stream: int | None) -> None:
         if extent.mover.coming:
@@ -255,15 +255,15 @@ class KVTier:
         if more:
             self._goal = self.held + more * self.block
             self.governor.needs(self.number, more * self.block)
-        if away or self.way.buffers:
+        if away or self.way.slots:
             self._arrange(stream, rows, away)
         else:
-            self.way.at_home(rows)
+            self.way.nothing_away(rows)
         if self._arrives:
             self._arrives = any(extent.mover.comes for extent in self._there())
-        self.forward = 0 if away or self.way.buffers or self._arrives else forward
-        if self.way.changes != self._buffered:
-            self._buffered = self.way.changes
+        self.forward = 0 if away or self.way.slots or self._arrives else forward
+        if self.way.changes != self._slot_changes:
+            self._slot_changes = self.way.changes
             self.governor.cache_changed(self.number)
 
     def grown(self, pages: int, soon: bool) -> None:
@@ -322,14 +322,14 @@ class KVTier:
         self.governor.events.decided(lever, verb, pages, what=self.name, predicted=predicted, measured=measured)
 
     def _arrange(self, stream: int, rows: int, away: int) -> None:
-        """How are the pages read that stay away? An event where buffers come or go."""
+        """How are the pages read that stay away? An event where slots come or go."""
         seconds = self._reading(away)
         link = None if seconds is None else self._device.page_size / seconds
         began = self.governor.clock()
         chosen = self.way.arrange(self._in_order(), rows, link, stream)
         if chosen is not None:
             now = self.streamed
-            verb, pages = "pull" if now.buffers else "revert", now.buffers * now.buffer_pages
+            verb, pages = "pull" if now.slots else "revert", now.slots * now.slot_pages
             self.decided("layer stream", verb, pages, chosen.exposed, self.governor.clock() - began)
 
     def _in_order(self) -> list[KVExtent]:
@@ -346,8 +346,8 @@ class KVTier:
     # -- for the governor
 
     def offers(self) -> Sequence[Offer]:
-        """What may be taken, in this order: pages of buffers that no layer reads; full pages, one offer for all layers
-        (`_sorted`); the other pages of buffers. The number of full pages does not matter."""
+        """What may be taken, in this order: pages of slots that no layer reads; full pages, one offer for all layers
+        (`_sorted`); the other pages of slots. The number of full pages does not matter."""
         self.look()
         self._full = self._sorted()
         sliced = self._sliced()
@@ -388,7 +388,7 @@ class KVTier:
         return found
 
     def _sliced(self) -> dict[int, Slice]:
-        """Pages of buffers, by index of the offer: what was offered before has the index that it had."""
+        """Pages of slots, by index of the offer: what was offered before has the index that it had."""
         known = {each[:3]: index for index, each in self._slices.items()}
         found: dict[int, Slice] = {}
         for each in self.way.slices():
@@ -400,8 +400,8 @@ class KVTier:
         self._slices = found
         return found
 
-    def give_buffers(self) -> None:
-        """Buffers go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on
+    def give_slots(self) -> None:
+        """Slots go back, unless somebody leases the cache now. The governor says when: a forward holds no lease on
         its cache before its first layer, and none between two iterations."""
         self.way.give_if_unused()
 

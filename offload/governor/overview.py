@@ -258,7 +258,7 @@ class Overview:
             with self._lock:
                 resting = self._clients.resting(self.clock())
             for cache in resting:
-                cache.give_buffers()
+                cache.give_slots()
         for cache, pages in behind:
             cache.write_behind(pages)
         if behind:

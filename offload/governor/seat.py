@@ -138,8 +138,8 @@ class Cache(Protocol):
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         """(group, parts) of an offer for `Device.publish`; None where there is no such offer any more."""
 
-    def give_buffers(self) -> None:
-        """Nobody has used it for a while, and pages are short: buffers that it is read through go back. Does nothing
+    def give_slots(self) -> None:
+        """Nobody has used it for a while, and pages are short: slots that it is read through go back. Does nothing
         while anyone leases it. Returns at once; may be called on any thread."""
 
     def write_behind(self, pages: int) -> None:

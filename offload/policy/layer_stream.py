@@ -1,23 +1,23 @@
 """How KV that is on the host serves attention, and how much memory for which way (SwiftCache §3.2, §3.3). Pure.
 
 Words
-    streamed    pages of a layer's KV that stay on the host and are copied into a *buffer* each time it attends to them
+    streamed    pages of a layer's KV that stay on the host and are copied into a *slot* each time it attends to them
     regular     KV that has device pages of its own
     exposed     seconds of an iteration in which compute waits for the link
 
 Note [Errata]
-    Everything is in bytes: models differ in their types. The regular cache of Eq. 5 is clamped at 0. With two buffers a
-    streamed block takes a place in both, which is what it means that a double buffer halves K_master. A model of one
-    layer has one buffer, for a second one would serve nothing: with that, Eq. 4 and 5 store as many blocks as can be.
+    Everything is in bytes: models differ in their types. The regular cache of Eq. 5 is clamped at 0. With two slots a
+    streamed block takes a place in both, which is what it means that a double slot halves K_master. A model of one
+    layer has one slot, for a second one would serve nothing: with that, Eq. 4 and 5 store as many blocks as can be.
 
 Note [What is left over]
-    Pages that are free serve as buffers and as regular cache at once, as in Eq. 4 and 5: so few pages of each layer
-    stream that the others, and the buffers for these, fit. In place needs no buffers, and so a few pages less stream.
+    Pages that are free serve as slots and as regular cache at once, as in Eq. 4 and 5: so few pages of each layer
+    stream that the others, and the slots for these, fit. In place needs no slots, and so a few pages less stream.
 
 Note [A pass]
     Copies are submitted in the order of the layers, one at a time on the link. That of layer j starts when the
-    attention of the layer that had its buffer is over, layer j - 1 for one buffer, j - 2 for two; its attention starts
-    when the layer before is done and its copy is. For layers all alike a layer costs, with one buffer, its attention
+    attention of the layer that had its slot is over, layer j - 1 for one slot, j - 2 for two; its attention starts
+    when the layer before is done and its copy is. For layers all alike a layer costs, with one slot, its attention
     and the longer of its copy and the rest; with two the longer of its copy and its compute. The first copies of a pass
     are waited for: whether they could have begun in the pass before is not for here to know.
 
@@ -53,16 +53,16 @@ class Split:
         return self.streamed + self.regular
 
 
-def split(layers: int, block: int, master: int, workers: Sequence[int], buffers: int = 1) -> Split:
+def split(layers: int, block: int, master: int, workers: Sequence[int], slots: int = 1) -> Split:
     """The two caches that store the most (Eq. 2-5). `block`: bytes of one in one layer (Eq. 1); `master`: bytes of the
     device, `workers`: of each place that lends. ValueError. See Note [Errata]."""
-    if layers < 1 or block < 1 or buffers < 1 or master < 0 or min(workers, default=0) < 0:
-        raise ValueError("layers, bytes of a block and buffers are at least 1, and no place is smaller than nothing")
-    buffers = min(buffers, layers)
+    if layers < 1 or block < 1 or slots < 1 or master < 0 or min(workers, default=0) < 0:
+        raise ValueError("layers, bytes of a block and slots are at least 1, and no place is smaller than nothing")
+    slots = min(slots, layers)
     lent = sum(worker // (block * layers) for worker in workers)
     own = master // block
-    streamed = min(lent, own // buffers)
-    return Split(streamed, max(0, (own - buffers * streamed) // layers))
+    streamed = min(lent, own // slots)
+    return Split(streamed, max(0, (own - slots * streamed) // layers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +75,21 @@ class Layer:
 
 
 class Way(StrEnum):
-    HOME = "home"
-    BUFFERS = "through buffers"
-    IN_PLACE = "in place"
+    RESIDENT = "resident"
+    STREAMED = "through slots"
+    ZERO_COPY = "in place"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """`streamed`: pages of each layer, or as many as it has away, that stay on the host; the others come home.
-    `buffers`: of so many pages each. `pages`: device pages that all this takes. `seconds`: of an iteration when what
+    `slots`: of so many pages each. `pages`: device pages that all this takes. `seconds`: of an iteration when what
     comes home is there, `exposed` of them for the link. `first`: seconds of the iteration that brings it home.
     """
 
     way: Way
     streamed: int
-    buffers: int
+    slots: int
     pages: int
     seconds: float
     exposed: float
@@ -115,38 +115,38 @@ def choose(
     slower = -(-rows // tuning.rows_of_a_pass) / tuning.in_place
     costs = _Costs(tuple(layers), page / link, tuning.copy, slower)
     if sum(layer.pages for layer in layers) <= free:
-        return costs.choice(Way.HOME, 0, 0)
+        return costs.choice(Way.RESIDENT, 0, 0)
     through = [
-        costs.choice(Way.BUFFERS, streamed, buffers)
-        for buffers in (1, 2)
-        if (streamed := fewest_streamed([layer.pages for layer in layers], free, buffers)) is not None
+        costs.choice(Way.STREAMED, streamed, slots)
+        for slots in (1, 2)
+        if (streamed := fewest_streamed([layer.pages for layer in layers], free, slots)) is not None
     ]
     if through and rows > tuning.rows:
         return min(through, key=_better)
     streamed = fewest_streamed([layer.pages for layer in layers], free, 0)
-    assert streamed is not None  # nothing resident and no buffer always fits
-    return min((*through, costs.choice(Way.IN_PLACE, streamed, 0)), key=_better)
+    assert streamed is not None  # nothing resident and no slot always fits
+    return min((*through, costs.choice(Way.ZERO_COPY, streamed, 0)), key=_better)
 
 
 def _better(choice: Choice) -> tuple[float, int]:
     return choice.seconds, choice.pages
 
 
-def fewest_streamed(away: Sequence[int], free: int, buffers: int) -> int | None:
-    """The least w such that `buffers` of w pages, and all that layers have away beyond w, fit `free`; or None.
+def fewest_streamed(away: Sequence[int], free: int, slots: int) -> int | None:
+    """The least w such that `slots` of w pages, and all that layers have away beyond w, fit `free`; or None.
 
-    What is needed falls with w while more than `buffers` layers have more than w away, and rises from there on.
+    What is needed falls with w while more than `slots` layers have more than w away, and rises from there on.
     """
     most = sorted(away, reverse=True)
-    least = most[buffers] if buffers < len(most) else 0
-    if needed(away, least, buffers) > free:
+    least = most[slots] if slots < len(most) else 0
+    if needed(away, least, slots) > free:
         return None
-    return bisect_left(range(least), -free, key=lambda w: -needed(away, w, buffers))
+    return bisect_left(range(least), -free, key=lambda w: -needed(away, w, slots))
 
 
-def needed(away: Sequence[int], streamed: int, buffers: int) -> int:
-    """Device pages for `buffers` of `streamed` pages, and for all that layers have away beyond that."""
-    return buffers * streamed + sum(max(0, pages - streamed) for pages in away)
+def needed(away: Sequence[int], streamed: int, slots: int) -> int:
+    """Device pages for `slots` of `streamed` pages, and for all that layers have away beyond that."""
+    return slots * streamed + sum(max(0, pages - streamed) for pages in away)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +156,24 @@ class _Costs:
     seconds_of_copy: float
     slower: float  # in place than a copy
 
-    def choice(self, way: Way, streamed: int, buffers: int) -> Choice:
+    def choice(self, way: Way, streamed: int, slots: int) -> Choice:
         """See Note [A pass]."""
         stay = [min(layer.pages, streamed) for layer in self.layers]
-        reads = [0.0] * len(stay) if buffers else [pages * self.seconds_of_page * self.slower for pages in stay]
+        reads = [0.0] * len(stay) if slots else [pages * self.seconds_of_page * self.slower for pages in stay]
         compute = sum(layer.attention + layer.rest for layer in self.layers)
-        seconds = self._pass(stay if buffers else [0] * len(stay), reads, buffers)
-        arriving = [layer.pages - (0 if buffers else pages) for layer, pages in zip(self.layers, stay, strict=True)]
-        first = self._pass(arriving, reads, buffers)
-        pages = needed([layer.pages for layer in self.layers], streamed, buffers)
-        return Choice(way, streamed, buffers, pages, seconds, seconds - compute, first)
+        seconds = self._pass(stay if slots else [0] * len(stay), reads, slots)
+        arriving = [layer.pages - (0 if slots else pages) for layer, pages in zip(self.layers, stay, strict=True)]
+        first = self._pass(arriving, reads, slots)
+        pages = needed([layer.pages for layer in self.layers], streamed, slots)
+        return Choice(way, streamed, slots, pages, seconds, seconds - compute, first)
 
-    def _pass(self, copied: Sequence[int], reads: Sequence[float], buffers: int) -> float:
+    def _pass(self, copied: Sequence[int], reads: Sequence[float], slots: int) -> float:
         """Seconds, if so many pages of each layer are copied, and its attention takes so much longer."""
         now = link = 0.0
         over: list[float] = []  # when the attention of each layer was
         for layer, pages, read in zip(self.layers, copied, reads, strict=True):
             if pages:
-                link = max(link, over[-buffers] if 0 < buffers <= len(over) else 0.0)
+                link = max(link, over[-slots] if 0 < slots <= len(over) else 0.0)
                 link += self.seconds_of_copy + pages * self.seconds_of_page
                 now = max(now, link)
             over.append(now + layer.attention + read)

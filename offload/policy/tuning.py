@@ -112,7 +112,7 @@ class WeightPlans:
 
 @dataclass(frozen=True, slots=True)
 class KVReads:
-    """How KV on the host is read: home, through buffers, or in place (layer_stream.py, governor/kv_read_plan.py)."""
+    """How KV on the host is read: home, through slots, or in place (layer_stream.py, governor/kv_read_plan.py)."""
 
     # Bytes per second of the link where nobody has measured it (a cache with no managed model): that of PCIe 4 x16.
     # Assumed (docs/limits.md).
@@ -126,13 +126,13 @@ class KVReads:
     rows: int = 64
     # Rows after which a kernel reads the same bytes again. Measured: 26 GB/s with 512 rows where 64 have 50.
     rows_of_a_pass: int = 256
-    # 1/8 of a buffer, and of what streams, may come before buffers are arranged anew. Chosen.
+    # 1/8 of a slot, and of what streams, may come before slots are arranged anew. Chosen.
     slack: int = 8
     # Iterations until it is decided anew, at most. Chosen.
     look: int = 64
     # The same where what is away does not stream. Chosen.
     again: int = 8
-    # 1/32 of the budget stays with the cache, to be taken where activations need it before buffers are. Chosen.
+    # 1/32 of the budget stays with the cache, to be taken where activations need it before slots are. Chosen.
     left: int = 32
     # Beginnings of iterations that have not passed and are remembered: more than a host launches ahead. Chosen.
     pending: int = 16
@@ -261,7 +261,7 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFiles:
-    """How weights are read from files, in bytes at a time (residency/file_twin.py, hooks/weights)."""
+    """How weights are read from files, in bytes at a time (residency/file_backing.py, hooks/weights)."""
 
     # Registered together: far more than a copy needs to run at the full speed of the link (`LinkMeasure.most`); a layer
     # of 400 MiB is cut six times.

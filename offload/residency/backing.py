@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...allocator._native import Device, Done, Group, Range, Transfer
 from ...allocator.errors import DriverError, ManageError, PoolExhausted
-from .file_twin import FileTwin
+from .file_backing import FileBacking
 from .pieces import runs_of
 from .slots import Copies
 
@@ -48,7 +48,7 @@ class Backing:
         home: Range,
         owner: Owner,
         *,
-        file: FileTwin | None = None,
+        file: FileBacking | None = None,
         blank: Range | None = None,
     ) -> None:
         """`group`: of its own range, which is made when it is first needed. `owner`: of the bytes; weights have no

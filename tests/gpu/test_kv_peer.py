@@ -14,7 +14,7 @@ from .scene import Lane, Place, everywhere, play
 from .test_kv_stream import AWAY, LAYERS, Cache
 from .test_weights_streaming import streams_here
 
-IN_PLACE = Choice(Way.IN_PLACE, AWAY, 0, 0, 0.0, 0.0, 0.0)
+IN_PLACE = Choice(Way.ZERO_COPY, AWAY, 0, 0, 0.0, 0.0, 0.0)
 
 
 def up_and_down(place: Place, rounds: int) -> None:

@@ -110,8 +110,8 @@ class Cache:
 
 @contextmanager
 def decided() -> Iterator[None]:
-    """Nothing comes home by itself, and what is away takes turns in two buffers."""
-    choice = Choice(Way.BUFFERS, AWAY, 2, 0, 0.0, 0.0, 0.0)
+    """Nothing comes home by itself, and what is away takes turns in two slots."""
+    choice = Choice(Way.STREAMED, AWAY, 2, 0, 0.0, 0.0, 0.0)
     with (
         mock.patch.object(kv_read_plan, "choose", return_value=choice),
         mock.patch.object(Governor, "restorable_pages", return_value=0),
@@ -119,9 +119,9 @@ def decided() -> Iterator[None]:
         yield
 
 
-def through_buffers(place: Place, steps: int) -> None:
-    """Layers take turns in buffers; streams change between iterations, and in some of them between layers. In one
-    more no copy to a buffer begins before all is launched."""
+def through_slots(place: Place, steps: int) -> None:
+    """Layers take turns in slots; streams change between iterations, and in some of them between layers. In one
+    more no copy to a slot begins before all is launched."""
     with torch.no_grad(), decided():
         cache = Cache(place)
         for home in cache.homes:
@@ -138,8 +138,8 @@ def through_buffers(place: Place, steps: int) -> None:
             if step == steps // 2 and before is not None:
                 cache.pass_late(before, held_copies(place, "device"))
         streamed = cache.tier.streamed
-        assert streamed.way is Way.BUFFERS
-        assert streamed.buffers == 2
+        assert streamed.way is Way.STREAMED
+        assert streamed.slots == 2
         assert streamed.away >= LAYERS * AWAY
         assert streamed.copied >= (steps - 2) * LAYERS * AWAY * place.page
         assert before is not None
@@ -148,9 +148,9 @@ def through_buffers(place: Place, steps: int) -> None:
 
 
 @everywhere
-def test_layers_take_turns_in_buffers(kind: str) -> None:
+def test_layers_take_turns_in_slots(kind: str) -> None:
     streams_here(kind)
-    play(through_buffers, kind, pages=256, host_pages=64, steps=30 if kind == "cuda" else 6)
+    play(through_slots, kind, pages=256, host_pages=64, steps=30 if kind == "cuda" else 6)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Buffers that layers of a cache take turns in are taken in the middle of a forward, by an operator that finds no other
+"""Slots that layers of a cache take turns in are taken in the middle of a forward, by an operator that finds no other
 pages, while copies to them and kernels that read them may be on their way: attention reads its own bytes."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..tuned import tuning
 from .scene import Place, everywhere, play
 from .stock import differences
 from .test_balloon_tokens import spilling as spilling
-from .test_kv_buffers import LARGE
+from .test_kv_slots import LARGE
 from .test_kv_stream import LAYERS, Cache, decided
 from .test_weights_streaming import streams_here
 
@@ -29,11 +29,11 @@ LEFT: Final = 16  # free pages that are not asked for at once; whoever compares 
 
 
 class Operator:
-    """Allocates, in the middle of whatever this thread does, until it has half of the pages of the buffers of a cache,
+    """Allocates, in the middle of whatever this thread does, until it has half of the pages of the slots of a cache,
     every other time three quarters; and writes there at once, on a stream that waits for nobody."""
 
     def __init__(self, place: Place) -> None:
-        self.taken: list[int] = []  # pages of buffers, each time
+        self.taken: list[int] = []  # pages of slots, each time
         self._place = place
         self._lane = place.lane()
         self._held: list[torch.Tensor] = []
@@ -43,22 +43,22 @@ class Operator:
         return bool(self._held)
 
     def take(self, way: KVReadPlan) -> None:
-        device, before = self._place.device, in_buffers(way)
+        device, before = self._place.device, in_slots(way)
         left = before // (4 if len(self.taken) % 2 else 2)
         spilled = device.snapshot()["spilled"]
-        assert before > 2, "of each buffer the last page is nobody's, and goes first"
+        assert before > 2, "of each slot the last page is nobody's, and goes first"
         self._allocate(max(1, device.available - LEFT))
-        while in_buffers(way) > left:
-            assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were buffers"
+        while in_slots(way) > left:
+            assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were slots"
             self._allocate(1)
         del self._held[1 : LEFT + 1]
-        self.taken.append(before - in_buffers(way))
+        self.taken.append(before - in_slots(way))
         device.check()
 
     def give_back(self) -> None:
         """Nobody has written to what it has."""
         self._place.synchronize()
-        assert all(bool(each[::61].eq(POISON).all()) for each in self._held), "somebody took it for a buffer"
+        assert all(bool(each[::61].eq(POISON).all()) for each in self._held), "somebody took it for a slot"
         self._held.clear()
         self._place.empty_cache()
 
@@ -68,7 +68,7 @@ class Operator:
             self._held.append(torch.full((size,), POISON, dtype=torch.uint8, device=self._place.kind))
 
 
-def in_buffers(way: KVReadPlan) -> int:
+def in_slots(way: KVReadPlan) -> int:
     """Pages that they have."""
     return sum(each.range.backed for each in way._slots._slots)
 
@@ -108,7 +108,7 @@ class Interrupted(Cache):
 
 
 def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
-    """Of each layer in turn; what others had in the buffer is right as well."""
+    """Of each layer in turn; what others had in the slot is right as well."""
     with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
         cache = Interrupted(place, when)
         for home in cache.homes:
@@ -126,7 +126,7 @@ def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
 
 @everywhere
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_buffers_are_taken_while_a_layer_is_read(kind: str, when: When) -> None:
+def test_slots_are_taken_while_a_layer_is_read(kind: str, when: When) -> None:
     streams_here(kind)
     rounds = 3 if kind == "cuda" else 2
     play(taken_while_a_layer_is_read, kind, pages=256, host_pages=128, when=when, rounds=rounds)
@@ -138,7 +138,7 @@ KEPT = 3  # tokens for which an operator needs its pages
 
 class Decoding:
     """A model whose attention an operator interrupts, in one layer after the other, whenever that layer reads a
-    buffer. It keeps its pages for some tokens, in which what was taken is read in place."""
+    slot. It keeps its pages for some tokens, in which what was taken is read in place."""
 
     def __init__(self, place: Place, model: Any, when: When) -> None:
         self.operator = Operator(place)
@@ -214,7 +214,7 @@ def taken_in_a_forward(place: Place, when: When) -> None:
 
 @everywhere
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_buffers_are_taken_in_the_middle_of_a_forward(kind: str, when: When) -> None:
+def test_slots_are_taken_in_the_middle_of_a_forward(kind: str, when: When) -> None:
     streams_here(kind)
     pages = 256 if kind == "cuda" else 512
     play(taken_in_a_forward, kind, pages=pages, host_pages=pages, when=when)

@@ -15,7 +15,7 @@ from ballonet.allocator.errors import DriverError, WeightsFileChanged
 from ballonet.hooks.device.streams import stream_of
 from ballonet.hooks.weights import files as weights_files
 from ballonet.offload.policy.layout import ALIGNMENT
-from ballonet.offload.residency.file_twin import FileTwins
+from ballonet.offload.residency.file_backing import FileBackings
 from ballonet.offload.residency.weights_file import WeightsFile
 
 from .. import weights
@@ -29,7 +29,7 @@ def a_layer_comes_from_its_file(place: Place, first: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = weights.write(Path(folder) / "w", sizes, first)
         data = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
-        file, twins = WeightsFile(path), FileTwins(place.device, 2 * place.page)
+        file, twins = WeightsFile(path), FileBackings(place.device, 2 * place.page)
         transfer, stream = _native.Transfer(place.device), stream_of(place.device)
         places, end = [], 0
         for name in ("a", "b", "c"):

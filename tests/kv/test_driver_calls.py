@@ -1,4 +1,4 @@
-"""Driver calls per token: while a model decodes, KV through buffers is mapped once, and not torn down and rebuilt."""
+"""Driver calls per token: while a model decodes, KV through slots is mapped once, and not torn down and rebuilt."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Calls:
 
 
 @pytest.mark.parametrize(("budget", "layers"), [(900, 4), (1100, 7)], indirect=["budget"])
-def test_a_token_maps_nothing_while_kv_goes_through_buffers(budget: None, layers: int) -> None:
+def test_a_token_maps_nothing_while_kv_goes_through_slots(budget: None, layers: int) -> None:
     """But the page that it lies on, the one that this is copied to on the host, and what attention needs more of. Pages
     are short, and the governor is asked before each forward."""
     with install.stock():
@@ -94,7 +94,7 @@ def test_a_token_maps_nothing_while_kv_goes_through_buffers(budget: None, layers
         found = models.generate(model, "greedy", inputs, TOKENS, prefill_chunk_size=64)
         assert governors.of(runtime.require()).pages.short, "else nobody would look for pages"
         settled = calls.steps[-20:]
-        assert {*calls.ways[-20:]} == {Way.BUFFERS}
+        assert {*calls.ways[-20:]} == {Way.STREAMED}
         assert [step.unmaps for step in settled] == [0] * len(settled)
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + layers  # mapped ahead
         assert sum(step.maps == 0 for step in settled) >= 5  # a page holds four tokens
@@ -109,7 +109,7 @@ def test_a_token_maps_nothing_where_all_is_resident(budget: None) -> None:
         calls = Calls(model)
         models.generate(model, "greedy", prompt(400), TOKENS)
         settled = calls.steps[-20:]
-        assert {*calls.ways} == {Way.HOME}
+        assert {*calls.ways} == {Way.RESIDENT}
         assert sum(step.maps for step in settled) <= sum(step.grown for step in settled) + 4
         assert [step.unmaps for step in settled] == [0] * len(settled)
 
@@ -146,5 +146,5 @@ def _python_calls(way: Way) -> int:
 
 
 def test_a_token_with_kv_away_costs_less_than_a_third_more_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    resident = python_calls(4000, Way.HOME, monkeypatch)
-    assert python_calls(900, Way.BUFFERS, monkeypatch) <= 1.3 * resident
+    resident = python_calls(4000, Way.RESIDENT, monkeypatch)
+    assert python_calls(900, Way.STREAMED, monkeypatch) <= 1.3 * resident

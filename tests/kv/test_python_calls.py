@@ -83,7 +83,7 @@ def decoding(pages: int, way: Way, monkeypatch: pytest.MonkeyPatch, tuned: Tuned
 def _decoded(device: Device, pages: int, way: Way) -> int:
     cache = Cache(pages)
     hog = device.reserve(device.budget, "weights", device.group())
-    if way is not Way.HOME:
+    if way is not Way.RESIDENT:
         hog.map(0, pages)
         press(device, pages // 2)
     for _ in range(3 * DEFAULT.kv_reads.again):
@@ -98,7 +98,7 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
     return min(steps)
 
 
-@pytest.mark.parametrize("way", [Way.HOME, Way.BUFFERS])
+@pytest.mark.parametrize("way", [Way.RESIDENT, Way.STREAMED])
 def test_a_token_costs_the_same_with_eight_times_as_many_pages(
     way: Way, monkeypatch: pytest.MonkeyPatch, tuned: Tuned
 ) -> None:

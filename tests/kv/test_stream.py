@@ -1,4 +1,4 @@
-"""Layers of a cache that take turns in buffers, and layers that come home one after the other."""
+"""Layers of a cache that take turns in slots, and layers that come home one after the other."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ class Trace:
 
 
 def test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load(streamed: Layers) -> None:
-    """The dependencies of SwiftCache §3.3, with two buffers: the load of layer j begins when the attention of the layer
-    that had its buffer has been launched, which is while the layer before it computes."""
+    """The dependencies of SwiftCache §3.3, with two slots: the load of layer j begins when the attention of the layer
+    that had its slot has been launched, which is while the layer before it computes."""
     trace = Trace(streamed)
     streamed.update()
     trace.steps.clear()
@@ -290,10 +290,10 @@ def test_each_iteration_copies_what_is_away_once(streamed: Layers, device: Devic
     assert streamed.way().copied - before.copied == 5 * before.away * PAGE
     assert after["kv_h2d"] - copied["kv_h2d"] == 5 * before.away * PAGE
     assert after["kv_d2h"] == copied["kv_d2h"]
-    assert before.way is Way.BUFFERS
-    assert before.buffers == 2
+    assert before.way is Way.STREAMED
+    assert before.slots == 2
     assert before.away == away(streamed.homes)
-    assert before.buffers * before.buffer_pages + 32 - before.away <= 26
+    assert before.slots * before.slot_pages + 32 - before.away <= 26
 
 
 def test_where_nobody_looks_nothing_changes_and_who_looks_sees_what_is_there(streamed: Layers, device: Device) -> None:
@@ -344,7 +344,7 @@ def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     sequence.out = True
     with pytest.raises(Gone), sequence.leased(0):
         pass
-    streamed.tier.kept = True  # its buffers go back
+    streamed.tier.kept = True  # its slots go back
     with sequence.leased(0):
         pass
     streamed.check()
@@ -373,14 +373,14 @@ def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
 
 
 def test_what_leaves_later_flies_too(device: Device, tuned: Tuned) -> None:
-    """In the room that its buffer has left, and is loaded with the rest."""
+    """In the room that its slot has left, and is loaded with the rest."""
     tuned(kv_reads={"slack": 1})
     hog = room(device, 34)
     layers = Layers(100)
     fly(layers)
-    for home in layers.homes[:2]:  # those that the buffers hold when the next iteration begins
+    for home in layers.homes[:2]:  # those that the slots hold when the next iteration begins
         flying = home.pages._extent.away
-        assert flying < layers.way().buffer_pages
+        assert flying < layers.way().slot_pages
         assert home.pages.displace(flying)
     poison(device)
     layers.tier.way._look = 0
@@ -494,7 +494,7 @@ def test_threads_with_a_cache_each(device: Device, monkeypatch: pytest.MonkeyPat
             layers = Layers(90)
             together.wait(60)  # else there may be room for one after the other
             steps = 0
-            while steps < 30 or (steps < 200 and not flown.is_set()):  # the other one may have what buffers need
+            while steps < 30 or (steps < 200 and not flown.is_set()):  # the other one may have what slots need
                 steps += 1
                 lease = ForwardLease().open()
                 try:
@@ -536,14 +536,14 @@ def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
     streamed.check()
 
 
-def test_buffers_go_back_where_pages_are_needed(streamed: Layers, device: Device) -> None:
-    assert streamed.way().buffers == 2
+def test_slots_go_back_where_pages_are_needed(streamed: Layers, device: Device) -> None:
+    assert streamed.way().slots == 2
     streamed.update(60)  # they are in the way of what does not fit otherwise
     assert streamed.tier.displaced == away(streamed.homes)
-    while streamed.way().buffers == 0:
+    while streamed.way().slots == 0:
         streamed.update()
     streamed.tier.kept = True
-    assert streamed.way().buffers == 0
+    assert streamed.way().slots == 0
     assert streamed.flying == 0
     streamed.tier.kept = False
     streamed.check()
@@ -552,12 +552,12 @@ def test_buffers_go_back_where_pages_are_needed(streamed: Layers, device: Device
     device.check()
 
 
-def test_buffers_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -> None:
-    assert streamed.way().buffers == 2
+def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -> None:
+    assert streamed.way().slots == 2
     tier = streamed.tier
     tier.governor.remove_cache(tier.number)  # so that nothing of it is taken
     streamed.update(40)
-    assert streamed.way().buffers == 2
+    assert streamed.way().slots == 2
     assert "host" in {home.range.backing(piece) for home in streamed.homes for piece in range(home._most)}
     streamed.both(lambda layer: layer.crop(-40))
     tier.number = tier.governor.add_cache(tier)
@@ -567,13 +567,13 @@ def test_buffers_are_the_last_that_a_cache_has(streamed: Layers, device: Device)
     device.check()
 
 
-def test_buffers_whose_pages_are_taken_while_they_are_opened(device: Device) -> None:
+def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device) -> None:
     """The second one may find no pages but those of the first, once another thread has published that."""
-    open_buffers, taken = kv_slots.KVSlots.open, 0
+    open_slots, taken = kv_slots.KVSlots.open, 0
 
     def opened(stream: kv_slots.KVSlots, count: int, pages: int) -> int:
         nonlocal taken
-        made = open_buffers(stream, count, pages)
+        made = open_slots(stream, count, pages)
         layers.tier.governor.publish_now()
         mine = [candidate for candidate in layers.tier.governor.candidates() if candidate.client == layers.tier.number]
         taken += device.take(
@@ -592,16 +592,16 @@ def test_buffers_whose_pages_are_taken_while_they_are_opened(device: Device) -> 
     hog.close()
 
 
-def test_an_idle_cache_gives_its_buffers_to_who_asks(device: Device) -> None:
+def test_an_idle_cache_gives_its_slots_to_who_asks(device: Device) -> None:
     hog = room(device, 26)
     lease = ForwardLease().open()
     layers = Layers(100)
     fly(layers)
-    layers.tier.give_buffers()
-    assert layers.way().buffers == 2, "it is used"
+    layers.tier.give_slots()
+    assert layers.way().slots == 2, "it is used"
     lease.close()
-    layers.tier.give_buffers()
-    assert layers.way().buffers == 0
+    layers.tier.give_slots()
+    assert layers.way().slots == 0
     layers.check()
     hog.close()
 
@@ -613,11 +613,11 @@ def test_all_of_it_comes_home_when_there_is_room(
     device.reap(wait=True)
     for _ in range(DEFAULT.kv_reads.look):
         streamed.update()
-    assert streamed.way().way is Way.BUFFERS, "it flies until pages have been free for long enough"
+    assert streamed.way().way is Way.STREAMED, "it flies until pages have been free for long enough"
     assert streamed.flying == LAYERS
     monkeypatch.setattr(type(streamed.tier.governor), "restorable_pages", lambda self, number: streamed.tier.displaced)
     streamed.update()
-    assert streamed.way() == replace(streamed.way(), way=Way.HOME, away=0, buffers=0, buffer_pages=0)
+    assert streamed.way() == replace(streamed.way(), way=Way.RESIDENT, away=0, slots=0, slot_pages=0)
     streamed.check()
     device.check()
 

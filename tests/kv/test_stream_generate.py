@@ -1,4 +1,4 @@
-"""Real models whose layers take turns in buffers for their KV: they say what stock says."""
+"""Real models whose layers take turns in slots for their KV: they say what stock says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that layers of a cache take turns in, while somebody needs their pages in the middle of an operator."""
+"""Slots that layers of a cache take turns in, while somebody needs their pages in the middle of an operator."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ pytestmark = [
 ]
 
 
-def at_home(layers: Layers) -> int:
-    """Full pages that the cache has on the device, beside its buffers."""
+def nothing_away(layers: Layers) -> int:
+    """Full pages that the cache has on the device, beside its slots."""
     return sum(twin.held - twin.away for twin in (home.pages._extent for home in layers.homes))
 
 
-def in_buffers(layers: Layers) -> int:
-    return layers.way().buffers * layers.way().buffer_pages
+def in_slots(layers: Layers) -> int:
+    return layers.way().slots * layers.way().slot_pages
 
 
 @pytest.fixture
@@ -49,14 +49,14 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
     device: Device,  # noqa: F811
     blocks: list[int],
 ) -> None:
-    """Where nobody could take a buffer, an activation died while two of them held pages."""
+    """Where nobody could take a slot, an activation died while two of them held pages."""
     streamed.update()
-    others = device.available + at_home(streamed) + 1  # one that no layer reads
-    buffers = in_buffers(streamed)
-    assert buffers > 4
+    others = device.available + nothing_away(streamed) + 1  # one that no layer reads
+    slots = in_slots(streamed)
+    assert slots > 4
     blocks.append(device.allocate((others - 1) * PAGE))
     assert streamed.flying == LAYERS
-    assert sum(each.range.backed for each in streamed.tier.way._slots._slots) >= buffers - 2
+    assert sum(each.range.backed for each in streamed.tier.way._slots._slots) >= slots - 2
     kv = device.snapshot()["pages"]["kv"]
     blocks.append(device.allocate(4 * PAGE))
     assert device.snapshot()["pages"]["kv"] <= kv - 4
@@ -84,7 +84,7 @@ def test_it_may_be_the_attention_of_a_layer_that_flies_itself(
     elastic, stock = streamed.pairs[layer]
     new = tokens(1, 99)
     ours, theirs = elastic.update(*new), stock.update(*new)
-    blocks.append(device.allocate((device.available + at_home(streamed) + in_buffers(streamed) - 1) * PAGE))
+    blocks.append(device.allocate((device.available + nothing_away(streamed) + in_slots(streamed) - 1) * PAGE))
     poison(device)
     assert all(map(torch.equal, ours, theirs)), "it reads the same bytes on the host"
     assert sum(each.range.backed for each in streamed.tier.way._slots._slots) <= 1
@@ -105,7 +105,7 @@ def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, 
     """It is demanded: who streams leases its cache."""
     lease = ForwardLease().open()
     streamed.update()
-    wanted = (device.available + at_home(streamed) + 3) * PAGE
+    wanted = (device.available + nothing_away(streamed) + 3) * PAGE
     asked: list[Any] = []
 
     def ask() -> None:
@@ -147,8 +147,8 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
 
     def between() -> None:
         nonlocal taken
-        buffers = layers.tier.way._slots
-        before = sum(each.range.backed for each in buffers._slots)
+        slots = layers.tier.way._slots
+        before = sum(each.range.backed for each in slots._slots)
         if blocks and draw.random() < 0.4:
             device.deallocate(blocks.pop(draw.randrange(len(blocks))))
             device.trim()
@@ -157,7 +157,7 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
                 blocks.append(device.allocate(draw.randint(1, 12) * PAGE))
             except PoolExhausted:
                 poison(device)
-        taken += before - sum(each.range.backed for each in buffers._slots)
+        taken += before - sum(each.range.backed for each in slots._slots)
         device.check()
 
     def append(index: int, elastic: Any, stock: Any, new: Any) -> None:

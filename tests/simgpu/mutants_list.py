@@ -45,7 +45,7 @@ LATER = "tests/gpu/test_kv_order.py::test_somebody_is_slow[pages_wait_for_a_late
 REPLAYS = "tests/gpu/test_kv_order.py::test_somebody_is_slow[a_replay_keeps_its_memory-cuda]"
 FORWARDS = "tests/gpu/test_kv_order.py::test_a_lease_keeps_pages_where_they_are[True-cuda]"
 CALLS = "tests/gpu/test_kv_order.py::test_a_lease_keeps_pages_where_they_are[False-cuda]"
-BUFFERS = "tests/gpu/test_kv_stream.py::test_layers_take_turns_in_buffers[cuda]"
+KV_SLOTS = "tests/gpu/test_kv_stream.py::test_layers_take_turns_in_slots[cuda]"
 HOME = "tests/gpu/test_kv_stream.py::test_pages_come_home_while_layers_compute[cuda]"
 PEER = "tests/gpu/test_kv_peer.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home[same-cuda]"
 WRITTEN = "tests/gpu/test_prefix_order.py::test_prefixes_are_used_in_order[who_copies_waits_for_who_wrote-cuda]"
@@ -149,15 +149,15 @@ KV = (
           ("offload/residency/mover.py", "done.wait() if stream is None else done.before(stream)", "done.wait() if stream is None else None")),
     plant("kv-arrive-host", "the host's wait for KV that comes home while somebody else holds tensors over it", HOME,
           ("offload/residency/mover.py", "done.wait() if stream is None else done.before(stream)", "done.before(stream or 0)")),
-    plant("kv-buffer-filled", "the wait of a layer's stream for the copy into its buffer", BUFFERS,
+    plant("kv-slot-filled", "the wait of a layer's stream for the copy into its slot", KV_SLOTS,
           ("offload/residency/slots.py", "            slot.done.before(stream)\n", "            pass\n")),
-    plant("kv-buffer-free", "the wait of a copy into a buffer for the layer that read it before", BUFFERS,
+    plant("kv-slot-free", "the wait of a copy into a slot for the layer that read it before", KV_SLOTS,
           ("offload/residency/slots.py", "streams[-1] if streams else None)", "0)")),
-    plant("kv-buffer-streams", "the wait of a copy into a buffer for another stream that read it", BUFFERS,
+    plant("kv-slot-streams", "the wait of a copy into a slot for another stream that read it", KV_SLOTS,
           ("offload/residency/slots.py", "        for stream in streams[:-1]:\n            self.copy([], stream)  # copies are made in the order of their submission\n", ""),
           survives="whoever computes on another stream has it wait for the layer before, whose output it needs, and the copy waits for that stream"),
-    plant("kv-buffer-held", "the question whether somebody has a tensor over the layer that a buffer holds, before another takes it",
-          BUFFERS,
+    plant("kv-slot-held", "the question whether somebody has a tensor over the layer that a slot holds, before another takes it",
+          KV_SLOTS,
           ("offload/residency/kv_slots.py", "        if extent is not None and not extent.alone():\n            self.map_to_host(extent)", "        del extent")),
     plant("kv-home-after", "the wait of what brings KV home for the stream that uses it", HOME,
           ("offload/residency/mover.py", 'self._arriving = transfer.copy(copies, after=stream, owner', 'self._arriving = transfer.copy(copies, after=0, owner'),

@@ -34,7 +34,7 @@ FAILING = ("FAILED", "ERROR")
 ORDER = (
     "tests/gpu/test_core_pages.py",
     "tests/gpu/test_core_captures.py",
-    "tests/gpu/test_kv_buffers.py",
+    "tests/gpu/test_kv_slots.py",
     "tests/gpu/test_kv_stream.py",
     "tests/gpu/test_kv_tokens.py",
     "tests/gpu/test_prefix.py",
@@ -45,7 +45,7 @@ QUICK = (
     "tests/gpu/test_core_pages.py",
     "tests/gpu/test_core_captures.py",
     "tests/gpu/test_core_order.py",
-    "tests/gpu/test_kv_buffers.py",
+    "tests/gpu/test_kv_slots.py",
     "tests/gpu/test_weights_order.py",
     "tests/gpu/test_core_simulated.py",
 )

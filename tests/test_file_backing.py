@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
 from ballonet.offload.policy.layout import ALIGNMENT, Block, place
-from ballonet.offload.residency.file_twin import FileTwins, Place, runs
+from ballonet.offload.residency.file_backing import FileBackings, Place, runs
 from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
 
 from . import weights
@@ -34,9 +34,9 @@ PIECE = 4 * PAGE
 
 
 @contextmanager
-def twins(path: Path, piece: int = PIECE, **options: int) -> Iterator[tuple[Core, FileTwins, WeightsFile]]:
+def twins(path: Path, piece: int = PIECE, **options: int) -> Iterator[tuple[Core, FileBackings, WeightsFile]]:
     with opened(budget=64, **options) as core:
-        made = FileTwins(core.device, piece)
+        made = FileBackings(core.device, piece)
         yield core, made, WeightsFile(path)
         made.close()
         assert made.registered == 0
@@ -128,7 +128,7 @@ def test_a_large_layer_is_cut_where_pieces_meet_and_two_layers_share_one(tmp_pat
 def test_a_layer_may_lie_in_several_files(tmp_path: Path) -> None:
     paths = [weights.write(tmp_path / f"w{n}", {"a": 2 * PAGE, "b": PAGE}, 16 * n) for n in range(3)]
     with opened(budget=64) as core:
-        made = FileTwins(core.device, PIECE)
+        made = FileBackings(core.device, PIECE)
         files = [WeightsFile(path) for path in paths]
         places = [(n * 4 * PAGE, file.span("a")) for n, file in enumerate(files)]
         there = slot(core, 12)
@@ -277,7 +277,7 @@ def test_a_failure_at_any_call_is_survived(tmp_path: Path) -> None:
 def test_what_is_dropped_is_unregistered_even_where_the_driver_refuses_once(tmp_path: Path) -> None:
     path = weights.write(tmp_path / "w", {"a": 10 * PAGE})
     with opened() as core:
-        made = FileTwins(core.device, PIECE)
+        made = FileBackings(core.device, PIECE)
         twin = made.twin([(0, WeightsFile(path).span("a"))])
         (first, *_) = [source for _, source, _ in twin.parts(0)]
         arm("cuMemHostUnregister", 2)
@@ -355,7 +355,7 @@ def test_the_file_is_not_copied_into_memory(tmp_path: Path) -> None:
     size = 2**25
     path = weights.write(tmp_path / "w", {"a": size, "b": size}, 96)
     with opened(budget=size // PAGE + 16) as core:
-        made = FileTwins(core.device, 2**23)
+        made = FileBackings(core.device, 2**23)
         file = WeightsFile(path)
         there = slot(core, size // PAGE)
         before = anonymous()
@@ -374,7 +374,7 @@ SCENE = """
     from pathlib import Path
     from ballonet.allocator import _native
     from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
-    from ballonet.offload.residency.file_twin import FileTwins
+    from ballonet.offload.residency.file_backing import FileBackings
     from ballonet.offload.residency.weights_file import WeightsFile
     from tests import weights
     from tests.core import PAGE, opened
@@ -387,7 +387,7 @@ SCENE = """
             if next(steps) == change_at:
                 change(path)
         with opened(budget=64, link_latency_ns=2_000_000) as core:
-            made, there, transfer = FileTwins(core.device, 4 * PAGE), core.range(10), _native.Transfer(core.device)
+            made, there, transfer = FileBackings(core.device, 4 * PAGE), core.range(10), _native.Transfer(core.device)
             there.map(0, 10)
             try:
                 step()

@@ -76,7 +76,7 @@ def _cut(run: Run, piece: int) -> Iterator[Run]:
 
 
 @dataclass(frozen=True, slots=True)
-class FileTwin:
+class FileBacking:
     """The file backing of one range. Where it is not `registered`, `reason` says why: it needs host pages then."""
 
     registered: bool
@@ -105,7 +105,7 @@ class FileTwin:
         return [(address + offset, source, nbytes) for offset, source, nbytes in self.copies]
 
 
-class FileTwins:
+class FileBackings:
     """What of weights files is registered with one device, for the backings that were asked for. Not thread-safe."""
 
     def __init__(self, device: Device, piece: int = DEFAULT.files.registered) -> None:
@@ -119,7 +119,7 @@ class FileTwins:
         """Bytes of files that are registered, and so cannot leave memory."""
         return sum(memory.nbytes for pieces in self._pieces.values() for memory in pieces.values())
 
-    def twin(self, places: Iterable[Place]) -> FileTwin:
+    def twin(self, places: Iterable[Place]) -> FileBacking:
         """The file backing of a range from what lies where in it. What it needs of the files is registered, or none.
 
         WeightsFileChanged; ValueError as `runs`.
@@ -136,10 +136,10 @@ class FileTwins:
         except (DriverError, WeightsFileError) as error:
             for file in files:
                 file.check()
-            return FileTwin(False, str(error), files, places, ())
-        return FileTwin(True, "", files, places, sources)
+            return FileBacking(False, str(error), files, places, ())
+        return FileBacking(True, "", files, places, sources)
 
-    def keep(self, twins: Iterable[FileTwin]) -> None:
+    def keep(self, twins: Iterable[FileBacking]) -> None:
         """Unregisters what none of these copies from. DriverError."""
         used = [source for twin in twins for _, source, _ in twin.copies]
         for file, pieces in list(self._pieces.items()):
@@ -175,7 +175,7 @@ class FileTwins:
 class FileLoader:
     """Brings bytes of files to the device: those of one step while the next is prepared."""
 
-    def __init__(self, device: Device, twins: FileTwins, stream: int) -> None:
+    def __init__(self, device: Device, twins: FileBackings, stream: int) -> None:
         """`twins`: registers what is read; `stream`: what it was given has passed before bytes are overwritten.
         DriverError."""
         self._twins = twins
@@ -205,7 +205,7 @@ class FileLoader:
             self._check()
             raise
 
-    def finish(self, keep: Iterable[FileTwin]) -> None:
+    def finish(self, keep: Iterable[FileBacking]) -> None:
         """All bytes are there, and were what the files held at the beginning; of the files only what `keep` copies from
         is still registered. WeightsFileChanged, DriverError."""
         self.settle()

@@ -1,4 +1,4 @@
-"""Layers whose KV is streamed through buffers, and comes home one after the other: tokens are stock's."""
+"""Layers whose KV is streamed through slots, and comes home one after the other: tokens are stock's."""
 
 from __future__ import annotations
 
