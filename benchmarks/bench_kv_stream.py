@@ -145,14 +145,14 @@ def lower(nbytes: int) -> None:
 
     device = runtime.require()
     device.trim()
-    governors.of(device).publish_now()
+    governors.of(device).reclaim.publish_now()
     used = sum(pages for owner, pages in device.snapshot()["pages"].items() if owner != "free")
     ballonet.set_budget(used * device.page_size - nbytes)
 
 
 def pages_away(cache: Any) -> int:
     (tier,) = {id(layer._ranges): layer._ranges.tier for layer in cache.layers}.values()
-    pages: int = tier.streamed.away
+    pages: int = tier.client.streamed.away
     return pages
 
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+from ballonet.offload.governor.client import LAYERS, Offer
 from ballonet.offload.governor.decision import Decision
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.seat import LAYERS, Offer
 from ballonet.offload.policy.plan import Plan
 from ballonet.offload.record.record import Point
 
@@ -252,7 +252,7 @@ class FakeCache:
         self.moved = 0  # pages that went or came back
         self.near = self.on_peer = self.leaving = 0
         self.demoted: list[int] = []
-        self.number = governor.add_cache(self)
+        self.number = governor.add_client(self)
         device.caches.append(self)
 
     @property
@@ -286,7 +286,7 @@ class FakeCache:
         dirty = [each for each in range(self.pages) if each not in self.clean]
         if pages:
             self.clean |= {*dirty[:pages]}
-            self.governor.cache_changed(self.number)
+            self.governor.client_changed(self.number)
 
     def take(self, index: int) -> None:
         """The core takes it."""
@@ -306,13 +306,13 @@ class FakeCache:
                 self.away.difference_update(back)
                 self.moved += home
             if not self.device.want(pages, self):
-                self.governor.publish_now()
+                self.governor.reclaim.publish_now()
                 if not self.device.want(pages, self):
                     raise MemoryError
             self.pages += pages
             self.used = self.clock.now
             if pages or home:
-                self.governor.cache_changed(self.number)
+                self.governor.client_changed(self.number)
         finally:
             self.running = False
 
@@ -322,4 +322,4 @@ class FakeCache:
             self.pages -= 1
             self.away.discard(self.pages)
             self.clean.discard(self.pages)
-        self.governor.cache_changed(self.number)
+        self.governor.client_changed(self.number)

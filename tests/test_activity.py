@@ -152,15 +152,15 @@ def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Cl
     governor.taken_of(cache.number)
     stream.launch(5 * PAGES.idle)
     governor.after(slow)
-    clients = governor._clients
+    clients = governor._known.clients
     for after in (0.1, 2.5, 4.9):
         clock.now = 100.0 + after * PAGES.idle
-        assert clients.active(clock.now) >= {clients[slow].number, cache.number}
+        assert clients.active(clock.now) >= {clients.of_model(slow).number, cache.number}
     clock.now = 100.0 + 5.9 * PAGES.idle
-    assert clients.active(clock.now) >= {clients[slow].number, cache.number}
+    assert clients.active(clock.now) >= {clients.of_model(slow).number, cache.number}
     clock.now = 100.0 + 6.1 * PAGES.idle
-    assert not clients.active(clock.now) & {clients[slow].number, cache.number}
-    assert governor._clients.rested(clock.now)
+    assert not clients.active(clock.now) & {clients.of_model(slow).number, cache.number}
+    assert governor._known.clients.rested(clock.now)
 
 
 def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: LateMarks) -> None:
@@ -170,13 +170,13 @@ def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: Late
     for _ in range(3):
         iterate(governor, model, stream, 3 * PAGES.idle, None)
         clock.now = stream.free_at  # the host waits for the token
-        governor._clients[model].waking = False
+        governor._known.clients.of_model(model).waking = False
     governor.before(model, Point("prefill", 1, 8))
-    assert not governor._clients[model].waking
+    assert not governor._known.clients.of_model(model).waking
     governor.after(model)
     clock.now += 2 * PAGES.idle
     governor.before(model, Point("prefill", 1, 8))
-    assert governor._clients[model].waking
+    assert governor._known.clients.of_model(model).waking
 
 
 def test_who_is_about_to_run_keeps_the_buffers_of_the_cache_that_it_used_last(clock: Clock, stream: LateMarks) -> None:

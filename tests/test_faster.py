@@ -141,7 +141,7 @@ def test_it_stays_as_it_is_where_nothing_was_measured() -> None:
         _, governor, _, (a,) = governed(100, {"plan": ONE, "decode": 0.02, **unknown}, bandwidth=bandwidth)
         assert changes(a, governor, 200) == []
         assert "assumed" in a.decisions[-1].why
-    governor.bandwidth = LINK
+    governor.link.bandwidth = LINK
     assert changes(a, governor, 600) == [LOOK + 2 * LOOK + 4 * LOOK - 200 - 1], "the third look"
 
 

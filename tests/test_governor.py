@@ -412,7 +412,7 @@ def test_where_nothing_was_measured_it_assumes_and_says_so(seconds: float | None
     )
     a.step(governor, kv=5)
     a.step(governor, kv=5)
-    assert {candidate.rung for candidate in governor.candidates()} == {Rung.LAST_WEIGHTS}
+    assert {candidate.rung for candidate in governor.reclaim.candidates()} == {Rung.LAST_WEIGHTS}
     b.step(governor, "prefill")
     a.step(governor)
     for each in (a, b):

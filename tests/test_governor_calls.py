@@ -153,7 +153,7 @@ def test_models_are_called_without_the_lock() -> None:
     called = []
 
     def other_thread(*_: object) -> bool:
-        thread = threading.Thread(target=governor.set_traffic, args=(len(called) * LINK,), daemon=True)
+        thread = threading.Thread(target=governor.link.set_traffic, args=(len(called) * LINK,), daemon=True)
         thread.start()
         thread.join(20)
         called.append(thread.is_alive())
@@ -210,8 +210,8 @@ def test_an_slo_needs_the_bandwidth() -> None:
         governor.add(FakeModel(device, "b", tpot=0.1))
     with pytest.raises(ValueError, match="bandwidth"):
         governor.admit(FakeModel(device, "b", tpot=0.1), 40)
-    governor.bandwidth = LINK
-    assert governor.bandwidth == LINK
+    governor.link.bandwidth = LINK
+    assert governor.link.bandwidth == LINK
     assert governor.admit(FakeModel(device, "b", tpot=0.1), 40) is None
 
 
@@ -286,16 +286,16 @@ def test_traffic_changes_what_streams() -> None:
     """Select-N, coordinator: with less of the link less streams, as far as there are pages."""
     device, governor, _, (a,) = governed(60, {"tpot": 0.042})
     assert len(a.step(governor).plan.streamed) == 8
-    governor.set_traffic(LINK // 2 - 1)
+    governor.link.set_traffic(LINK // 2 - 1)
     assert 1 <= len(a.step(governor).plan.streamed) < 8
     asked = a.asked
-    governor.set_traffic(LINK // 2 - 2)
+    governor.link.set_traffic(LINK // 2 - 2)
     a.step(governor)
     assert a.asked == asked, "too little to be told apart"
-    governor.set_traffic(0)
+    governor.link.set_traffic(0)
     assert len(a.step(governor).plan.streamed) == 8
     device.kv = device.free
-    governor.set_traffic(LINK // 2)
+    governor.link.set_traffic(LINK // 2)
     missed = a.step(governor)
     assert len(missed.plan.streamed) == 8, "there are none"
     assert missed.refusal is not None
@@ -303,5 +303,5 @@ def test_traffic_changes_what_streams() -> None:
     new = FakeModel(device, "new", tpot=0.042)
     governor.remove(a)
     assert governor.admit(new, 10) is not None
-    governor.set_traffic(0)
+    governor.link.set_traffic(0)
     assert governor.admit(new, 10) is None

@@ -242,7 +242,7 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
     device, governor, clock, them = governed(sum(sum(each["pages"]) for each in options) + 20, *options)
     for _ in range(draw(st.integers(1, 6))):
         traffic = draw(st.sampled_from([0, LINK // 3, LINK // 2, LINK]))
-        governor.set_traffic(traffic)
+        governor.link.set_traffic(traffic)
         clock.now += 2 * PAGES.idle
         device.kv = draw(st.integers(0, device.free + device.kv))
         running = draw(st.lists(st.sampled_from(them), min_size=1, unique_by=id))
@@ -268,12 +268,12 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
 
 def test_what_an_slo_forbids_is_not_taken() -> None:
     device, governor, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
-    governor.set_traffic(LINK)
+    governor.link.set_traffic(LINK)
     for each in (a, b):
         each.step(governor)
     assert a.plan == Plan(EQUAL), "there is nothing left of the link"
     assert {name for name, _ in keys(device)} == {"b"}
-    governor.set_traffic(0)
+    governor.link.set_traffic(0)
     for each in (a, b):
         each.step(governor)
     assert len(a.plan.streamed) == 4

@@ -26,7 +26,7 @@ from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.streaming import elastic, forwards, streamed, turns
 from ballonet.hooks.weights import moving
-from ballonet.offload.governor import caches, clients, governor, kv_tier, overview
+from ballonet.offload.governor import clients, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
 from .core import PAGE, shim
 from .models import build, prompts
@@ -34,7 +34,21 @@ from .pool import tiny_layers
 from .tuned import Tuned
 
 INPUTS = prompts(batch=2, longest=9)
-FAREWELLS = (interrupts, managed, generation, lease, forwards, governor, overview, clients, caches, kv_tier, elastic)
+FAREWELLS = (
+    interrupts,
+    managed,
+    generation,
+    lease,
+    forwards,
+    governor,
+    overview,
+    reclaim_list,
+    exchange,
+    clients,
+    kv_client,
+    kv_tier,
+    elastic,
+)
 
 
 class Ignored:
@@ -237,18 +251,18 @@ def test_a_lease_ends_with_whoever_has_it_on_any_thread(installed: None) -> None
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ignored: Ignored) -> None:
     model = build("llama", num_hidden_layers=2)
     device = runtime.require()
-    known = governors.of(device)._clients
+    known = governors.of(device)._known.clients
     at, seen = 0, True
     while seen:
         at += 1
         held = [KVCache(model.config)]
         with torch.no_grad():
             model(**INPUTS, past_key_values=held[0])
-        assert len(known.caches) == 1
+        assert len(known._paged) == 1
         seen = interrupted(held.clear, at, *FAREWELLS)
         gc.collect()
-        known.bury()
-        assert len(known.caches) == 0, at
+        known.drop_dead()
+        assert len(known._paged) == 0, at
         device.reap(wait=True)
         assert device.snapshot()["pages"]["kv"] == 0, at
     assert at > 5
@@ -258,7 +272,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_cache(installed: None, ign
 def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ignored: Ignored) -> None:
     """Its pages, those of its twins, its hooks and its seat go, whichever line is interrupted."""
     device = runtime.require()
-    known = governors.of(device)._clients
+    known = governors.of(device)._known.clients
     at, seen = 0, True
     while seen:
         at += 1
@@ -274,8 +288,8 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
         assert lease.current() is None, at
         del layer
         gc.collect()
-        assert known.bury() is not None
-        assert not known.seats, at
+        assert known.drop_dead() is not None
+        assert not known.models, at
         device.trim()
         device.reap(wait=True)
         found = device.snapshot()
@@ -290,7 +304,7 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None) -> None:
     """As they come when a traceback is kept: it keeps frames, and what is in them."""
     model = build("llama", num_hidden_layers=3)
     it = ballonet.manage(model, interval=1)
-    seat = governors.of(runtime.require())._clients[it._elastic]
+    seat = governors.of(runtime.require())._known.clients.of_model(it._elastic)
     kept: list[BaseException] = []
 
     def change() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ballonet.allocator.events import Events
-from ballonet.offload.governor.seat import LAYERS
+from ballonet.offload.governor.client import LAYERS
 from ballonet.offload.policy.ladder import LISTED, Absent, Candidate, Rung, above_floors, ordered, restore_order
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.tuning import DEFAULT
@@ -142,7 +142,7 @@ def test_the_whole_list() -> None:
     device.kv = device.free
     while device.want(1, b):
         device.kv += device.free
-    labels = [governor._list.named(key).lever for key in _keys_taken(device, governor, a, b, old, prefix, new)]
+    labels = [governor._known.list.named(key).lever for key in _keys_taken(device, governor, a, b, old, prefix, new)]
     listed = [rung.label for rung in LISTED if rung is not Rung.LEND]  # nobody lacks anything
     assert [label for label, _ in itertools.groupby(labels)] == listed
     assert [name for name, _ in itertools.groupby(trace(device))] == [
@@ -160,7 +160,9 @@ def test_the_whole_list() -> None:
 
 
 def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCache) -> list[int]:
-    found = {each.name: each if isinstance(each, FakeCache) else governor._clients[each] for each in clients}
+    found = {
+        each.name: each if isinstance(each, FakeCache) else governor._known.clients.of_model(each) for each in clients
+    }
     return [found[name].number * LAYERS + index for name, index in device.trace]
 
 
@@ -180,7 +182,7 @@ def test_of_idle_caches_the_one_used_last_gives_first_one_after_the_other() -> N
     for each in (them[1], them[0], them[2]):
         each.step(4)
         clock.now += 2 * PAGES.idle
-    governor.publish_now()
+    governor.reclaim.publish_now()
     device.kv = 28
     assert device.want(12)
     assert trace(device) == ["z"] * 4 + ["x"] * 4 + ["y"] * 4
@@ -194,7 +196,7 @@ def test_clean_pages_are_offered_first_by_the_cache_and_stay_so() -> None:
     cache.offers = lambda: [  # type: ignore[method-assign]
         each for index in order for each in FakeCache.offers(cache) if each.index == index
     ]
-    governor.publish_now()
+    governor.reclaim.publish_now()
     device.kv = 16
     assert device.want(4)
     assert [index for _, index in device.trace] == order
@@ -209,7 +211,7 @@ def test_a_cache_has_the_priority_of_the_model_whose_forward_made_it() -> None:
         governor.before(model, HERE)
         caches[model.name] = FakeCache(device, governor, clock, f"of {model.name}")
         governor.after(model)
-    assert [seat.name for seat, _ in governor._clients.caches] == ["of a of a", "of b of b"]
+    assert [seat.name for seat, _ in governor._known.clients.paged] == ["of a of a", "of b of b"]
     free = FakeCache(device, governor, clock, "of nobody")
     for each in (caches["b"], caches["a"], free):
         each.step(3)
@@ -243,8 +245,8 @@ def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:
     cache.offers = lambda: offers  # type: ignore[method-assign]
     device.kv = 16
     assert device.want(2)
-    governor.publish_now()
-    assert {candidate.index for candidate in governor.candidates()} == {2, 3}
+    governor.reclaim.publish_now()
+    assert {candidate.index for candidate in governor.reclaim.candidates()} == {2, 3}
     assert governor.taken_of(cache.number) == {0, 1}
     assert governor.taken_of(cache.number) == frozenset()
 
@@ -253,9 +255,9 @@ def test_nothing_of_a_model_that_changes_is_listed() -> None:
     device, governor, clock, (a, _) = governed(100, {}, {})
     cache = FakeCache(device, governor, clock)
     cache.step(1)
-    governor.publish_now()
+    governor.reclaim.publish_now()
     with governor.changing(a):
-        governor.publish_now()
+        governor.reclaim.publish_now()
         assert {name for name, _ in in_list(device)} == {"b", "cache"}
     assert {name for name, _ in in_list(device)} == {"a", "b", "cache"}
 
@@ -271,7 +273,7 @@ def test_a_floor_keeps_weights_and_caches_together() -> None:
     governor.after(a)
     cache.step(6)
     clock.now += 2 * PAGES.idle
-    governor.publish_now()
+    governor.reclaim.publish_now()
     device.kv = device.free
     while device.want(1):
         device.kv += device.free
@@ -366,8 +368,8 @@ def test_nothing_comes_home_once_pages_are_wanted_again() -> None:
     for _ in range(44):
         clock.now += PAGES.idle / 4
         cache.used = clock.now
-        governor.publish_now()
-        governor.cache_changed(cache.number)
+        governor.reclaim.publish_now()
+        governor.client_changed(cache.number)
     device.kv += device.free
     assert device.want(1), "between the promise and the next iteration"
     device.kv = 4
@@ -401,7 +403,7 @@ def both_idle() -> tuple[FakeDevice, Any, FakeCache, FakeCache]:
     clock.now += PAGES.idle / 2
     two.step(10)
     clock.now += 2 * PAGES.idle
-    governor.publish_now()
+    governor.reclaim.publish_now()
     assert device.want(3)
     device.kv = 3
     return device, governor, one, two
@@ -419,7 +421,7 @@ def test_a_cache_that_wakes_counts_neither_with_itself_nor_with_who_is_gone() ->
     device, governor, one, two = both_idle()
     assert two.displaced == 3
     device.caches.remove(one)
-    governor.remove_cache(one.number)
+    governor.remove_client(one.number)
     device.kv += device.free
     assert governor.restorable_pages(two.number) == 0
 
@@ -509,27 +511,27 @@ def test_a_cache_that_is_collected_is_forgotten() -> None:
     device.listed.clear()
     del cache
     gc.collect()
-    governor.publish_now()
+    governor.reclaim.publish_now()
     assert device.listed == []
-    with governor._lock:  # in the middle of anything, even here
-        governor.remove_cache(number)
-    governor.publish_now()
-    assert len(governor._clients.caches) == 0
+    with governor._known.lock:  # in the middle of anything, even here
+        governor.remove_client(number)
+    governor.reclaim.publish_now()
+    assert len(governor._known.clients._paged) == 0
     assert governor.restorable_pages(number) == 0
     assert governor.taken_of(number) == frozenset()
-    governor.cache_changed(number)
+    governor.client_changed(number)
 
 
 def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     device, governor, _, _ = governed(10)
     device.kv = 10
-    assert not governor.wait_for_pages(0.0)
+    assert not governor.pages.wait(0.0)
     waiting = threading.Event()
     came = []
 
     def wait() -> None:
         waiting.set()
-        came.append(governor.wait_for_pages(60))
+        came.append(governor.pages.wait(60))
 
     thread = threading.Thread(target=wait)
     thread.start()
@@ -540,10 +542,10 @@ def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: 
     demands = iter([3, 3, 0])
     monkeypatch.setattr(FakeDevice, "demand", property(lambda _: next(demands)), raising=False)
     device.kv = 10
-    assert governor.wait_for_pages(60), "what was missing can be had now"
+    assert governor.pages.wait(60), "what was missing can be had now"
     monkeypatch.setattr(FakeDevice, "demand", 3)
     device.obey = lambda: 3  # type: ignore[method-assign]
-    assert governor.wait_for_pages(60)
+    assert governor.pages.wait(60)
 
 
 # -- a square wave
@@ -591,7 +593,7 @@ def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int
                     burst.step(min(load - burst.pages, 20))
             if burst is not None:
                 device.caches.remove(burst)
-                governor.remove_cache(burst.number)
+                governor.remove_client(burst.number)
         moves.append(moved() - before)
     assert max(moves[:2]) <= ONCE
     assert max(moves[2:]) <= most
@@ -602,4 +604,4 @@ def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int
         chat.step()
     assert (a.plan, b.plan, chat.displaced) == (Plan(EQUAL), Plan(EQUAL), 0)
     assert device.free == 110 - 2 * sum(EQUAL) - chat.pages
-    assert len(governor._clients.caches) == 1
+    assert len(governor._known.clients._paged) == 1

@@ -133,7 +133,7 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream(tuned: Tuned) -
         logits(first)
         ballonet.set_budget(used() * PAGE + alone - 4 * PAGE)  # the first one gives a layer
         clock.now += 2 * DEFAULT.pages.idle
-        candidates = governors.of(runtime.require()).candidates()
+        candidates = governors.of(runtime.require()).reclaim.candidates()
         assert any(candidate.rung is Rung.IDLE_WEIGHTS for candidate in candidates)
         with ballonet.manage(second) as other:
             assert other.report().streamed == ()

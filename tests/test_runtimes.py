@@ -92,7 +92,7 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
     with manage_on(built[0], first), manage_on(built[1], second):
         weights = [pages(each, "weights") for each in two]
         assert min(weights) > 0
-        names = [[seat.name for seat in governors.of(each.device)._clients.seats] for each in two]
+        names = [[seat.name for seat in governors.of(each.device)._known.clients.models] for each in two]
         assert names == [[type(built[0]).__name__], [type(built[1]).__name__]]
         kept = say(built[1])
         assert torch.equal(kept.sequences, expected[1])
@@ -101,7 +101,7 @@ def test_models_and_caches_take_pages_of_their_own_runtime(two: tuple[Runtime, R
         assert torch.equal(also.sequences, expected[0])
         assert pages(first, "kv") > 0
         assert [pages(each, "weights") for each in two] == weights
-        assert [len(governors.of(each.device)._clients.caches) for each in two] == [1, 1]
+        assert [len(governors.of(each.device)._known.clients.paged) for each in two] == [1, 1]
         del kept, also
     for each in two:
         gc.collect()

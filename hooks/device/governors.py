@@ -73,14 +73,14 @@ def of(device: Device) -> Governor:
             marks=None if device.kind == "standin" else marks_of(device),
         )
         _governors[found] = governor
-        found.preparing = governor.preparing
+        found.preparing = governor.ladder.preparing
         return governor
 
 
 def obey(device: Device, governor: Governor) -> None:
     """For a thread between two layers: gives what others demand of it. DriverError."""
     if device.obey():
-        governor.pages_given()
+        governor.pages.given()
 
 
 def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
@@ -88,14 +88,14 @@ def measure_link(device: Device, governor: Governor, leave: int = 0) -> None:
     nothing while another thread finds out."""
 
     def measure() -> None:
-        if governor.bandwidth is None:
+        if governor.link.bandwidth is None:
             with relaxed(device), suppress(DriverError):  # of a driver that says it has host pages and gives none
                 if (found := link.measure(device, leave=leave, tuning=governor.tuning.link)) is not None:
-                    governor.bandwidth = found
-        if governor.peer_bandwidth is None and device.peer is not None:
+                    governor.link.bandwidth = found
+        if governor.link.peer_bandwidth is None and device.peer is not None:
             with relaxed(device), suppress(DriverError):
                 if (found := link.measure(device, leave=leave, place="peer", tuning=governor.tuning.link)) is not None:
-                    governor.peer_bandwidth = found
+                    governor.link.peer_bandwidth = found
 
     if_free(_measuring, measure)
 

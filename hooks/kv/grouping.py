@@ -123,7 +123,7 @@ class CacheRanges:
         home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
         self._ranges.append(weakref.ref(home))
         if self._tier is not None:
-            self._tier.block = max(self._tier.block, len(self._ranges), 1 + more)
+            self._tier.client.block = max(self._tier.client.block, len(self._ranges), 1 + more)
         place = home.join()
         assert place is not None
         return home, place

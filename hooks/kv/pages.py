@@ -80,7 +80,7 @@ class KVPages:
         if self._kept is not None and self._kept.renew(forward) and self._device.demand:
             self._device.obey()  # as a forward between its layers
         stream = self.stream
-        if self._tier.begins((self.number, layer)):
+        if self._tier.turns.begins((self.number, layer)):
             more = max(0, self._geometry.pieces(end) - self._extent.end)
             self._tier.iteration(stream, tokens, more, 0 if forward is None else forward.number)
         self._tier.enter(self._extent, stream)
@@ -101,14 +101,14 @@ class KVPages:
         with GroupLease(self._group):
             if self._device.kind == "cuda" and torch.cuda.is_current_stream_capturing():
                 with relaxed(self._device):
-                    self._tier.settle(self._extent, None)
+                    self._tier.show(self._extent, None)
             else:
-                self._tier.settle(self._extent, self.stream)
+                self._tier.show(self._extent, self.stream)
 
     def joined(self) -> None:
         """One more layer is in the range."""
         if self._tier is not None and self._extent is not None:
-            self._tier.layers += 1
+            self._tier.turns.layers += 1
             self._extent.layers += 1
 
     def map(self, first: int, end: int, tokens: int) -> None:
@@ -161,7 +161,7 @@ class KVPages:
     def is_filled(self) -> None:
         """Marks pages as filled."""
         if self._tier is not None and self._extent is not None:
-            self._tier.wrote(self.stream)
+            self._tier.turns.stream = self.stream
             self._extent.first = 0
 
     def appended(self, *, took: bool, next_takes: bool) -> None:
@@ -176,7 +176,7 @@ class KVPages:
         full = self._full(lengths)
         more = full - self._extent.full
         if more > 0:
-            self._tier.wrote(self.stream)
+            self._tier.turns.stream = self.stream
             self._extent.raise_to(full)
             self._count(self._extent)
             self._tier.grown(more, soon)
@@ -204,7 +204,7 @@ class KVPages:
         """Should attention of so many rows of a sequence read a copy, as some pages are away?"""
         if self._tier is None or self._extent is None or rows <= self._tier.governor.tuning.kv_reads.rows:
             return False
-        self._tier.look()
+        self._tier.extents.look()
         return self._extent.away > 0 and not self._extent.mover.in_slot
 
     def _count(self, extent: KVExtent) -> None:
@@ -245,9 +245,9 @@ class KVPages:
     def demote(self, piece: int) -> bool:
         """What it leads to goes from the peer to the host. DriverError."""
         tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and tier.demote_one(extent, piece, self.stream)
+        return tier is not None and extent is not None and tier.client.saving.demote_one(extent, piece, self.stream)
 
     def bring_back(self, piece: int) -> bool:
         """Restores it: it gets a page of its own again, and its bytes. DriverError."""
         tier, extent = self._tier, self._extent
-        return tier is not None and extent is not None and tier.bring_one_back(extent, piece, self.stream)
+        return tier is not None and extent is not None and tier.restore_one(extent, piece, self.stream)

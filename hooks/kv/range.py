@@ -197,7 +197,7 @@ class KVRange:
         everything of the cache is at home (`KVTier.follows`). None, and nothing has changed, where it is not, or where
         `takes` would say no. Of each token all layers but the first come here: what it costs, each layer costs."""
         tier, mapped, latest = self._tier, self._mapped, self._latest[place]
-        if tier is None or mapped is None or not tier.forward:
+        if tier is None or mapped is None or not tier.turns.forward:
             return None
         lease, start = current(), latest.length
         end = start + 1
@@ -214,7 +214,7 @@ class KVRange:
         ):
             return None
         stream = 0 if self._standin else raw_stream(self.device.ordinal)
-        if not tier.follows((self.pages.number, place), lease.number, stream):
+        if not tier.turns.follows((self.pages.number, place), lease.number, stream):
             return None
         if self._standin:
             step = self.geometry.token_bytes

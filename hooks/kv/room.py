@@ -44,8 +44,8 @@ def find_room(
     if reclaim() and tried():
         return
     if tier is not None:
-        tier.governor.publish_now()
-        if tried() or (tier.copied_behind() and tried()):
+        tier.governor.reclaim.publish_now()
+        if tried() or (tier.client.saving.wait() and tried()):
             return
     if give_up(device, sum(count for _, count in runs)) and tried():
         return
@@ -84,7 +84,7 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
             demanded = device.demand
             most = max(most, demanded)
             if demanded:
-                tier.governor.wait_for_pages(min(left, waiting.room_look))
+                tier.governor.pages.wait(min(left, waiting.room_look))
             if tried():  # also where they were given since
                 tier.patient = True
                 return True

@@ -199,7 +199,7 @@ class Saver:
         record, speeds = self._record(), tuple(self._speeds)
         disk = sum(size for size, _ in speeds) / sum(seconds for _, seconds in speeds) if speeds else None
         per_token = None if record is None else record.prefill_token(lacking)
-        return reading(nbytes, tokens, disk=disk, link=self._governor.bandwidth, per_token=per_token)
+        return reading(nbytes, tokens, disk=disk, link=self._governor.link.bandwidth, per_token=per_token)
 
     def _decided(self, verb: str, nbytes: int, predicted: float | None, measured: float | None = None) -> None:
         pages = -(-nbytes // self._device.page_size)

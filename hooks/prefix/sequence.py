@@ -120,7 +120,7 @@ class CachedSequence:
     def here(self) -> int:
         """The pages of these that are on the device."""
         tiers = self._tiers()
-        return sum(tier.here for tier in tiers) if tiers else self.held
+        return sum(tier.client.here for tier in tiers) if tiers else self.held
 
     @property
     def caches(self) -> list[int]:
@@ -147,13 +147,13 @@ class CachedSequence:
         """Part of its pages that lies on the host."""
         tiers = self._tiers()
         for tier in tiers:
-            tier.look()
-        return sum(tier.displaced for tier in tiers) / max(1, self.held)
+            tier.extents.look()
+        return sum(tier.client.displaced for tier in tiers) / max(1, self.held)
 
     @property
     def near(self) -> float:
         """Part of its pages that lies on a peer."""
-        return sum(tier.near for tier in self._tiers()) / max(1, self.held)
+        return sum(tier.client.near for tier in self._tiers()) / max(1, self.held)
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
@@ -165,7 +165,7 @@ class CachedSequence:
         for home in self.homes:
             home.keep(kept)
         for tier in self._tiers():
-            tier.kept = kept
+            tier.client.kept = kept
 
     def _tiers(self) -> list[KVTier]:
         found = {id(layer.ranges): layer.ranges.tier for layer in self.used}

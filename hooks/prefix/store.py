@@ -21,8 +21,8 @@ from torch import nn
 from ...allocator._native import Device
 from ...allocator.interrupts import if_free
 from ...allocator.units import format_size
+from ...offload.governor.client import ModelClient
 from ...offload.governor.governor import Governor
-from ...offload.governor.seat import Governed
 from ...offload.policy.prefixes import chain
 from ..device import pressure
 from ..kv.layer import ElasticLayer
@@ -76,7 +76,7 @@ class PrefixStore:
     """The prefixes that are kept for one model that generates: `Managed.prefixes`."""
 
     def __init__(
-        self, model: nn.Module, device: Device, limit: int | None, governor: Governor, governed: Governed
+        self, model: nn.Module, device: Device, limit: int | None, governor: Governor, governed: ModelClient
     ) -> None:
         """`limit`: bytes of pages, None for any number. `governor`: of the device, who knows the model as
         `governed`."""
@@ -248,7 +248,7 @@ class PrefixStore:
                 self._prefix_index.forget(sequence)
             self._prefix_index.done()
         if sequence is not None:
-            self._governor.keep(self._governed, sequence.caches)
+            self._governor.exchange.keep(self._governed, sequence.caches)
 
     def missing(self, ids: Sequence[int], now: Identity) -> bool:
         """Would anything of such a sequence be new?"""

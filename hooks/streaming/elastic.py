@@ -53,7 +53,7 @@ from .turns import Turns
 
 
 class Elastic(Captured):
-    """The residency of one model's layers, as `governor` sees it (`seat.Governed`), from `follow` until `close`."""
+    """The residency of one model's layers, as `governor` sees it (`seat.ModelClient`), from `follow` until `close`."""
 
     def __init__(
         self,
@@ -172,7 +172,11 @@ class Elastic(Captured):
             self._learn(measured)
         if self._governed and point is not None:
             self._ask(point)
-        if self._governed and self._governor.bandwidth is None and (self.plan.streamed or self._governor.scarce):
+        if (
+            self._governed
+            and self._governor.link.bandwidth is None
+            and (self.plan.streamed or self._governor.pages.scarce)
+        ):
             self._measure_link()
         self._pace.begin(point)
 
@@ -189,8 +193,8 @@ class Elastic(Captured):
         governor, device = self._governor, self._weights.device
         if self.options.slo:
             self.record = measured()
-            governor.bandwidth = self.record.bandwidth
-        elif governor.bandwidth is None and self.plan.streamed:
+            governor.link.bandwidth = self.record.bandwidth
+        elif governor.link.bandwidth is None and self.plan.streamed:
             governors.measure_link(device, governor)
             device.trim()  # what was measured with
         if self.options.slo:
@@ -222,7 +226,7 @@ class Elastic(Captured):
             self.name,
             self.plan,
             weights.device.page_size,
-            bandwidth=self._governor.bandwidth,
+            bandwidth=self._governor.link.bandwidth,
             resident={phase: self.typical(found.point) for phase, found in self.last.items() if found.point},
             last=self.last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
@@ -231,7 +235,7 @@ class Elastic(Captured):
             host_bytes=weights.host_pages * weights.device.page_size,
             kept=self.kept_layers,
             kv=self._governor.caches_of(self),
-            lending=self._governor.lending_of(self),
+            lending=self._governor.exchange.lending_of(self),
             why=why,
         )
 
@@ -283,7 +287,7 @@ class Elastic(Captured):
     def _to_settle(self) -> tuple[int, ...]:
         """The layers whose copies on the host are to be given up now. See Note [Copies that are kept]."""
         ring = self._weights.ring
-        if not ring.back or not self._governor.scarce or torch.is_grad_enabled():
+        if not ring.back or not self._governor.pages.scarce or torch.is_grad_enabled():
             return ring.back
         over = ring.host_pages - room.host_pages_left(self._weights.device)
         pages = accumulate((self._pages[layer] for layer in ring.back), initial=0)
@@ -368,7 +372,7 @@ class Elastic(Captured):
 
     def _learn_all(self) -> None:
         """Adds what was measured since to the record."""
-        record = self.record or Record({}, self._governor.bandwidth or 1.0)
+        record = self.record or Record({}, self._governor.link.bandwidth or 1.0)
         with suppress(IndexError):  # there are no more, or another thread has taken the last one
             while True:
                 record = record.learned(*self._lessons.popleft())

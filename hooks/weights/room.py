@@ -65,9 +65,9 @@ def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, 
     if (lack := missing(sum(pages))) > 0:
         give_up(device, lack)  # prefixes that are only kept
         if (lack := missing(sum(pages))) > 0:
-            governors.of(device).make_room(lack, Rung.IDLE_KV)
+            governors.of(device).ladder.make_room(lack, Rung.IDLE_KV)
     if (lack := missing(rule.smallest(pages))) > 0:
-        governors.of(device).make_room(lack, Rung.LAST_WEIGHTS)
+        governors.of(device).ladder.make_room(lack, Rung.LAST_WEIGHTS)
     others = max(0, _used(device) - sources)
     fixed = others + own
     plan = rule.choose(pages, total - fixed)

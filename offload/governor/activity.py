@@ -95,7 +95,8 @@ class Activity:
     """When a client was in use last. `ended` may be called on any thread, at any moment; whoever calls the others holds
     the governor's lock."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        """`progress`: of the device; None for a client that never runs."""
         self._progress = progress
         self._at = -math.inf
         self._ends: list[Mark] = []  # that have not passed, as far as known
@@ -112,7 +113,7 @@ class Activity:
 
     def last(self, now: float) -> float:
         """When it was in use last: now, while the device has not done all of it."""
-        if self._ends:
+        if self._ends and self._progress is not None:
             self._progress.look()
             for end in tuple(self._ends):
                 self._at = max(self._at, now if end.passed is None else end.passed)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from ..policy.ladder import Candidate, Rung, above_floors, claimed
 from ..policy.reclaim import givable, listing
 from ..policy.remap import Model
-from .caches import CacheSeat
-from .seat import SPLIT, Offer, Seat
+from .client import SPLIT, Offer
+from .client_state import ModelState, PageState
 from .situation import Situation
 
 
@@ -19,7 +19,7 @@ class Held:
     used last; its pages that are away, and how many of them are `near`, on the peer; whether it is only kept in case
     that a prompt begins with its tokens."""
 
-    seat: CacheSeat
+    state: PageState
     offers: Sequence[Offer]
     active: bool
     used: float
@@ -38,28 +38,30 @@ def listed(
 
 def of_models(now: Situation) -> Iterator[Candidate]:
     """Layers, in the order of reclaim.py."""
-    seats = {seat.name: seat for seat in now.seats if seat.auto and not seat.held}
-    models = {name: now.model(seat) for name, seat in seats.items()}
-    gone = {name: {*seat.model.plan.streamed, *seat.taken} for name, seat in seats.items()}
+    states = {state.name: state for state in now.states if state.auto and not state.held}
+    models = {name: now.model(state) for name, state in states.items()}
+    gone = {name: {*state.model.plan.streamed, *state.taken} for name, state in states.items()}
     hidden = {name: _hidden(model) for name, model in models.items()}
     within, beyond = listing(models.values(), gone)
     for name, layer in within:
         model = models[name]
         hidden[name] -= model.plan.pages[layer]
         if not model.active:
-            yield _layer(seats[name], model, layer, Rung.IDLE_WEIGHTS)
+            yield _layer(states[name], model, layer, Rung.IDLE_WEIGHTS)
         elif hidden[name] >= 0:
-            yield _layer(seats[name], model, layer, Rung.HIDDEN_WEIGHTS)
+            yield _layer(states[name], model, layer, Rung.HIDDEN_WEIGHTS)
         else:
-            yield _layer(seats[name], model, layer, Rung.STALLING_WEIGHTS, model.costs.page_seconds)
+            yield _layer(states[name], model, layer, Rung.STALLING_WEIGHTS, model.costs.page_seconds)
     for name, layer in beyond:
         model = models[name]
-        yield _layer(seats[name], model, layer, Rung.LAST_WEIGHTS, model.costs.page_seconds if model.active else 0.0)
+        yield _layer(states[name], model, layer, Rung.LAST_WEIGHTS, model.costs.page_seconds if model.active else 0.0)
 
 
-def _layer(seat: Seat, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Candidate:
+def _layer(state: ModelState, model: Model, layer: int, rung: Rung, seconds: float = 0.0) -> Candidate:
     """A layer as a candidate. All have one recency: equals are in their order already."""
-    return Candidate(rung, seat.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=seat.number)
+    return Candidate(
+        rung, state.number, layer, model.plan.pages[layer], model.priority, 0.0, seconds, owner=state.number
+    )
 
 
 def _hidden(model: Model) -> int:
@@ -68,10 +70,10 @@ def _hidden(model: Model) -> int:
 
 
 def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
-    priorities = {seat.number: seat.model.priority for seat in now.seats}
+    priorities = {state.number: state.model.priority for state in now.states}
     seconds = now.leaving_seconds or 0.0
     for held in caches:
-        number, owner = held.seat.number, held.seat.model
+        number, owner = held.state.number, held.state.model
         rung = Rung.RUNNING_KV if held.active else Rung.IDLE_KV
         if_clean = Rung.PREFIX if held.kept and not held.active else rung
         recency = float(number) if held.active else held.used
@@ -88,17 +90,19 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
 def _spare(now: Situation, caches: Sequence[Held]) -> dict[int, int]:
     """Device pages that models with a floor have beyond it, as far as they are known: their layers, and full pages of
     their caches."""
-    spare = {seat.number: now.standing(seat).device_pages - seat.model.floor for seat in now.seats if seat.model.floor}
+    spare = {
+        state.number: now.standing(state).device_pages - state.model.floor for state in now.states if state.model.floor
+    }
     for held in caches:
-        if held.seat.model in spare:
-            spare[held.seat.model] += sum(offer.pages for offer in held.offers)
+        if held.state.model in spare:
+            spare[held.state.model] += sum(offer.pages for offer in held.offers)
     return spare
 
 
 def to_clean(candidates: Sequence[Candidate], caches: Sequence[Held], most: int, step: int) -> dict[int, int]:
     """Pages that caches should copy to the host now, by number: `step` each at a time, those that are taken first
     first, until so many as `most` of all caches are clean."""
-    clean = {(held.seat.number, offer.index): offer.clean for held in caches for offer in held.offers}
+    clean = {(held.state.number, offer.index): offer.clean for held in caches for offer in held.offers}
     found: dict[int, int] = {}
     for candidate in candidates:
         index = candidate.index % candidate.divisible if candidate.divisible else candidate.index

@@ -28,7 +28,7 @@ from ..policy.ledger import FIXED, Refusal
 from ..policy.plan import Plan, fewest
 from ..policy.remap import activate
 from ..record.record import Point
-from .seat import Seat
+from .client_state import ModelState
 from .sharing import settled
 from .situation import Situation
 
@@ -47,37 +47,37 @@ class Decision:
     notice: str | None = None
 
 
-def decide(now: Situation, seat: Seat, point: Point) -> Decision:
+def decide(now: Situation, state: ModelState, point: Point) -> Decision:
     """See Note [Two reasons to stream]."""
-    if not seat.auto:
-        return _told(now, seat, point)
-    if seat.slo(point.phase) < math.inf:
-        return _by_slo(now, seat, point)
-    standing = now.standing(seat)
-    if seat.grant is not None and seat.grant.device_pages - standing.device_pages <= now.spare:
-        return _made(now, seat, point, seat.grant, "pages were empty long enough: weights take some back")
-    if seat.faster is not None and seat.faster.device_pages <= standing.device_pages:
-        return _made(now, seat, point, seat.faster, "by what was measured this is faster in no more pages")
+    if not state.auto:
+        return _told(now, state, point)
+    if state.slo(point.phase) < math.inf:
+        return _by_slo(now, state, point)
+    standing = now.standing(state)
+    if state.grant is not None and state.grant.device_pages - standing.device_pages <= now.spare:
+        return _made(now, state, point, state.grant, "pages were empty long enough: weights take some back")
+    if state.faster is not None and state.faster.device_pages <= standing.device_pages:
+        return _made(now, state, point, state.faster, "by what was measured this is faster in no more pages")
     if point.phase == "decode":
-        if seat.lent == seat.model.plan and standing.streamed:
-            costs, _ = now.costs(seat, point)
+        if state.lent == state.model.plan and standing.streamed:
+            costs, _ = now.costs(state, point)
             plan = fewest(standing.pages, standing.device_pages + now.spare, costs.ratio) or standing
-            return _made(now, seat, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
-        if seat.waking:
-            return _woken(now, seat, point)
-    return _made(now, seat, point, standing, _reason(seat, standing))
+            return _made(now, state, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
+        if state.waking:
+            return _woken(now, state, point)
+    return _made(now, state, point, standing, _reason(state, standing))
 
 
-def faster(now: Situation, seat: Seat) -> Plan | None:
+def faster(now: Situation, state: ModelState) -> Plan | None:
     """The plan that its iterations of late would have been faster with, in no more pages; None where there is none, or
     nobody knows. See Note [One slot or two]."""
-    standing = now.standing(seat)
-    if not seat.auto or seat.has_slo or seat.taken or not standing.copied:
+    standing = now.standing(state)
+    if not state.auto or state.has_slo or state.taken or not standing.copied:
         return None
-    done = [(count, now.expected(seat, seat.last[phase])) for phase, count in seat.passes.items()]
+    done = [(count, now.expected(state, state.last[phase])) for phase, count in state.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
-    most = None if len(standing.streamed) == seat.base else now.model(seat).cap
-    found = fastest(standing, known, seat.tuning.margin, most)
+    most = None if len(standing.streamed) == state.base else now.model(state).cap
+    found = fastest(standing, known, state.tuning.margin, most)
     return None if found == standing else found
 
 
@@ -93,79 +93,79 @@ def fastest(standing: Plan, done: Sequence[tuple[int, Costs]], margin: float, mo
     return best if seconds(best) < (1 - margin) * seconds(standing) else standing
 
 
-def _told(now: Situation, seat: Seat, point: Point) -> Decision:
+def _told(now: Situation, state: ModelState, point: Point) -> Decision:
     """Somebody said how."""
-    interval = seat.model.interval if isinstance(seat.model.interval, int) else None
-    return _made(now, seat, point, seat.model.plan, "as was asked for", interval)
+    interval = state.model.interval if isinstance(state.model.interval, int) else None
+    return _made(now, state, point, state.model.plan, "as was asked for", interval)
 
 
-def _by_slo(now: Situation, seat: Seat, point: Point) -> Decision:
-    standing = now.standing(seat)
-    within = standing.device_pages + now.room(seat)
-    option = None if now.settled is None else now.settled.shares.options.get(seat.name)
-    if now.settled is None or option is None or now.planned(seat, point, option).device_pages > within:
-        now.settled = settled(now, seat, point)
-        option = now.settled.shares.options[seat.name]
-        if now.planned(seat, point, option).device_pages > within:
+def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
+    standing = now.standing(state)
+    within = standing.device_pages + now.room(state)
+    option = None if now.settled is None else now.settled.shares.options.get(state.name)
+    if now.settled is None or option is None or now.planned(state, point, option).device_pages > within:
+        now.settled = settled(now, state, point)
+        option = now.settled.shares.options[state.name]
+        if now.planned(state, point, option).device_pages > within:
             now.short = True
-            return _made(now, seat, point, standing, "as it is, until others on the link have made room")
-    plan = seat.lent = now.planned(seat, point, option)
+            return _made(now, state, point, standing, "as it is, until others on the link have made room")
+    plan = state.lent = now.planned(state, point, option)
     interval = None if option.interval == FIXED else option.interval
-    aim = f"a {'decode step' if point.phase == 'decode' else 'prefill'} within {format_time(seat.slo(point.phase))}"
-    refusal = now.settled.missed.get(seat.name)
+    aim = f"a {'decode step' if point.phase == 'decode' else 'prefill'} within {format_time(state.slo(point.phase))}"
+    refusal = now.settled.missed.get(state.name)
     if refusal is None:
         what = (
             "what memory demands"
             if interval is None
             else f"of the intervals that keep {aim} that with most on the host"
         )
-        return _made(now, seat, point, plan, what, interval)
+        return _made(now, state, point, plan, what, interval)
     now.short = True
     why = f"{aim} is not kept, and as little streams as memory allows. {refusal}"
-    made = _made(now, seat, point, plan, why, interval, refusal)
-    if point.phase in seat.noticed:
+    made = _made(now, state, point, plan, why, interval, refusal)
+    if point.phase in state.noticed:
         return made
-    seat.noticed.add(point.phase)
-    return replace(made, notice=f"{seat.name}: {made.why}")
+    state.noticed.add(point.phase)
+    return replace(made, notice=f"{state.name}: {made.why}")
 
 
-def _woken(now: Situation, seat: Seat, point: Point) -> Decision:
+def _woken(now: Situation, state: ModelState, point: Point) -> Decision:
     """The first decode step after it was idle: no more layers stream than its cap. Should the cap fall later, `revert`
     gives layers back in time; to do so at once would flap with the batch."""
-    standing = now.standing(seat)
-    models = [now.model(each) for each in now.seats if each is seat or (each.auto and not each.held)]
-    change = activate(models, seat.name, now.spare)
-    plan = change.plans.get(seat.name)
+    standing = now.standing(state)
+    models = [now.model(each) for each in now.states if each is state or (each.auto and not each.held)]
+    change = activate(models, state.name, now.spare)
+    plan = change.plans.get(state.name)
     if plan is None:
-        return _made(now, seat, point, standing, _reason(seat, standing))
+        return _made(now, state, point, standing, _reason(state, standing))
     if not change.short:
-        return _made(now, seat, point, plan, "it decodes: no more layers stream than hide behind that")
+        return _made(now, state, point, plan, "it decodes: no more layers stream than hide behind that")
     now.short = True
-    costs, _ = now.costs(seat, point)
+    costs, _ = now.costs(state, point)
     plan = fewest(plan.pages, plan.device_pages - change.short, costs.ratio) or standing
-    return _made(now, seat, point, plan, f"it decodes, and {change.short} pages are missing to hide what streams")
+    return _made(now, state, point, plan, f"it decodes, and {change.short} pages are missing to hide what streams")
 
 
-def _reason(seat: Seat, plan: Plan) -> str:
+def _reason(state: ModelState, plan: Plan) -> str:
     count = len(plan.streamed)
     if not count:
         return "every layer is resident"
-    if count <= seat.base:
+    if count <= state.base:
         return "memory demands it"
     return "pages ran out, and weights gave theirs"
 
 
 def _made(
     now: Situation,
-    seat: Seat,
+    state: ModelState,
     point: Point,
     plan: Plan,
     why: str,
     interval: int | None = None,
     refusal: Refusal | None = None,
 ) -> Decision:
-    costs, measured = now.costs(seat, point)
+    costs, measured = now.costs(state, point)
     if not measured and (plan.streamed or refusal):
-        ratio = seat.tuning.assumed_ratio
+        ratio = state.tuning.assumed_ratio
         why += f" (not measured: assumed that a layer takes {ratio} times as long to copy as to compute)"
     return Decision(plan, why, interval, costs.of(plan) if measured else None, refusal)

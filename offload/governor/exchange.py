@@ -23,81 +23,91 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ..policy.ladder import Rung
+from .client import LAYERS, ModelClient
 from .lend import Lent
 from .overview import Overview
-from .seat import LAYERS, Governed
+from .reclaim_list import ReclaimList
 
 
-class Exchange(Overview):
+class Exchange:
     """Thread-safe."""
+
+    def __init__(self, known: Overview, reclaim: ReclaimList) -> None:
+        self._known = known
+        self._reclaim = reclaim
 
     def needs(self, number: int, pages: int) -> None:
         """The cache, which this thread uses, is about to have so many pages more. DriverError."""
-        with self._lock:
-            found = self._clients.whose(number)
-            if found is None or len(self._clients.seats) < 2:
+        with self._known.lock:
+            found = self._known.clients.whose(number)
+            if found is None or len(self._known.clients.models) < 2:
                 return
-            self._hear()
-            now = self.clock()
-            if self._lending.covers(self._clients.use(found, now), now) and self.pages.unused >= pages:
+            self._known.hear()
+            now = self._known.clock()
+            if (
+                self._known.lending.covers(self._known.clients.use(found, now), now)
+                and self._known.pages.unused >= pages
+            ):
                 return
             owed = self._settle(now)
         if owed:
             self._take_back(owed, found.name)
 
-    def keep(self, model: Governed, caches: Iterable[int]) -> None:
+    def keep(self, model: ModelClient, caches: Iterable[int]) -> None:
         """Marks these caches as only kept for prompts to this model. DriverError."""
-        with self._lock:
-            seat = self._clients.get(model)
-            if seat is None:
+        with self._known.lock:
+            state = self._known.clients.get(model)
+            if state is None:
                 return
             for number in caches:
-                self._clients.claim(number, seat)
-            if len(self._clients.seats) < 2:
+                self._known.clients.claim(number, state)
+            if len(self._known.clients.models) < 2:
                 return
-            self._hear()
-            owed = self._settle(self.clock())
+            self._known.hear()
+            owed = self._settle(self._known.clock())
         if owed:
             self._take_back(owed, "reserves")
 
-    def lending_of(self, model: Governed) -> Lent:
+    def lending_of(self, model: ModelClient) -> Lent:
         """What the model has reserved, lent and borrowed."""
-        with self._lock:
-            seat = self._clients.get(model)
-            return Lent() if seat is None else self._lending.of(self._clients.use(seat, self.clock()))
+        with self._known.lock:
+            state = self._known.clients.get(model)
+            return (
+                Lent() if state is None else self._known.lending.of(self._known.clients.use(state, self._known.clock()))
+            )
 
-    def _spare(self, now: float) -> None:
+    def spare(self, now: float) -> None:
         """Now and then: reserves that were not used for long enough are others'. The caller holds the lock."""
-        if len(self._clients.seats) > 1 and self._lending.is_due(now):
+        if len(self._known.clients.models) > 1 and self._known.lending.is_due(now):
             self._settle(now)
 
     def _settle(self, now: float) -> Mapping[int, int]:
         """Reserves are what they are by now: what is due? The caller holds the lock."""
-        uses = self._clients.uses(now)
-        for use, pages in self._lending.look(uses, now, self.pages.total):
+        uses = self._known.clients.uses(now)
+        for use, pages in self._known.lending.look(uses, now, self._known.pages.total):
             if pages < 0:
-                self.events.decided(Rung.LEND.label, "revert", -pages, what=use.name, by="ballonet")
-        return self._lending.due(uses, self.pages.unused, self.pages.total)
+                self._known.events.decided(Rung.LEND.label, "revert", -pages, what=use.name, by="ballonet")
+        return self._known.lending.due(uses, self._known.pages.unused, self._known.pages.total)
 
     def _take_back(self, owed: Mapping[int, int], by: str) -> None:
         """See Note [The fate of what was borrowed]."""
-        with self._lock:
-            self._list.void()
-        self._published()  # and what should be copied behind waits for the next list
+        with self._known.lock:
+            self._known.list.void()
+        self._reclaim.published()  # and what should be copied behind waits for the next list
         keys = [
             candidate.client * LAYERS + candidate.index
-            for candidate in self.candidates()
+            for candidate in self._reclaim.candidates()
             if candidate.borrowed and candidate.rung is Rung.PREFIX
         ]
         if keys:
-            self._device.take(keys)
-        with self._lock:
-            self._hear()
-            owed = self._owed(self.clock())
-            models = [(seat, owed[seat.number]) for seat in self._clients.seats if seat.number in owed]
-        for seat, pages in models:
-            began = self.clock()
-            if gone := seat.model.give_up(pages):
-                took, what = self.clock() - began, f"prefixes of {seat.name}"
-                self.events.decided(Rung.LEND.label, "pull", gone, what=what, by=by, measured=took)
-        self.pages_given()
+            self._known.device.take(keys)
+        with self._known.lock:
+            self._known.hear()
+            owed = self._known.owed(self._known.clock())
+            models = [(state, owed[state.number]) for state in self._known.clients.models if state.number in owed]
+        for state, pages in models:
+            began = self._known.clock()
+            if gone := state.model.give_up(pages):
+                took, what = self._known.clock() - began, f"prefixes of {state.name}"
+                self._known.events.decided(Rung.LEND.label, "pull", gone, what=what, by=by, measured=took)
+        self._known.pages.given()

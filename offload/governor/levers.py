@@ -97,13 +97,13 @@ class Listed(Lever):
         )
 
     def pull(self, pages: int) -> int:
-        return self._governor.pull(self.rung, pages)
+        return self._governor.ladder.pull(self.rung, pages)
 
     def revert(self, pages: int) -> int:
-        return self._governor.revert(self.rung, pages)
+        return self._governor.ladder.revert(self.rung, pages)
 
     def _candidates(self) -> list[Candidate]:
-        return [candidate for candidate in self._governor.candidates() if candidate.rung is self.rung]
+        return [candidate for candidate in self._governor.reclaim.candidates() if candidate.rung is self.rung]
 
 
 class Wait(Lever):
@@ -123,7 +123,7 @@ class Wait(Lever):
 
     def pull(self, pages: int) -> int:
         before = self._governor.pages.free
-        self._governor.wait_for_pages(0.0)
+        self._governor.pages.wait(0.0)
         return max(0, self._governor.pages.free - before)
 
     def revert(self, pages: int) -> int:
@@ -149,7 +149,7 @@ class Spill(Lever):
         return max(0, free)
 
     def would_cost(self) -> tuple[float, float]:
-        seconds = self._governor.page_seconds or 0.0
+        seconds = self._governor.link.page_seconds or 0.0
         return self.would_free() * seconds, 0.0
 
     def pull(self, pages: int) -> int:

@@ -15,18 +15,8 @@ from typing import Any, Protocol
 
 from ...allocator.events import Named, unnamed
 from ..policy.ladder import Candidate, Rung
-from .seat import LAYERS
-
-
-class Client(Protocol):
-    """Whose entries are in the list: the seat of a model or of a cache."""
-
-    @property
-    def number(self) -> int: ...
-    @property
-    def name(self) -> str: ...
-    def key(self, index: int) -> int: ...
-    def entry(self, index: int) -> tuple[Any, list[Any]] | None: ...
+from .client import LAYERS
+from .client_state import ClientState
 
 
 class Pool(Protocol):
@@ -54,7 +44,7 @@ class Draft:
     """A list to be: candidates and whose they are, in the order of taking."""
 
     number: int
-    order: Sequence[tuple[Client, Candidate]]
+    order: Sequence[tuple[ClientState, Candidate]]
     entries: list[Any] = field(default_factory=list)
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
@@ -112,7 +102,7 @@ class Published:
         self._current = False
         self.stale = True
 
-    def draft(self, order: Sequence[tuple[Client, Candidate]]) -> Draft | None:
+    def draft(self, order: Sequence[tuple[ClientState, Candidate]]) -> Draft | None:
         """None where the core has that already."""
         self.stale = False
         self._number += 1

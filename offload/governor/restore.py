@@ -13,7 +13,7 @@ from .situation import Situation
 
 
 class Back(NamedTuple):
-    """By number of the seat: plans with more resident layers, and pages of KV."""
+    """By number of the state: plans with more resident layers, and pages of KV."""
 
     plans: Mapping[int, Plan]
     pages: Mapping[int, int]
@@ -22,13 +22,12 @@ class Back(NamedTuple):
 def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
     """Returns who gets so many pages, in the order of ladder.py, Note [What comes home first]. A model with an SLO has
     what that leaves it. `models`: do they have a part in it?"""
-    seats = {seat.number: seat for seat in now.seats if models and seat.auto and not seat.has_slo}
-    states = {number: now.model(seat) for number, seat in seats.items()}
-    priorities = {seat.number: seat.model.priority for seat in now.seats}
+    states = {each.number: now.model(each) for each in now.states if models and each.auto and not each.has_slo}
+    priorities = {state.number: state.model.priority for state in now.states}
     absent = [_of_model(number, model) for number, model in states.items() if model.freed or model.plan.streamed]
     for held in caches:
         if held.active and held.displaced:
-            number, priority = held.seat.number, priorities.get(held.seat.model, 0)
+            number, priority = held.state.number, priorities.get(held.state.model, 0)
             for count, seconds in ((held.displaced - held.near, now.page_seconds), (held.near, now.peer_seconds)):
                 if count:
                     seconds = seconds or now.page_seconds or 0.0

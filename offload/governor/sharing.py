@@ -15,38 +15,40 @@ from collections.abc import Mapping, Sequence
 
 from ..policy.ledger import Client, Refusal, Settled, Shares, settle, share
 from ..record.record import Point
-from .seat import FIRST, Governed, Seat
+from .activity import Activity
+from .client import ModelClient
+from .client_state import FIRST, ModelState
 from .situation import Situation
 
 
-def settled(now: Situation, seat: Seat, point: Point) -> Settled:
-    """Between iterations; `seat` is about to have one like `point`. See Note [Together]."""
+def settled(now: Situation, state: ModelState, point: Point) -> Settled:
+    """Between iterations; `state` is about to have one like `point`. See Note [Together]."""
     assert now.bandwidth is not None
-    points = {each.name: each.point or FIRST["prefill"] for each in now.seats} | {seat.name: point}
-    clients = [now.client(each, points[each.name], _all(each)) for each in now.seats]
-    shares = _together(now, clients, now.room(seat))
+    points = {each.name: each.point or FIRST["prefill"] for each in now.states} | {state.name: point}
+    clients = [now.client(each, points[each.name], _all(each)) for each in now.states]
+    shares = _together(now, clients, now.room(state))
     if shares is not None:
         return Settled(shares, {})
-    clients = [now.client(each, points[each.name], now.room(seat) if each is seat else 0) for each in now.seats]
+    clients = [now.client(each, points[each.name], now.room(state) if each is state else 0) for each in now.states]
     return settle(clients, now.bandwidth, now.traffic)
 
 
-def admit(now: Situation, model: Governed, available: int) -> Refusal | None:
+def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:
     """Whether a model goes with all that are there, should they all decode; see Governor.admit."""
     assert now.bandwidth is not None
-    now.active = frozenset(each.number for each in now.seats)
-    taken = any(each.name == model.name for each in now.seats)
-    new = Seat(-1, f"{model.name} (new)" if taken else model.name, model, 0)
+    now.active = frozenset(each.number for each in now.states)
+    taken = any(each.name == model.name for each in now.states)
+    new = ModelState(-1, f"{model.name} (new)" if taken else model.name, Activity(), model, 0)
     only = model.interval if isinstance(model.interval, int) else None
     for phase, point in FIRST.items():
         costs, measured = now.costs(new, point)
         if new.slo(phase) == math.inf or not measured:
             continue
         client = Client(new.name, costs, now.page_size, new.slo(phase), available, only=only)
-        wide = [now.client(each, each.last["decode"], _all(each)) for each in now.seats]
+        wide = [now.client(each, each.last["decode"], _all(each)) for each in now.states]
         if _together(now, [*wide, client], available - now.mark) is not None:
             continue
-        others = [now.client(each, each.last["decode"], 0) for each in now.seats]
+        others = [now.client(each, each.last["decode"], 0) for each in now.states]
         found = share([*others, client], now.bandwidth, now.traffic)
         if isinstance(found, Refusal):
             return found
@@ -59,11 +61,11 @@ def _together(now: Situation, clients: Sequence[Client], room: int) -> Shares | 
     found = share(clients, now.bandwidth, now.traffic)
     if isinstance(found, Refusal):
         return None
-    has: Mapping[str, int] = {each.name: now.standing(each).device_pages for each in now.seats}
+    has: Mapping[str, int] = {each.name: now.standing(each).device_pages for each in now.states}
     plans = {each.name: each.plan(found.options[each.name].interval) for each in clients if not each.idle}
     takes = sum(plan.device_pages - has.get(name, 0) for name, plan in plans.items())
     return found if takes <= room else None
 
 
-def _all(seat: Seat) -> int:
-    return sum(seat.model.plan.pages)
+def _all(state: ModelState) -> int:
+    return sum(state.model.plan.pages)

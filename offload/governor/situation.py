@@ -17,18 +17,18 @@ from ..policy.ledger import FIXED, Client, Option, Settled
 from ..policy.plan import Plan
 from ..policy.remap import Model
 from ..record.record import Phase, Point
-from .seat import Seat
+from .client_state import ModelState
 
 
 @dataclass(slots=True)
 class Situation:
-    """`seats`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark` are
-    for the next tokens; `offered`: pages in the reclaim list by seat number; `bandwidth`: of the link, and others'
+    """`states`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark`
+    are for the next tokens; `offered`: pages in the reclaim list by state number; `bandwidth`: of the link, and others'
     `traffic` on it, bytes per second; `settled`: what the link's models were given last, as long as nothing has
-    changed; `floors`: device pages that the weights of a model keep for its floor, by seat number;
+    changed; `floors`: device pages that the weights of a model keep for its floor, by state number;
     `peer_seconds`: to copy a page to the peer, and has that room for what leaves?"""
 
-    seats: Sequence[Seat]
+    states: Sequence[ModelState]
     active: frozenset[int]
     free: int
     mark: int
@@ -57,63 +57,63 @@ class Situation:
         """Free pages that weights may take."""
         return max(0, self.free - self.mark)
 
-    def costs(self, seat: Seat, point: Point) -> tuple[Costs, bool]:
-        """See Seat.at."""
-        return seat.at(point, self.page_seconds)
+    def costs(self, state: ModelState, point: Point) -> tuple[Costs, bool]:
+        """See ModelState.at."""
+        return state.costs_at(point, self.page_seconds)
 
-    def expected(self, seat: Seat, point: Point) -> Costs | None:
-        """See Seat.expected."""
-        return seat.expected(point, self.page_seconds)
+    def expected(self, state: ModelState, point: Point) -> Costs | None:
+        """See ModelState.expected."""
+        return state.expected(point, self.page_seconds)
 
-    def standing(self, seat: Seat) -> Plan:
-        """See Seat.standing; in the iteration that it does, or will do when it has work again."""
-        point = seat.point if seat.number in self.active else None
-        return seat.standing(point or seat.last["prefill"], self.page_seconds)
+    def standing(self, state: ModelState) -> Plan:
+        """See ModelState.standing; in the iteration that it does, or will do when it has work again."""
+        point = state.point if state.number in self.active else None
+        return state.standing(point or state.last["prefill"], self.page_seconds)
 
-    def room(self, seat: Seat) -> int:
+    def room(self, state: ModelState) -> int:
         """Pages with which it may take weights back. See Note [Whose pages]."""
-        idle = (each.number for each in self.seats if each is not seat and each.number not in self.active)
+        idle = (each.number for each in self.states if each is not state and each.number not in self.active)
         return self.spare + sum(self.offered.get(number, 0) for number in idle)
 
-    def model(self, seat: Seat) -> Model:
+    def model(self, state: ModelState) -> Model:
         """As remap.py wants it."""
-        active = seat.number in self.active
-        (decode, _), (prefill, _) = (self.costs(seat, seat.last[phase]) for phase in ("decode", "prefill"))
+        active = state.number in self.active
+        (decode, _), (prefill, _) = (self.costs(state, state.last[phase]) for phase in ("decode", "prefill"))
         return Model(
-            seat.name,
-            self.standing(seat),
+            state.name,
+            self.standing(state),
             decode,
             prefill,
             active,
-            seat.model.priority,
-            0.0 if active else seat.used,
-            base=seat.base,
-            least=max(self._least(seat, "decode" if active else "prefill"), self.floors.get(seat.number, 0)),
+            state.model.priority,
+            0.0 if active else state.used,
+            base=state.base,
+            least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
         )
 
-    def planned(self, seat: Seat, point: Point, option: Option) -> Plan:
+    def planned(self, state: ModelState, point: Point, option: Option) -> Plan:
         """What an option of `client` means."""
-        return self.standing(seat) if option.interval == FIXED else self.costs(seat, point)[0].plan(option.interval)
+        return self.standing(state) if option.interval == FIXED else self.costs(state, point)[0].plan(option.interval)
 
-    def client(self, seat: Seat, point: Point, room: int) -> Client:
+    def client(self, state: ModelState, point: Point, room: int) -> Client:
         """As ledger.py wants it, with so many pages beside those that it has."""
-        costs, _ = self.costs(seat, point)
-        plan = self.standing(seat)
-        slo, available = seat.slo(point.phase), plan.device_pages + room
-        idle = seat.number not in self.active
-        free = seat.auto and slo < math.inf and fitting(costs, available) is not None
+        costs, _ = self.costs(state, point)
+        plan = self.standing(state)
+        slo, available = state.slo(point.phase), plan.device_pages + room
+        idle = state.number not in self.active
+        free = state.auto and slo < math.inf and fitting(costs, available) is not None
         fixed = None if free else plan
-        least = 0 if fixed else _kept(costs, seat.model.floor, available)
-        return Client(seat.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
+        least = 0 if fixed else _kept(costs, state.model.floor, available)
+        return Client(state.name, costs, self.page_size, slo, available, idle, fixed=fixed, least=least)
 
-    def _least(self, seat: Seat, phase: Phase) -> int:
+    def _least(self, state: ModelState, phase: Phase) -> int:
         """Device pages that its SLO needs: those of the plan that it was given, or would be given alone."""
-        slo = seat.slo(phase)
+        slo = state.slo(phase)
         if slo == math.inf:
             return 0
-        if seat.lent is not None and seat.point == seat.last[phase]:
-            return seat.lent.device_pages
-        costs, _ = self.costs(seat, seat.last[phase])
+        if state.lent is not None and state.point == state.last[phase]:
+            return state.lent.device_pages
+        costs, _ = self.costs(state, state.last[phase])
         interval = _meeting(costs, slo)
         return costs.plan(costs.none if interval is None else interval).device_pages
 

@@ -35,14 +35,14 @@ def a_copy_behind_waits_for_who_writes(place: Place) -> None:
             for number in range(LAYERS):
                 cache.update(number, LEFT)
             with held_copies(place, "host") as hold:
-                cache.tier.write_behind(LAYERS * PAGES)
-                cache.tier.write_behind(0)
+                cache.tier.client.write_behind(LAYERS * PAGES)
+                cache.tier.client.write_behind(0)
                 dirty = sum(home.pages.dirty for home in cache.homes)
                 assert hold.released or dirty == LAYERS * PAGES, "a page is said to be clean before it is copied"
         lane.lead()
         place.synchronize()
         place.device.synchronize()  # on the stand-in copies are late as well
-        cache.tier.write_behind(0)
+        cache.tier.client.write_behind(0)
         assert not any(home.pages.dirty for home in cache.homes)
         copied = place.device.snapshot()["copied"]["kv_d2h"]
         assert copied == LAYERS * PAGES * place.page
@@ -64,7 +64,7 @@ def who_writes_again_waits_for_the_copy(place: Place) -> None:
             cache.read(0, new)
             place.synchronize()
             with held_copies(place, "host") as hold:
-                cache.tier.write_behind(LAYERS * PAGES)
+                cache.tier.client.write_behind(LAYERS * PAGES)
                 layer.crop(-2 * LEFT)
                 cache.read(0, new)
                 hold.keeps(lane.done)
@@ -120,7 +120,7 @@ def pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
             lease = ForwardLease().open()
             layers[0].update(one, one)
             assert ranges.tier is not None
-            assert ranges.tier.forward == lease.number, "there is something to do before a layer appends"
+            assert ranges.tier.turns.forward == lease.number, "there is something to do before a layer appends"
             with hold.lane():
                 seen.copy_(layers[1].update(one, one)[0])
             lease.close()

@@ -31,11 +31,13 @@ def up_and_down(place: Place, rounds: int) -> None:
         for _ in range(rounds):
             for home in cache.homes:
                 assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
-            near = cache.tier.near
+            near = cache.tier.client.near
             with held_copies(place, "host") as hold:
-                cache.tier.demote(room // 4)
-                cache.tier.write_behind(0)
-                assert hold.released or cache.tier.leaving == min(near, room // 4), "it did not wait for the copies"
+                cache.tier.client.demote(room // 4)
+                cache.tier.client.write_behind(0)
+                assert hold.released or cache.tier.client.leaving == min(near, room // 4), (
+                    "it did not wait for the copies"
+                )
             for lane in lanes:
                 for number in range(LAYERS):
                     lane.follow(before)
@@ -45,10 +47,10 @@ def up_and_down(place: Place, rounds: int) -> None:
             assert before is not None
             before.lead()
             place.device.synchronize()
-            cache.tier.write_behind(0)
-            assert cache.tier.leaving == 0
-            assert cache.tier.near == near - min(near, room // 4)
-            assert cache.tier.bring_back(AWAY * LAYERS, cache.homes[0].pages.stream) == AWAY * LAYERS
+            cache.tier.client.write_behind(0)
+            assert cache.tier.client.leaving == 0
+            assert cache.tier.client.near == near - min(near, room // 4)
+            assert cache.tier.restore(AWAY * LAYERS, cache.homes[0].pages.stream) == AWAY * LAYERS
         assert near < room <= AWAY * LAYERS
         copied = place.device.snapshot()["copied"]
         assert min(copied["kv_d2p"], copied["kv_p2d"], copied["kv_p2h"], copied["kv_d2h"]) > 0

@@ -137,7 +137,7 @@ def through_slots(place: Place, steps: int) -> None:
                 before = lane
             if step == steps // 2 and before is not None:
                 cache.pass_late(before, held_copies(place, "device"))
-        streamed = cache.tier.streamed
+        streamed = cache.tier.client.streamed
         assert streamed.way is Way.STREAMED
         assert streamed.slots == 2
         assert streamed.away >= LAYERS * AWAY
@@ -191,7 +191,7 @@ def plan_restore(place: Place, rounds: int) -> None:
                 with computing():
                     if place.cuda:
                         torch.cuda._sleep(20_000_000)
-                    assert cache.tier.bring_back(LAYERS * AWAY, cache.homes[0].pages.stream) == LAYERS * AWAY
+                    assert cache.tier.restore(LAYERS * AWAY, cache.homes[0].pages.stream) == LAYERS * AWAY
                 assert all(hold.released or not held for hold in holds), "what somebody holds was not there yet"
                 with elsewhere():
                     apart = oldest(held)
@@ -206,7 +206,7 @@ def plan_restore(place: Place, rounds: int) -> None:
             with computing():
                 for number in range(LAYERS):
                     cache.check(number, drawn[number], *found.pop(0))
-                cache.tier.write_behind(LAYERS)
+                cache.tier.client.write_behind(LAYERS)
             computing.lead()
         cache.finish()
 

@@ -92,10 +92,10 @@ class Interrupted(Cache):
 
     def compare(self, found: Any, right: Any) -> None:
         if self._due and self._when == "before":
-            self.operator.take(self.tier.way)
+            self.operator.take(self.tier.client.way)
         super().compare(found, right)
         if self._due and self._when == "after":
-            self.operator.take(self.tier.way)
+            self.operator.take(self.tier.client.way)
 
     def fly(self) -> None:
         """Iterations until all layers do."""
@@ -104,7 +104,7 @@ class Interrupted(Cache):
                 self.update(number)
             if all(home.pages._extent.mover.in_slot for home in self.homes):
                 return
-        raise AssertionError(self.tier.streamed)
+        raise AssertionError(self.tier.client.streamed)
 
 
 def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
@@ -180,7 +180,7 @@ class Decoding:
 
     def _interrupt(self, number: int | None) -> None:
         assert number is not None
-        self.operator.take(self._cache.layers[number].home.pages._tier.way)
+        self.operator.take(self._cache.layers[number].home.pages._tier.client.way)
         self.layers.append(number)
         self._left = KEPT
 

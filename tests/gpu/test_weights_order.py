@@ -121,12 +121,12 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
     with small_layers(), ballonet.manage(model) as managed:
         governor = governors.of(place.device)
         governor.pages.scarce = True
-        governor.bandwidth = governor.bandwidth or 1e12  # what is measured later is believed
+        governor.link.bandwidth = governor.link.bandwidth or 1e12  # what is measured later is believed
 
         def prepare() -> None:
             """Layers that may be taken are offered."""
             work()
-            governor.publish_now()
+            governor.reclaim.publish_now()
 
         prepare()
         assert place.device.published, "nothing may be taken, so that nothing is shown"

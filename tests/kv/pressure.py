@@ -17,11 +17,17 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device import governors
+from ballonet.hooks.kv import pages as kv_pages
+from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange
+from ballonet.offload.governor import kv_client, kv_offers, kv_saving, kv_tier, kv_turns
 from ballonet.offload.governor.kv_tier import KVTier
 from ballonet.offload.policy.layer_stream import Choice, Way
+from ballonet.offload.residency import kv_extent, kv_extents, mover
 
+# the modules between whose lines Ctrl-C may come while pages of a cache move
+STEPS = (kv_pages, kv_range, kv_tier, kv_client, kv_offers, kv_saving, kv_turns, kv_extent, kv_extents, mover)
 POISON = 0xFF  # of what nobody may read: not a number, in every type
 
 
@@ -61,7 +67,7 @@ def away(ranges: Iterable[KVRange]) -> int:
 def press(device: Device, pages: int) -> int:
     """Takes so many pages from whoever offers them, if there are as many; fills them, and gives them back. How many
     were taken."""
-    governors.of(device).publish_now()
+    governors.of(device).reclaim.publish_now()
     before: int = device.snapshot()["reclaimed"]
     poison(device, pages)
     after: int = device.snapshot()["reclaimed"]
@@ -134,16 +140,16 @@ class Taker:
         for tier in tiers(ranges):
             if choice == "behind":
                 before = self._copied()
-                tier.write_behind(pages)
+                tier.client.write_behind(pages)
                 self.done["behind"] += self._copied() - before
             elif choice == "down":
-                tier.demote(pages)
+                tier.client.demote(pages)
                 self._device.synchronize()
-                before = tier.leaving
-                tier.write_behind(0)
-                self.done["down"] += before - tier.leaving
+                before = tier.client.leaving
+                tier.client.write_behind(0)
+                self.done["down"] += before - tier.client.leaving
             elif choice == "back":
-                self.done["back"] += tier.bring_back(pages, 0)
+                self.done["back"] += tier.restore(pages, 0)
         for home in ranges:
             found = [
                 piece for piece in range(home._most) if (home.range.backing(piece) == "alias") == (choice == "home")

@@ -71,7 +71,7 @@ class Calls:
     def _forward(self, model: Any, args: Any, kwargs: Any) -> None:
         snapshot = runtime.require().snapshot()
         calls, pages = snapshot["driver_calls"], snapshot["pages"]
-        caches = [cache for _, cache in governors.of(runtime.require())._clients.caches]
+        caches = [cache for _, cache in governors.of(runtime.require())._known.clients.paged]
         held = sum(cache.held for cache in caches)
         host = snapshot["host_pages"] - snapshot["host_free"]
         now = Step(calls["cuMemMap"], calls["cuMemUnmap"], held, pages["activations"], host)

@@ -84,7 +84,7 @@ def test_several_threads_while_pages_are_taken(page: int) -> None:
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            governors.of(device).publish_now()
+            governors.of(device).reclaim.publish_now()
             taken += device.take(device.published[:3])
         for thread in threads:
             thread.join()

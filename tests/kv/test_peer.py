@@ -45,7 +45,7 @@ def where(pair: Pair) -> str:
 def settled(pair: Pair) -> None:
     """What is on its way has arrived, and was looked at."""
     runtime.require().synchronize()
-    pair.tier.write_behind(0)
+    pair.tier.client.write_behind(0)
 
 
 def test_the_peer_is_filled_first_and_the_host_after_it_and_all_comes_home(device: Device) -> None:
@@ -56,13 +56,13 @@ def test_the_peer_is_filled_first_and_the_host_after_it_and_all_comes_home(devic
     assert (bytes_that_exist("peer"), bytes_that_exist("host")) == (4 * PAGE, 2 * PAGE)
     assert (kv_copied(device, "d2p"), kv_copied(device)) == (4, 2)
     pair.check()
-    pair.tier.look()
-    assert (pair.tier.displaced, pair.tier.near) == (6, 4)
-    assert pair.tier.bring_back(3, 0) == 3  # those on the host first, as they cost more there, then the newest
+    pair.tier.extents.look()
+    assert (pair.tier.client.displaced, pair.tier.client.near) == (6, 4)
+    assert pair.tier.restore(3, 0) == 3  # those on the host first, as they cost more there, then the newest
     assert where(pair) == "pppddddd"
     assert (kv_copied(device, "h2d"), kv_copied(device, "p2d")) == (2, 1)
     pair.check()
-    assert pair.tier.bring_back(9, 0) == 3
+    assert pair.tier.restore(9, 0) == 3
     assert where(pair) == "dddddddd"
     pair.update(1)
     assert press(device, 6) == 6
@@ -72,7 +72,7 @@ def test_the_peer_is_filled_first_and_the_host_after_it_and_all_comes_home(devic
 
 def test_what_is_copied_behind_lies_on_the_peer_while_it_has_room(device: Device) -> None:
     pair = Pair(100)
-    pair.tier.write_behind(6)
+    pair.tier.client.write_behind(6)
     settled(pair)
     assert [pair.home.pages._extent.backing.pages.place(n) for n in range(7)] == ["peer"] * 4 + ["host"] * 2 + [""]
     assert pair.offers()[:6] == [(n, True) for n in range(6)]
@@ -85,7 +85,7 @@ def test_the_coldest_pages_leave_the_peer_and_nobody_can_tell(device: Device) ->
     pair = Pair(100)
     assert press(device, 4) == 4
     view, expected = pair.elastic.keys, pair.stock.keys.clone()
-    pair.tier.demote(2)
+    pair.tier.client.demote(2)
     settled(pair)
     assert where(pair) == "hhppdddd"
     assert torch.equal(view, expected)
@@ -105,12 +105,12 @@ def test_the_coldest_pages_leave_the_peer_and_nobody_can_tell(device: Device) ->
 def test_nothing_leads_to_the_host_before_its_bytes_are_there(device: Device) -> None:
     pair = Pair(100)
     assert press(device, 4) == 4
-    pair.tier.demote(4)  # takes 60 ms
-    pair.tier.write_behind(0)
+    pair.tier.client.demote(4)  # takes 60 ms
+    pair.tier.client.write_behind(0)
     pair.check()
-    assert pair.tier.leaving == pair.tier.displaced - where(pair).count("h") > 0
+    assert pair.tier.client.leaving == pair.tier.client.displaced - where(pair).count("h") > 0
     settled(pair)
-    assert (where(pair), pair.tier.leaving) == ("hhhhdddd", 0)
+    assert (where(pair), pair.tier.client.leaving) == ("hhhhdddd", 0)
     pair.check()
 
 
@@ -118,7 +118,7 @@ def test_nothing_leads_to_the_host_before_its_bytes_are_there(device: Device) ->
 def test_what_is_written_to_meanwhile_stays_where_it_is(device: Device) -> None:
     pair = Pair(100)
     assert press(device, 4) == 4
-    pair.tier.demote(4)
+    pair.tier.client.demote(4)
     pair.both(lambda layer: layer.crop(-60))  # into the third page, which leads to the peer
     pair.update(70)
     settled(pair)
@@ -137,12 +137,12 @@ def test_no_page_leaves_the_peer_under_another_threads_forward(device: Device) -
     assert press(device, 4) == 4
 
     def other() -> int:
-        pair.tier.demote(4)
+        pair.tier.client.demote(4)
         settled(pair)
         return where(pair).count("h")
 
     assert on_another_thread(other) == 0
-    assert pair.tier.leaving == 4
+    assert pair.tier.client.leaving == 4
     pair.check()
     lease.close()
     assert on_another_thread(other) == 4
@@ -154,13 +154,13 @@ def test_a_full_host_keeps_it_on_the_peer(device: Device) -> None:
     assert press(device, 4) == 4
     hog = device.reserve(HOST * PAGE, "weights", device.group())
     hog.map_host(0, HOST)
-    pair.tier.demote(4)
+    pair.tier.client.demote(4)
     settled(pair)
     assert where(pair) == "ppppdddd"
     assert press(device, 1) == 0
     hog.close()
     device.reap(wait=True)
-    pair.tier.demote(4)
+    pair.tier.client.demote(4)
     settled(pair)
     assert where(pair) == "hhhhdddd"
     pair.check()
@@ -174,9 +174,9 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     hog = device.reserve(BUDGET * PAGE, "weights", device.group())
     hog.map(0, BUDGET - 14)  # few are free
     for pair in pairs:
-        pair.tier.used = time.monotonic() - 100 * (2 - pairs.index(pair))
+        pair.tier.client.used = time.monotonic() - 100 * (2 - pairs.index(pair))
     before = [where(pair).count("p") for pair in pairs]
-    governor.cache_changed(pairs[0].tier.number)
+    governor.client_changed(pairs[0].tier.number)
     for pair in pairs:
         settled(pair)
     device.reap(wait=True)
@@ -186,7 +186,7 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
     coldest = next(n for n, count in enumerate(before) if count)
     assert before[coldest] - after[coldest] == 1
     demotions = [each for each in runtime.of().events.since().events if each.lever == "demotion"]
-    assert [each.what for each in demotions] == [pairs[coldest].tier.name]
+    assert [each.what for each in demotions] == [pairs[coldest].tier.client.name]
     for pair in pairs:
         pair.check()
     hog.close()
@@ -195,16 +195,16 @@ def test_the_governor_makes_room_on_the_peer_with_what_was_used_longest_ago(devi
 def test_the_link_of_the_peer_is_measured_as_that_of_the_host_is(device: Device) -> None:
     governor = governors.of(device)
     governors.measure_link(device, governor)
-    assert governor.peer_bandwidth is not None
-    assert governor.peer_page_seconds == PAGE / governor.peer_bandwidth
+    assert governor.link.peer_bandwidth is not None
+    assert governor.link.peer_page_seconds == PAGE / governor.link.peer_bandwidth
     assert link.measure(device, place="peer") is not None
     assert device.snapshot()["peer_free"] == device.snapshot()["peer_pages"]
-    governor.bandwidth, governor.peer_bandwidth = 2.0**20, 2.0**22
+    governor.link.bandwidth, governor.link.peer_bandwidth = 2.0**20, 2.0**22
     pair = Pair(100)
     assert press(device, 6) == 6
-    pair.tier.look()
+    pair.tier.extents.look()
     assert pair.tier._reading(6) == (4 / 1024 + 2 / 256) / 6
-    assert pair.tier.bring_back(9, 0) == 6
+    assert pair.tier.restore(9, 0) == 6
     runtime.of().events.hear()
     back = [each for each in runtime.of().events.since().events if each.verb == "revert"][-1]
     assert (back.lever, back.verb, back.predicted) == ("running KV", "revert", pytest.approx(4 / 1024 + 2 / 256))
@@ -314,9 +314,9 @@ def test_several_threads_generate_while_pages_go_to_the_peer_and_on(crowded: Dev
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
-            governor.publish_now()
+            governor.reclaim.publish_now()
             crowded.take(crowded.published[:3])
-            for _, cache in governor._clients.caches:
+            for _, cache in governor._known.clients.paged:
                 cache.demote(drawn.randint(1, 4))
                 cache.write_behind(drawn.randint(0, 2))
         for thread in threads:

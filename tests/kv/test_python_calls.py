@@ -93,7 +93,7 @@ def _decoded(device: Device, pages: int, way: Way) -> int:
         with counted() as found:
             cache.forward(1)
         steps.append(found["calls"])
-    assert cache.tier.streamed.way is way
+    assert cache.tier.client.streamed.way is way
     hog.close()
     return min(steps)
 
@@ -118,13 +118,13 @@ def _prefilling(device: Device, pages: int) -> tuple[int, int]:
     hog = device.reserve(device.budget, "weights", device.group())
     hog.map(0, device.available - 4)
     tier = cache.tier
-    tier.look()
-    assert tier.displaced >= pages // 3
-    before = tier.governor._list.published
+    tier.extents.look()
+    assert tier.client.displaced >= pages // 3
+    before = tier.governor._known.list.published
     with counted() as found:
         tier.prefilling(8)
     hog.close()
-    return found["calls"], tier.governor._list.published - before
+    return found["calls"], tier.governor._known.list.published - before
 
 
 def test_a_layer_of_a_prefill_under_pressure_costs_the_same_with_eight_times_as_many_pages() -> None:

@@ -20,21 +20,20 @@ from ballonet.allocator.errors import BallonetError, DriverError
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
-from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.sequence import CachedSequence, Gone
-from ballonet.offload.governor import kv_read_plan, kv_tier
-from ballonet.offload.governor.seat import LAYERS as KEYS
+from ballonet.offload.governor import kv_read_plan
+from ballonet.offload.governor.client import LAYERS as KEYS
 from ballonet.offload.policy.layer_stream import Way
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.residency import kv_extent, kv_slots, mover
+from ballonet.offload.residency import kv_slots
 from ballonet.offload.residency.states import State
 
 from ..test_cache_faults import Interrupt
 from ..test_kv import tokens
 from ..tuned import Tuned
-from .pressure import away, homes, poison, press, started, tiers, two_thirds
+from .pressure import STEPS, away, homes, poison, press, started, tiers, two_thirds
 from .test_taken import Fuzz
 
 PAGE = 4096
@@ -107,7 +106,7 @@ class Layers:
         return sum(home.pages._extent.mover.in_slot for home in self.homes)
 
     def way(self) -> Any:
-        return self.tier.streamed
+        return self.tier.client.streamed
 
 
 def room(device: Device, pages: int) -> Any:
@@ -178,7 +177,9 @@ class Trace:
                 trace.steps.append(("the host waits", self.layers))
                 self.done.wait()
 
-        tier._transfers["copies"] = tier.way._transfer = tier.way._slots._filler._transfer = Transfers()
+        tier.transfer = tier.client.saving._transfer = tier.client.way._transfer = (
+            tier.client.way._slots._filler._transfer
+        ) = Transfers()
         append = layers.append
 
         def appended(index: int, *args: Any) -> None:
@@ -213,7 +214,7 @@ def test_layers_come_home_one_after_the_other(device: Device) -> None:
     assert press(device, 16) == 16
     layers.check()
     trace = Trace(layers)
-    assert layers.tier.bring_back(99, 0) == 16
+    assert layers.tier.restore(99, 0) == 16
     assert trace.steps == [("to the device", index) for index in range(LAYERS)]  # and nothing is waited for
     trace.steps.clear()
     layers.update()
@@ -229,7 +230,7 @@ def test_who_looks_at_what_is_on_its_way_home_waits(device: Device) -> None:
     assert press(device, 16) == 16
     held = layers.pairs[3][0].keys
     trace = Trace(layers)
-    assert layers.tier.bring_back(99, 0) == 16
+    assert layers.tier.restore(99, 0) == 16
     assert trace.steps[LAYERS:] == [("the host waits", 3)]  # somebody might read that at any time, on any stream
     assert torch.equal(held, layers.pairs[3][1].keys)
     assert torch.equal(layers.pairs[1][0].values, layers.pairs[1][1].values)
@@ -254,7 +255,7 @@ def test_what_is_copied_behind_waits_for_whoever_wrote_it(
             waited.append(after)
             return inner.copy(parts, after=0, owner=owner, to=to)
 
-    tier._transfers["copies"] = Transfers()
+    tier.transfer = tier.client.saving._transfer = Transfers()
     monkeypatch.setattr(kv_pages_module.KVPages, "stream", property(lambda _: stream[0]))
     if way == "reordered":
         stream[0] = 7
@@ -266,7 +267,7 @@ def test_what_is_copied_behind_waits_for_whoever_wrote_it(
             elastic.write(0, stock.keys[:, :, :missing], stock.values[:, :, :missing])
             stream[0] = 7
     stream[0] = 0
-    tier.write_behind(1)
+    tier.client.write_behind(1)
     assert waited == [7]
     layers.check()
 
@@ -344,7 +345,7 @@ def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     sequence.out = True
     with pytest.raises(Gone), sequence.leased(0):
         pass
-    streamed.tier.kept = True  # its slots go back
+    streamed.tier.client.kept = True  # its slots go back
     with sequence.leased(0):
         pass
     streamed.check()
@@ -383,9 +384,9 @@ def test_what_leaves_later_flies_too(device: Device, tuned: Tuned) -> None:
         assert flying < layers.way().slot_pages
         assert home.pages.displace(flying)
     poison(device)
-    layers.tier.way._look = 0
+    layers.tier.client.way._look = 0
     layers.update()
-    assert layers.tier.way._slots.pieces == layers.tier.displaced
+    assert layers.tier.client.way._slots.pieces == layers.tier.client.displaced
     layers.update()
     layers.check()
     layers.both(lambda layer: layer.reset())
@@ -396,7 +397,7 @@ def test_layers_that_have_run_give_first(device: Device) -> None:
     layers = Layers(100)
     layers.update(70, only=2)
     tier = layers.tier
-    given = [[part[0] for part in tier.entry(offer.index)[1]] for offer in tier.offers()]
+    given = [[part[0] for part in tier.client.entry(offer.index)[1]] for offer in tier.client.offers()]
     ran = [home.range for home in layers.homes[:2]]
     assert all(home in ran for home in given[0])
     assert not any(home in ran for home in given[-1])
@@ -416,7 +417,7 @@ def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, tuned: Tu
         steps += 1
         fuzz.random.choice(ways)()
         device.check()
-        flown += sum(tier.way._slots.pieces > 0 for tier in tiers(homes(elastic for elastic, _ in fuzz.pairs)))
+        flown += sum(tier.client.way._slots.pieces > 0 for tier in tiers(homes(elastic for elastic, _ in fuzz.pairs)))
         if fuzz.pairs[0][1].get_seq_length() > 500:
             fuzz.held.clear()
             for pair in fuzz.pairs:
@@ -430,7 +431,7 @@ def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, tuned: Tu
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: int) -> None:
     """eLLM §4.3.2: of the layers that have run, the pages of a long prompt go to the host, once each."""
-    governors.of(device).bandwidth = 2.0**20  # so that an event says whether anything was copied for it
+    governors.of(device).link.bandwidth = 2.0**20  # so that an event says whether anything was copied for it
     hog = room(device, 40)
     layers = Layers(layers=8)
     left = []
@@ -539,13 +540,13 @@ def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
 def test_slots_go_back_where_pages_are_needed(streamed: Layers, device: Device) -> None:
     assert streamed.way().slots == 2
     streamed.update(60)  # they are in the way of what does not fit otherwise
-    assert streamed.tier.displaced == away(streamed.homes)
+    assert streamed.tier.client.displaced == away(streamed.homes)
     while streamed.way().slots == 0:
         streamed.update()
-    streamed.tier.kept = True
+    streamed.tier.client.kept = True
     assert streamed.way().slots == 0
     assert streamed.flying == 0
-    streamed.tier.kept = False
+    streamed.tier.client.kept = False
     streamed.check()
     streamed.both(lambda layer: layer.crop(-60))
     fly(streamed)
@@ -555,12 +556,12 @@ def test_slots_go_back_where_pages_are_needed(streamed: Layers, device: Device) 
 def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -> None:
     assert streamed.way().slots == 2
     tier = streamed.tier
-    tier.governor.remove_cache(tier.number)  # so that nothing of it is taken
+    tier.governor.remove_client(tier.number)  # so that nothing of it is taken
     streamed.update(40)
     assert streamed.way().slots == 2
     assert "host" in {home.range.backing(piece) for home in streamed.homes for piece in range(home._most)}
     streamed.both(lambda layer: layer.crop(-40))
-    tier.number = tier.governor.add_cache(tier)
+    tier.number = tier.governor.add_client(tier)
     streamed.update(40)
     assert tier._device.snapshot()["reclaimed"]
     streamed.check()
@@ -574,10 +575,18 @@ def test_slots_whose_pages_are_taken_while_they_are_opened(device: Device) -> No
     def opened(stream: kv_slots.KVSlots, count: int, pages: int) -> int:
         nonlocal taken
         made = open_slots(stream, count, pages)
-        layers.tier.governor.publish_now()
-        mine = [candidate for candidate in layers.tier.governor.candidates() if candidate.client == layers.tier.number]
+        layers.tier.governor.reclaim.publish_now()
+        mine = [
+            candidate
+            for candidate in layers.tier.governor.reclaim.candidates()
+            if candidate.client == layers.tier.number
+        ]
         taken += device.take(
-            [candidate.client * KEYS + candidate.index for candidate in mine if candidate.index in layers.tier._slices]
+            [
+                candidate.client * KEYS + candidate.index
+                for candidate in mine
+                if candidate.index in layers.tier.client.takable._slices
+            ]
         )
         return made
 
@@ -597,10 +606,10 @@ def test_an_idle_cache_gives_its_slots_to_who_asks(device: Device) -> None:
     lease = ForwardLease().open()
     layers = Layers(100)
     fly(layers)
-    layers.tier.give_slots()
+    layers.tier.client.give_slots()
     assert layers.way().slots == 2, "it is used"
     lease.close()
-    layers.tier.give_slots()
+    layers.tier.client.give_slots()
     assert layers.way().slots == 0
     layers.check()
     hog.close()
@@ -615,19 +624,21 @@ def test_all_of_it_comes_home_when_there_is_room(
         streamed.update()
     assert streamed.way().way is Way.STREAMED, "it flies until pages have been free for long enough"
     assert streamed.flying == LAYERS
-    monkeypatch.setattr(type(streamed.tier.governor), "restorable_pages", lambda self, number: streamed.tier.displaced)
+    monkeypatch.setattr(
+        type(streamed.tier.governor), "restorable_pages", lambda self, number: streamed.tier.client.displaced
+    )
     streamed.update()
     assert streamed.way() == replace(streamed.way(), way=Way.RESIDENT, away=0, slots=0, slot_pages=0)
     streamed.check()
     device.check()
 
 
-INTERRUPTIBLE = (kv_pages_module, kv_range, kv_tier, kv_read_plan, kv_extent, kv_slots, mover)
+INTERRUPTIBLE = (*STEPS, kv_read_plan, kv_slots)
 INTERRUPTED: dict[str, Callable[[Layers], object]] = {
     "iterate": lambda layers: layers.update(),
     "prefill": lambda layers: layers.update(30),
     "look": lambda layers: layers.check(),
-    "give": lambda layers: layers.tier.way.give(),
+    "give": lambda layers: layers.tier.client.way.give(),
 }
 
 
@@ -638,9 +649,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         layers = Layers(100)
         layers.update()
         try:
-            with Interrupt(
-                nth, kv_pages_module, kv_range, kv_tier, kv_read_plan, kv_extent, kv_slots, mover
-            ) as interrupt:
+            with Interrupt(nth, *INTERRUPTIBLE) as interrupt:
                 INTERRUPTED[act](layers)
         except KeyboardInterrupt:
             pass

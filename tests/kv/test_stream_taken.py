@@ -56,13 +56,13 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
     assert slots > 4
     blocks.append(device.allocate((others - 1) * PAGE))
     assert streamed.flying == LAYERS
-    assert sum(each.range.backed for each in streamed.tier.way._slots._slots) >= slots - 2
+    assert sum(each.range.backed for each in streamed.tier.client.way._slots._slots) >= slots - 2
     kv = device.snapshot()["pages"]["kv"]
     blocks.append(device.allocate(4 * PAGE))
     assert device.snapshot()["pages"]["kv"] <= kv - 4
     streamed.update()
     device.check()
-    rest = sum(each.range.backed for each in streamed.tier.way._slots._slots)
+    rest = sum(each.range.backed for each in streamed.tier.client.way._slots._slots)
     if rest:
         blocks.append(device.allocate((device.available + rest) * PAGE))
     for _ in range(3):
@@ -87,7 +87,7 @@ def test_it_may_be_the_attention_of_a_layer_that_flies_itself(
     blocks.append(device.allocate((device.available + nothing_away(streamed) + in_slots(streamed) - 1) * PAGE))
     poison(device)
     assert all(map(torch.equal, ours, theirs)), "it reads the same bytes on the host"
-    assert sum(each.range.backed for each in streamed.tier.way._slots._slots) <= 1
+    assert sum(each.range.backed for each in streamed.tier.client.way._slots._slots) <= 1
     del ours, theirs
     for elastic, stock in streamed.pairs[layer + 1 :]:
         new = tokens(1, 98)
@@ -147,7 +147,7 @@ def test_whatever_operators_take_and_give_back_tokens_are_those_of_stock(
 
     def between() -> None:
         nonlocal taken
-        slots = layers.tier.way._slots
+        slots = layers.tier.client.way._slots
         before = sum(each.range.backed for each in slots._slots)
         if blocks and draw.random() < 0.4:
             device.deallocate(blocks.pop(draw.randrange(len(blocks))))

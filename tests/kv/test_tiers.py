@@ -20,23 +20,20 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.lease import ForwardLease
-from ballonet.hooks.kv import pages as kv_pages_module
-from ballonet.hooks.kv import range as kv_range
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.prefill import copied_in
-from ballonet.offload.governor import kv_tier
+from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
-from ballonet.offload.residency import kv_extent, mover
 from ballonet.offload.residency.states import Event
 
 from .. import pool
 from ..test_cache_faults import Interrupt
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from ..tuned import Tuned
-from .pressure import away, poison, press, started, tiers
+from .pressure import STEPS, away, poison, press, started, tiers
 
 ROWS = DEFAULT.kv_reads.rows
 
@@ -92,7 +89,7 @@ class Pair:
 
     def offers(self) -> list[tuple[int, bool]]:
         """(piece, clean) of what is offered, and can be published."""
-        entries = [(self.tier.entry(offer.index), offer.clean) for offer in self.tier.offers()]
+        entries = [(self.tier.client.entry(offer.index), offer.clean) for offer in self.tier.client.offers()]
         return [
             (piece, clean)
             for entry, clean in entries
@@ -121,8 +118,8 @@ def test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back(devic
     assert kv_copied(device) == 3
     pair.update(1)
     assert press(device, 3) == 0  # the tail is not full: there is one page at most
-    assert pair.tier.displaced == 3
-    assert pair.tier.bring_back(2, 0) == 2  # the newest first
+    assert pair.tier.client.displaced == 3
+    assert pair.tier.restore(2, 0) == 2  # the newest first
     assert pair.places() == "adddd"
     assert kv_copied(device, "h2d") == 2
     pair.check()
@@ -135,9 +132,9 @@ def test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back(devic
 def test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty(device: Device) -> None:
     pair = Pair(60)
     assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
-    pair.tier.write_behind(2)
+    pair.tier.client.write_behind(2)
     device.synchronize()
-    pair.tier.write_behind(0)
+    pair.tier.client.write_behind(0)
     assert pair.offers() == [(0, True), (1, True), (2, False), (3, False)]
     assert kv_copied(device) == 2
     pair.both(lambda layer: layer.crop(-40))  # into the second page
@@ -146,10 +143,10 @@ def test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty(device: 
     assert pair.offers() == [(0, True), (1, False), (2, False), (3, False)]
     pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))
     assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
-    pair.tier.write_behind(9)  # not again at once: whoever reorders does it in every step
+    pair.tier.client.write_behind(9)  # not again at once: whoever reorders does it in every step
     assert kv_copied(device) == 2
     pair.update(20)
-    pair.tier.write_behind(9)
+    pair.tier.client.write_behind(9)
     assert kv_copied(device) > 2
     device.synchronize()  # what is being copied is not offered
     assert press(device, 5) == 5
@@ -164,17 +161,17 @@ def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(devic
         pair = Pair(count)
         pages = len(pair.places())
         assert press(device, pages) == 0 or count > 3
-        pair.tier.bring_back(99, 0)
+        pair.tier.restore(99, 0)
         pair.home.keep(True)
-        pair.tier.kept = True
+        pair.tier.client.kept = True
         assert press(device, pages) == pages
         assert pair.places() == "a" * pages
         pair.check()
-        pair.tier.kept = False
+        pair.tier.client.kept = False
         pair.home.keep(False)
         for _ in range(20):  # where it lies, and beyond
             pair.update(1)
-        pair.tier.bring_back(99, 0)
+        pair.tier.restore(99, 0)
         assert "a" not in pair.places()
         pair.update(1)
         pair.check()
@@ -184,9 +181,9 @@ def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(devic
 def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: Device) -> None:
     pair = Pair(20)
     pair.home.keep(True)
-    pair.tier.write_behind(9)
+    pair.tier.client.write_behind(9)
     device.synchronize()
-    pair.tier.write_behind(0)
+    pair.tier.client.write_behind(0)
     assert pair.offers() == [(0, True), (1, True)]
     pair.home.keep(False)
     assert pair.offers() == [(0, True)]
@@ -201,15 +198,15 @@ def test_every_page_is_offered_again_whatever_was_done_to_it(device: Device) -> 
     pair = Pair(60)
     for act in (
         lambda: pair.home.pages.displace(4),  # the tail, which comes home and is filled then
-        lambda: pair.tier.bring_back(9, 0),
-        lambda: pair.tier.write_behind(9),
+        lambda: pair.tier.restore(9, 0),
+        lambda: pair.tier.client.write_behind(9),
         lambda: pair.both(lambda layer: layer.crop(-50)),
         lambda: press(device, 9),
         lambda: pair.both(lambda layer: layer.crop(-5)),
     ):
         act()
         pair.update(90 - pair.elastic.get_seq_length())
-        pair.tier.bring_back(9, 0)
+        pair.tier.restore(9, 0)
         assert sorted(first for first, _ in pair.offers()) == [0, 1, 2, 3, 4, 5], act
         pair.both(lambda layer: layer.crop(-30))
 
@@ -217,7 +214,7 @@ def test_every_page_is_offered_again_whatever_was_done_to_it(device: Device) -> 
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
 def test_nothing_is_offered_before_its_copy_has_passed(device: Device) -> None:
     pair = Pair(60)
-    pair.tier.write_behind(4)  # takes 60 ms
+    pair.tier.client.write_behind(4)  # takes 60 ms
     assert pair.offers() == []
     pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))  # waits for the copies
     assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
@@ -229,7 +226,7 @@ def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatc
     """Not one within the other: there may be more of them than calls fit on a stack."""
     pairs = [Pair(60) for _ in range(3)]
     copying: list[Any] = []
-    most, write_behind = [], kv_tier.KVTier.write_behind
+    most, write_behind = [], kv_client.KVClient.write_behind
 
     def copy(tier: Any, pages: int) -> None:
         copying.append(tier)
@@ -237,11 +234,11 @@ def test_caches_are_copied_behind_one_after_the_other(device: Device, monkeypatc
         write_behind(tier, pages)
         copying.remove(tier)
 
-    monkeypatch.setattr(kv_tier.KVTier, "write_behind", copy)
+    monkeypatch.setattr(kv_client.KVClient, "write_behind", copy)
     hog = device.reserve(BUDGET * PAGE, "weights", device.group())
     hog.map(0, device.available - 2)  # few are free
     for pair in pairs:
-        pair.tier.governor.cache_changed(pair.tier.number)
+        pair.tier.governor.client_changed(pair.tier.number)
     assert kv_copied(device) > 0
     assert {*most} == {1}
 
@@ -250,9 +247,9 @@ def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     pair = Pair(200)
     hog = device.reserve((HOST - 3) * PAGE, "weights", device.group())
     hog.map_host(0, HOST - 3)
-    pair.tier.write_behind(9)
+    pair.tier.client.write_behind(9)
     device.synchronize()
-    pair.tier.write_behind(0)
+    pair.tier.client.write_behind(0)
     assert sum(clean for _, clean in pair.offers()) == 3
     assert not pair.home.pages.displace(9)
     assert press(device, 4) == 0
@@ -271,7 +268,7 @@ def test_a_prompt_longer_than_there_are_pages_for_and_on(device: Device) -> None
     assert away([pair.home]) >= 120 - BUDGET
     pair.both(lambda layer: layer.crop(-100 * int(PER_PAGE)))
     device.reap(wait=True)
-    pair.tier.bring_back(99, 0)
+    pair.tier.restore(99, 0)
     assert away([pair.home]) == 0
     device.check()
 
@@ -288,7 +285,7 @@ def test_pages_of_the_host_are_the_last_resort_and_come_home(device: Device, mon
     assert pair.places().startswith("hhhhh")
     hog.close()
     device.reap(wait=True)
-    assert pair.tier.bring_back(99, 0) >= 5
+    assert pair.tier.restore(99, 0) >= 5
     assert set(pair.places()) == {"d"}
     pair.check()
 
@@ -296,23 +293,23 @@ def test_pages_of_the_host_are_the_last_resort_and_come_home(device: Device, mon
 def test_whatever_moves_its_pages_is_an_event(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_room, "spilled", lambda: None)
     pair = Pair(60)
-    pair.tier.governor.bandwidth = 2.0**20  # a page takes 1/256 s
-    pair.tier.write_behind(3)
+    pair.tier.governor.link.bandwidth = 2.0**20  # a page takes 1/256 s
+    pair.tier.client.write_behind(3)
     device.synchronize()
-    pair.tier.write_behind(0)
+    pair.tier.client.write_behind(0)
     assert press(device, 3) == 3
     runtime.of().events.hear()
-    assert pair.tier.bring_back(2, 0) == 2
+    assert pair.tier.restore(2, 0) == 2
     hog = device.reserve(BUDGET * PAGE, "weights", device.group())
     hog.map(0, device.available)
-    pair.tier.governor.remove_cache(pair.tier.number)  # so that it has nothing to give
+    pair.tier.governor.remove_client(pair.tier.number)  # so that it has nothing to give
     pair.update(30)
     hog.close()
     me = threading.current_thread().name
     found = [
         (each.lever, each.verb, each.pages, each.predicted, each.measured is not None)
         for each in runtime.of().events.since().events
-        if each.what == pair.tier.name and each.by == me
+        if each.what == pair.tier.client.name and each.by == me
     ]
     assert found[0] == ("write-behind", "pull", 3, 3 / 256, False)
     assert found[1][:4] == ("running KV", "pull", 3, 0.0), "they were clean"
@@ -337,8 +334,8 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     pairs: list[Pair] = []
     go, asked, done = threading.Event(), threading.Event(), threading.Event()
     governor = governors.of(device)
-    wait = governor.wait_for_pages
-    monkeypatch.setattr(governor, "wait_for_pages", lambda timeout: asked.set() or wait(timeout))
+    wait = governor.pages.wait
+    monkeypatch.setattr(governor.pages, "wait", lambda timeout: asked.set() or wait(timeout))
 
     def other() -> None:
         lease = ForwardLease().open()
@@ -360,7 +357,7 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
     (waited,) = (each for each in runtime.of().events.since().events if (each.lever, each.verb) == ("wait", "revert"))
     assert waited.pages > 0
     assert waited.measured is not None
-    assert waited.what == mine.tier.name
+    assert waited.what == mine.tier.client.name
     for each in (mine, *pairs):
         each.check()
     pairs.clear()
@@ -595,9 +592,9 @@ INTERRUPTED: dict[str, Callable[[Pair], object]] = {
     "append": lambda pair: pair.elastic.update(*tokens(40, 9)),
     "crop": lambda pair: pair.elastic.crop(-70),
     "reorder": lambda pair: pair.elastic.reorder_cache(torch.tensor([1, 0])),
-    "copy behind": lambda pair: pair.tier.write_behind(4),
+    "copy behind": lambda pair: pair.tier.client.write_behind(4),
     "take": lambda pair: pair.home.pages.displace(1) and pair.home.pages.displace(4),
-    "bring back": lambda pair: pair.tier.bring_back(9, 0),
+    "bring back": lambda pair: pair.tier.restore(9, 0),
     "iterate": lambda pair: pair.tier.iteration(0),
 }
 
@@ -608,10 +605,10 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
     for nth in itertools.count(1, 3):  # not each, so that it does not take long
         pair = Pair(100)
         press(device, 3)
-        pair.tier.write_behind(2)
+        pair.tier.client.write_behind(2)
         device.synchronize()
         try:
-            with Interrupt(nth, kv_pages_module, kv_range, kv_tier, kv_extent, mover) as interrupt:
+            with Interrupt(nth, *STEPS) as interrupt:
                 INTERRUPTED[act](pair)
         except KeyboardInterrupt:
             pass
@@ -628,8 +625,8 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         pair.elastic.update(*new)
         press(device, 4)
         assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
-        pair.tier.write_behind(9)
-        pair.tier.bring_back(20, 0)
+        pair.tier.client.write_behind(9)
+        pair.tier.restore(20, 0)
         press(device, 4)
         assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
         device.check()
@@ -649,9 +646,9 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
         pair = Pair(60)
         steps: list[Callable[[], object]] = [
             lambda pair=pair: press(device, 2),
-            lambda pair=pair: pair.tier.write_behind(2),
+            lambda pair=pair: pair.tier.client.write_behind(2),
             lambda pair=pair: pair.home.pages.displace(3),
-            lambda pair=pair: pair.tier.bring_back(9, 0),
+            lambda pair=pair: pair.tier.restore(9, 0),
             lambda pair=pair: pair.home.pages.displace(0),
         ]
         so_far = device.snapshot()["driver_calls"].get(call, 0)

@@ -397,10 +397,10 @@ class Life:
 
     def _pull(self, _: Talker) -> None:
         rung = self.draw.choice(LISTED)
-        self.done[f"pulled {rung.label}"] += governors.of(self.device).pull(rung, self.draw.randint(1, 12))
+        self.done[f"pulled {rung.label}"] += governors.of(self.device).ladder.pull(rung, self.draw.randint(1, 12))
 
     def _home(self, _: Talker) -> None:
-        governors.of(self.device).revert(self.draw.choice((Rung.PREFIX, Rung.IDLE_KV)), self.draw.randint(1, 12))
+        governors.of(self.device).ladder.revert(self.draw.choice((Rung.PREFIX, Rung.IDLE_KV)), self.draw.randint(1, 12))
 
     def _press(self, _: Talker) -> None:
         self.done["pressed"] += press(self.device, self.draw.randint(1, 9))
@@ -411,7 +411,7 @@ class Life:
     def _behind(self, talker: Talker) -> None:
         for sequence in tuple(talker.store._prefix_index.at_rest):
             for tier in sequence._tiers():
-                tier.write_behind(self.draw.randint(0, 3))
+                tier.client.write_behind(self.draw.randint(0, 3))
 
     def _evict(self, talker: Talker) -> None:
         self.done["evicted"] += talker.store.give_up(self.device, self.draw.randint(1, 20))

@@ -96,9 +96,9 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
         begun()
         for sequence in both.store._prefix_index.at_rest:
             for tier in sequence._tiers():
-                tier.write_behind(9)
+                tier.client.write_behind(9)
         for rung in (Rung.PREFIX, Rung.IDLE_KV):
-            governors.of(device).pull(rung, 999)
+            governors.of(device).ladder.pull(rung, 999)
 
     def forgotten() -> None:
         begun()
@@ -123,7 +123,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
     def appended(home: Any, *args: Any) -> Any:
         loads["appended"] += 1
         if loads["appended"] % 7 == 0:
-            governors.of(device).pull(Rung.RUNNING_KV, 6)
+            governors.of(device).ladder.pull(Rung.RUNNING_KV, 6)
         return append(home, *args)
 
     def streams() -> None:

@@ -228,7 +228,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
             with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier._group):
                 assert parts is not None
-                tier.iteration(0, 1, wanted // tier.block)
+                tier.iteration(0, 1, wanted // tier.client.block)
             assert store.get_num_new_matched_tokens([*prompts[read], 1]) == found[read]
         assert pulled() >= wanted
         assert pulled() - wanted < 4 * 12, "and little more: blocks of a sequence, and units"
@@ -268,12 +268,12 @@ def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, t
                         ids = turn.tokens[0].tolist()
                         assert readers.enter_context(store.read(ids, store.identity(), 0, tokens)) is not None
                 kept = store._prefix_index.here
-                tier.iteration(0, 1, 36 // tier.block)
+                tier.iteration(0, 1, 36 // tier.client.block)
                 assert pulled() == 0
                 assert store.give_up(device, 36) == 0, "nor where it is due"
                 assert store._prefix_index.here == kept > 36
-            tier.iteration(0, 1, 36 // tier.block)
-            tier.iteration(0, 1, 36 // tier.block)
+            tier.iteration(0, 1, 36 // tier.client.block)
+            tier.iteration(0, 1, 36 // tier.client.block)
         assert pulled() >= 36
         master.check()
         hog.close()

@@ -40,7 +40,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tune
 def copy_behind(store: PrefixStore, draw: random.Random) -> None:
     for sequence in store._prefix_index.at_rest:
         for tier in sequence._tiers():
-            tier.write_behind(draw.randint(0, 3))
+            tier.client.write_behind(draw.randint(0, 3))
 
 
 @pytest.mark.parametrize("device", [(1024,)], indirect=True)
@@ -59,7 +59,7 @@ def test_what_is_kept_is_taken_poisoned_and_used_again(
             talks.append(talk)
             copy_behind(both.store, draw)
             for rung in (Rung.PREFIX, Rung.IDLE_KV):
-                taken[rung] += governors.of(device).pull(rung, draw.randint(0, 9))
+                taken[rung] += governors.of(device).ladder.pull(rung, draw.randint(0, 9))
             poison(device)
             both.check()
         assert min(taken[Rung.PREFIX], taken[Rung.IDLE_KV]) > 5

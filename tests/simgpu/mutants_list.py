@@ -144,7 +144,7 @@ KV = (
     plant("kv-lease-calls", "the lease that a thread keeps on a cache which it uses outside of forwards", CALLS,
           ("hooks/device/lease.py", "            lease.enter(self._group)\n", "")),
     plant("kv-behind-after", "the wait of what is copied behind for the stream that writes", BEHIND,
-          ("offload/governor/kv_tier.py", "extent.mover.arrive(self._stream)  # some may have come home just now\n            done = self.transfer.copy(copies, after=self._stream,", "extent.mover.arrive(self._stream)  # some may have come home just now\n            done = self.transfer.copy(copies, after=0,")),
+          ("offload/governor/kv_saving.py", "extent.mover.arrive(stream)  # some may have come home just now\n            done = self._transfer.copy(copies, after=stream,", "extent.mover.arrive(stream)  # some may have come home just now\n            done = self._transfer.copy(copies, after=0,")),
     plant("kv-arrive", "the wait of a layer's stream for its KV that comes home", HOME,
           ("offload/residency/mover.py", "done.wait() if stream is None else done.before(stream)", "done.wait() if stream is None else None")),
     plant("kv-arrive-host", "the host's wait for KV that comes home while somebody else holds tensors over it", HOME,

@@ -81,9 +81,9 @@ def prepare(model: Any) -> None:
     """Every layer that may be taken is offered."""
     governor = governors.of(runtime.require())
     logits(model)
-    governor._list.void()
-    governor._publish()
-    governor.publish_now()
+    governor._known.list.void()
+    governor.reclaim.publish()
+    governor.reclaim.publish_now()
 
 
 @contextmanager
@@ -409,7 +409,7 @@ def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) 
             )
         elastic._change(streaming(before, (3, 5), 1))
         assert managed.report().streamed == plan.streamed
-        assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).candidates())
+        assert all(candidate.index != 3 for candidate in governors.of(runtime.require()).reclaim.candidates())
 
 
 def test_a_floor_counts_what_is_kept(model: Any) -> None:

@@ -42,7 +42,7 @@ class Scarce:
         self.governor = governor
         self._clock = clock
         governor.pages.scarce = True
-        governor.bandwidth = 1e12  # every copy is hidden
+        governor.link.bandwidth = 1e12  # every copy is hidden
 
     def calm(self) -> None:
         self._clock.now += 2 * DEFAULT.pages.forget

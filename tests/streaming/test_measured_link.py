@@ -46,7 +46,7 @@ def time(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     ticks = count(step=10**6)
     monkeypatch.setattr(managed, "marks_of", lambda device, clock: HostMarks(lambda: next(ticks)))
     tuned(clock=Clock())
-    governors.of(runtime.require()).bandwidth = 1e12
+    governors.of(runtime.require()).link.bandwidth = 1e12
 
 
 def frees(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
         report, pages, moved = found.report(), found.report().pages, ballonet.stats().copied.weights_h2d
         assert (len(report.streamed), report.slots) == before
         resident = (before[0] + 1) * 1e-3
-        governors.of(runtime.require()).bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
+        governors.of(runtime.require()).link.bandwidth = sum(found._elastic.plan.pages) * PAGE / (resident * ratio)
         passes = 0
         while passes < 2 * DEFAULT.weights.look:
             assert say(model).agrees(stock_of_larger)
@@ -106,7 +106,7 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
     """Not while somebody captures; until then it is said that it was assumed."""
     frees(2, monkeypatch)
     governor, measure = governors.of(runtime.require()), link.measure
-    monkeypatch.setattr(governor, "_bandwidth", None)
+    monkeypatch.setattr(governor.link, "_bandwidth", None)
     asked: list[int] = []
 
     def ask(device: Device, leave: int, **_: object) -> float | None:
@@ -125,11 +125,11 @@ def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
         assert asked == [0]
         for _ in range(3):
             assert say(model).agrees(stock_of_larger)
-            if governor.bandwidth is None:
+            if governor.link.bandwidth is None:
                 assert "assumed" in found.report().why
                 assert found.report().times["decode"].predicted is None
         assert asked == [0, governor.pages.mark, governor.pages.mark], "some pages stay free, and it is enough"
-        assert governor.bandwidth is not None
+        assert governor.link.bandwidth is not None
         assert say(model).agrees(stock_of_larger)
         assert "assumed" not in found.report().why
         assert found.report().times["decode"].predicted is not None

@@ -52,7 +52,7 @@ def clock(tuned: Tuned) -> Clock:
     """The governor's, which stands still."""
     clock = Clock()
     tuned(clock=clock)
-    governors.of(runtime.require()).bandwidth = 1e12  # so that every layer's copy is hidden
+    governors.of(runtime.require()).link.bandwidth = 1e12  # so that every layer's copy is hidden
     return clock
 
 

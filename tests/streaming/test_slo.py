@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     governor = governors.of(runtime.require())
     monkeypatch.setattr("ballonet.hooks.profile.cache_dir", lambda settings: tmp_path)
     monkeypatch.setattr(f"{__name__}.cache_dir", lambda settings: tmp_path)
-    governor.bandwidth = 1e12
+    governor.link.bandwidth = 1e12
 
 
 def test_as_many_layers_stream_as_the_slo_allows(model: Any, stock: Output) -> None:
@@ -119,7 +119,7 @@ def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, s
     with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=30):
         assert say(model).agrees(stock)
         assert managed.report().streamed
-        governors.of(runtime.require()).bandwidth = LAYER / 100
+        governors.of(runtime.require()).link.bandwidth = LAYER / 100
         with pytest.warns(RuntimeWarning, match="a decode step within 5000 ms is not kept") as warned:
             assert all(say(model).agrees(stock) for _ in range(2))
         assert len(warned) == 1

@@ -182,9 +182,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     monkeypatch.setattr(Turns, "end", recorded_end)
     monkeypatch.setattr(captured, "threading", Threading)
     monkeypatch.setattr(managed, "_lock", it.lock("manage", managed._lock))
-    monkeypatch.setattr(governor, "_lock", it.lock("governor", governor._lock))
-    if governor._watcher is not None:
-        monkeypatch.setattr(governor._watcher, "_lock", it.lock("traffic", governor._watcher._lock))
+    lock = it.lock("governor", governor._known.lock)
+    monkeypatch.setattr(governor._known, "lock", lock)
+    monkeypatch.setattr(governor.link, "_lock", lock)
+    if governor.link._watcher is not None:
+        monkeypatch.setattr(governor.link._watcher, "_lock", it.lock("traffic", governor.link._watcher._lock))
     return it
 
 

@@ -1,0 +1,178 @@
+"""What the governor keeps for each of its clients: how it looks from there, what it did last, and what was taken."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ..policy.interval import Costs
+from ..policy.plan import Plan, fewest, smallest
+from ..policy.remap import cap
+from ..policy.tuning import DEFAULT, WeightPlans
+from ..record.record import Phase, Point
+from .activity import Activity
+from .client import LAYERS, SPLIT, Client, ModelClient, Offer, PageClient
+
+FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
+
+
+def rounded(point: Point) -> Point:
+    """The next powers of two, as in the record (Select-N §4.4)."""
+    return Point(point.phase, 1 << (point.batch - 1).bit_length(), 1 << (point.length - 1).bit_length())
+
+
+@dataclass(slots=True, eq=False)
+class ClientState:
+    """`number`: never used again. `activity`: of its iterations. `taken`: layers or offers that the core took, and the
+    client does not know of yet. `used`: when it was in use last, as known when that was asked last; `waking`: it was
+    idle until its present iteration, a model until it decodes."""
+
+    number: int
+    name: str
+    activity: Activity
+    taken: set[int] = field(default_factory=set, kw_only=True)
+    used: float = field(default=-math.inf, kw_only=True)
+    waking: bool = field(default=True, kw_only=True)
+
+    def key(self, index: int) -> int:
+        """In the reclaim list."""
+        return self.number * LAYERS + index
+
+    def last_use(self, now: float) -> float:
+        """When it was in use last, by its iterations."""
+        return self.activity.last(now)
+
+    def client(self) -> Client | None:
+        """None where it was collected."""
+        raise NotImplementedError
+
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        """See Client.entry."""
+        client = self.client()
+        return None if client is None else client.entry(index)
+
+
+@dataclass(slots=True, eq=False)
+class ModelState(ClientState):
+    """State of a ModelClient. `base`: layers that stream because its memory demands it. `taken`: since `model.plan`.
+    `held`: nothing of it may be taken. `grant`: a plan with more resident layers, for which there are pages to spare;
+    `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last. `passes`: its
+    iterations since its plan was looked at, by phase, and at how many of them it will be: `due`."""
+
+    model: ModelClient
+    base: int
+    tuning: WeightPlans = DEFAULT.weights
+    point: Point | None = None
+    last: dict[Phase, Point] = field(default_factory=lambda: dict(FIRST))
+    held: set[object] = field(default_factory=set)
+    grant: Plan | None = None
+    faster: Plan | None = None
+    lent: Plan | None = None
+    noticed: set[Phase] = field(default_factory=set)
+    costs: dict[Point, tuple[Costs, bool]] = field(default_factory=dict)
+    passes: Counter[Phase] = field(default_factory=Counter)
+    due: int = 0
+
+    def __post_init__(self) -> None:
+        self.due = self.tuning.look
+
+    @property
+    def has_slo(self) -> bool:
+        return self.model.tpot_slo is not None or self.model.ttft_slo is not None
+
+    @property
+    def auto(self) -> bool:
+        """May its layers come and go?"""
+        return self.model.interval == "auto"
+
+    def slo(self, phase: Phase) -> float:
+        """Seconds; infinite where nobody said."""
+        found = self.model.tpot_slo if phase == "decode" else self.model.ttft_slo
+        return math.inf if found is None else found
+
+    def client(self) -> ModelClient:
+        return self.model
+
+    def keys(self) -> list[int]:
+        """The keys of all its layers."""
+        return [self.key(layer) for layer in range(len(self.model.plan.pages))]
+
+    def costs_at(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
+        """Returns (costs of such an iteration, are they measured)."""
+        found = self.costs.get(point)
+        if found is None:
+            found = self.costs[point] = self._costs(point, page_seconds)
+        return found
+
+    def expected(self, point: Point, page_seconds: float | None) -> Costs | None:
+        """Returns the usual seconds of such an iteration; None where it was not measured."""
+        seconds = self.model.typical(point)
+        return None if seconds is None or page_seconds is None else Costs(self.model.plan.pages, seconds, page_seconds)
+
+    def standing(self, point: Point, page_seconds: float | None) -> Plan:
+        """What it has to stream now: the fastest plan for the pages that are left to it. Beyond its cap with one slot:
+        pages are so short that the next layer may have to go, and a slot cannot."""
+        plan = self.model.plan
+        if not self.taken:
+            return plan
+        costs, _ = self.costs_at(point, page_seconds)
+        left = plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
+        most = max(cap(costs), self.base)
+        found = fewest(plan.pages, left, costs.ratio, most) or fewest(plan.pages, left, costs.ratio, slots=(1,))
+        if found is not None:
+            return found
+        found = fewest(plan.pages, smallest(plan.pages), costs.ratio)
+        assert found is not None
+        return found
+
+    def arranged(self, before: Plan, promised: Plan | None) -> None:
+        """Notes that its plan was `before`; `promised`: what was `faster` then."""
+        after = self.model.plan
+        if after == before:
+            return
+        if after != promised:
+            self.due = self.tuning.look
+        elif len(before.streamed) == self.base:
+            self.base = len(after.streamed)  # it is as much what memory demands
+
+    def _costs(self, point: Point, page_seconds: float | None) -> tuple[Costs, bool]:
+        pages, ratio = self.model.plan.pages, float(self.tuning.assumed_ratio)
+        seconds = self.model.seconds(point)
+        measured = seconds is not None and page_seconds is not None
+        if seconds is None:
+            seconds = max(1, sum(pages)) * (page_seconds or 1.0) / ratio
+        if page_seconds is None:
+            page_seconds = seconds * ratio / max(1, sum(pages))
+        return Costs(pages, seconds, page_seconds), measured
+
+
+@dataclass(slots=True, eq=False)
+class PageState(ClientState):
+    """State of a PageClient. `model`: the number of the model whose client it is, 0 of none; `restorable`: pages
+    that it may bring back."""
+
+    paged: weakref.ref[PageClient] = field(kw_only=True)
+    model: int = field(default=0, kw_only=True)
+    restorable: int = field(default=0, kw_only=True)
+
+    def client(self) -> PageClient | None:
+        return self.paged()
+
+    def last_use(self, now: float) -> float:
+        client = self.paged()
+        known = self.activity.last(now)
+        return known if client is None else max(client.used, known)
+
+    def entry(self, index: int) -> tuple[Any, list[Any]] | None:
+        client = self.paged()
+        return None if client is None else client.entry(index % SPLIT)
+
+    def offers(self) -> list[Offer]:
+        """What it offers now, without what was taken and it does not know of yet."""
+        client = self.paged()
+        if client is None:
+            return []
+        return [each for each in client.offers() if each.divisible or each.index not in self.taken]

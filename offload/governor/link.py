@@ -1,0 +1,86 @@
+"""The links of a device as its governor knows them: to the host, to its peer, and what others send over the first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from threading import Lock
+
+from ..policy.tuning import OtherTraffic
+from .published import Pool
+from .traffic import Traffic, sent
+
+
+class Link:
+    """Thread-safe. Bandwidths are in bytes per second, and None where nobody has measured them."""
+
+    def __init__(
+        self,
+        device: Pool,
+        lock: Lock,
+        moved: Callable[[], None],
+        bandwidth: float | None,
+        received: Callable[[], int | None] | None,
+        clock: Callable[[], float],
+        tuning: OtherTraffic,
+    ) -> None:
+        """`lock`: of the governor, under which `moved` is called where what was decided may not hold any more;
+        `received`: bytes per second that go over the link (record/link.py), None where nobody can say: it is asked in
+        the background, while anything streams."""
+        self.traffic = 0.0  # bytes per second that others take
+        self._page = device.page_size
+        self._lock = lock
+        self._moved = moved
+        self._bandwidth = bandwidth
+        self._peer_bandwidth: float | None = None
+        self._steps = tuning.steps
+        self._watcher = (
+            None if received is None else Traffic(received, lambda: sent(device), self.set_traffic, clock, tuning)
+        )
+
+    @property
+    def bandwidth(self) -> float | None:
+        """From the host. Needed before a model with an SLO is added."""
+        return self._bandwidth
+
+    @bandwidth.setter
+    def bandwidth(self, found: float) -> None:
+        with self._lock:
+            self._bandwidth = found
+            self._moved()
+
+    @property
+    def page_seconds(self) -> float | None:
+        """To copy a page from the host."""
+        return None if self._bandwidth is None else self._page / self._bandwidth
+
+    @property
+    def peer_bandwidth(self) -> float | None:
+        """Between the device and its peer; None also where there is none."""
+        return self._peer_bandwidth
+
+    @peer_bandwidth.setter
+    def peer_bandwidth(self, found: float) -> None:
+        with self._lock:
+            self._peer_bandwidth = found
+            self._moved()
+
+    @property
+    def peer_page_seconds(self) -> float | None:
+        """To copy a page to the peer or back."""
+        return None if self._peer_bandwidth is None else self._page / self._peer_bandwidth
+
+    def set_traffic(self, rate: float) -> None:
+        """Others take so many bytes per second of the link to the host."""
+        with self._lock:
+            if self._bandwidth is None:
+                return
+            step = self._bandwidth / self._steps
+            before, self.traffic = self.traffic, math.ceil(rate / step) * step
+            if before != self.traffic:
+                self._moved()
+
+    def watch(self, streams: bool) -> None:
+        """Others' traffic matters while anything streams."""
+        if self._watcher is not None:
+            self._watcher.wanted(streams)

@@ -1,0 +1,102 @@
+"""Makes the reclaim list of a device, publishes it, and has pages copied ahead so that those that go first are clean.
+
+Note [What is prepared]
+    The list has whatever `entry` offers, always. Nothing of weights is prepared: a layer's bytes go to the host when it
+    is taken, and a model whose layers never are never pays. KV is copied ahead (`write_behind`) only while pages are
+    short, and only so much that those that are taken first are clean, or as much as is borrowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..policy.ladder import Candidate
+from ..policy.peer import Near, lacking, leaving
+from .candidates import Held, to_clean
+from .client import PageClient
+from .overview import Overview
+from .situation import Situation
+
+
+class ReclaimList:
+    """Thread-safe; nobody who calls holds the governor's lock. See overview.py, Note [Locks]."""
+
+    def __init__(self, known: Overview) -> None:
+        self._known = known
+
+    def publish_now(self) -> None:
+        """All that is offered at this moment may be taken."""
+        with self._known.lock:
+            self._known.list.void()
+        self.publish()
+
+    def candidates(self) -> list[Candidate]:
+        """All that may be taken now, in the order of taking."""
+        with self._known.lock:
+            self._known.hear()
+            now = self._known.clock()
+            self._known.rest(now)
+            return self._known.listed(
+                self._known.situation(now, 0), self._known.clients.held(now), self._known.owed(now)
+            )
+
+    def publish(self) -> None:
+        """The reclaim list, if it is another one now. See Note [Locks]."""
+        behind = self.published()
+        if behind:
+            with self._known.lock:
+                resting = self._known.clients.resting(self._known.clock())
+            for cache in resting:
+                cache.give_slots()
+        for cache, pages in behind:
+            cache.write_behind(pages)
+        if behind:
+            self.published()
+            for cache, pages in self._leaving():
+                cache.demote(pages)
+
+    def published(self) -> list[tuple[PageClient, int]]:
+        """What caches should copy to the host after that."""
+        with self._known.lock:
+            self._known.hear()
+            if not self._known.list.stale:
+                return []
+            now = self._known.clock()
+            self._known.rest(now)
+            situation, held = self._known.situation(now, 0), self._known.clients.held(now)
+            candidates = self._known.listed(situation, held, self._known.owed(now))
+            behind = self._to_copy(situation, candidates, held, now)
+            draft = self._known.list.draft(self._known.clients.of(candidates))
+        if draft is not None:
+            draft.fill()
+            with self._known.lock:
+                self._known.list.publish(draft)
+        return behind
+
+    def _to_copy(
+        self, now: Situation, candidates: Sequence[Candidate], held: Sequence[Held], time: float
+    ) -> list[tuple[PageClient, int]]:
+        """Pages of caches that are to be copied to the host now: while pages are short, and the link serves no layers.
+        The caller holds the lock."""
+        busy = any(state.model.plan.copied or state.taken for state in now.states if state.number in now.active)
+        if not self._known.pages.short:
+            return []
+        tuning = self._known.tuning.write_behind
+        step = 0 if busy else max(1, tuning.step // self._known.device.page_size)
+        borrowed = self._known.lending.borrowed(self._known.clients.uses(time)) if len(now.states) > 1 else 0
+        pages = to_clean(candidates, held, max(self._known.pages.total // tuning.clean, borrowed), step)
+        return [(cache, pages.get(state.number, 0)) for state, cache in self._known.clients.paged]
+
+    def _leaving(self) -> list[tuple[PageClient, int]]:
+        """What of caches should leave the peer for the host; see peer.py."""
+        free, total = self._known.peer()
+        if not total:
+            return []
+        with self._known.lock:
+            active = self._known.clients.active(self._known.clock())
+            caches = {state.number: cache for state, cache in self._known.clients.paged}
+            wanted = lacking(free + sum(cache.leaving for cache in caches.values()), total, self._known.tuning.peer)
+            near = [
+                Near(number, cache.on_peer, number in active, cache.used) for number, cache in caches.items() if wanted
+            ]
+        return [(caches[number], pages) for number, pages in leaving(near, wanted).items()]

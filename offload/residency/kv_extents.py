@@ -1,0 +1,84 @@
+"""The extents of one KV cache: one for each range that its layers lie in, by number."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+from ...allocator._native import Device
+from .kv_extent import KVExtent
+
+
+class KVExtents:
+    """Refers to them weakly: a range goes with its layers. One thread adds; any may ask."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._refs: list[weakref.ref[KVExtent]] = []
+        self._reclaimed = 0  # what the device had reclaimed when it was looked last
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def add(self, extent: KVExtent) -> int:
+        """Adds an extent and returns its number."""
+        self._refs.append(weakref.ref(extent))
+        return len(self._refs) - 1
+
+    def get(self, number: int) -> KVExtent | None:
+        """The extent of that number; None where it is gone."""
+        return self._refs[number]()
+
+    def all(self) -> list[KVExtent]:
+        """The extents that are there, by number."""
+        return [extent for ref in tuple(self._refs) if (extent := ref()) is not None]
+
+    def numbered(self) -> list[tuple[int, KVExtent]]:
+        """The same, with their numbers."""
+        return [(number, extent) for number, ref in enumerate(tuple(self._refs)) if (extent := ref()) is not None]
+
+    def first(self, numbers: Iterable[int]) -> list[KVExtent]:
+        """The extents of these numbers, in this order, then the others."""
+        order = dict.fromkeys((*numbers, *range(len(self._refs))))
+        return [extent for number in order if (extent := self.get(number)) is not None]
+
+    def look(self) -> None:
+        """Finds out what was taken, if anything was taken on the device since the last look."""
+        reclaimed = self._device.reclaimed
+        if reclaimed != self._reclaimed:
+            self.look_anew()
+            self._reclaimed = reclaimed
+
+    def look_anew(self) -> None:
+        """Finds out what was taken."""
+        for extent in self.all():
+            extent.look()
+
+    def saved(self) -> bool:
+        """As `Mover.saved`, of all. The caller holds the cache's lock. DriverError."""
+        return sum([extent.mover.saved() for extent in self.all()]) > 0
+
+    @property
+    def busy(self) -> bool:
+        """Is anything being copied to a backing? See `Mover.busy`."""
+        return True in [extent.mover.busy for extent in self.all()]
+
+    @property
+    def comes(self) -> bool:
+        """Is anything on its way to the device? See `Mover.comes`."""
+        return True in [extent.mover.comes for extent in self.all()]
+
+    @property
+    def away(self) -> int:
+        """Pieces that lead to a backing or a slot, as far as known."""
+        return sum([extent.mover.away for extent in self.all()])
+
+    @property
+    def pieces(self) -> int:
+        """Pieces in use that have a page, wherever it is."""
+        return sum([extent.pieces for extent in self.all()])
+
+    @property
+    def near(self) -> int:
+        """Pieces that are away and lie on the peer."""
+        return 0 if self._device.peer is None else sum([extent.near for extent in self.all()])
