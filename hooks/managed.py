@@ -481,12 +481,12 @@ def _attach_prefixes(
 
     size = options.kept_prefixes
     store = PrefixStore(model, device, None if size is True else size, governors.of(device), elastic)
-    elastic.keeper = weakref.ref(store)
+    elastic.keeper = weakref.ref(store.pressure)
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
         record, governor, limit = (lambda: elastic.record), governors.of(device), options.prefix_dir_limit
-        store.saver = Saver(
+        store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )
     detach = sessions.attach(model, store)

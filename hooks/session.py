@@ -34,11 +34,12 @@ class Session:
         self._model = model
         self._tokenizer = tokenizer
         self._store: PrefixStore = managed.prefixes
+        self._pins = self._store.contents.index.pins
         self._tokens = array("q")
         self._messages: list[dict[str, str]] = []
         self._pinned: list[list[bytes]] = []  # more than one only while a turn runs
         self._open = True
-        Finalizer(self, partial(self._store.unpin_later, self._pinned))
+        Finalizer(self, partial(self._pins.remove_later, self._pinned))
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -84,7 +85,7 @@ class Session:
             raise ManageError("a Session begins with at least one token")
         prompt = torch.frombuffer(ids, dtype=torch.int64)[None].to(self._model.device)
         options.setdefault("attention_mask", torch.ones_like(prompt))
-        with self._store.pinning(self._pinned):
+        with self._pins.recording(self._pinned):
             result = self._model.generate(prompt, **options)
         tokens: torch.Tensor = result if isinstance(result, torch.Tensor) else result.sequences
         if len(tokens) != 1:

@@ -79,7 +79,6 @@ class FileRun:
     disk: Final = True
     away: Final = 1.0
     near: Final = 0.0
-    out: Final = False
 
     def __init__(self, saved: Saved, start: int, device: torch.device) -> None:
         """`start`: where its first token is in the prompt."""

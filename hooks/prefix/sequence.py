@@ -1,14 +1,14 @@
-"""One kept sequence: the cache of a finished request, and the tokens that lie in it. What copies from one to another.
+"""One cached sequence: the cache of a finished request, and the tokens in it; and copies from one to another.
 
 Note [In use elsewhere]
-    Layers of a sequence that another thread's request goes on with may be read up to the tokens that it went on from:
-    it only appends behind those. But pages of them that were led to the host may be led anywhere for a moment while it
-    computes. So they are read under a lease, which keeps pages where they are, and only if none is away then. Where any
-    is in slot nobody leases them: whoever computes could not host-map them meanwhile, should that be needed.
+    A request of another thread only appends to its sequence, so the tokens that it began with may be read. But a page
+    of them that is host-mapped may be mapped to a slot for a moment while that request computes. So they are read
+    under a lease, which keeps pages where they are, and only if all are on the device then. Where a page is in a slot
+    nothing is leased: the request could not map it to the host again meanwhile, should that be needed.
 
 Note [Order]
-    What a stream has written another one may read once it waits for that, and what one reads another may overwrite once
-    it waits for that: `written` and `read` are events of CUDA's. On a CPU all is done when the call returns.
+    A stream that reads waits for the stream that wrote, and one that writes for those that read: `written` and `read`
+    are CUDA events. On a CPU everything is done when the call returns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Gone(Exception):
 
 
 class Source(Protocol):
-    """Where tokens are read from: a kept sequence, or a file (saving.py)."""
+    """Where tokens are read from: a cached sequence, or a file (saving.py)."""
 
     @property
     def disk(self) -> bool:
@@ -63,13 +63,13 @@ class Source(Protocol):
         """Keys and values of a layer, [1, heads, end - start, dim], on the device. Gone."""
 
     def leased(self, end: int) -> AbstractContextManager[None]:
-        """The tokens [0, end) stay where they are. Gone."""
+        """Keeps the tokens [0, end) where they are. Gone."""
 
     def after_writes(self) -> None:
-        """What the present stream is given from now on may read."""
+        """Makes the current stream wait for what was written."""
 
     def was_read(self) -> None:
-        """By what the present stream was given so far."""
+        """Notes what the current stream was given so far."""
 
 
 class Run(NamedTuple):
@@ -85,17 +85,17 @@ class CachedSequence:
 
     disk: Final = False
 
-    def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, whole: bool = False) -> None:
-        """`layers`: of its cache; of these, it has those that lie in ranges. `whole`: is it of use with a state only?
-        See prefix_index.py, Note [States]."""
+    def __init__(self, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, needs_state: bool = False) -> None:
+        """`layers`: of its cache; those that lie in ranges are the sequence's. `needs_state`: can it be used only
+        behind a state? See prefix_index.py, Note [States]."""
         self.layers: list[Any] = [layer if isinstance(layer, ElasticLayer) else None for layer in layers]
         self.ids = array("q", ids)
         self.salt = salt
         self.keys: list[bytes] = []  # of its blocks, the last one of which may be partial
         self.first = 0  # tokens before this one are others'
-        self.late = False  # has it pages to give up that were being read?
-        self.out = False  # a request goes on with it
-        self.whole = whole
+        self.trim_pending = False  # pages have to go back once nobody reads them
+        self.in_use = False  # a request goes on with it
+        self.needs_state = needs_state
         self.readers: weakref.WeakSet[Any] = weakref.WeakSet()  # requests that are copying from it
         self.written: Any = None  # see Note [Order]
         self.read: dict[int, Any] = {}  # by stream, the last one of each
@@ -107,20 +107,20 @@ class CachedSequence:
         return [layer for layer in self.layers if layer is not None and layer.is_initialized]
 
     @property
-    def homes(self) -> list[KVRange]:
+    def kv_ranges(self) -> list[KVRange]:
         """The ranges of the sequence."""
-        return [home for layer in self.used if (home := layer.home) is not None]
+        return [held for layer in self.used if (held := layer.home) is not None]
 
     @property
-    def held(self) -> int:
-        """Pages under it, wherever they are."""
-        return sum(home.held for home in self.homes)
+    def pages(self) -> int:
+        """Pages of the sequence, on the device or the host."""
+        return sum(each.held for each in self.kv_ranges)
 
     @property
-    def here(self) -> int:
+    def device_pages(self) -> int:
         """The pages of these that are on the device."""
         tiers = self._tiers()
-        return sum(tier.client.here for tier in tiers) if tiers else self.held
+        return sum(tier.client.here for tier in tiers) if tiers else self.pages
 
     @property
     def caches(self) -> list[int]:
@@ -130,17 +130,17 @@ class CachedSequence:
     @property
     def missing(self) -> int:
         """Tokens, from the first one on, that others have to give."""
-        return max((home.missing for home in self.homes), default=0)
+        return max((each.missing for each in self.kv_ranges), default=0)
 
     @property
     def dirty(self) -> int:
-        """The full pages of these whose bytes only the device has: who takes one needs a page of the host."""
-        return sum(home.pages.dirty for home in self.homes)
+        """Full pages whose bytes only the device has: taking one needs a page of the host."""
+        return sum(each.pages.dirty for each in self.kv_ranges)
 
     @property
     def fixed(self) -> int:
-        """The pages of these that cannot be taken, as they are not full."""
-        return self.held - sum(home.pages.full for home in self.homes)
+        """Pages that the core cannot take, as they are not full."""
+        return self.pages - sum(each.pages.full for each in self.kv_ranges)
 
     @property
     def away(self) -> float:
@@ -148,22 +148,22 @@ class CachedSequence:
         tiers = self._tiers()
         for tier in tiers:
             tier.extents.look()
-        return sum(tier.client.displaced for tier in tiers) / max(1, self.held)
+        return sum(tier.client.displaced for tier in tiers) / max(1, self.pages)
 
     @property
     def near(self) -> float:
         """Part of its pages that lies on a peer."""
-        return sum(tier.client.near for tier in self._tiers()) / max(1, self.held)
+        return sum(tier.client.near for tier in self._tiers()) / max(1, self.pages)
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
         found = self.layers[layer]
         return found is not None and bool(found.is_initialized)
 
-    def idle(self, kept: bool) -> None:
-        """To the governor: nobody uses it, or somebody does from now on. DriverError."""
-        for home in self.homes:
-            home.keep(kept)
+    def mark_idle(self, kept: bool) -> None:
+        """Tells the governor whether it is only kept from now on, or in use. DriverError."""
+        for each in self.kv_ranges:
+            each.keep(kept)
         for tier in self._tiers():
             tier.client.kept = kept
 
@@ -172,44 +172,44 @@ class CachedSequence:
         return [tier for tier in found.values() if tier is not None]
 
     def trim(self, then: int = 0) -> None:
-        """Cuts its ranges to the tokens that it has, with no page beyond them, but where it is about to have `then`."""
+        """Cuts the ranges to the tokens of the sequence, and gives back all pages but those of `then` tokens."""
         for layer in self.used:
             if layer.get_seq_length() > len(self.ids):
                 layer.cut(len(self.ids), then)  # of a hybrid one that half alone
-        for home in self.homes:
-            home.fit(then)
+        for each in self.kv_ranges:
+            each.fit(then)
 
-    def let_go(self) -> None:
-        """Gives its pages back."""
+    def free(self) -> None:
+        """Gives all pages back."""
         for layer in self.used:
             ElasticLayer.reset(layer)
         self.layers.clear()
 
-    def hollow(self, tokens: int) -> None:
-        """Others hold the first so many tokens from now on."""
-        for home in self.homes:
-            home.hollow(tokens)
+    def share_prefix_pages(self, tokens: int) -> None:
+        """Gives back the pages of the first tokens, which another sequence has, as far as they are whole."""
+        for each in self.kv_ranges:
+            each.hollow(tokens)
 
     # -- see Note [Order]
 
     def was_written(self) -> None:
-        """By what the present stream was given so far."""
+        """Notes what the current stream was given so far."""
         stream = self._stream()
         self.written = None if stream is None else stream.record_event()
 
     def was_read(self) -> None:
-        """By what the present stream was given so far."""
+        """Notes what the current stream was given so far."""
         if (stream := self._stream()) is not None:
             with self._noting:
                 self.read[stream.cuda_stream] = stream.record_event()
 
     def after_writes(self) -> None:
-        """What the present stream is given from now on may read."""
+        """Makes the current stream wait for what was written."""
         if self.written is not None and (stream := self._stream()) is not None:
             stream.wait_event(self.written)
 
     def after_reads(self) -> None:
-        """What the present stream is given from now on may write."""
+        """Makes the current stream wait for what was written, and for all who read."""
         self.after_writes()
         if self.read and (stream := self._stream()) is not None:
             with self._noting:
@@ -217,8 +217,8 @@ class CachedSequence:
                     stream.wait_event(self.read.popitem()[1])
 
     def _stream(self) -> Any:
-        """The present stream of this thread, None on a CPU."""
-        device = next((home.shape.device for home in self.homes), None)
+        """The current stream of this thread, None on a CPU."""
+        device = next((each.shape.device for each in self.kv_ranges), None)
         return None if device is None or device.type != "cuda" else torch.cuda.current_stream(device)
 
     def part(self, layer: int, start: int, end: int) -> Pair:
@@ -234,16 +234,16 @@ class CachedSequence:
 
     @contextmanager
     def leased(self, end: int) -> Iterator[None]:
-        """The tokens [0, end) stay where they are. Gone where they are not to be read; see Note [In use elsewhere]."""
-        if self.out and any(home.pages.unsettled for home in self.homes):
+        """Keeps the tokens [0, end) where they are. Gone where they cannot be read: see Note [In use elsewhere]."""
+        if self.in_use and any(each.pages.unsettled for each in self.kv_ranges):
             raise Gone(self)
         with ExitStack() as stack:
-            for group in {id(home.group): home.group for home in self.homes}.values():
+            for group in {id(each.group): each.group for each in self.kv_ranges}.values():
                 stack.enter_context(GroupLease(group))
-            if self.out:
-                for home in self.homes:
-                    first, last = home.geometry.pieces(home.missing), home.geometry.pieces(end)
-                    if any(home.range.backing(piece) != "device" for piece in range(first, last)):
+            if self.in_use:
+                for each in self.kv_ranges:
+                    first, last = each.geometry.pieces(each.missing), each.geometry.pieces(end)
+                    if any(each.range.backing(piece) != "device" for piece in range(first, last)):
                         raise Gone(self)
             yield
 
@@ -267,12 +267,12 @@ def fill_in(sequence: CachedSequence, runs: Sequence[Run]) -> None:
     torch.OutOfMemoryError, DriverError; it is then as before."""
     with reading(runs):
         for number, layer in enumerate(sequence.layers):
-            home = layer.home if sequence.holds(number) else None
-            if home is None or not home.missing:
+            kv_range = layer.home if sequence.holds(number) else None
+            if kv_range is None or not kv_range.missing:
                 continue
-            if not home.refillable:
+            if not kv_range.refillable:
                 raise Gone(sequence)
-            with home.filling() as missing:
+            with kv_range.filling() as missing:
                 for run in runs:
                     if run.start < (end := min(run.end, missing)):
                         layer.write(run.start, *run.source.part(number, run.start, end))
@@ -304,17 +304,17 @@ def _side_by_side(number: int, rows: Sequence[Sequence[Run]], pads: Sequence[int
     found = [[run.source.part(number, run.start, run.end) for run in runs] for runs in rows]
     columns = max(pad + runs[-1].end for pad, runs in zip(pads, rows, strict=True) if runs)  # others have more pads
     some = next(parts for parts in found if parts)[0]
-    whole = tuple(each.new_zeros(len(rows), each.shape[1], columns, each.shape[3]) for each in some)
+    filled = tuple(each.new_zeros(len(rows), each.shape[1], columns, each.shape[3]) for each in some)
     for row, (pad, runs, parts) in enumerate(zip(pads, rows, found, strict=True)):
         for run, part in zip(runs, parts, strict=True):
-            for into, tokens in zip(whole, part, strict=True):
+            for into, tokens in zip(filled, part, strict=True):
                 into[row : row + 1, :, pad + run.start : pad + run.end].copy_(tokens)
-    return whole[0], whole[1]
+    return filled[0], filled[1]
 
 
 @contextmanager
 def reading(runs: Iterable[Run]) -> Iterator[list[Source]]:
-    """The tokens of the runs stay where they are, and what reads them is ordered."""
+    """Keeps the tokens of the runs where they are, and orders what reads them. Gone."""
     ends: dict[Source, int] = {}
     for run in runs:
         ends[run.source] = max(run.end, ends.get(run.source, 0))

@@ -1,11 +1,11 @@
-"""`generate()` of a model with a store of prefixes: it begins with what is stored, and what it leaves behind is kept.
+"""Wraps `generate()` for models that keep prefixes: it begins with what is stored, and keeps what it leaves behind.
 
 Note [Around generate]
-    While any such model is managed `generate` of GenerationMixin is wrapped, on the class, so that the model itself
+    While any such model is managed, `generate` of GenerationMixin is wrapped, on the class, so that the model itself
     carries nothing. Stock code does everything: the cache that it has just made (`generation.listening`) is filled with
-    what is stored of the prompt, which is the documented way to go on from a cache, and when it returns its layers are
-    kept. So what comes out is what comes out for whoever holds such a `DynamicCache` by hand. With the last model all
-    goes back to what it was; where someone else has wrapped ours meanwhile, ours stays below and passes on.
+    what is stored of the prompt, which is the documented way to go on from a cache. When it returns, its layers are
+    kept. So the result is that of a `DynamicCache` held by hand. With the last model the wrapper is removed; if
+    another one has been put around it meanwhile, it stays below and passes calls on.
 
 Note [Whose cache]
     Layers are kept as they are if nobody else can have them: one sequence without padding, and the cache is gone when
@@ -33,13 +33,14 @@ from ..compat import GenerationMixin, cache_name
 from ..kv import generation
 from ..kv.grouping import CacheRanges
 from ..kv.layer import ElasticLayer
+from .contents import Lookup
 from .identity import Identity
 from .reasons import why_not
 from .sequence import CachedSequence, taken_out
 from .snapshot import StateSnapshot, is_recurrent, keeps_state
 from .snapshot_proof import goes_on
 from .snapshot_watch import Watch
-from .store import Lookup, PrefixStore, numbers
+from .store import PrefixStore, numbers
 
 _lock = threading.RLock()  # a model may be collected, and so detached, anywhere
 _stores: dict[int, PrefixStore] = {}  # by id of a model that lives
@@ -49,8 +50,8 @@ _FAILURES = (BallonetError, PoolExhausted, torch.OutOfMemoryError)
 
 
 def attach(model: nn.Module, store: PrefixStore) -> Callable[[], object]:
-    """`generate()` of the model uses the store until the returned function is called (again does nothing) or the model
-    is gone."""
+    """Makes `generate()` of the model use the store until the returned function is called (idempotent) or the model is
+    collected."""
     with _lock:
         if not _undo:
             _undo.append(_patch())
@@ -72,7 +73,7 @@ def _stepped(optimizer: Any, *_: Any) -> None:
     """See identity.py, Note [Weights and settings]."""
     parameters = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for store in tuple(_stores.values()):
-        store.stepped(parameters)
+        store.looks.stepped(parameters)
 
 
 def _patch() -> Callable[[], None]:
@@ -109,13 +110,13 @@ class _Request:
     def __init__(self, store: PrefixStore, model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.model = model
         self._store = store
-        store.called()
+        store.filler.called()
         self._user = kwargs
         self._ids: Any = next(
             (each for each in (*args[:1], kwargs.get("inputs"), kwargs.get("input_ids")) if each is not None), None
         )
         self._lookup = Lookup()
-        Finalizer(self, partial(store.lose, self._lookup))
+        Finalizer(self, partial(store.keeper.lose, self._lookup))
         self._now: Identity | None = None  # where the store was asked
         self._layers: list[Any] = []
         self._pads: list[int] = []
@@ -142,11 +143,11 @@ class _Request:
         self._pads = pads
         now = self._store.identity()
         if keeps_state(cache.layers):
-            self._take_whole(cache, rows[0], now)
+            self._fill_with_state(cache, rows[0], now)
             return
         self._now = now
         with torch.no_grad():
-            self._store.take(
+            self._store.filler.fill(
                 self._lookup,
                 cache.layers,
                 [row[pad:] for row, pad in zip(rows, pads, strict=True)],
@@ -157,22 +158,22 @@ class _Request:
         self._layers = list(cache.layers)
         self._cache = weakref.ref(cache)
 
-    def _take_whole(self, cache: Any, row: array[int], now: Identity) -> None:
+    def _fill_with_state(self, cache: Any, row: array[int], now: Identity) -> None:
         """See snapshot.py, Note [State snapshots]."""
         proof = partial(goes_on, self.model, row) if is_recurrent(cache.layers) else None
-        if not self._store.goes_on(now, proof):
+        if not self._store.filler.resumes_from_state(now, proof):
             self._store.counts.why_not["the model does not go on from a state with several tokens"] += 1
             return
         self._now = now
         with torch.no_grad():
-            self._store.take_whole(self._lookup, cache.layers, row, now)
+            self._store.filler.fill_with_state(self._lookup, cache.layers, row, now)
         self._layers = list(cache.layers)
         self._cache = weakref.ref(cache)
         self._watch = Watch(self.model, cache, row, now.settings)
         self._watch.begin(self._lookup.columns)
 
     def ended(self, result: Any) -> None:
-        """With what `generate()` returns."""
+        """Keeps what the request leaves behind. `result`: of `generate()`."""
         if self._now is None:
             return
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
@@ -182,13 +183,13 @@ class _Request:
                     self._keep(tokens, self._now)
                 else:
                     self._watch.end()
-                    self._keep_whole(numbers(tokens), self._now, self._watch)
+                    self._keep_states(numbers(tokens), self._now, self._watch)
         except _FAILURES as error:
             self._store.counts.why_not[f"storing failed: {type(error).__name__}"] += 1
             self.broken_off()
 
     def broken_off(self) -> None:
-        """By an exception: what it went on from is still right. The cache that its frames still have loses it."""
+        """Gives back the sequence of a request that raised. The cache in the exception's frames loses it."""
         if self._watch is not None:
             self._watch.end()
         sequence, now = self._lookup.sequence, self._now
@@ -196,7 +197,7 @@ class _Request:
             if (cache := self._cache()) is not None:
                 cache.layers = []
             with suppress(*_FAILURES):
-                self._store.give_back(sequence, now)
+                self._store.keeper.give_back(sequence, now)
                 self._lookup.sequence = None
 
     def _keep(self, tokens: torch.Tensor, now: Identity) -> None:
@@ -215,14 +216,14 @@ class _Request:
             for number, row in enumerate(ids):
                 pad = self._pads[number * step]
                 row = _up_to_end(row[pad:known], len(self._ids[0]) - pad, self._ends)
-                if self._store.missing(row, now):
+                if self._store.keeper.is_new(row, now):
                     ranges = CacheRanges.of(self.model.config, len(self._layers), len(row), alone=True)
                     layers = taken_out(self._layers, number * step, pad, pad + len(row), ranges)
                     self._drop()  # what it had moved, if anything, is in other hands now
                     self._give(CachedSequence(layers, row, now.settings), now)
             self._drop()
 
-    def _keep_whole(self, ids: array[int], now: Identity, watch: Watch) -> None:
+    def _keep_states(self, ids: array[int], now: Identity, watch: Watch) -> None:
         """`ids`: of the prompt and what came after it. States are kept behind the prompt and behind the last token that
         was read, where the model keeps them in its cache, with the tokens before them."""
         growing = [layer for layer in self._layers if isinstance(layer, ElasticLayer)]
@@ -236,38 +237,38 @@ class _Request:
             states += [last] if last is not None else []
         if not states:
             self._store.counts.why_not[why or "a layer keeps its state outside of the cache"] += 1
-        elif self._store.saver is not None:
+        elif self._store.contents.saver is not None:
             self._store.counts.why_not["windows and states are not saved in files"] += 1
         if not states or self._store.identity() != now:
             self._drop()
         elif not growing:
-            self._store.keep(None, now, states)
+            self._store.keeper.keep(None, now, states)
         elif held:
             ranges = CacheRanges.of(self.model.config, len(growing), len(ids), alone=True)
             layers = taken_out(self._layers, 0, 0, len(ids), ranges)
             self._drop()
-            self._give(CachedSequence(layers, ids, now.settings, whole=True), now, states)
+            self._give(CachedSequence(layers, ids, now.settings, needs_state=True), now, states)
         else:
-            sequence = self._lookup.sequence or CachedSequence(self._layers, (), now.settings, whole=True)
+            sequence = self._lookup.sequence or CachedSequence(self._layers, (), now.settings, needs_state=True)
             sequence.ids = ids
             self._give(sequence, now, states)
 
     def _give(self, sequence: CachedSequence, now: Identity, states: Sequence[StateSnapshot] = ()) -> None:
         self._lookup.sequence = sequence
-        self._store.keep(sequence, now, states)
+        self._store.keeper.keep(sequence, now, states)
         self._lookup.sequence = None
 
     def _drop(self) -> None:
-        """Whoever holds the cache keeps its layers; the store has others, or none."""
+        """Drops the sequence; if the cache lives on, its layers stay with whoever holds it."""
         if (sequence := self._lookup.sequence) is not None:
             if self._cache() is not None:
                 sequence.layers.clear()
-            self._store.drop(sequence)
+            self._store.keeper.drop(sequence)
             self._lookup.sequence = None
 
 
 def _up_to_end(row: array[int], prompt: int, ends: frozenset[int]) -> array[int]:
-    """Without what comes behind the end of what was generated."""
+    """Returns the row up to the end token of what was generated."""
     return row[: next((n + 1 for n in range(prompt, len(row)) if row[n] in ends), len(row))]
 
 
@@ -278,4 +279,4 @@ def _ends(tokens: Any) -> frozenset[int]:
 
 
 def _nothing() -> None:
-    """The cache of a request that has none."""
+    """Stands for the cache of a request that has none."""

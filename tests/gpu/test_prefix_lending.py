@@ -70,7 +70,7 @@ class Speaker:
     @property
     def here(self) -> int:
         """Pages of the device under what it keeps."""
-        return self.store._prefix_index.here
+        return self.store.contents.index.device_pages
 
     @property
     def lent(self) -> Lent:

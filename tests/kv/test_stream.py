@@ -342,7 +342,7 @@ def test_what_somebody_holds_stays_what_it_was(streamed: Layers, device: Device)
 def test_who_copies_from_what_flies_does_not_lease_it(streamed: Layers) -> None:
     """The thread that computes with it may have to bring it to rest at any time."""
     sequence = CachedSequence([elastic for elastic, _ in streamed.pairs], range(100), b"")
-    sequence.out = True
+    sequence.in_use = True
     with pytest.raises(Gone), sequence.leased(0):
         pass
     streamed.tier.client.kept = True  # its slots go back

@@ -83,22 +83,22 @@ class Sides:
 
     def check(self) -> None:
         """Whatever the index says is there, once, and is what was computed for these tokens."""
-        store, index = self.store, self.store._prefix_index.index
-        for sequence, pages in store._prefix_index.at_rest.items():
-            assert not sequence.out
+        store, index = self.store, self.store.contents.index.blocks.index
+        for sequence, pages in store.contents.index.idle.items():
+            assert not sequence.in_use
             assert sequence.keys
-            assert pages == sequence.held
+            assert pages == sequence.pages
             assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
             assert index.owner(sequence.keys[-1]) is sequence
             assert sequence.missing <= sequence.first
-            for home in sequence.homes:
+            for home in sequence.kv_ranges:
                 there = [home.range.backing(piece) for piece in range(home._most)]
                 assert home.held == sum(each in HELD for each in there), (home._first, there)
         for key in index:
             owner = index.owner(key)
             start = owner.keys.index(key) * store.block
             end = min(start + store.block, len(owner.ids))
-            assert owner.out or owner in store._prefix_index.at_rest
+            assert owner.in_use or owner in store.contents.index.idle
             here = [[each[0] for each in layer.part(start, end)] for layer in owner.used]
             assert any(
                 left[:end] == list(owner.ids[:end])
@@ -127,7 +127,7 @@ def sides(
     managed = ballonet.manage(model, chaos=chaos, prefix_cache=options.pop("prefix_cache", True), **options)
     store = managed.prefixes
     assert store is not None
-    store._prefix_index.block = block
+    store.contents.index.blocks.block = block
     both = Sides(model, stock, managed, store)
     prepared, ended = sessions._Request.prepared, sessions._Request.ended
 

@@ -83,9 +83,9 @@ class Talker:
         self.managed = ballonet.manage(self.model, chaos=chaos, prefix_cache=True, prefix_dir=where)
         assert self.managed.prefixes is not None
         self.store = self.managed.prefixes
-        self.store._prefix_index.block = BLOCK
-        if self.store.saver is not None:
-            self.store.saver._block = BLOCK
+        self.store.contents.index.blocks.block = BLOCK
+        if self.store.contents.saver is not None:
+            self.store.contents.saver._block = BLOCK
 
     def release(self) -> None:
         self.count()
@@ -194,30 +194,30 @@ class Talker:
 
     def check(self) -> None:
         """Whatever is said to be stored is there, once, and was computed for its tokens."""
-        prefix_index, saver = self.store._prefix_index, self.store.saver
-        for sequence in tuple(prefix_index.at_rest):
-            assert not sequence.out
+        prefix_index, saver = self.store.contents.index, self.store.contents.saver
+        for sequence in tuple(prefix_index.idle):
+            assert not sequence.in_use
             while sequence.readers and saver is not None and saver._busy:  # which reads behind
                 time.sleep(1e-3)
             assert not sequence.readers
             assert sequence.keys
-            assert prefix_index.at_rest[sequence] == sequence.held
+            assert prefix_index.idle[sequence] == sequence.pages
             assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
-            assert prefix_index.index.owner(sequence.keys[-1]) is sequence
+            assert prefix_index.blocks.index.owner(sequence.keys[-1]) is sequence
             assert sequence.missing <= sequence.first
-        has = {(key, sequence) for sequence in prefix_index.at_rest for key in sequence.keys}
-        for key in prefix_index.index:
-            assert (key, prefix_index.index.owner(key)) in has, "a key that leads to other tokens"
+        has = {(key, sequence) for sequence in prefix_index.idle for key in sequence.keys}
+        for key in prefix_index.blocks.index:
+            assert (key, prefix_index.blocks.index.owner(key)) in has, "a key that leads to other tokens"
 
     def read_all(self) -> None:
         """Of what is stored for the model as it is now, each token."""
         now = self.store.identity()
-        for home in (home for sequence in self.store._prefix_index.at_rest for home in sequence.homes):
+        for home in (home for sequence in self.store.contents.index.idle for home in sequence.kv_ranges):
             assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home._most + 2))
-        if now.weights != self.store._weights:
+        if now.weights != self.store.contents.weights:
             return
         with install.stock():
-            for sequence in tuple(self.store._prefix_index.at_rest):
+            for sequence in tuple(self.store.contents.index.idle):
                 start, end = sequence.missing, len(sequence.ids)
                 if sequence.salt != now.settings or start >= end:
                     continue
@@ -409,16 +409,16 @@ class Life:
         poison(self.device)
 
     def _behind(self, talker: Talker) -> None:
-        for sequence in tuple(talker.store._prefix_index.at_rest):
+        for sequence in tuple(talker.store.contents.index.idle):
             for tier in sequence._tiers():
                 tier.client.write_behind(self.draw.randint(0, 3))
 
     def _evict(self, talker: Talker) -> None:
-        self.done["evicted"] += talker.store.give_up(self.device, self.draw.randint(1, 20))
+        self.done["evicted"] += talker.store.pressure.give_up(self.device, self.draw.randint(1, 20))
 
     def _limit(self, talker: Talker) -> None:
         talker.store.limit = self.draw.choice((None, None, 40 * PAGE, 150 * PAGE))
-        if talker.store.limit is not None and not talker.store._prefix_index._pinned:
+        if talker.store.limit is not None and not talker.store.contents.index.pins._counts:
             assert talker.store.nbytes <= talker.store.limit
 
     def _pin(self, talker: Talker) -> None:

@@ -129,15 +129,15 @@ class Talks:
 
     def check(self) -> None:
         """What is kept has what it relies on, and nothing is kept that is of no use."""
-        prefix_index = self.store._prefix_index
+        prefix_index = self.store.contents.index
         for state in prefix_index.states:
-            assert prefix_index.index.owner(state.key) is state
+            assert prefix_index.blocks.index.owner(state.key) is state
             assert prefix_index.find_state(state.ids, state.salt, state.growing, peek=True)[1] is state
-        for sequence in prefix_index.at_rest:
-            assert sequence.whole
-            assert not sequence.out
+        for sequence in prefix_index.idle:
+            assert sequence.needs_state
+            assert not sequence.in_use
             start = (len(sequence.keys) - 1) * BLOCK
-            assert prefix_index.index.after(sequence.keys[-1]) or any(
+            assert prefix_index.blocks.index.after(sequence.keys[-1]) or any(
                 min(len(state.ids), len(sequence.ids)) > start and not differs(state.ids, sequence.ids)
                 for state in prefix_index.states
             )
@@ -156,7 +156,7 @@ def talks(
     managed = ballonet.manage(model, chaos=chaos, **{"prefix_cache": True, **(manage or {})})
     store = managed.prefixes
     assert store is not None
-    store._prefix_index.block = BLOCK
+    store.contents.index.blocks.block = BLOCK
     empty = DynamicCache(config=stock.config.get_text_config(decoder=True))
     both = Talks(model, stock, managed, store, empty, hooks=len(model._forward_pre_hooks))
     prepared = sessions._Request.prepared

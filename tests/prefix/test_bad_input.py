@@ -146,7 +146,7 @@ def test_a_prefix_longer_than_the_context(monkeypatch: pytest.MonkeyPatch, store
                 raised.append(caught.type)
             assert raised[0] is raised[1]
             both.check()
-            assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
+            assert not any(each.readers or each.in_use for each in both.store.contents.index.idle)
         assert both.store.pages <= kept
         both.ask(ids[:, :20])
         assert both.reused == 19

@@ -55,8 +55,8 @@ def run(*, every: bool = False) -> None:
         pytest.MonkeyPatch.context() as patch,
         sides(patch, prefix_dir=folder) as both,
     ):
-        assert both.store.saver is not None
-        both.store.saver._block = both.store.block
+        assert both.store.contents.saver is not None
+        both.store.contents.saver._block = both.store.block
         for name, before, turn in ways(device, both, patch, every):
             calls_fail_once(device, both, name, before, turn, every)
         counts = both.store.counts
@@ -94,7 +94,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
 
     def away() -> None:
         begun()
-        for sequence in both.store._prefix_index.at_rest:
+        for sequence in both.store.contents.index.idle:
             for tier in sequence._tiers():
                 tier.client.write_behind(9)
         for rung in (Rung.PREFIX, Rung.IDLE_KV):
@@ -110,7 +110,7 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
             both.store.limit = 8 * 4096
             goes_on()
         finally:
-            both.store._limit = None  # as a fault must not strike here
+            both.store.pressure.nbytes = None  # as a fault must not strike here
 
     def saves() -> None:
         goes_on()
@@ -178,7 +178,7 @@ def calls_fail_once(device: Device, both: Sides, name: str, before: Act, turn: A
         again(partial(arm, [(function, calls(device)[function] + cost.get(function, 0) + nth)]), both, most)
         failures += again(turn, both, most)
         both.check()
-        assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
+        assert not any(each.readers or each.in_use for each in both.store.contents.index.idle)
     assert device.snapshot()["faults"] > fired
     print(name, failures, len(places))
 

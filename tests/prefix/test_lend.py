@@ -81,7 +81,7 @@ class One:
     def __init__(self, name: str, **options: Any) -> None:
         self.model = build(name, **MODELS[name]).double()
         self.managed = ballonet.manage(self.model, prefix_cache=True, **options)
-        self.store._prefix_index.block = BLOCK
+        self.store.contents.index.blocks.block = BLOCK
 
     @property
     def store(self) -> PrefixStore:
@@ -101,17 +101,17 @@ class One:
     def check(self) -> None:
         """Each key that is stored leads to pages, and no page is kept without one."""
         store = self.store
-        for key in store._prefix_index.index:
-            owner: Any = store._prefix_index.index.owner(key)
-            assert owner.out or owner in store._prefix_index.at_rest
+        for key in store.contents.index.blocks.index:
+            owner: Any = store.contents.index.blocks.index.owner(key)
+            assert owner.in_use or owner in store.contents.index.idle
             start = owner.keys.index(key) * store.block
             end = min(start + store.block, len(owner.ids))
-            for home in owner.homes:
+            for home in owner.kv_ranges:
                 pieces = range(start * home.geometry.token_bytes // PAGE, home.geometry.pieces(end))
                 assert all(home.range.backing(piece) in HELD for piece in pieces), "a key leads to pages that are gone"
-        for sequence, pages in store._prefix_index.at_rest.items():
+        for sequence, pages in store.contents.index.idle.items():
             assert sequence.keys, "pages are kept without keys"
-            assert pages == sequence.held
+            assert pages == sequence.pages
 
 
 @contextmanager
@@ -182,14 +182,14 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         assert worker.lent.reserve < worker.lent.unit == unit_within(6, 4, 900 // DEFAULT.loans.part).size == 12
         assert worker.lent.lent >= 48
         assert master.lent.borrowed > 200
-        keys = len(master.store._prefix_index.index)
+        keys = len(master.store.contents.index.blocks.index)
         with monkeypatch.context() as patched:
             patched.setattr(governor, "_device", counted)
             patched.setattr(Governor, "_take_back", watch)
             worker.ask(back)
         assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
         assert sum(pages for *_, pages in exchanges) > 100
-        assert len(master.store._prefix_index.index) == keys
+        assert len(master.store.contents.index.blocks.index) == keys
         master.check()
         worker.check()
         for turn in others[-3:]:  # what is a hit yet is right, and what is none is computed
@@ -214,12 +214,12 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         worker.ask(first, past_key_values=cache)
         for turn in others:
             master.ask(turn)
-        kept, store = master.store._prefix_index.here, master.store
+        kept, store = master.store.contents.index.device_pages, master.store
         assert kept >= 60
         device.trim()
         hog = device.reserve(900 * PAGE, "weights", device.group())
         hog.map(0, device.available)
-        before, keys = copied(), len(store._prefix_index.index)
+        before, keys = copied(), len(store.contents.index.blocks.index)
         prompts = [turn.tokens[0].tolist() for turn in others]
         found = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
         with monkeypatch.context() as patched:
@@ -236,7 +236,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         assert copied() == before
         device.reap(wait=True)
         assert device.available >= wanted
-        assert len(store._prefix_index.index) < keys
+        assert len(store.contents.index.blocks.index) < keys
         now = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
         assert all(after <= before for after, before in zip(now, found, strict=True))
         assert sum(now) < sum(found)
@@ -267,11 +267,11 @@ def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, t
                     if tokens:
                         ids = turn.tokens[0].tolist()
                         assert readers.enter_context(store.read(ids, store.identity(), 0, tokens)) is not None
-                kept = store._prefix_index.here
+                kept = store.contents.index.device_pages
                 tier.iteration(0, 1, 36 // tier.client.block)
                 assert pulled() == 0
-                assert store.give_up(device, 36) == 0, "nor where it is due"
-                assert store._prefix_index.here == kept > 36
+                assert store.pressure.give_up(device, 36) == 0, "nor where it is due"
+                assert store.contents.index.device_pages == kept > 36
             tier.iteration(0, 1, 36 // tier.client.block)
             tier.iteration(0, 1, 36 // tier.client.block)
         assert pulled() >= 36

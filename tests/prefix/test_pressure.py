@@ -38,7 +38,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tune
 
 
 def copy_behind(store: PrefixStore, draw: random.Random) -> None:
-    for sequence in store._prefix_index.at_rest:
+    for sequence in store.contents.index.idle:
         for tier in sequence._tiers():
             tier.client.write_behind(draw.randint(0, 3))
 
@@ -123,7 +123,7 @@ def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device, monkeypatch: 
     generator = torch.Generator().manual_seed(5)
     with sides(monkeypatch) as both:
         both.model.generate(words(generator, 500), max_new_tokens=2, do_sample=False)
-        (sequence,) = both.store._prefix_index.at_rest
+        (sequence,) = both.store.contents.index.idle
         assert all(in_pool(layer.part(0, 500)[0]) for layer in sequence.used)
         del sequence
         gc.collect()

@@ -168,7 +168,7 @@ def test_what_memory_has_lost_is_taken_from_the_middle_of_a_file(
         assert say(model, FIRST) == wanted
         assert store.flush(60)
         while store.get_num_new_matched_tokens(further) > BLOCK:
-            assert store._evict()
+            assert store.pressure._evict()
         assert say(model, further) == expected
         assert store.counts.on_disk == BLOCK
         assert store.counts.on_device == BLOCK
@@ -184,9 +184,9 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
     changed[3].config.rope_parameters["rope_theta"] = 123.0
     changed.append(built().bfloat16())
     with talking(built(), tmp_path) as store:
-        prints = [fingerprint(each, store._device) for each in changed]
+        prints = [fingerprint(each, store.contents.device) for each in changed]
         assert len(set(prints)) == len(prints)
-        assert prints[0] == fingerprint(built(), store._device)
+        assert prints[0] == fingerprint(built(), store.contents.device)
     model = built()
     with talking(model, tmp_path):
         say(model, FIRST)

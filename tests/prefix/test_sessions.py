@@ -75,7 +75,7 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch, template: bool) -> None:
         assert other.reused == len(session.tokens) - 1
         assert len(other.tokens) == len(session.tokens) + 6
         for _ in range(3):
-            while both.store._evict():
+            while both.store.pressure._evict():
                 pass
             both.check()
             assert session.generate([7], **FEW).shape == (1, 4)
@@ -90,7 +90,7 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch, template: bool) -> None:
         both.store.unpin(both.store.pin(ids := [1, 2]) and ids)
         with pytest.raises(ValueError, match="not pinned"):
             both.store.unpin(ids)
-        while both.store._evict():
+        while both.store.pressure._evict():
             pass
         assert both.store.pages == both.store.tokens == 0
         with pytest.raises(ManageError, match="closed"):
@@ -387,7 +387,7 @@ def test_whoever_holds_the_cache_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
         kept = [[copy.deepcopy(layer.keys) for layer in cache.layers] for cache in held]
         handle.remove()
         ids = both.ask(torch.cat([ids, words(generator, 3)], 1))
-        while both.store._evict():
+        while both.store.pressure._evict():
             pass
         assert all(
             torch.equal(before, layer.keys)

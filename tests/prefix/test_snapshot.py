@@ -149,7 +149,7 @@ def test_conversations_that_branch_under_a_limit(monkeypatch: pytest.MonkeyPatch
             assert both.store.limit is None or both.store.nbytes <= both.store.limit
         assert hits > 5
         assert both.store.counts.evicted > 5
-        while both.store._evict():
+        while both.store.pressure._evict():
             both.check()
         assert both.store.pages == both.store.states == both.store.tokens == 0
 
@@ -214,7 +214,7 @@ def test_whoever_holds_the_cache_keeps_it(monkeypatch: pytest.MonkeyPatch, name:
         kept = [tensor.clone() for layer in held[-1].layers for tensor in _shown(layer)]
         both.ask([*ids, 4])
         both.ask([*ids, 5])
-        while both.store._evict():
+        while both.store.pressure._evict():
             pass
         assert all(map(torch.equal, kept, (tensor for layer in held[-1].layers for tensor in _shown(layer))))
         del handle, kept
@@ -310,7 +310,7 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
             other = session.fork()
             other.generate([7], max_new_tokens=4, do_sample=False)
             assert other.reused == len(session.tokens) - 1
-            while both.store._evict():
+            while both.store.pressure._evict():
                 pass
             assert both.store.states == 2, "the ends of both conversations are pinned"
             session.generate([7, 8], max_new_tokens=4, do_sample=False)
@@ -319,6 +319,6 @@ def test_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
             session.close()
             gc.collect()
             both.ask(words(draw, 3))
-            while both.store._evict():
+            while both.store.pressure._evict():
                 pass
             assert both.store.states == both.store.pages == 0

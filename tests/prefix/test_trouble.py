@@ -16,14 +16,25 @@ import torch
 from ballonet.allocator import runtime
 from ballonet.hooks.kv import layer as kv_layer
 from ballonet.hooks.kv import range as kv_range
-from ballonet.hooks.prefix import prefix_index, sequence, sessions, store
+from ballonet.hooks.prefix import (
+    block_index,
+    contents,
+    limit,
+    pins,
+    prefix_index,
+    prompt_filler,
+    sequence,
+    sequence_keeper,
+    sessions,
+)
 
 from ..pool import tiny_layers
 from ..tuned import Tuned
 from .conversations import Sides, sides, words
 
 PAGE = 4096
-PARTS = (kv_layer, kv_range, sequence, sessions, prefix_index, store)
+STORE = (block_index, contents, limit, pins, prefix_index, prompt_filler, sequence, sequence_keeper, sessions)
+PARTS = (kv_layer, kv_range, *STORE)
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +73,7 @@ def test_threads_on_one_model(monkeypatch: pytest.MonkeyPatch, chaos: int | None
         if failed:
             raise failed[0]
         both.check()
-        assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
+        assert not any(each.readers or each.in_use for each in both.store.contents.index.idle)
         assert both.store.counts.moves + both.store.counts.copies > 12
 
 
@@ -88,11 +99,11 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
             copy_in(*args)
 
         def held(self: sequence.CachedSequence, layer: int, start: int, end: int) -> Any:
-            elsewhere(lambda: moved.append(self.homes[0].range.move(0, "host")))
+            elsewhere(lambda: moved.append(self.kv_ranges[0].range.move(0, "host")))
             return part(self, layer, start, end)
 
         with monkeypatch.context() as patched:
-            patched.setattr(store, "copy_in", slowly)
+            patched.setattr(prompt_filler, "copy_in", slowly)
             both.ask(torch.cat([ids[:, :60], words(generator, 5)], 1))
         assert (both.store.counts.copies, both.store.counts.moves) == (2, 0)
         with monkeypatch.context() as patched:
@@ -118,7 +129,7 @@ def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pyt
         read = both.store.read(ids, both.store.identity(), 0, 40)
         assert read.__enter__() is not None
         assert not read.__exit__(raised.type, raised.value, None)
-        assert not any(each.readers for each in both.store._prefix_index.at_rest)
+        assert not any(each.readers for each in both.store.contents.index.idle)
 
 
 def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +148,7 @@ def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch) -> No
             with part.register_forward_pre_hook(fail, prepend=True), pytest.raises(error, match="in the middle"):
                 both.model.generate(ids, max_new_tokens=5, min_new_tokens=5)
             both.check()
-            assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
+            assert not any(each.readers or each.in_use for each in both.store.contents.index.idle)
             ids = both.ask(ids)
             assert both.reused >= ids.shape[1] - 6 - 9 - 1, "what it went on from is there yet"
             both.check()
@@ -183,7 +194,7 @@ def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             gc.collect()
             both.store.get_num_new_matched_tokens([1])
             both.check()
-            assert not any(each.readers or each.out for each in both.store._prefix_index.at_rest)
+            assert not any(each.readers or each.in_use for each in both.store.contents.index.idle)
         assert interrupted > 8
     gc.collect()
     device = runtime.require()

@@ -1,0 +1,102 @@
+"""What is kept for one model, and the lock under which it changes.
+
+Note [Who may touch what]
+    Everything said of sequences changes under the lock. It is never held while tokens are computed or copied. A
+    sequence belongs to one request at a time (`in_use`). While others copy from it (`readers`) it is neither given to a
+    request nor shortened. A request that finds a sequence in use copies what it had when it left, or misses; nobody
+    waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from ...allocator._native import Device
+from ...offload.governor.governor import Governor
+from .counts import Counts
+from .prefix_index import PrefixIndex
+from .sequence import CachedSequence, Run
+
+if TYPE_CHECKING:
+    from .saving import Saver
+
+
+class Lookup:
+    """What one request begins with."""
+
+    def __init__(self) -> None:
+        self.columns = 0  # of its cache that are filled
+        self.sequence: CachedSequence | None = None  # in use by this request, which has to give it back
+
+
+class Contents:
+    """The sequences and states that are kept for one model, their lock, and what has been counted."""
+
+    def __init__(self, name: str, device: Device, governor: Governor) -> None:
+        """`name`: of the model, for messages; `governor`: of the device."""
+        self.name = name
+        self.device = device
+        self.governor = governor
+        self.counts = Counts()
+        self.lock = threading.RLock()
+        self.index = PrefixIndex(governor.tuning.prefixes)
+        self.weights: tuple[object, ...] = ()  # what is kept was computed with these: see identity.py
+        self.saver: Saver | None = None  # writes to files, if anything does
+        self.closed = False
+
+    @contextmanager
+    def change(self) -> Iterator[PrefixIndex]:
+        """Holds the lock, and leaves the index in order. An exception within makes the next change forget everything:
+        see prefix_index.py, Note [Broken off]. DriverError."""
+        with self.lock:
+            self.index.begin()
+            yield self.index
+            self.index.done()
+
+    @property
+    def state_pages(self) -> int:
+        """Pages of all states, as if they lay on whole ones."""
+        return -(-self.index.states.nbytes // self.device.page_size)
+
+    @property
+    def pages(self) -> int:
+        """Pages under what is kept and not in use, on the device or the host."""
+        return self.index.pages + self.state_pages
+
+    @property
+    def device_pages(self) -> int:
+        """The pages of these that are on the device."""
+        return self.index.device_pages + self.state_pages
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of `pages`."""
+        return self.pages * self.device.page_size
+
+    def clear(self) -> None:
+        """Forgets everything but what running requests use. DriverError."""
+        with self.change() as index:
+            index.clear()
+
+    def begin_reading(self, lookup: Lookup, runs: Iterable[Run]) -> list[CachedSequence]:
+        """Marks the sequences of the runs as read by a request, and returns them. The caller holds the lock."""
+        sources = list({run.source for run in runs if isinstance(run.source, CachedSequence)})
+        for each in sources:
+            each.readers.add(lookup)
+        return sources
+
+    def end_reading(self, lookup: Lookup, sources: Iterable[CachedSequence]) -> None:
+        """Undoes `begin_reading`; pages that could not be given back meanwhile are. DriverError."""
+        with self.lock:
+            for each in sources:
+                each.readers.discard(lookup)
+            if any(each.trim_pending for each in sources):
+                self.index.begin()
+                self.index.done()
+
+    def log_decision(self, verb: str, pages: int) -> None:
+        """Records an event of the timeline."""
+        self.governor.events.decided("prefix", verb, pages, what=self.name)

@@ -1,0 +1,63 @@
+"""How much of what is kept stays: the limit in bytes, and pages for whoever is short of them."""
+
+from __future__ import annotations
+
+from ...allocator._native import Device
+from ...allocator.interrupts import if_free
+from ..device import pressure
+from .contents import Contents
+
+
+class Limit:
+    """Evicts the least valuable blocks and states of one store."""
+
+    def __init__(self, contents: Contents, nbytes: int | None) -> None:
+        """`nbytes`: bytes of pages that may be kept, None for any number."""
+        self._contents = contents
+        self.nbytes = nbytes
+        pressure.add(self)
+
+    def enforce(self) -> None:
+        """Evicts down to the limit, and until the core could take all that is kept, in the middle of any operator, but
+        for a part of the device (`tuning.prefixes.stuck`). The caller is within `Contents.change`."""
+        contents = self._contents
+        while self.nbytes is not None and contents.nbytes > self.nbytes and self._evict():
+            pass
+        device = contents.device
+        most = device.budget // device.page_size // contents.governor.tuning.prefixes.stuck
+        while contents.pages > most and self._stuck() > most and self._evict():
+            pass
+
+    def give_up(self, device: Device, pages: int) -> int:
+        """Gives back up to so many pages of the device, or some more; returns how many. See pressure.py. Does nothing
+        while another thread is about to change something here."""
+        contents = self._contents
+        if device is not contents.device:
+            return 0
+        before = contents.device_pages
+
+        def evict() -> None:
+            with contents.change() as index:
+                while (left := pages - before + contents.device_pages) > 0 and self._evict(
+                    index.blocks_of(left, contents.pages), on_device=True
+                ):
+                    pass
+
+        return before - contents.device_pages if if_free(contents.lock, evict) else 0
+
+    def _evict(self, count: int = 1, *, on_device: bool = False) -> bool:
+        """Evicts so many blocks or states, see PrefixIndex.evict. False where none may be evicted."""
+        contents, before = self._contents, self._contents.pages
+        gone = contents.index.evict(count, on_device=on_device)
+        if gone:
+            contents.counts.evicted += gone
+            contents.log_decision("evict", before - contents.pages)
+        return gone > 0
+
+    def _stuck(self) -> int:
+        """Pages that the core could not take: states, pages that are not full, and dirty ones without a host page."""
+        contents, numbers = self._contents, self._contents.device.snapshot()
+        host_pages = numbers["host_budget"] // contents.device.page_size - numbers["host_pages"] + numbers["host_free"]
+        dirty = sum(each.dirty for each in contents.index.idle)
+        fixed = contents.state_pages + sum(each.fixed for each in contents.index.idle)
+        return fixed + max(0, dirty - (host_pages if contents.device.host_pages else 0))

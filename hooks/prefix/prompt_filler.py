@@ -1,0 +1,219 @@
+"""How a request begins: its unused cache is filled with what is stored of its prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from typing import Any, cast
+
+import torch
+
+from ...offload.policy.prefixes import chain
+from ..kv.layer import ElasticLayer
+from .contents import Contents, Lookup
+from .identity import Identity
+from .prefix_index import PrefixIndex
+from .sequence import CachedSequence, Gone, Run, copy_in, fill_in
+from .sequence_keeper import SequenceKeeper
+from .snapshot import StateSnapshot, begin
+
+
+class _Thread(threading.local):
+    reused = 0
+
+
+class PromptFiller:
+    """Fills the caches of requests, from memory and from files."""
+
+    def __init__(self, contents: Contents, keeper: SequenceKeeper) -> None:
+        self._contents = contents
+        self._keeper = keeper
+        self._proofs: dict[bytes, bool] = {}  # by settings: does the model go on from a state?
+        self._thread = _Thread()
+
+    @property
+    def reused(self) -> int:
+        """Tokens of each sequence that the last request of this thread did not compute."""
+        return self._thread.reused
+
+    def called(self) -> None:
+        """Begins a request of this thread, which may be filled with nothing."""
+        self._thread.reused = 0
+
+    def fill(
+        self,
+        lookup: Lookup,
+        layers: list[Any],
+        rows: Sequence[Sequence[int]],
+        pads: Sequence[int],
+        now: Identity,
+        *,
+        movable: bool,
+    ) -> None:
+        """Fills the unused `layers` of a cache, in place, with the longest prefixes that are stored of the prompts
+        `rows`, behind `pads` columns of padding each. At least one token of each is left to be computed. `movable`:
+        layers of the store may take their place. DriverError."""
+        contents = self._contents
+        with contents.change() as index:
+            self._count_request(index, rows, now)
+            found = [index.blocks.find(row[:-1], now.settings) for row in rows]
+            known = [_keys(runs, index.blocks.block) for runs in found]
+            sources = contents.begin_reading(lookup, (run for runs in found for run in runs))
+        try:
+            more = self._with_files(rows, found, known, now)
+            alone = movable and len(rows) == 1 and not pads[0] and more is None
+            columns = self._move(lookup, layers, found[0], rows[0], now) if alone else 0
+            lookup.columns = self._thread.reused = columns or self._copy(layers, more or found, pads)
+        finally:
+            contents.end_reading(lookup, sources)
+
+    def resumes_from_state(self, now: Identity, proof: Callable[[], bool] | None) -> bool:
+        """Can the model go on from a state? `proof` finds it out and is called once, when there is a state; None where
+        it is known. A model that cannot keeps nothing. DriverError."""
+        if proof is None or (now.settings not in self._proofs and not self._contents.index.states):
+            return True
+        if now.settings not in self._proofs:
+            self._proofs[now.settings] = proof()
+            if not self._proofs[now.settings]:
+                self._contents.clear()
+        return self._proofs[now.settings]
+
+    def fill_with_state(self, lookup: Lookup, layers: list[Any], row: Sequence[int], now: Identity) -> None:
+        """Does what `fill` does, for one prompt of a model some of whose layers keep a state: with the longest state
+        that is kept of its beginnings. DriverError."""
+        contents, growing = self._contents, any(isinstance(layer, ElasticLayer) for layer in layers)
+        with contents.change() as index:
+            self._count_request(index, (row,), now)
+            runs, state = index.find_state(row[:-1], now.settings, growing)
+            sources = contents.begin_reading(lookup, runs)
+        try:
+            if state is not None:
+                lookup.columns = self._thread.reused = self._resume(lookup, layers, runs, state, row, now)
+        finally:
+            contents.end_reading(lookup, sources)
+
+    def _count_request(self, index: PrefixIndex, rows: Sequence[Sequence[int]], now: Identity) -> None:
+        """Counts a request with these prompts; forgets what was stored of other weights."""
+        contents = self._contents
+        if now.weights != contents.weights:
+            index.clear()
+            contents.weights = now.weights
+        contents.counts.requests += 1
+        contents.counts.prompts += sum(map(len, rows))
+
+    def _with_files(
+        self, rows: Sequence[Sequence[int]], found: Sequence[list[Run]], known: Sequence[list[bytes]], now: Identity
+    ) -> list[list[Run]] | None:
+        """Returns the runs found in memory with those that only files have; None where files have no more. `known`: the
+        keys of the runs found."""
+        saver, block = self._contents.saver, self._contents.index.blocks.block
+        if saver is None:
+            return None
+        extended, more = [], False
+        for row, runs, there in zip(rows, found, known, strict=True):
+            keys, count = chain(row[:-1], block, now.settings, there), len(there)
+            files = saver.find(keys, count, row, now) if count < len(keys) else []
+            extended.append(up_to(runs, count * block) + files if files else list(runs))
+            more |= bool(files)
+        return extended if more else None
+
+    def _resume(
+        self,
+        lookup: Lookup,
+        layers: list[Any],
+        runs: list[Run],
+        state: StateSnapshot,
+        row: Sequence[int],
+        now: Identity,
+    ) -> int:
+        """Gives the layers a state and the tokens before it, which the runs are. Returns the columns that are filled:
+        all of these, or none. DriverError."""
+        columns, counts = len(state.ids), self._contents.counts
+        try:
+            parts = state.copied()
+        except torch.OutOfMemoryError:
+            return 0
+        if not parts:
+            return 0
+        if not runs:
+            counts.copies += 1
+            counts.hit(columns, 0.0)
+        elif not (self._move(lookup, layers, runs, row, now) or self._copy(layers, [runs], [0], columns)):
+            return 0
+        begin(layers, parts)
+        return columns
+
+    def _move(self, lookup: Lookup, layers: list[Any], runs: list[Run], row: Sequence[int], now: Identity) -> int:
+        """Puts the layers of a sequence in the place of the request's. Returns the columns that are filled: none where
+        no sequence may be moved, or it fails; the sequence is not among the runs any more then. DriverError."""
+        if not runs:
+            return 0
+        contents = self._contents
+        with contents.change() as index:
+            sequence = index.movable(runs, lookup)
+            if sequence is not None:
+                lookup.sequence = sequence
+                index.take_out(sequence, row[: runs[-1].end])
+        if sequence is None:
+            return 0
+        sequence.mark_idle(False)
+        sequence.after_reads()
+        away, near = sequence.away, sequence.near
+        try:
+            sequence.trim(len(row))
+            fill_in(sequence, [run for run in runs if run.source is not sequence])
+        except (Gone, torch.OutOfMemoryError):
+            sequence.readers.discard(lookup)
+            self._keeper.give_back(sequence, now)
+            lookup.sequence = None
+            runs[:] = _before(runs, sequence)
+            return 0
+        contents.counts.moves += 1
+        contents.counts.hit(len(sequence.ids), away, near)
+        contents.log_decision("reuse", sequence.pages)
+        for number, layer in enumerate(sequence.layers):
+            if sequence.holds(number):
+                layers[number] = layer
+        return len(sequence.ids)
+
+    def _copy(self, layers: Sequence[Any], found: Sequence[list[Run]], pads: Sequence[int], least: int = 1) -> int:
+        """Copies the runs into the layers. Returns the columns that are filled: at least `least`, or none."""
+        contents = self._contents
+        while True:
+            ends = [runs[-1].end if runs else 0 for runs in found]
+            columns = min(pad + end for pad, end in zip(pads, ends, strict=True))
+            rows = [up_to(runs, columns - pad) for pad, runs in zip(pads, found, strict=True)]
+            used = [run for runs in rows for run in runs]
+            if columns < least or not used:
+                return 0
+            try:
+                away = [(run.source.away, run.source.near) for run in used]
+                copy_in(layers, rows, pads)
+            except Gone as gone:
+                found = [_before(runs, gone.source) for runs in found]
+            except torch.OutOfMemoryError:
+                found = [[] for _ in found]
+            else:
+                contents.counts.copies += 1
+                for run, parts in zip(used, away, strict=True):
+                    contents.counts.hit(run.end - run.start, *parts, on_disk=run.source.disk)
+                pages = sum(layer.home.held for layer in layers if getattr(layer, "home", None))
+                contents.log_decision("copy", pages)
+                return columns
+            for layer in layers:
+                layer.reset()
+
+
+def up_to(runs: Iterable[Run], end: int) -> list[Run]:
+    """Returns the runs of the tokens before `end`."""
+    return [run._replace(end=min(run.end, end)) for run in runs if run.start < end]
+
+
+def _keys(runs: Sequence[Run], block: int) -> list[bytes]:
+    """Returns the keys of the full blocks that the runs hold."""
+    return cast(CachedSequence, runs[-1].source).keys[: runs[-1].end // block] if runs else []
+
+
+def _before(runs: Iterable[Run], source: object) -> list[Run]:
+    return list(takewhile(lambda run: run.source is not source, runs))
