@@ -69,7 +69,12 @@ class Contents:
     @property
     def device_pages(self) -> int:
         """The pages of these that are on the device."""
-        return self.index.device_pages + self.state_pages
+        return self.index.device_pages + self.index.states.device_pages + self.fixed_pages
+
+    @property
+    def fixed_pages(self) -> int:
+        """Pages of states that cannot leave the device, as if they lay on whole ones."""
+        return -(-self.index.states.fixed_bytes // self.device.page_size)
 
     @property
     def nbytes(self) -> int:

@@ -55,9 +55,9 @@ class Limit:
         return gone > 0
 
     def _stuck(self) -> int:
-        """Pages that the core could not take: states, pages that are not full, and dirty ones without a host page."""
+        """Pages that the core could not take: small states, pages that are not full, dirty ones without a host page."""
         contents, numbers = self._contents, self._contents.device.snapshot()
         host_pages = numbers["host_budget"] // contents.device.page_size - numbers["host_pages"] + numbers["host_free"]
-        dirty = sum(each.dirty for each in contents.index.idle)
-        fixed = contents.state_pages + sum(each.fixed for each in contents.index.idle)
+        dirty = contents.index.states.dirty + sum(each.dirty for each in contents.index.idle)
+        fixed = contents.fixed_pages + sum(each.fixed for each in contents.index.idle)
         return fixed + max(0, dirty - (host_pages if contents.device.host_pages else 0))

@@ -149,11 +149,15 @@ class PrefixIndex:
     def evict(self, count: int = 1, *, on_device: bool = False) -> int:
         """Evicts the `count` blocks or states that are worth least, or as many as may be, and what cannot be used
         without them. Returns how many. All keys go first, then the pages, a sequence at a time. `on_device`: only what
-        has pages there, as all states have. DriverError."""
+        has pages there. DriverError."""
         some = {each for each in self.idle if each.device_pages} if on_device else self.idle.keys()
-        gone = self.blocks.index.evict(
-            count, only=lambda owner: isinstance(owner, StateSnapshot) or (owner in some and _is_unused(owner))
-        )
+
+        def may_go(owner: object) -> bool:
+            if isinstance(owner, StateSnapshot):
+                return not on_device or owner.pages is None or owner.pages.device_pages > 0
+            return owner in some and _is_unused(owner)
+
+        gone = self.blocks.index.evict(count, only=may_go)
         self._dropped(gone)
         self._drop_useless()
         return len(gone)

@@ -27,6 +27,8 @@ class SequenceKeeper:
         contents = self._contents
         if sequence is not None:
             sequence.was_written()
+        for state in states:
+            state.into_pages(contents.device, contents.governor)
         with contents.change() as index:
             if not contents.closed and now.weights == contents.weights:
                 if sequence is not None:
@@ -42,8 +44,8 @@ class SequenceKeeper:
                 self._limit.enforce()
             elif sequence is not None:
                 index.forget(sequence)
-        if sequence is not None:
-            contents.governor.exchange.keep(self._governed, sequence.caches)
+        clients = [state.pages.number for state in states if state.pages is not None]
+        contents.governor.exchange.keep(self._governed, [*clients, *(sequence.caches if sequence else ())])
 
     def is_new(self, ids: Sequence[int], now: Identity) -> bool:
         """Would keeping these tokens store anything new?"""

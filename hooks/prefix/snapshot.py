@@ -15,16 +15,23 @@ Note [Copies]
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from ...allocator._native import Device
+from ...allocator.errors import DriverError, PoolExhausted
+from ...offload.governor.governor import Governor
 from ...offload.policy.prefixes import chain
 from ...offload.policy.tuning import DEFAULT
 from ..compat import HybridSlidingLayer, LinearAttentionLayer, SlidingLayer
+from ..device.streams import torch_device
 from ..kv.hybrid import ElasticHybridLayer
 from ..kv.layer import ElasticLayer
+from .state_pages import StatePages
 
 STATES: Final = tuple(  # classes of layers that keep a state
     each for each in (SlidingLayer, LinearAttentionLayer, HybridSlidingLayer, ElasticHybridLayer) if each is not None
@@ -49,6 +56,12 @@ def state_key(ids: Sequence[int], salt: bytes) -> bytes:
     return chain(ids, len(ids), salt + b"state")[0]
 
 
+class _Paged(NamedTuple):
+    """Stands for the tensor of that number in the pages of a state."""
+
+    number: int
+
+
 class StateSnapshot:
     """What the layers of a cache keep behind the tokens `ids`, but for keys and values of every token."""
 
@@ -62,9 +75,36 @@ class StateSnapshot:
         self.blocks: list[bytes] = []  # keys of the full blocks before it
         self._parts = list(parts)
         storages = {each.data_ptr(): each.nbytes() for each in (t.untyped_storage() for t in self._tensors())}
-        self.nbytes: Final = sum(storages.values())
-        stream = self._stream()
+        self.nbytes = sum(storages.values())
+        self._pages: StatePages | None = None  # where its tensors lie, if not in torch's memory
+        stream = _stream(self._tensors())
         self._written = None if stream is None else stream.record_event()
+
+    @property
+    def pages(self) -> StatePages | None:
+        """Its pages, where it has some of its own."""
+        return self._pages
+
+    def into_pages(self, device: Device, governor: Governor) -> None:
+        """Moves the state to pages that may leave the device, if it fills one and there are as many. Nobody may use it
+        yet."""
+        tensors = list(self._tensors())
+        if not device.host_pages or self.nbytes < device.page_size:
+            return
+        if any(tensor.device != torch_device(device) for tensor in tensors):
+            return
+        stream = _stream(tensors)
+        if stream is not None and self._written is not None:
+            stream.wait_event(self._written)
+        with suppress(PoolExhausted, DriverError):
+            self._pages = StatePages(device, governor, tensors)
+            numbers = count()
+            self._parts = _in_parts(self._parts, lambda _: _Paged(next(numbers)))
+            self.nbytes = self._pages.pages * device.page_size
+        if stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(stream)
+            self._written = stream.record_event()
 
     @classmethod
     def of(cls, layers: Sequence[Any], ids: Sequence[int], salt: bytes, *, move: bool) -> StateSnapshot | None:
@@ -87,31 +127,34 @@ class StateSnapshot:
 
     def let_go(self) -> None:
         """Gives its memory back, whoever still knows it."""
-        self._parts = []
+        self._parts, self._pages = [], None
 
     def copied(self) -> list[Part | None]:
         """What `begin` takes; empty where it is gone. torch.OutOfMemoryError."""
-        parts = self._parts
-        stream = self._stream()
-        if stream is not None and self._written is not None:
-            stream.wait_event(self._written)
-        copies = [
-            None if part is None else {name: _taken(each, False) for name, each in part.items()} for part in parts
-        ]
+        parts, pages = self._parts, self._pages
+        if pages is not None and parts:
+            with pages.read() as tensors:
+                self._wait_written(tensors)
+                return _in_parts(parts, lambda at: tensors[at.number].clone(), _Paged)
+        tensors = [tensor for part in parts if part is not None for tensor in _tensors_in(part)]
+        stream = self._wait_written(tensors)
+        copies = _in_parts(parts, torch.clone)
         if stream is not None:
-            for tensor in (tensor for part in parts if part is not None for tensor in _tensors_in(part)):
+            for tensor in tensors:
                 tensor.record_stream(stream)
         return copies
+
+    def _wait_written(self, tensors: Iterable[torch.Tensor]) -> Any:
+        """The present stream of this thread waits for who wrote the state; returns the stream, None on a CPU."""
+        stream = _stream(tensors)
+        if stream is not None and self._written is not None:
+            stream.wait_event(self._written)
+        return stream
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for part in self._parts:
             if part is not None:
                 yield from _tensors_in(part)
-
-    def _stream(self) -> Any:
-        """The present stream of this thread, None on a CPU."""
-        device = next((each.device for each in self._tensors() if each.device.type == "cuda"), None)
-        return None if device is None else torch.cuda.current_stream(device)
 
 
 def begin(layers: Sequence[Any], parts: Sequence[Part | None]) -> None:
@@ -119,6 +162,12 @@ def begin(layers: Sequence[Any], parts: Sequence[Part | None]) -> None:
     for layer, part in zip(layers, parts, strict=True):
         if part is not None:
             vars(layer).update(part)
+
+
+def _stream(tensors: Iterable[torch.Tensor]) -> Any:
+    """The present stream of this thread on the device of these tensors, None on a CPU."""
+    device = next((each.device for each in tensors if each.device.type == "cuda"), None)
+    return None if device is None else torch.cuda.current_stream(device)
 
 
 def _names(layer: Any) -> list[str]:
@@ -131,6 +180,19 @@ def _names(layer: Any) -> list[str]:
 def _forget(layer: ElasticHybridLayer) -> None:
     fresh = vars(LinearAttentionLayer(number_of_states=layer.number_of_states))
     vars(layer).update({name: fresh[name] for name in _names(layer)})
+
+
+def _in_parts(parts: Sequence[Part | None], act: Callable[[Any], Any], kind: type = torch.Tensor) -> list[Part | None]:
+    """See `_each`."""
+    return [None if part is None else _each(part, act, kind) for part in parts]
+
+
+def _each(value: Mapping[str, Any], act: Callable[[Any], Any], kind: type = torch.Tensor) -> Part:
+    """The same with `act(each)` in the place of each member of that kind, however deep, in the order of _tensors_in."""
+    return {
+        key: _each(each, act, kind) if isinstance(each, Mapping) else act(each) if isinstance(each, kind) else each
+        for key, each in value.items()
+    }
 
 
 def _taken(value: Any, move: bool) -> Any:

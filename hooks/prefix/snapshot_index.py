@@ -26,7 +26,23 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in tuple(self._kept.values()))
+        """Bytes of all of them, wherever they are."""
+        return sum(state.nbytes for state in self)
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of those that have no pages of their own."""
+        return sum(state.nbytes for state in self if state.pages is None)
+
+    @property
+    def device_pages(self) -> int:
+        """Pages of the others that are on the device."""
+        return sum(state.pages.device_pages for state in self if state.pages is not None)
+
+    @property
+    def dirty(self) -> int:
+        """The pages of these whose bytes only the device has."""
+        return sum(state.pages.dirty for state in self if state.pages is not None)
 
     def add(self, state: StateSnapshot) -> None:
         """None is kept behind the same tokens."""

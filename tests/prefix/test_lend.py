@@ -23,7 +23,7 @@ from ballonet.hooks.device import governors
 from ballonet.hooks.device.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.exchange import Exchange
 from ballonet.offload.governor.lend import Lent
 from ballonet.offload.policy.lending import unit_within
 from ballonet.offload.policy.tuning import DEFAULT
@@ -165,12 +165,12 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
     first, back = turns("llama", 1, (40, 200))
     others = turns("qwen2", 2, [200] * 9)
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
-    take_back = Governor._take_back
+    take_back = Exchange._take_back
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
         governor = governors.of(runtime.require())
         counted = Counted(runtime.require())
 
-        def watch(self: Governor, owed: Any, by: str) -> None:
+        def watch(self: Exchange, owed: Any, by: str) -> None:
             before = copied(), counted.calls, pulled()
             take_back(self, owed, by)
             exchanges.append((copied() - before[0], counted.calls - before[1], pulled() - before[2]))
@@ -184,8 +184,8 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         assert master.lent.borrowed > 200
         keys = len(master.store.contents.index.blocks.index)
         with monkeypatch.context() as patched:
-            patched.setattr(governor, "_device", counted)
-            patched.setattr(Governor, "_take_back", watch)
+            patched.setattr(governor._known, "device", counted)
+            patched.setattr(Exchange, "_take_back", watch)
             worker.ask(back)
         assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
         assert sum(pages for *_, pages in exchanges) > 100
@@ -226,7 +226,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
             patched.setattr(KVPages, "retire", count)
             (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
-            with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier._group):
+            with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
                 tier.iteration(0, 1, wanted // tier.client.block)
             assert store.get_num_new_matched_tokens([*prompts[read], 1]) == found[read]
@@ -261,7 +261,7 @@ def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, t
         hog.map(0, device.available)
         (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
         found = [store.get_num_new_matched_tokens([*turn.tokens[0].tolist(), 1]) for turn in others]
-        with GroupLease(tier._group):
+        with GroupLease(tier.client._group):
             with ExitStack() as readers:
                 for turn, tokens in zip(others, found, strict=True):
                     if tokens:

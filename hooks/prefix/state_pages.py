@@ -1,0 +1,97 @@
+"""The memory of a kept state (snapshot.py) as a client of the governor: pages that are nobody's but its own, which may
+leave the device at any moment while it is only kept, and are read wherever they lie when a prompt begins with it.
+
+A state is never written to, and read once per request, whole. So it is never restored: a copy for a request reads the
+host in place, which is what bringing it back would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ...allocator._native import Device
+from ...offload.governor.governor import Governor
+from ...offload.governor.kv_tier import KVTier
+from ...offload.residency.kv_extent import KVExtent
+from ..device.lease import GroupLease
+from ..device.streams import raw_stream
+
+_ALIGNMENT: Final = 512  # bytes: as torch's allocators align tensors
+_UINT8: Final = (1, 8)  # DLPack's code and bits
+
+
+class StatePages:
+    """Copies of some tensors in pages of their own."""
+
+    def __init__(self, device: Device, governor: Governor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copies `tensors`, behind what the current stream was given. PoolExhausted, DriverError."""
+        self._device = device
+        self._places: list[tuple[int, torch.dtype, torch.Size]] = []
+        end = 0
+        for tensor in tensors:
+            self._places.append((end, tensor.dtype, tensor.shape))
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        pieces = -(-end // device.page_size)
+        self._group = device.group()
+        self._range = device.reserve(pieces * device.page_size, "kv", self._group)
+        self._range.map(0, pieces)
+        self._tier = KVTier(device, self._group, governor)
+        self._tier.client.name = "state"
+        self._extent = KVExtent(device, self._group, self._range, self._tier.lock, lambda: False)
+        self._tier.add(self._extent)
+        with GroupLease(self._group), torch.inference_mode(False):
+            self._range.note_use(self._stream, True)
+            for view, tensor in zip(self._views(), tensors, strict=True):
+                view.copy_(tensor)
+            self._tier.turns.stream = self._stream
+        self._extent.extended(0, pieces)
+        self._tier.client.kept = True
+        self._extent.raise_to(pieces)
+        governor.client_changed(self._tier.number)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the state, wherever they are."""
+        return self._extent.pieces
+
+    @property
+    def dirty(self) -> int:
+        """The pages of these whose bytes only the device has."""
+        return self._extent.dirty
+
+    @property
+    def number(self) -> int:
+        """Of the client, to the governor."""
+        return self._tier.number
+
+    @property
+    def device_pages(self) -> int:
+        """The pages of these that are on the device."""
+        return self._tier.client.here
+
+    @contextmanager
+    def read(self) -> Iterator[list[torch.Tensor]]:
+        """The tensors, to be read by what the current stream is given within it. BallonetError, DriverError."""
+        with GroupLease(self._group):
+            self._tier.client.used = self._tier.governor.clock()
+            self._tier.show(self._extent, self._stream)
+            self._range.note_use(self._stream, False)
+            yield self._views()
+
+    @property
+    def _stream(self) -> int:
+        """The stream that this thread computes on; 0 on the stand-in."""
+        return 0 if self._device.kind == "standin" else raw_stream(self._device.ordinal)
+
+    def _views(self) -> list[torch.Tensor]:
+        flat = from_dlpack(self._range.tensor(0, (self._range.nbytes,), (1,), *_UINT8))
+        found = []
+        for start, dtype, shape in self._places:
+            nbytes = shape.numel() * dtype.itemsize
+            found.append(flat.narrow(0, start, nbytes).view(dtype).view(shape))
+        return found

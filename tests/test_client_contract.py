@@ -1,0 +1,265 @@
+"""The contract of clients (offload/governor/client.py), on all that implement it: layers of a model, a KV cache in use,
+a cached prefix, a kept state. What may be taken is offered; it is taken from nobody who uses it; what was taken is read
+as before; what broke in the middle is as if it had not begun; and a client that is gone leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicLayer
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.allocator._native import Device
+from ballonet.allocator.errors import BallonetError, PoolExhausted
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.lease import GroupLease
+from ballonet.hooks.kv.grouping import CacheRanges
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.prefix.state_pages import StatePages
+from ballonet.offload.governor import clients, governor, overview, published, reclaim_list
+from ballonet.offload.governor.client import LAYERS
+
+from .core import arm, disarm
+from .kv.pressure import STEPS, homes, poison, tiers
+from .models import build, prompts
+from .pool import take_out
+from .test_cache_faults import Interrupt
+from .test_kv import tokens
+from .tuned import Tuned
+
+PAGE = 4096
+BUDGET = 1024 * PAGE
+INPUTS = prompts(batch=1, longest=9)
+
+
+class Case(Protocol):
+    """A client with something in it that may be taken."""
+
+    @property
+    def number(self) -> int:
+        """Of the client, to its governor."""
+
+    @property
+    def group(self) -> Any:
+        """What who uses it leases."""
+
+    def check(self) -> None:
+        """All of it is what it was, as its user reads it."""
+
+
+class LayersOfAModel:
+    def __init__(self, device: Device) -> None:
+        self.model = build("llama", num_hidden_layers=4)
+        with torch.no_grad():
+            self.expected = self.model(**INPUTS, use_cache=False).logits
+        self.managed = ballonet.manage(self.model)
+        self.group = self.managed._weights.group
+        self.check()
+
+    @property
+    def number(self) -> int:
+        known = governors.of(runtime.require())._known.clients
+        return known.of_model(self.managed._elastic).number
+
+    def check(self) -> None:
+        with torch.no_grad():
+            assert torch.equal(self.model(**INPUTS, use_cache=False).logits, self.expected)
+
+
+class CacheInUse:
+    def __init__(self, device: Device) -> None:
+        self.ranges = CacheRanges(layers=1, expected=200)
+        self.pairs = [(ElasticLayer(self.ranges), DynamicLayer()) for _ in range(2)]
+        for seed, pair in enumerate(self.pairs):
+            for each in pair:
+                each.update(*tokens(100, seed))
+        self.tier = tiers(homes(elastic for elastic, _ in self.pairs))[0]
+        self.group = self.tier.client._group
+        self.number = self.tier.number
+
+    def check(self) -> None:
+        for elastic, stock in self.pairs:
+            assert torch.equal(elastic.keys, stock.keys)
+            assert torch.equal(elastic.values, stock.values)
+
+
+class CachedPrefix(CacheInUse):
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        for elastic, _ in self.pairs:
+            elastic.home.keep(True)
+        self.tier.client.kept = True
+
+    def check(self) -> None:
+        for elastic, stock in self.pairs:
+            keys, values = elastic.home.part(elastic._place, 0, 100)
+            assert torch.equal(keys, stock.keys)
+            assert torch.equal(values, stock.values)
+
+
+class KeptState:
+    def __init__(self, device: Device) -> None:
+        self.expected = [torch.randn(3, 5, 100), torch.randint(9, (7,)), torch.randn(2000).to(torch.bfloat16)]
+        self.pages = StatePages(device, governors.of(device), self.expected)
+        self.group = self.pages._group
+        self.number = self.pages.number
+
+    def check(self) -> None:
+        with self.pages.read() as found:
+            assert all(map(torch.equal, found, self.expected))
+
+
+CASES: dict[str, Callable[[Device], Case]] = {
+    "layers of a model": LayersOfAModel,
+    "KV cache in use": CacheInUse,
+    "cached prefix": CachedPrefix,
+    "kept state": KeptState,
+}
+
+
+@pytest.fixture
+def device(tuned: Tuned) -> Iterator[Device]:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
+    yield runtime.require()
+    gc.collect()
+    runtime.require().check()
+    take_out()
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest, device: Device) -> Iterator[list[Case]]:
+    """In a list, so that a test can drop the last reference."""
+    held = [CASES[request.param](device)]
+    yield held
+    for each in held:
+        each.check()
+        if isinstance(each, LayersOfAModel):
+            each.managed.release()
+    held.clear()
+
+
+def offered(device: Device, case: Case) -> list[int]:
+    """The keys of what it offers now, published."""
+    known = governors.of(device)
+    known.reclaim.publish_now()
+    mine = [each.index for each in known.reclaim.candidates() if each.client == case.number]
+    return [case.number * LAYERS + index for index in mine]
+
+
+def take(device: Device, case: Case) -> int:
+    """Takes all that it offers, and leaves other bytes in every free page. How many pages."""
+    taken = device.take(offered(device, case))
+    poison(device)
+    return taken
+
+
+@contextmanager
+def used_elsewhere(case: Case) -> Iterator[None]:
+    """Another thread leases it."""
+    begun, done = threading.Event(), threading.Event()
+
+    def use() -> None:
+        with GroupLease(case.group):
+            begun.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    begun.wait(60)
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_what_was_taken_is_read_as_before(device: Device, case: list[Case]) -> None:
+    free = device.available
+    assert take(device, case[0]) > 0
+    device.reap(wait=True)
+    assert device.available > free
+    case[0].check()
+
+
+def test_an_entry_is_of_its_own_pages_and_names_what_is_there(device: Device, case: list[Case]) -> None:
+    known = governors.of(device)
+    mine = [each for each in known.reclaim.candidates() if each.client == case[0].number]
+    for (state, candidate), each in zip(known._known.clients.of(mine), mine, strict=True):
+        entry = state.entry(candidate.index)
+        assert entry is not None
+        group, parts = entry
+        assert group.leases == case[0].group.leases
+        assert sum(part[2] for part in parts) >= each.pages > 0
+    assert known._known.clients.of([]) == []
+
+
+def test_nothing_is_taken_that_another_thread_uses(device: Device, case: list[Case]) -> None:
+    keys = offered(device, case[0])
+    with used_elsewhere(case[0]):
+        assert device.take(keys) == 0
+    assert take(device, case[0]) > 0
+
+
+def test_taken_piece_by_piece(device: Device, case: list[Case]) -> None:
+    taken = 0
+    for _ in range(200):
+        if not (now := device.take(offered(device, case[0])[:1], 1)):
+            break
+        taken += now
+        poison(device)
+        case[0].check()
+    assert taken > 0
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyAsync", "cuMemCreate"])
+def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case], call: str) -> None:
+    for ahead in (1, 2, 3):
+        keys = offered(device, case[0])
+        arm(call, ahead)
+        try:
+            device.take(keys)
+        except (BallonetError, PoolExhausted):
+            pass
+        finally:
+            disarm()
+        poison(device)
+        case[0].check()
+        device.check()
+
+
+def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
+    nth, done = 0, False
+    while not done:
+        nth += 7
+        try:
+            with Interrupt(nth, governor, overview, clients, published, reclaim_list, *STEPS) as interrupt:
+                offered(device, case[0])
+            done = not interrupt.done
+        except KeyboardInterrupt:
+            pass
+        assert not governors.of(device)._known.lock.locked()
+    assert nth > 14
+    assert take(device, case[0]) > 0
+
+
+def test_who_is_gone_leaves_nothing_behind(device: Device, case: list[Case]) -> None:
+    assert take(device, case[0]) > 0
+    owner = "weights" if isinstance(case[0], LayersOfAModel) else "kv"
+    number = case[0].number
+    known = governors.of(device)
+    case.clear()
+    gc.collect()
+    assert number not in [each.client for each in known.reclaim.candidates()]
+    assert number not in [each.number for each in (*known._known.clients.models, *known._known.clients._paged.values())]
+    device.reap(wait=True)
+    numbers = device.snapshot()
+    assert numbers["pages"][owner] == 0
+    assert numbers["host_pages"] == numbers["host_free"]
