@@ -82,7 +82,7 @@ class StateSnapshot:
 
     @property
     def pages(self) -> StatePages | None:
-        """Its pages, where it has some of its own."""
+        """The pages of the state, where it has some of its own."""
         return self._pages
 
     def into_pages(self, device: Device, governor: Governor) -> None:

@@ -17,11 +17,11 @@ from torch.utils.dlpack import from_dlpack
 from ...allocator._native import Device
 from ...offload.governor.governor import Governor
 from ...offload.governor.kv_tier import KVTier
+from ...offload.policy.layout import ALIGNMENT
 from ...offload.residency.kv_extent import KVExtent
 from ..device.lease import GroupLease
 from ..device.streams import raw_stream
 
-_ALIGNMENT: Final = 512  # bytes: as torch's allocators align tensors
 _UINT8: Final = (1, 8)  # DLPack's code and bits
 
 
@@ -35,7 +35,7 @@ class StatePages:
         end = 0
         for tensor in tensors:
             self._places.append((end, tensor.dtype, tensor.shape))
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         pieces = -(-end // device.page_size)
         self._group = device.group()
         self._range = device.reserve(pieces * device.page_size, "kv", self._group)
