@@ -21,14 +21,14 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy import geometry
 
-from .caches import PAGES, installed
+from .caches import SMALL, installed
 from .models import build, generate, prompts
 from .pool import in_pool
 
 INPUTS = prompts(batch=3, longest=12)
 
 
-@pytest.fixture(scope="module", autouse=True, **PAGES)
+@pytest.fixture(scope="module", autouse=True, **SMALL)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param) as size:
         yield size

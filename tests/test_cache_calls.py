@@ -17,14 +17,14 @@ from transformers import DynamicCache
 import ballonet
 from ballonet.hooks.kv.cache import KVCache
 
-from .caches import PAGES, installed, is_elastic, same, tensors
+from .caches import LARGE, installed, is_elastic, same, tensors
 from .models import build, prompts
 from .pool import in_pool
 
 ONE = {name: tensor[:1] for name, tensor in prompts(batch=3, longest=12).items()}
 
 
-@pytest.fixture(scope="module", autouse=True, **PAGES)
+@pytest.fixture(scope="module", autouse=True, **LARGE)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param) as size:
         yield size

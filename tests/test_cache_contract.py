@@ -20,7 +20,7 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, PAGES, forget, installed, is_elastic, same, tensors
+from .caches import BUDGET, LARGE, forget, installed, is_elastic, same, tensors
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -29,7 +29,7 @@ ONE = {name: tensor[:1] for name, tensor in INPUTS.items()}
 Run = Callable[[Any], Any]
 
 
-@pytest.fixture(scope="module", autouse=True, **PAGES)
+@pytest.fixture(scope="module", autouse=True, **LARGE)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param) as size:
         yield size

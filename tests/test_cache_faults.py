@@ -24,13 +24,13 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.testing import chaos_of
 
-from .caches import BUDGET, PAGES, forget, full_host, installed, kv_pages
+from .caches import BUDGET, SMALL, forget, full_host, installed, kv_pages
 from .models import Output, build, generate, prompts
 
 INPUTS = prompts(batch=3, longest=12)
 
 
-@pytest.fixture(scope="module", autouse=True, **PAGES)
+@pytest.fixture(scope="module", autouse=True, **SMALL)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param) as size:
         yield size

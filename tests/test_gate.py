@@ -480,7 +480,7 @@ def test_ctrl_c_anywhere_in_a_gate_leaves_it_open() -> None:
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     before, at, came = Portrait(module), 0, True
     while came:
-        at += 1
+        at += 2
         came = interrupted(lambda: ballonet.manage(module).release(), at, gates)
         if (managed := managed_as(module)) is not None:
             managed.release()
@@ -491,7 +491,7 @@ def test_ctrl_c_anywhere_in_a_gate_leaves_it_open() -> None:
 def test_ctrl_c_anywhere_in_a_first_use_keeps_nobody_waiting(model: Any) -> None:
     expected, at, came = logits(model), 0, True
     while came:
-        at += 1
+        at += 4  # a few hundred lines, each of which builds a model's hooks
         watching = FirstUse(ManageOptions(interval=None))
         came = interrupted(lambda: logits(model), at, first_use)
         assert not watching._taking

@@ -17,7 +17,7 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .caches import PAGES, installed
+from .caches import LARGE, installed
 from .models import build, generate, prompts
 from .pool import in_pool
 
@@ -25,7 +25,7 @@ INPUTS = prompts(batch=2, longest=10)
 LABELS = INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)
 
 
-@pytest.fixture(scope="module", autouse=True, **PAGES)
+@pytest.fixture(scope="module", autouse=True, **LARGE)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param) as size:
         yield size

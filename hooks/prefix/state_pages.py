@@ -66,7 +66,7 @@ class StatePages:
 
     @property
     def number(self) -> int:
-        """Of the client, to the governor."""
+        """The number of the client, to the governor."""
         return self._tier.number
 
     @property

@@ -15,11 +15,11 @@ from ballonet.allocator import install, runtime
 from ballonet.hooks.device import governors
 
 from .. import models
-from ..caches import PAGES, installed
+from ..caches import SMALL, installed
 from .pressure import Taker, around_appends
 
 
-@pytest.fixture(scope="module", autouse=True, **PAGES)
+@pytest.fixture(scope="module", autouse=True, **SMALL)
 def page(request: pytest.FixtureRequest) -> Iterator[int]:
     with installed(request.param, budget=2**22) as size:
         yield size

@@ -25,7 +25,7 @@ from .conftest import BUDGET, LAYERS, PAGE
 from .test_remapping import IDS, full
 from .test_streaming import Output, say
 
-CYCLES = 200
+CYCLES = 25
 HELD = 64  # tokens of the cache
 
 
@@ -154,7 +154,7 @@ def test_a_load_that_comes_and_goes_leaves_nothing_behind(model: Any, larger: An
     assert left[1:] == left[:-1]
 
 
-def test_a_square_wave_of_hundreds_of_cycles(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
+def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
     """In each half of a cycle what is taken is taken once and what comes back comes back once; not a page is lost."""
     device = runtime.require()
 
