@@ -12,6 +12,7 @@ Note [Collected at any moment]
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
@@ -44,6 +45,7 @@ class Clients:
         self._read: dict[int, set[PageState]] = {}  # the page clients that it has used so far, by thread
         self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
         self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
+        self._calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
 
     # -- who is there
 
@@ -76,6 +78,7 @@ class Clients:
         if any(state.name == name for state in self.models):
             name = f"{name} ({self._numbers})"
         activity, streamed = Activity(self._progress), len(model.plan.streamed)
+        self.changed()
         self._models[id(model)] = ModelState(self._numbers, name, activity, model, streamed, self._plans)
 
     def add_paged(self, client: PageClient) -> int:
@@ -84,6 +87,7 @@ class Clients:
         on = self._on.get(threading.get_ident())
         name, model = (client.name, 0) if on is None else (f"{client.name} of {on.name}", on.number)
         state = PageState(self._numbers, name, Activity(self._progress), paged=weakref.ref(client), model=model)
+        self.changed()
         self._paged[self._numbers] = state
         return self._numbers
 
@@ -104,6 +108,7 @@ class Clients:
         """Removes the clients that are gone; were there any, models or others?"""
         if not self._gone and not self._gone_clients:
             return False, False
+        self.changed()
         models = [self._take_out(self._gone.popleft()) for _ in range(len(self._gone))]
         others = [self._paged.pop(self._gone_clients.popleft(), None) for _ in range(len(self._gone_clients))]
         return any(each is not None for each in models), any(each is not None for each in others)
@@ -146,6 +151,14 @@ class Clients:
 
     # -- who of them is idle
 
+    def woke(self, state: ModelState, now: float) -> bool:
+        """An iteration of the model is about to begin: has it been idle until now?"""
+        return now >= self._calm_until and self.rests(state, now)
+
+    def changed(self) -> None:
+        """Notes that there are other clients, or that some are only kept, or are not any more."""
+        self._calm_until = -math.inf
+
     def rests(self, state: ClientState, now: float) -> bool:
         """Has it been unused for the pause, whoever leases it now? `ClientState.used` says from then on since when."""
         state.used = state.last_use(now)
@@ -173,11 +186,17 @@ class Clients:
 
     def rested(self, now: float) -> tuple[bool, bool]:
         """Are others idle, or were they used in another order, than when this was asked last? Of models, of others."""
+        if now < self._calm_until:
+            return False, False
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self.models if state.number not in active]
         self._resting = tuple(each.number for each in sorted(idle, key=lambda each: each.used))
         unused = ((state.used, state.number) for state, _ in self.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))
+        paged = self.paged
+        states: list[ClientState] = [*self.models, *(state for state, _ in paged)]
+        first = min((state.used for state in states), default=-math.inf) + self._pause
+        self._calm_until = -math.inf if any(client.kept for _, client in paged) else first
         return self._resting != before[0], self._unused != before[1]
 
     # -- what they have
@@ -239,6 +258,7 @@ class Clients:
 
     def _take_out(self, key: int) -> ModelState | None:
         """Nothing refers to the model of that id any more."""
+        self.changed()
         state = self._models.pop(key, None)
         for thread, on in list(self._on.items()):
             if on is state:  # its iteration ends without it, or has been interrupted

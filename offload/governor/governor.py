@@ -239,8 +239,9 @@ class Governor:
         if_free(self._known.lock, self._known.drop_dead)
 
     def client_changed(self, number: int) -> None:
-        """Notes that a cache offers something else now. On any thread."""
+        """Notes that a client offers something else now, or is only kept from now on, or no more. On any thread."""
         with self._known.lock:
+            self._known.clients.changed()
             self._known.hear()
             self._known.look(self.clock())
             self._known.list.void()
@@ -302,7 +303,7 @@ class Governor:
     # -- what happened; the caller holds the lock
 
     def _arrive(self, state: ModelState, point: Point, now: float) -> None:
-        if self._known.clients.rests(state, now):
+        if self._known.clients.woke(state, now):
             state.waking = True
             self._known.moved()
         self._known.clients.began(state, now)
