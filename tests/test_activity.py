@@ -155,12 +155,12 @@ def test_a_model_whose_forward_takes_longer_than_the_pause_is_not_idle(clock: Cl
     clients = governor._known.clients
     for after in (0.1, 2.5, 4.9):
         clock.now = 100.0 + after * PAGES.idle
-        assert clients.active(clock.now) >= {clients.of_model(slow).number, cache.number}
+        assert clients.idleness.active(clock.now) >= {clients.of_model(slow).number, cache.number}
     clock.now = 100.0 + 5.9 * PAGES.idle
-    assert clients.active(clock.now) >= {clients.of_model(slow).number, cache.number}
+    assert clients.idleness.active(clock.now) >= {clients.of_model(slow).number, cache.number}
     clock.now = 100.0 + 6.1 * PAGES.idle
-    assert not clients.active(clock.now) & {clients.of_model(slow).number, cache.number}
-    assert governor._known.clients.rested(clock.now)
+    assert not clients.idleness.active(clock.now) & {clients.of_model(slow).number, cache.number}
+    assert governor._known.clients.idleness.rested(clock.now)
 
 
 def test_slow_decoding_does_not_wake_it_at_each_token(clock: Clock, stream: LateMarks) -> None:

@@ -1,4 +1,4 @@
-"""The clients that a governor knows, and who of them is idle.
+"""The clients that a governor knows.
 
 Note [Whose pages]
     A range of KV is made within a forward. Where that is one of a managed model, the cache is that model's: it has its
@@ -12,11 +12,10 @@ Note [Collected at any moment]
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..policy.ladder import Candidate
 from ..policy.tuning import WeightPlans
@@ -24,16 +23,15 @@ from .activity import Activity, Progress
 from .candidates import Held
 from .client import ModelClient, PageClient
 from .client_state import ClientState, ModelState, PageState
+from .idleness import Idleness
 from .lend import Use
 
 
 class Clients:
-    """`pause`: seconds after its last iteration, as the device does it (`progress`), after which a client is idle;
-    `plans`: for the states of models. Not thread-safe, but for `left`, `client_left` and `ended`: whoever calls holds
-    the governor's lock."""
+    """`pause`: see Idleness; `progress`: of the device; `plans`: for the states of models. Not thread-safe, but for
+    `left`, `client_left` and `ended`: whoever calls holds the governor's lock."""
 
     def __init__(self, pause: float, progress: Progress, plans: WeightPlans) -> None:
-        self._pause = pause
         self._plans = plans
         self._progress = progress
         self._numbers = 0
@@ -43,9 +41,7 @@ class Clients:
         self._gone_clients: deque[int] = deque()  # numbers of page clients that are
         self._on: dict[int, ModelState] = {}  # whose forward runs, by thread
         self._read: dict[int, set[PageState]] = {}  # the page clients that it has used so far, by thread
-        self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
-        self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
-        self._calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
+        self.idleness = Idleness(self, pause)
 
     # -- who is there
 
@@ -63,6 +59,11 @@ class Clients:
         """KeyError where there is no such model any more."""
         return self._models[id(model)]
 
+    @property
+    def running(self) -> tuple[ModelState, ...]:
+        """The models whose forward runs, or was interrupted."""
+        return tuple(self._on.values())
+
     def get(self, model: ModelClient) -> ModelState | None:
         """None where there is no such model any more."""
         return self._models.get(id(model))
@@ -78,7 +79,7 @@ class Clients:
         if any(state.name == name for state in self.models):
             name = f"{name} ({self._numbers})"
         activity, streamed = Activity(self._progress), len(model.plan.streamed)
-        self.changed()
+        self.idleness.changed()
         self._models[id(model)] = ModelState(self._numbers, name, activity, model, streamed, self._plans)
 
     def add_paged(self, client: PageClient) -> int:
@@ -87,7 +88,7 @@ class Clients:
         on = self._on.get(threading.get_ident())
         name, model = (client.name, 0) if on is None else (f"{client.name} of {on.name}", on.number)
         state = PageState(self._numbers, name, Activity(self._progress), paged=weakref.ref(client), model=model)
-        self.changed()
+        self.idleness.changed()
         self._paged[self._numbers] = state
         return self._numbers
 
@@ -108,7 +109,7 @@ class Clients:
         """Removes the clients that are gone; were there any, models or others?"""
         if not self._gone and not self._gone_clients:
             return False, False
-        self.changed()
+        self.idleness.changed()
         models = [self._take_out(self._gone.popleft()) for _ in range(len(self._gone))]
         others = [self._paged.pop(self._gone_clients.popleft(), None) for _ in range(len(self._gone_clients))]
         return any(each is not None for each in models), any(each is not None for each in others)
@@ -149,62 +150,20 @@ class Clients:
             if state.number == number:
                 state.taken.add(index)
 
-    # -- who of them is idle
-
-    def woke(self, state: ModelState, now: float) -> bool:
-        """An iteration of the model is about to begin: has it been idle until now?"""
-        return now >= self._calm_until and self.rests(state, now)
-
-    def changed(self) -> None:
-        """Notes that there are other clients, or that some are only kept, or are not any more."""
-        self._calm_until = -math.inf
-
-    def rests(self, state: ClientState, now: float) -> bool:
-        """Has it been unused for the pause, whoever leases it now? `ClientState.used` says from then on since when."""
-        state.used = state.last_use(now)
-        return now - state.used >= self._pause
-
-    def idle(self, state: PageState, client: PageClient, now: float) -> bool:
-        """Does it rest, or is it only kept, and does nobody lease it?"""
-        return (self.rests(state, now) or client.kept) and not client.running
-
-    def resting(self, now: float) -> list[PageClient]:
-        """The page clients that are idle. A model whose forward has begun is about to use the one that it used last."""
-        idle = [(state, client) for state, client in self.paged if self.idle(state, client, now)]
-        if not idle:
-            return []
-        running, next_used = {state.number for state in tuple(self._on.values())}, dict[int, PageState]()
-        for state, _ in self.paged:
-            if state.model in running and state.used >= next_used.get(state.model, state).used:
-                next_used[state.model] = state
-        return [client for state, client in idle if next_used.get(state.model) is not state]
-
-    def active(self, now: float) -> frozenset[int]:
-        """The numbers of those that are not idle."""
-        models = {state.number for state in self.models if not self.rests(state, now) or state.model.running}
-        return frozenset(models.union(state.number for state, it in self.paged if not self.idle(state, it, now)))
-
-    def rested(self, now: float) -> tuple[bool, bool]:
-        """Are others idle, or were they used in another order, than when this was asked last? Of models, of others."""
-        if now < self._calm_until:
-            return False, False
-        active, before = self.active(now), (self._resting, self._unused)
-        idle = [state for state in self.models if state.number not in active]
-        self._resting = tuple(each.number for each in sorted(idle, key=lambda each: each.used))
-        unused = ((state.used, state.number) for state, _ in self.paged if state.number not in active)
-        self._unused = tuple(number for _, number in sorted(unused))
-        paged = self.paged
-        states: list[ClientState] = [*self.models, *(state for state, _ in paged)]
-        first = min((state.used for state in states), default=-math.inf) + self._pause
-        self._calm_until = -math.inf if any(client.kept for _, client in paged) else first
-        return self._resting != before[0], self._unused != before[1]
-
     # -- what they have
 
     def held(self, now: float) -> list[Held]:
         """The page clients, at this moment."""
         return [
-            Held(state, state.offers(), not self.idle(state, it, now), state.used, it.displaced, it.kept, it.near)
+            Held(
+                state,
+                state.offers(),
+                not self.idleness.idle(state, it, now),
+                state.used,
+                it.displaced,
+                it.kept,
+                it.near,
+            )
             for state, it in self.paged
         ]
 
@@ -215,12 +174,6 @@ class Clients:
             if state.model in floors:
                 floors[state.model] -= sum(offer.pages for offer in state.offers())
         return floors
-
-    def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:
-        """Pages that are offered by those who are idle, other than this one. `offered`: by number."""
-        there = {state.number for state in self.models}.union(state.number for state, _ in self.paged)
-        idle = there - self.active(now) - {but}
-        return sum(pages for number, pages in offered.items() if number in idle)
 
     def claim(self, number: int, model: ModelState) -> None:
         """The page client is this model's, if it is no other's."""
@@ -243,7 +196,7 @@ class Clients:
             if state.model == model.number:
                 found.held += client.here
                 found.block = max(found.block, client.block)
-                found.used += 0 if self.idle(state, client, now) else client.held
+                found.used += 0 if self.idleness.idle(state, client, now) else client.held
         return found
 
     def uses(self, now: float) -> list[Use]:
@@ -258,7 +211,7 @@ class Clients:
 
     def _take_out(self, key: int) -> ModelState | None:
         """Nothing refers to the model of that id any more."""
-        self.changed()
+        self.idleness.changed()
         state = self._models.pop(key, None)
         for thread, on in list(self._on.items()):
             if on is state:  # its iteration ends without it, or has been interrupted

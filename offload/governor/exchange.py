@@ -59,7 +59,7 @@ class Exchange:
             state = self._known.clients.get(model)
             if state is None:
                 return
-            self._known.clients.changed()
+            self._known.clients.idleness.changed()
             for number in caches:
                 self._known.clients.claim(number, state)
             if len(self._known.clients.models) < 2:

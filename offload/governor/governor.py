@@ -159,7 +159,7 @@ class Governor:
                 self._known.answers[state.number, point] = replace(decision, notice=None)
             stale = self._known.list.stale
             tended = [cache for _, cache in self._known.clients.paged] if self.pages.short and not stale else []
-            resting = self._known.clients.resting(now) if self.pages.short and not stale else []
+            resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
         if stale:
             self.reclaim.publish()
             self._watch()
@@ -241,7 +241,7 @@ class Governor:
     def client_changed(self, number: int) -> None:
         """Notes that a client offers something else now, or is only kept from now on, or no more. On any thread."""
         with self._known.lock:
-            self._known.clients.changed()
+            self._known.clients.idleness.changed()
             self._known.hear()
             self._known.look(self.clock())
             self._known.list.void()
@@ -272,7 +272,7 @@ class Governor:
             if state is None or cache is None:
                 return frozenset()
             now = self.clock()
-            state.waking = self._known.clients.rests(state, now)
+            state.waking = self._known.clients.idleness.rests(state, now)
             self._known.clients.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken
@@ -290,7 +290,7 @@ class Governor:
             spare = max(0, self._known.look(now) - self.pages.mark)
             if state.waking:
                 pages = restored_on_use(
-                    cache.displaced, spare, self._known.clients.idle_pages(self._known.list.pages, now, number)
+                    cache.displaced, spare, self._known.clients.idleness.idle_pages(self._known.list.pages, now, number)
                 )
             else:
                 pages = min(state.restorable, cache.displaced, spare)
@@ -303,7 +303,7 @@ class Governor:
     # -- what happened; the caller holds the lock
 
     def _arrive(self, state: ModelState, point: Point, now: float) -> None:
-        if self._known.clients.woke(state, now):
+        if self._known.clients.idleness.woke(state, now):
             state.waking = True
             self._known.moved()
         self._known.clients.began(state, now)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..residency.kv_extents import KVExtents
 from ..residency.kv_slots import Slice
-from ..residency.mover import Runs
+from ..residency.saving import Runs
 from .client import SPLIT, Offer
 from .kv_read_plan import KVReadPlan
 from .kv_turns import KVTurns

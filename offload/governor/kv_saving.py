@@ -64,7 +64,7 @@ class KVSaving:
     def wait(self) -> bool:
         """Waits for what is being copied to the host, so that it may be taken. False where nothing was. DriverError."""
         with self._lock:
-            waited = sum([extent.mover.wait_saved() for extent in self._extents.all()])
+            waited = sum([extent.mover.saving.wait_saved() for extent in self._extents.all()])
         if waited:
             self._governor.reclaim.publish_now()
         return waited > 0
@@ -86,7 +86,7 @@ class KVSaving:
             done = self._transfer.copy(copies, after=stream, owner="kv", to="host")
             extent.backing.demoting(ready, done)
             done.wait()
-            extent.mover.saved()
+            extent.mover.saving.saved()
             return extent.backing.pages.backing(piece) == "host"
 
     def _write_behind(self, pages: int) -> None:
@@ -94,7 +94,7 @@ class KVSaving:
             settled = self._extents.saved()
             chosen = self._dirty(pages)
             for extent, pieces in chosen.items():
-                extent.mover.mark(pieces)
+                extent.mover.saving.mark(pieces)
         if settled or chosen:
             self._governor.copies_changed()
         with self._lock, suppress(BallonetError, PoolExhausted):
@@ -110,7 +110,7 @@ class KVSaving:
             done = self._transfer.copy(copies, after=stream, owner="kv", to="host")
             self._decided("write-behind", sum(len(mapped) for mapped, _ in ready.values()), self._sending(ready))
             for extent, (mapped, _) in ready.items():
-                extent.mover.saving(mapped, done)
+                extent.mover.saving.submitted(mapped, done)
 
     def _demote(self, pages: int) -> None:
         with self._lock, suppress(BallonetError, PoolExhausted):

@@ -108,7 +108,7 @@ class Overview:
 
     def rest(self, now: float) -> None:
         """Who is idle, and in which order were they used?"""
-        models, caches = self.clients.rested(now)
+        models, caches = self.clients.idleness.rested(now)
         if models:
             self.moved()
         if caches:
@@ -148,7 +148,7 @@ class Overview:
     def situation(self, now: float, free: int) -> Situation:
         return Situation(
             self.clients.models,
-            self.clients.active(now),
+            self.clients.idleness.active(now),
             free,
             self.pages.mark,
             self.list.pages,

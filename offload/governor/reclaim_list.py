@@ -45,7 +45,7 @@ class ReclaimList:
         behind = self.published()
         if behind:
             with self._known.lock:
-                resting = self._known.clients.resting(self._known.clock())
+                resting = self._known.clients.idleness.resting(self._known.clock())
             for cache in resting:
                 cache.give_slots()
         for cache, pages in behind:
@@ -93,7 +93,7 @@ class ReclaimList:
         if not total:
             return []
         with self._known.lock:
-            active = self._known.clients.active(self._known.clock())
+            active = self._known.clients.idleness.active(self._known.clock())
             caches = {state.number: cache for state, cache in self._known.clients.paged}
             wanted = lacking(free + sum(cache.leaving for cache in caches.values()), total, self._known.tuning.peer)
             near = [

@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 
 from ...allocator._native import Device, Group, Range, Transfer
 from .backing import FAR, Backing
-from .mover import Mover, Runs
+from .mover import Mover
 from .pieces import Pieces
+from .saving import Runs
 from .slots import Copies
 from .states import Event, State
 
@@ -143,8 +144,8 @@ class KVExtent:
         self.look()  # who is not full any more is not looked at again
         with self._lock:
             self.full = min(self.full, full)
-            self.mover.stay(full, sys.maxsize, stream)
-            for run in self.mover.dirty(full, sys.maxsize, stream):
+            self.mover.saving.stay(full, sys.maxsize, stream)
+            for run in self.mover.saving.dirty(full, sys.maxsize, stream):
                 self.backing.release(*run)
                 self.restless = True
 
@@ -152,8 +153,8 @@ class KVExtent:
         """The pieces before that one are about to lose their pages, and the others not. The caller holds a lease."""
         with self._lock:
             self.first = first
-            self.mover.stay(0, first, stream)
-            self.mover.dirty(0, first, stream)
+            self.mover.saving.stay(0, first, stream)
+            self.mover.saving.dirty(0, first, stream)
             self.mover.states.move_run(Event.RECALL, 0, first)
 
     def filling(self, first: int) -> None:
@@ -182,8 +183,8 @@ class KVExtent:
     # -- moving them
 
     def save(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
-        """As `Mover.save`: those that are full yet."""
-        return self.mover.save(pieces, self.full)
+        """As `Saving.save`: those that are full yet."""
+        return self.mover.saving.save(pieces, self.full)
 
     def evict(self, pieces: Iterable[int], transfer: Transfer, stream: int) -> int:
         """As `Mover.evict`."""

@@ -55,13 +55,13 @@ class KVExtents:
             extent.look()
 
     def saved(self) -> bool:
-        """As `Mover.saved`, of all. The caller holds the cache's lock. DriverError."""
-        return sum([extent.mover.saved() for extent in self.all()]) > 0
+        """As `Saving.saved`, of all. The caller holds the cache's lock. DriverError."""
+        return sum([extent.mover.saving.saved() for extent in self.all()]) > 0
 
     @property
     def busy(self) -> bool:
-        """Is anything being copied to a backing? See `Mover.busy`."""
-        return True in [extent.mover.busy for extent in self.all()]
+        """Is anything being copied to a backing? See `Saving.busy`."""
+        return True in [extent.mover.saving.busy for extent in self.all()]
 
     @property
     def comes(self) -> bool:

@@ -1,7 +1,6 @@
 """What moves the pieces of a range between the device and their backing: all copies, waits and undos.
 
-    save      to the backing, which has the same bytes from then on: in the background (`mark`, `save`, `saved`), or
-              at once (`evict`)
+    save      to the backing, which has the same bytes from then on: in the background (saving.py), or at once (`evict`)
     evict     the addresses lead to the backing, and the pages of the device are free
     restore   pages of the device first (`own`), as that waits for everything that was submitted, and then the bytes
               (`fetch`). Who reads waits for the copies of its own range alone (`arrive`): a stream waits, the host does
@@ -26,10 +25,8 @@ from ...allocator._native import Device, Done, Range, Transfer
 from ...allocator.errors import PoolExhausted
 from .backing import FAR, Backing, Spans
 from .pieces import Pieces, runs_of
-from .slots import Copies
+from .saving import Runs, Saving
 from .states import Event, State, States
-
-Runs = list[tuple[int, int]]  # [first, end) each, ascending
 
 
 class Mover:
@@ -48,7 +45,7 @@ class Mover:
         self._device = device
         self._page = device.page_size
         self._lock = lock
-        self._saving: dict[int, Done | None] = {}  # the copies of what is SAVING, None where that is only marked
+        self.saving = Saving(home, backing, self.states)
         self._arriving: Done | None = None
 
     @property
@@ -70,11 +67,6 @@ class Mover:
     def comes(self) -> bool:
         """Is there any piece that is `coming` or `arriving`?"""
         return self._arriving is not None or self._coming.count > 0
-
-    @property
-    def busy(self) -> bool:
-        """Is anything being copied to the backing or from the peer, or was that interrupted? See `saved`."""
-        return bool(self._saving or self.backing.going)
 
     @property
     def away(self) -> int:
@@ -106,9 +98,7 @@ class Mover:
     def takable(self, first: int, end: int) -> tuple[Runs, Runs]:
         """The pieces of [first, end) that have a page of the device and may be taken: those that are clean, and those
         whose bytes only the device has. On any thread."""
-        saving = tuple(self._saving.items())
-        passed = [piece for piece, done in saving if done is not None and done.passed()]
-        passed = [piece for piece in passed if piece in self.states[State.SAVING]]
+        passed = self.saving.passed()
         clean = Pieces(self.states.within(first, end, State.CLEAN))
         clean.update(passed)
         others = Pieces(self.states.within(first, end, State.SAVING, State.OFFLOADED, State.IN_SLOT, State.ARRIVING))
@@ -122,74 +112,6 @@ class Mover:
 
     # -- to the backing
 
-    def mark(self, pieces: Iterable[int]) -> None:
-        """Marks these as about to be saved, and not takable from now on. The caller holds the lock."""
-        for piece in pieces:
-            self._saving[piece] = None
-            self.states.move_run(Event.SAVE, piece, piece + 1)
-
-    def save(self, pieces: Iterable[int], end: int) -> tuple[list[int], Copies]:
-        """Gives backings of those that are still marked, and lie before `end`, pages, as many as there are: which, and
-        what brings their bytes there. The caller holds the lock, and says when that has been submitted (`saving`)."""
-        ready: list[int] = []
-        for piece in pieces:
-            known = piece in self._saving and piece < end
-            if not known or self.home.backing(piece) != "device" or self.backing.has(piece):
-                continue
-            try:
-                self.backing.map(piece)
-            except PoolExhausted:
-                break
-            ready.append(piece)
-        return ready, self.backing.saves(ready)
-
-    def saving(self, pieces: Iterable[int], done: Done) -> None:
-        """The copies of these have been submitted. The caller holds the lock."""
-        self._saving.update(dict.fromkeys(pieces, done))
-
-    def wait_saved(self) -> bool:
-        """Waits for what is being saved. The caller holds the lock. Was there anything? DriverError."""
-        going = [done for done in self._saving.values() if done is not None]
-        for done in going:
-            done.wait()
-        return bool(going) and self.saved()
-
-    def saved(self) -> bool:
-        """Pieces whose copies have passed are clean, those that were on their way from the peer to the host are there,
-        and what was interrupted is undone. The caller holds the lock. Are more clean? DriverError."""
-        self.backing.demoted()
-        before, passed = len(self._saving), list[int]()
-        for piece, done in tuple(self._saving.items()):
-            if done is None:
-                if self.home.backing(piece) != "alias":
-                    self.backing.pages.retire(piece, 1)
-                self.states.move_run(Event.DIRTY, piece, piece + 1)
-                del self._saving[piece]
-            elif done.passed():
-                passed.append(piece)
-        self.states.move(Event.SAVED, passed)  # first: they are offered once they are nowhere else
-        for piece in passed:
-            del self._saving[piece]
-        return len(self._saving) != before
-
-    def dirty(self, first: int, end: int, stream: int) -> Runs:
-        """What the backing has of [first, end), where the device has it too, is not known any more: what `stream` is
-        given from now on may write there, and waits for the copies. The caller holds a lease, and the lock. Returns the
-        pieces, whose backings keep their pages yet."""
-        found = Pieces(self.states.within(first, end, State.CLEAN))
-        for piece in [piece for piece in self._saving if first <= piece < end]:
-            done = self._saving.pop(piece)
-            if done is not None:
-                done.before(stream)
-            found.add(piece)
-        self.states.move_run(Event.DIRTY, first, end)
-        return list(found.runs)
-
-    def stay(self, first: int, end: int, stream: int) -> None:
-        """Keeps pieces of [first, end) from going from the peer to the host, as `Backing.stay`. The caller holds the
-        lock."""
-        self.backing.stay([piece for piece in self.backing.leaving if first <= piece < end], stream)
-
     def evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, *, whole: bool = False) -> int:
         """Leads these to their backings, which get their bytes if they do not have them, once what `stream` was given
         has passed, with None what every stream was given. Returns how many: not those for which that cannot be now.
@@ -197,7 +119,7 @@ class Mover:
         DriverError."""
         with self._lock:
             if whole:
-                self.saved()  # nobody else does, and what was interrupted would be passed over
+                self.saving.saved()  # nobody else does, and what was interrupted would be passed over
             return self._evict(pieces, transfer, stream, whole)
 
     def _evict(self, pieces: Iterable[int], transfer: Transfer, stream: int | None, whole: bool) -> int:
@@ -215,7 +137,7 @@ class Mover:
                 if self.states.of(piece) is State.SAVING:
                     self.backing.pages.retire(piece, 1)
                     self.states.move_run(Event.DIRTY, piece, piece + 1)
-                del self._saving[piece]
+                self.saving.forget(piece)
 
     def _lead(self, pieces: Sequence[int]) -> int:
         led = 0  # `alias` waits for all that was submitted, copies that others began too
@@ -231,21 +153,16 @@ class Mover:
         for piece in sorted(pieces):
             if self.home.backing(piece) != "device" or piece in self._coming:
                 continue
-            if piece in self._saving:
-                if (done := self._saving[piece]) is None:
-                    continue
-                done.wait()
-                self.states.move_run(Event.SAVED, piece, piece + 1)
-                del self._saving[piece]
+            if piece in self.saving and not self.saving.finish(piece):
+                continue
             if piece not in self.states[State.CLEAN] or not self.backing.has(piece):
                 self.states.move_run(Event.DIRTY, piece, piece + 1)
-                self.mark((piece,))
+                self.saving.mark((piece,))
                 try:
                     self.backing.pages.retire(piece, 1)
                     self.backing.map(piece)
                 except BaseException as error:
-                    self.states.move_run(Event.DIRTY, piece, piece + 1)
-                    del self._saving[piece]
+                    self.saving.give_up(piece)
                     if isinstance(error, PoolExhausted) and not whole:
                         break
                     raise

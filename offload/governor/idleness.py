@@ -1,0 +1,81 @@
+"""Who of a governor's clients is idle: unused for a pause, or only kept, and leased by nobody."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .client import PageClient
+from .client_state import ClientState, ModelState, PageState
+
+if TYPE_CHECKING:
+    from .clients import Clients
+
+
+class Idleness:
+    """`pause`: seconds after its last iteration, as the device does it, after which a client is idle. Not thread-safe:
+    whoever calls holds the governor's lock."""
+
+    def __init__(self, clients: Clients, pause: float) -> None:
+        self._clients = clients
+        self._pause = pause
+        self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
+        self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
+        self._calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
+
+    def woke(self, state: ModelState, now: float) -> bool:
+        """An iteration of the model is about to begin: has it been idle until now?"""
+        return now >= self._calm_until and self.rests(state, now)
+
+    def changed(self) -> None:
+        """Notes that there are other clients, or that some are only kept, or are not any more."""
+        self._calm_until = -math.inf
+
+    def rests(self, state: ClientState, now: float) -> bool:
+        """Has it been unused for the pause, whoever leases it now? `ClientState.used` says from then on since when."""
+        state.used = state.last_use(now)
+        return now - state.used >= self._pause
+
+    def idle(self, state: PageState, client: PageClient, now: float) -> bool:
+        """Does it rest, or is it only kept, and does nobody lease it?"""
+        return (self.rests(state, now) or client.kept) and not client.running
+
+    def resting(self, now: float) -> list[PageClient]:
+        """The page clients that are idle. A model whose forward has begun is about to use the one that it used last."""
+        idle = [(state, client) for state, client in self._clients.paged if self.idle(state, client, now)]
+        if not idle:
+            return []
+        running, next_used = {state.number for state in self._clients.running}, dict[int, PageState]()
+        for state, _ in self._clients.paged:
+            if state.model in running and state.used >= next_used.get(state.model, state).used:
+                next_used[state.model] = state
+        return [client for state, client in idle if next_used.get(state.model) is not state]
+
+    def active(self, now: float) -> frozenset[int]:
+        """The numbers of those that are not idle."""
+        models = {state.number for state in self._clients.models if not self.rests(state, now) or state.model.running}
+        return frozenset(
+            models.union(state.number for state, it in self._clients.paged if not self.idle(state, it, now))
+        )
+
+    def rested(self, now: float) -> tuple[bool, bool]:
+        """Are others idle, or were they used in another order, than when this was asked last? Of models, of others."""
+        if now < self._calm_until:
+            return False, False
+        active, before = self.active(now), (self._resting, self._unused)
+        idle = [state for state in self._clients.models if state.number not in active]
+        self._resting = tuple(each.number for each in sorted(idle, key=lambda each: each.used))
+        unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
+        self._unused = tuple(number for _, number in sorted(unused))
+        paged = self._clients.paged
+        states: list[ClientState] = [*self._clients.models, *(state for state, _ in paged)]
+        first = min((state.used for state in states), default=-math.inf) + self._pause
+        self._calm_until = -math.inf if any(client.kept for _, client in paged) else first
+        return self._resting != before[0], self._unused != before[1]
+
+    def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:
+        """Pages that are offered by those who are idle, other than this one. `offered`: by number."""
+        there = {state.number for state in self._clients.models}.union(state.number for state, _ in self._clients.paged)
+        idle = there - self.active(now) - {but}
+        return sum(pages for number, pages in offered.items() if number in idle)
