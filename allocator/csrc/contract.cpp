@@ -8,37 +8,37 @@ namespace ballonet {
 namespace {
 
 void hold_pool(int ordinal, BallonetPool pool) {
-  if (Device* device = bound_device(ordinal)) device->heap.hold_pool(id_of(pool));
+  if (Device* device = bound_device(ordinal)) device->heap.pools.hold(pool);
 }
 
 int pool_users(int ordinal, BallonetPool pool) {
   Device* device = bound_device(ordinal);
-  return device == nullptr ? 0 : static_cast<int>(device->heap.pool_users(id_of(pool)));
+  return device == nullptr ? 0 : static_cast<int>(device->heap.pools.users(pool));
 }
 
 void set_use_on_oom(int ordinal, BallonetPool pool, bool use) {
-  if (Device* device = bound_device(ordinal)) device->heap.set_use_on_oom(id_of(pool), use);
+  if (Device* device = bound_device(ordinal)) device->heap.pools.set_use_on_oom(pool, use);
 }
 
 const void* checkpoint(int ordinal, BallonetPool pool) {
   try {
     Device* device = bound_device(ordinal);
     if (device == nullptr) throw UsageError("ballonet serves no such device");
-    return new Heap::Checkpoint(device->heap.checkpoint(id_of(pool)));
+    return new Checkpoint(device->heap.checkpoints.take(pool));
   } catch (...) {
     keep_failure();
     return nullptr;
   }
 }
 
-void forget_checkpoint(const void* state) { delete static_cast<const Heap::Checkpoint*>(state); }
+void forget_checkpoint(const void* state) { delete static_cast<const Checkpoint*>(state); }
 
 int restore_checkpoint(int ordinal, const void* state, void* context, void (*freed)(void*, void*),
                        void (*created)(void*, void*)) {
   try {
     Device* device = bound_device(ordinal);
     if (device == nullptr) throw UsageError("ballonet serves no such device");
-    const Heap::Restored restored = device->heap.restore(*static_cast<const Heap::Checkpoint*>(state));
+    const Checkpoints::Restored restored = device->heap.checkpoints.restore(*static_cast<const Checkpoint*>(state));
     for (void* block : restored.freed) freed(context, block);
     for (void* block : restored.created) created(context, block);
     return 0;
@@ -49,13 +49,13 @@ int restore_checkpoint(int ordinal, const void* state, void* context, void (*fre
 
 bool find(const void* pointer, BallonetBlock* out) {
   Heap* heap = heap_of(pointer);
-  return heap != nullptr && heap->find(pointer, *out);
+  return heap != nullptr && heap->snapshot.find(pointer, *out);
 }
 
 void segments(int ordinal, void* context, void (*each)(void*, const BallonetSegment*)) {
   Device* device = bound_device(ordinal);
   if (device == nullptr) return;
-  for (Heap::Segment& segment : device->segments()) {
+  for (Segment& segment : device->segments()) {
     segment.facts.blocks = segment.blocks.data();
     segment.facts.count = segment.blocks.size();
     each(context, &segment.facts);
@@ -92,7 +92,7 @@ int memory_info(int ordinal, std::size_t* free, std::size_t* total) {
 
 std::size_t largest_free(int ordinal) {
   Device* device = bound_device(ordinal);
-  return device == nullptr ? 0 : device->heap.largest_free();
+  return device == nullptr ? 0 : device->heap.snapshot.largest_free();
 }
 
 double fraction(int ordinal) {

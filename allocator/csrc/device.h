@@ -61,7 +61,7 @@ class Device {
   void reset_peaks();
   void reset_accumulated();
   std::pair<std::size_t, std::size_t> memory_info();  // what can still be had, and all there is
-  std::vector<Heap::Segment> segments();
+  std::vector<Segment> segments();
 
   // Taken together: no allocation comes in between.
   std::pair<Mapper::Numbers, Heap::Numbers> numbers();
@@ -76,7 +76,6 @@ class Device {
   void shrink(std::size_t pages, std::size_t ticket, std::int64_t deadline, const std::function<void()>& pause);
   template <class Attempt>
   auto with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt());
-  std::string host_exhausted(std::size_t pages, const std::string& reason);
 
   bool closed_ = false;
   std::mutex budget_mutex_;  // before the mapper's

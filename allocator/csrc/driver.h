@@ -3,6 +3,8 @@
 //
 //   driver.cuMemMap(address, size, 0, handle, 0).or_throw("mapping page 7");
 //
+// Guarantees: every call is counted, and returns what the driver or an armed fault says.
+//
 // Lock: none here. What changes page tables is called under the mapper's (address_space.h).
 #pragma once
 

@@ -1,5 +1,7 @@
 // Who owned how many pages, and when: the newest samples, at the cost of a clock read per change.
 //
+// Guarantees: the newest samples are kept, in their order; no two are closer together than the resolution.
+//
 // Lock: one of its own, under which nothing else is taken.
 #pragma once
 

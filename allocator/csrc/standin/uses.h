@@ -9,6 +9,8 @@
 // gigabyte is one node. A write replaces what was there, as it had to be ordered after it. And a stamp that the host
 // knows to have passed can never matter again, since every submission inherits the host's clock: such stamps are
 // dropped when they are met, and by a sweep once the map has doubled. All of it is exact; nothing is rounded.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include <cstddef>
