@@ -29,7 +29,7 @@ namespace ballonet {
 
 class Device {
  public:
-  // `spill`: see Note [Spilling] in heap.h.
+  // `spill`: see Note [Spilling] in block_supply.h.
   explicit Device(const Mapper::Options& options, bool spill = false);
   ~Device();
   Device(const Device&) = delete;
@@ -49,7 +49,6 @@ class Device {
   std::size_t trim();
   // Throws UsageError while blocks are live or ranges open.
   void close();
-  bool closed() const { return closed_; }
   void check();
   // No page is created beyond this share of the device's memory, whatever the budget is. What exists above it goes back
   // to the driver as it is given back; nothing is taken away. Pre: 0 <= fraction <= 1.

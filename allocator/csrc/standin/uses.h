@@ -49,7 +49,6 @@ class Uses {
   // Notes a use. `host` is the host's clock, for what may be dropped.
   void stamp(std::uint64_t from, std::uint64_t to, Stamp use, bool write, const Clock& host);
   void forget(std::uint64_t from, std::uint64_t to);
-  std::size_t intervals() const { return intervals_.size(); }
 
  private:
   struct Interval {
