@@ -1,6 +1,8 @@
 // From the address of a live block to the block: open addressing, because a node per block would cost more than the
 // block.
 //
+// Guarantees: what was put in is found until it is erased, however full the map is.
+//
 // Lock: the heap's, held by the caller.
 #pragma once
 

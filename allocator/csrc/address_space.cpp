@@ -47,9 +47,9 @@ void AddressSpace::free(Stretch& stretch) const {
 void AddressSpace::map(Stretch& stretch, std::size_t piece, const Target& target) {
   assert(mutex.held());
   Pool& from = pool(target.place);
-  driver.cuMemMap(address(stretch, piece), page_size, std::size_t{0}, from.handle(target.page), 0ULL)
+  driver.cuMemMap(address(stretch, piece), page_size, std::size_t{0}, from.book.handle(target.page), 0ULL)
       .or_throw(format("mapping page %u", target.page));
-  ++from.mappings(target.page);
+  ++from.book.mappings(target.page);
   table.lead(stretch, piece, target);
 }
 
@@ -62,7 +62,7 @@ void AddressSpace::open(Stretch& stretch, std::size_t first, std::size_t count) 
 void AddressSpace::unmap(Stretch& stretch, std::size_t piece) {
   assert(mutex.held());
   driver.cuMemUnmap(address(stretch, piece), page_size).or_throw("taking a page from its address");
-  --pool(stretch[piece].place).mappings(stretch[piece].page);
+  --pool(stretch[piece].place).book.mappings(stretch[piece].page);
   table.clear(stretch, piece);
 }
 
@@ -71,8 +71,8 @@ bool AddressSpace::vacate(Stretch& stretch, std::size_t piece) {
   if (!driver.cuMemUnmap(address(stretch, piece), page_size).ok()) return false;
   const Target before = stretch[piece];
   table.clear(stretch, piece);
-  --pool(before.place).mappings(before.page);
-  before.backing == Backing::kKept ? device.let_go(before.page) : release(before.place, before.page);
+  --pool(before.place).book.mappings(before.page);
+  before.backing == Backing::kKept ? device.give(before.page) : release(before.place, before.page);
   return true;
 }
 
@@ -85,40 +85,40 @@ bool AddressSpace::retire(Stretch& stretch, std::size_t piece, std::uint32_t tic
   assert(mutex.held());
   const Target before = stretch[piece];
   if (!table.retire(stretch, piece, ticket)) return false;
-  if (before.backing != Backing::kAlias) pool(before.place).relabel(before.page, Owner::kRetiring);
+  if (before.backing != Backing::kAlias) pool(before.place).book.relabel(before.page, Owner::kRetiring);
   return true;
 }
 
 void AddressSpace::revive(Stretch& stretch, std::size_t piece, Owner owner) {
   table.revive(stretch, piece);
-  pool(stretch[piece].place).relabel(stretch[piece].page, owner);
+  pool(stretch[piece].place).book.relabel(stretch[piece].page, owner);
 }
 
 void AddressSpace::keep(Stretch& stretch, std::size_t piece, bool ahead) {
   assert(mutex.held());
   table.keep(stretch, piece, ahead);
-  device.keep(stretch[piece].page);
+  device.book.keep(stretch[piece].page);
 }
 
 void AddressSpace::claim(Stretch& stretch, std::size_t piece, Owner owner) {
   table.claim(stretch, piece);
-  device.claim(stretch[piece].page, owner);
+  device.book.claim(stretch[piece].page, owner);
 }
 
 void AddressSpace::discard(Place place, PageId page) {
-  pool(place).relabel(page, Owner::kRetiring);
+  pool(place).book.relabel(page, Owner::kRetiring);
   release(place, page);
 }
 
 void AddressSpace::release(Place place, PageId page) {
   Pool& from = pool(place);
-  if (from.owner(page) == Owner::kRetiring && from.mappings(page) == 0) from.give(page);
+  if (from.book.owner(page) == Owner::kRetiring && from.book.mappings(page) == 0) from.give(page);
 }
 
 void AddressSpace::prepare(Section& in, Place place, std::size_t pages) {
   Pool& from = pool(place);
-  if (from.idle() >= pages || from.available() < pages) return;
-  Pool::Creation creation = from.begin_creating(pages - from.idle());
+  if (from.book.idle() >= pages || from.available() < pages) return;
+  Pool::Creation creation = from.begin_creating(pages - from.book.idle());
   {
     Unlocked unlocked(in.lock);
     from.create(creation);
@@ -153,7 +153,7 @@ const Range* AddressSpace::range_at(CUdeviceptr at) const {
 
 void AddressSpace::check(const std::vector<const Stretch*>& others) {
   assert(mutex.held());
-  for (const Pool* each : {&device, &host, &peer}) each->check();
+  for (const Pool* each : {&device, &host, &peer}) each->book.check();
   std::map<std::pair<Pool*, PageId>, std::pair<unsigned, unsigned>> seen;  // mappings, and those that own the page
   std::set<PageId> kept;
   std::size_t ahead = 0;
@@ -164,7 +164,7 @@ void AddressSpace::check(const std::vector<const Stretch*>& others) {
       const Piece& piece = stretch[i];
       if (piece.backing == Backing::kNone) continue;
       if (piece.backing == Backing::kKept) {  // that it is mapped once is in the pool's book
-        if (!kept.insert(piece.page).second || !device.kept(piece.page))
+        if (!kept.insert(piece.page).second || !device.book.kept(piece.page))
           throw InvariantBroken(format("page %u is not kept as a piece says", piece.page));
         continue;
       }
@@ -174,27 +174,27 @@ void AddressSpace::check(const std::vector<const Stretch*>& others) {
       const bool retiring = piece.backing == Backing::kRetiring;
       if ((retiring ? piece.retiring_from : piece.backing) == Backing::kAlias) continue;
       ++owners;
-      if (owner && from.owner(piece.page) != (retiring ? Owner::kRetiring : *owner))
+      if (owner && from.book.owner(piece.page) != (retiring ? Owner::kRetiring : *owner))
         throw InvariantBroken(format("page %u behind piece %zu has another owner than its range", piece.page, i));
     }
   };
   for (const Range* range : ranges) look(range->held, range->owner);
   for (const Stretch* other : others) look(*other, {});
-  if (kept.size() != device.kept() || ahead != table.ahead())
+  if (kept.size() != device.book.kept() || ahead != table.ahead())
     throw InvariantBroken("the pages that are kept do not add up");
   std::map<Pool*, std::size_t> used;
   for (const auto& [key, counts] : seen) {
     const auto& [from, page] = key;
     ++used[from];
-    if (from->mappings(page) != counts.first) {
+    if (from->book.mappings(page) != counts.first) {
       throw InvariantBroken(
-          format("page %u is mapped %u times, its book says %u", page, counts.first, from->mappings(page)));
+          format("page %u is mapped %u times, its book says %u", page, counts.first, from->book.mappings(page)));
     }
     if (counts.second > 1)
       throw InvariantBroken(format("page %u is behind %u pieces that own it", page, counts.second));
   }
   for (Pool* each : {&device, &host, &peer}) {
-    const std::size_t owned = each->created() - each->count(Owner::kFree);
+    const std::size_t owned = each->book.created() - each->book.count(Owner::kFree);
     if (owned != used[each])
       throw InvariantBroken(format("%zu pages have an owner, %zu are behind an address", owned, used[each]));
   }

@@ -96,7 +96,7 @@ bool Ahead::serve_coming(Section& in, Mapper& mapper) {
   const bool enough = slots_.promise(coming_->like->pieces, coming_->left) == coming_->left;
   if (enough && !slots_.lacks(coming_->mapped)) return false;
   slots_.empty(1, Slots::Take::kUnpromised);
-  if (space_.device.idle() + space_.device.creatable() == 0) return false;
+  if (space_.device.book.idle() + space_.device.creatable() == 0) return false;
   Stretch held = slots_.take_lacking(coming_->mapped);
   if (held.pieces == 0) {
     try {

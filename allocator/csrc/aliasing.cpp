@@ -124,7 +124,7 @@ bool Aliasing::take_over(Range& twin, std::size_t first, Range& spare, std::size
       throw UsageError(format("piece %zu has no page of its own on both sides", first + i));
     }
     const bool leads = shown.backing == Backing::kAlias && shown.page == old.page && shown.place == old.place;
-    const unsigned mappings = space_.pool(old.place).mappings(old.page);
+    const unsigned mappings = space_.pool(old.place).book.mappings(old.page);
     if (mappings != (leads ? 2U : 1U) || !shown_once(fresh)) return false;
     changes.front().targets.push_back(fresh);
     if (leads) changes.push_back({home, first + i, {{fresh.page, Backing::kAlias, fresh.place}}, true});

@@ -44,7 +44,7 @@ class Aliasing {
     bool bare = true, retiring = false;
   };
   Led lead(const Range& range, std::size_t first, const Range& source, std::size_t source_first, std::size_t count);
-  bool shown_once(const Piece& piece) { return space_.pool(piece.place).mappings(piece.page) == 1; }
+  bool shown_once(const Piece& piece) { return space_.pool(piece.place).book.mappings(piece.page) == 1; }
 
   AddressSpace& space_;
   Fences& fences_;

@@ -8,6 +8,8 @@
 // other thread may do instead, so without it (the system has no thread to give, the child of a fork) nothing is lost
 // but time.
 //
+// Guarantees: one step runs at a time, and none once `stop` has returned.
+//
 // Lock: none is wanted. A step takes the mapper's itself, so that whoever stops the thread does not hold that.
 #pragma once
 

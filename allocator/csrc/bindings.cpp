@@ -119,7 +119,7 @@ PYBIND11_MODULE(_native, module) {
   using namespace ballonet;
   py::register_exception_translator(&translate);
   py::class_<Device, std::shared_ptr<Device>> device(module, "Device");
-  py::class_<Heap::Checkpoint>(module, "Checkpoint");
+  py::class_<Checkpoint>(module, "Checkpoint");
   bind_frames(module);
   bind_interrupts(module);
   bind_range(module);

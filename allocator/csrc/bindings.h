@@ -4,6 +4,8 @@
 // Whatever waits for a lock of the core releases the GIL first, be it the end of an object: whoever holds the lock may
 // wait for a device, and that for a host function that needs the GIL. Only locks that are held for moments, with
 // nothing else taken under them, are waited for with it (events, timelines, requests to map ahead).
+//
+// Lock: none is wanted; each call takes those of the core that it needs.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -42,7 +42,7 @@ PyObject* spill_told = nullptr;
 
 void on_spill(const py::object& tell) {
   Py_XDECREF(std::exchange(spill_told, py::object(tell).release().ptr()));
-  Heap::on_spill = [] {
+  BlockSupply::on_spill = [] {
     Py_AddPendingCall(
         [](void*) {
           try {
@@ -165,13 +165,13 @@ py::dict memory_stats(Device& device) {
 }
 
 py::list segments(Device& device) {
-  std::vector<Heap::Segment> found;
+  std::vector<Segment> found;
   {
     py::gil_scoped_release release;
     found = device.segments();
   }
   py::list rows;
-  for (const Heap::Segment& segment : found) {
+  for (const Segment& segment : found) {
     py::list blocks;
     for (const BallonetBlock& block : segment.blocks) {
       const char* state = block.allocated ? "allocated" : block.active ? "pending" : "free";
@@ -238,15 +238,12 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
                     py::cpp_function(&Device::set_fraction, ReleaseGil()))
       .def("segments", &segments)
       .def(
-          "checkpoint",
-          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool) {
-            return d.heap.checkpoint({pool.first, pool.second});
-          },
-          py::arg("pool"), ReleaseGil())
+          "checkpoint", [](Device& d, BallonetPool pool) { return d.heap.checkpoints.take(pool); }, py::arg("pool"),
+          ReleaseGil())
       .def(
           "restore_checkpoint",
-          [](Device& d, const Heap::Checkpoint& state) {
-            const Heap::Restored restored = d.heap.restore(state);
+          [](Device& d, const Checkpoint& state) {
+            const Checkpoints::Restored restored = d.heap.checkpoints.restore(state);
             return std::make_pair(addresses(restored.freed), addresses(restored.created));
           },
           py::arg("state"), ReleaseGil())
@@ -282,24 +279,18 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           py::arg("address"), ReleaseGil())
       .def(
           "begin_pool",
-          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool,
-             std::optional<std::vector<std::uint64_t>> streams) {
-            d.heap.begin_pool({pool.first, pool.second}, [streams = std::move(streams)](CUstream stream) {
+          [](Device& d, BallonetPool pool, std::optional<std::vector<std::uint64_t>> streams) {
+            d.heap.pools.begin(pool, [streams = std::move(streams)](CUstream stream) {
               const auto handle = reinterpret_cast<std::uint64_t>(stream);
               return !streams || std::find(streams->begin(), streams->end(), handle) != streams->end();
             });
           },
           py::arg("pool"), py::arg("streams") = py::none(), ReleaseGil())
       .def(
-          "end_pool",
-          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool) { d.heap.end_pool({pool.first, pool.second}); },
-          py::arg("pool"), ReleaseGil())
+          "end_pool", [](Device& d, BallonetPool pool) { d.heap.pools.end(pool); }, py::arg("pool"), ReleaseGil())
       .def(
-          "release_pool",
-          [](Device& d, std::pair<std::uint64_t, std::uint64_t> pool) {
-            d.heap.release_pool({pool.first, pool.second});
-          },
-          py::arg("pool"), ReleaseGil())
+          "release_pool", [](Device& d, BallonetPool pool) { d.heap.pools.release(pool); }, py::arg("pool"),
+          ReleaseGil())
       .def("group", [](Device&) { return std::make_shared<Group>(); })
       .def(
           "reserve",

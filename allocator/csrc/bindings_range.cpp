@@ -12,6 +12,11 @@ const char* name_of(Backing backing) {
   return kNames[static_cast<unsigned>(backing)];
 }
 
+template <Place place>
+void map(RangeHandle& range, std::size_t first, std::size_t count) {
+  range.device->map(*range.range, first, count, place);
+}
+
 // The groups that its user has entered, each with the thread that did. Destroying it leaves them, so that nothing that
 // interrupts Python can keep them. Used with the GIL.
 class Lease {
@@ -67,12 +72,7 @@ void bind_range(py::module_& module) {
       .def_property_readonly("backed", py::cpp_function([](RangeHandle& r) { return r.range->backed(); }, ReleaseGil()))
       .def_property_readonly("owner", [](RangeHandle& r) { return name_of(r.range->owner); })
       .def_property_readonly("closed", [](RangeHandle& r) { return r.closed; })
-      .def(
-          "map",
-          [](RangeHandle& r, std::size_t first, std::size_t count) {
-            r.device->map(*r.range, first, count, Place::kDevice);
-          },
-          py::arg("first"), py::arg("count"), ReleaseGil())
+      .def("map", &map<Place::kDevice>, py::arg("first"), py::arg("count"), ReleaseGil())
       .def(
           "runs",
           [](RangeHandle& r, std::size_t first, std::size_t count) {
@@ -90,18 +90,8 @@ void bind_range(py::module_& module) {
           "map_ahead",
           [](RangeHandle& r, std::size_t first, std::size_t count) { r.mapper().ahead.ask(r.range, first, count); },
           py::arg("first"), py::arg("count"))
-      .def(
-          "map_host",
-          [](RangeHandle& r, std::size_t first, std::size_t count) {
-            r.device->map(*r.range, first, count, Place::kHost);
-          },
-          py::arg("first"), py::arg("count"), ReleaseGil())
-      .def(
-          "map_peer",
-          [](RangeHandle& r, std::size_t first, std::size_t count) {
-            r.device->map(*r.range, first, count, Place::kPeer);
-          },
-          py::arg("first"), py::arg("count"), ReleaseGil())
+      .def("map_host", &map<Place::kHost>, py::arg("first"), py::arg("count"), ReleaseGil())
+      .def("map_peer", &map<Place::kPeer>, py::arg("first"), py::arg("count"), ReleaseGil())
       .def(
           "take_over",
           [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count,

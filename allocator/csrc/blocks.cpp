@@ -1,6 +1,7 @@
 #include "blocks.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "errors.h"
 
@@ -27,11 +28,6 @@ Blocks::Block* Blocks::make() {
   spare_ = block->next;
   *block = Block{};
   return block;
-}
-
-void Blocks::recycle(Block* block) {
-  block->next = spare_;
-  spare_ = block;
 }
 
 void Blocks::hang(Block* block) {
@@ -107,7 +103,7 @@ Blocks::Block* Blocks::join(Block* block) {
     front->size += back->size;
     front->after = back->after;
     if (back->after != nullptr) back->after->before = front;
-    recycle(back);
+    back->next = std::exchange(spare_, back);
   };
   if (Block* after = block->after; after != nullptr && after->state == block->state) {
     unhang(after);
@@ -122,21 +118,25 @@ Blocks::Block* Blocks::join(Block* block) {
   return block;
 }
 
-Blocks::Block* Blocks::take(Block* free, std::uint64_t size) {
-  unhang(free);
-  if (free->size > size) hang(split(free, size));
-  free->state = State::kLive;
-  ++live_;
-  return free;
+// Cuts [from, to) out of a block; it hangs nowhere then, and what lies beside it hangs as before.
+Blocks::Block* Blocks::cut(Block* block, std::uint64_t from, std::uint64_t to) {
+  unhang(block);
+  if (from > block->offset) {
+    Block* const middle = split(block, from - block->offset);
+    hang(block);
+    block = middle;
+  }
+  if (to < block->offset + block->size) hang(split(block, to - block->offset));
+  return block;
 }
 
+Blocks::Block* Blocks::take(Block* free, std::uint64_t size) { return carve(free, free->offset, size); }
+
 Blocks::Block* Blocks::carve(Block* free, std::uint64_t offset, std::uint64_t size) {
-  if (offset == free->offset) return take(free, size);
-  unhang(free);
-  Block* const middle = split(free, offset - free->offset);
-  hang(free);
-  hang(middle);
-  return take(middle, size);
+  Block* const live = cut(free, offset, offset + size);
+  live->state = State::kLive;
+  ++live_;
+  return live;
 }
 
 Blocks::Block* Blocks::release(Block* live) {
@@ -147,27 +147,15 @@ Blocks::Block* Blocks::release(Block* live) {
 }
 
 Blocks::Block* Blocks::fill(Block* hole, std::uint64_t from, std::uint64_t to) {
-  unhang(hole);
-  Block* middle = hole;
-  if (from > hole->offset) {
-    middle = split(hole, from - hole->offset);
-    hang(hole);
-  }
-  if (to < middle->offset + middle->size) hang(split(middle, to - middle->offset));
-  middle->state = State::kFree;
-  return join(middle);
+  Block* const backed = cut(hole, from, to);
+  backed->state = State::kFree;
+  return join(backed);
 }
 
 void Blocks::punch(Block* free, std::uint64_t from, std::uint64_t to) {
-  unhang(free);
-  Block* middle = free;
-  if (from > free->offset) {
-    middle = split(free, from - free->offset);
-    hang(free);
-  }
-  if (to < middle->offset + middle->size) hang(split(middle, to - middle->offset));
-  middle->state = State::kHole;
-  join(middle);
+  Block* const bare = cut(free, from, to);
+  bare->state = State::kHole;
+  join(bare);
 }
 
 // Note [Placement]

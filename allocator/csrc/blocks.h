@@ -14,12 +14,15 @@
 //
 // Guarantees, which `check` verifies: the blocks tile their addresses; two neighbours are never both free, nor both
 // holes; every free block hangs in the bin of its size.
+//
+// Lock: none of its own; in an arena the heap's, held by the caller.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <utility>
 
 namespace ballonet {
 
@@ -72,8 +75,9 @@ class Blocks {
   Placement place(std::uint64_t size) const;
 
   // The whole pages inside a free block: [first, last) in bytes, empty where first >= last.
-  std::uint64_t inner_begin(const Block* free) const { return (free->offset + page_ - 1) / page_ * page_; }
-  std::uint64_t inner_end(const Block* free) const { return (free->offset + free->size) / page_ * page_; }
+  std::pair<std::uint64_t, std::uint64_t> inner(const Block* free) const {
+    return {(free->offset + page_ - 1) / page_ * page_, (free->offset + free->size) / page_ * page_};
+  }
 
   // Visits free blocks of at least one page, smallest bin first; the visitor may punch the block it is given. Stops
   // when the visitor says false.
@@ -101,9 +105,9 @@ class Blocks {
 
   static unsigned bin_of(std::uint64_t size);
   Block* make();
-  void recycle(Block* block);
   void hang(Block* block);
   void unhang(Block* block);
+  Block* cut(Block* block, std::uint64_t from, std::uint64_t to);
   Block* split(Block* block, std::uint64_t size);
   Block* join(Block* block);
 

@@ -1,4 +1,6 @@
 // The one clock: events, samples and durations can be compared, also with Python's time.monotonic_ns().
+//
+// Lock: none.
 #pragma once
 
 #include <cstdint>

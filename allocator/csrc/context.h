@@ -20,6 +20,8 @@
 // to and from when the device is opened. Where that fails there are no host pages, and `host_refused` says why, instead
 // of a failure when they are needed.
 //
+// Guarantees: what it says of the device is true for as long as it lives, and the context is there as long.
+//
 // Lock: none; nothing of it changes once it is made.
 #pragma once
 

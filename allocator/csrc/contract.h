@@ -1,4 +1,8 @@
 // The part of the core's table (entry.h) that only the whole contract of a CUDA allocator of torch's needs.
+//
+// Guarantees: what can fail says so by its code and keeps why for `last_error`, as in entry.h.
+//
+// Lock: none is wanted; each function takes those of the core that it needs.
 #pragma once
 
 #include "entry.h"

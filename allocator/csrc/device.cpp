@@ -4,11 +4,13 @@
 #include <chrono>
 #include <thread>
 
+#include "exhausted.h"
+
 namespace ballonet {
 
 Device::Device(const Mapper::Options& options, bool spill)
     : mapper(std::make_shared<Mapper>(options)), reclaim(mapper), heap(mapper, reclaim, spill), asked_(options.budget) {
-  mapper->start_background();
+  mapper->background.start();
 }
 
 Device::~Device() {
@@ -27,7 +29,7 @@ void Device::map(Range& range, std::size_t first, std::size_t count, Place place
   } catch (const PoolExhausted& reason) {
     if (place == Place::kPeer) throw;  // whoever asks has the host for it
     mapper->events.add(Events::Kind::kRefuse, count);
-    throw PoolExhausted(host_exhausted(count, reason.what()));
+    throw PoolExhausted(host_exhausted(*mapper, count, reason.what()));
   }
 }
 
@@ -52,18 +54,6 @@ auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(att
     std::lock_guard<std::mutex> lock(heap.mutex);
     throw PoolExhausted(heap.exhausted(pages * mapper->space.page_size, reason.what(), reason.missing));
   }
-}
-
-// Host pages of the heap go as soon as nothing lies on them, so there is nothing to trim for them.
-std::string Device::host_exhausted(std::size_t pages, const std::string& reason) {
-  const auto numbers = mapper->numbers();
-  const std::size_t page = mapper->space.page_size;
-  return format(
-      "ballonet: tried to map %s of host memory. Host budget %s in pages of %s, of which %s exist. %s. To go on: give "
-      "a larger host budget (ballonet.install(host_budget=...), or BALLONET_HOST_BUDGET), or drop models and caches "
-      "that have pages there",
-      in_units(pages * page).c_str(), in_units(numbers.host_budget * page).c_str(), in_units(page).c_str(),
-      in_units(numbers.host_created * page).c_str(), reason.c_str());
 }
 
 void Device::set_budget(std::size_t bytes, std::int64_t wait_ns, const std::function<void()>& pause) {

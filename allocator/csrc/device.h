@@ -29,7 +29,7 @@ namespace ballonet {
 
 class Device {
  public:
-  // `spill`: see Note [Spilling] in heap.h.
+  // `spill`: see Note [Spilling] in block_supply.h.
   explicit Device(const Mapper::Options& options, bool spill = false);
   ~Device();
   Device(const Device&) = delete;
@@ -49,7 +49,6 @@ class Device {
   std::size_t trim();
   // Throws UsageError while blocks are live or ranges open.
   void close();
-  bool closed() const { return closed_; }
   void check();
   // No page is created beyond this share of the device's memory, whatever the budget is. What exists above it goes back
   // to the driver as it is given back; nothing is taken away. Pre: 0 <= fraction <= 1.
@@ -61,7 +60,7 @@ class Device {
   void reset_peaks();
   void reset_accumulated();
   std::pair<std::size_t, std::size_t> memory_info();  // what can still be had, and all there is
-  std::vector<Heap::Segment> segments();
+  std::vector<Segment> segments();
 
   // Taken together: no allocation comes in between.
   std::pair<Mapper::Numbers, Heap::Numbers> numbers();
@@ -76,7 +75,6 @@ class Device {
   void shrink(std::size_t pages, std::size_t ticket, std::int64_t deadline, const std::function<void()>& pause);
   template <class Attempt>
   auto with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt());
-  std::string host_exhausted(std::size_t pages, const std::string& reason);
 
   bool closed_ = false;
   std::mutex budget_mutex_;  // before the mapper's

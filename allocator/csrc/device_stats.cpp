@@ -90,14 +90,14 @@ std::pair<std::size_t, std::size_t> Device::memory_info() {
   return {(now.pages[static_cast<std::size_t>(Owner::kFree)] + more) * page, total};
 }
 
-std::vector<Heap::Segment> Device::segments() {
-  std::vector<Heap::Segment> result = heap.segments();
+std::vector<Segment> Device::segments() {
+  std::vector<Segment> result = heap.snapshot.segments();
   const auto add = [&](std::uint64_t address, std::uint64_t size, bool used) {
     const BallonetBlock block{address, size, used ? size : 0, nullptr, {}, used, used, false};
     result.push_back({{address, size, nullptr, {}, false, nullptr, 0}, {block}});
   };
   std::uint64_t behind = 0;
-  for (const Heap::Segment& segment : result) behind += segment.facts.size;
+  for (const Segment& segment : result) behind += segment.facts.size;
   for (const auto& [address, size] : mapper->space.device_pages()) {
     add(address, size, true);
     behind += size;

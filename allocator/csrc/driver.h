@@ -3,6 +3,8 @@
 //
 //   driver.cuMemMap(address, size, 0, handle, 0).or_throw("mapping page 7");
 //
+// Guarantees: every call is counted, and returns what the driver or an armed fault says.
+//
 // Lock: none here. What changes page tables is called under the mapper's (address_space.h).
 #pragma once
 
@@ -53,7 +55,6 @@ class Driver {
   Driver& operator=(const Driver&) = delete;
 
   bool is_standin() const { return standin_.ballonet_standin_configure != nullptr; }
-  const std::string& library() const { return library_; }
 
   // The result of one call, not yet judged.
   class Outcome {
@@ -143,7 +144,7 @@ class Driver {
 
   [[noreturn]] void raise(Fn function, CUresult code, const std::string& detail) const;
 
-  std::string library_;
+  const std::string library_;
   Table table_;
   Standin standin_;
   mutable std::array<std::atomic<unsigned long long>, 2> time_{};  // of callers, in the background

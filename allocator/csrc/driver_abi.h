@@ -6,6 +6,8 @@
 // Words
 //   handle   physical memory made by cuMemCreate; has no address
 //   mapping  a handle placed at an address by cuMemMap; inaccessible until cuMemSetAccess
+//
+// Lock: none; these are declarations.
 #pragma once
 
 #include <cstddef>

@@ -113,15 +113,15 @@ void plain_trim() {
 // their addresses, which every replay writes to. So they must not depend on a compiler at run time: they are here,
 // and take what torch passes, `std::function` and `std::pair`, whose layout is libstdc++'s and that of no torch.
 void plain_begin_pool(int ordinal, BallonetPool pool, std::function<bool(void*)> filter) {
-  if (Device* device = bound_device(ordinal)) device->heap.begin_pool(id_of(pool), std::move(filter));
+  if (Device* device = bound_device(ordinal)) device->heap.pools.begin(pool, std::move(filter));
 }
 
 void plain_end_pool(int ordinal, BallonetPool pool) {
-  if (Device* device = bound_device(ordinal)) device->heap.end_pool(id_of(pool));
+  if (Device* device = bound_device(ordinal)) device->heap.pools.end(pool);
 }
 
 void plain_release_pool(int ordinal, BallonetPool pool) {
-  if (Device* device = bound_device(ordinal)) device->heap.release_pool(id_of(pool));
+  if (Device* device = bound_device(ordinal)) device->heap.pools.release(pool);
 }
 
 void plain_memory_fraction(double fraction, int) {

@@ -1,5 +1,9 @@
 // The C surface that torch's allocators call. Whoever links torch (the companion) reaches the core through this table
 // and nothing else, so that core and companion can be compiled apart.
+//
+// Guarantees: no exception leaves a function of the table, but where it says so.
+//
+// Lock: none is wanted; each function takes those of the core that it needs.
 #pragma once
 
 #include <cstddef>

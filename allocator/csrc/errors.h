@@ -1,5 +1,9 @@
 // What can go wrong in the core. The bindings turn each of these into the class of the same name in
 // `ballonet.allocator.errors`; the entry points turn them into a code and a message.
+//
+// Guarantees: an error carries all that is shown of it, and refers to nothing.
+//
+// Lock: none.
 #pragma once
 
 #include <stdexcept>

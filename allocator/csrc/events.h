@@ -1,5 +1,7 @@
 // What the core decided when pages ran short: the newest events, for whoever asks. Nothing of it is on the hit path.
 //
+// Guarantees: the newest events are kept, each once, in the order in which they ended.
+//
 // Lock: one of its own, under which nothing else is taken.
 #pragma once
 

@@ -6,6 +6,9 @@
 // A driver has no such call: from the unmap to the access of the next page the address is bare, and what another thread
 // submits just then fails. So such a thread takes a lease (`Managed.resident`).
 //
+// Guarantees: all changes are made or, with an exception, what was there is put back; a page that nobody owns any more
+// is free.
+//
 // Lock: the mapper's, held by the caller since everything that was submitted has passed (Fences::quiesce).
 #pragma once
 

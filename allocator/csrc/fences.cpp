@@ -66,14 +66,6 @@ CUstream Fences::create_stream() {
   return stream;
 }
 
-void Fences::destroy_stream(CUstream stream) {
-  DriverScope scope(space_.driver, space_.context.handle);
-  space_.driver.cuStreamSynchronize(stream);
-  const std::lock_guard lock(space_.mutex);
-  streams.forget(stream);
-  space_.driver.cuStreamDestroy(stream);
-}
-
 void Fences::note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write) {
   if (!space_.driver.is_standin()) return;
   DriverScope scope(space_.driver, space_.context.handle);

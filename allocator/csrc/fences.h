@@ -32,16 +32,15 @@ class Fences {
   void note_stream(CUstream stream);
   // The same where the address lies in a range.
   void note_stream_at(CUdeviceptr address, CUstream stream);
-  // A stream of the device's context, for as long as it is not destroyed.
+  // A stream of the device's context; it lasts as long as that.
   CUstream create_stream();
-  void destroy_stream(CUstream stream);  // once its work is done
   // Tells the order checker, where there is one, what work on a stream uses.
   void note_use(CUdeviceptr address, std::size_t size, CUstream stream, bool write);
   // The same for whatever is backed of a range; where nobody checks the order, the stream is noted.
   void note_use(Range& range, CUstream stream, bool write);
   void synchronize();
 
-  // Over some streams, for blocks used across streams; see heap.h.
+  // Over some streams, for blocks used across streams; see live_blocks.h.
   Fence over(const std::vector<CUstream>& some);
   bool passed(Fence& fence);
   void wait(Fence& fence);

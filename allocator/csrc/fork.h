@@ -5,6 +5,10 @@
 // takes all locks that its child may need first, in the order in which they nest, and gives them back on both sides.
 // A driver's library may do the same with its own locks, which lie below ours; as the newest handlers run first, ours
 // are registered anew whenever a library was loaded.
+//
+// Guarantees: in the child all these locks are free, and what they protect is as a thread left it that held none.
+//
+// Lock: one of its own for the list of locks; a fork takes it first.
 #pragma once
 
 #include <functional>

@@ -1,15 +1,17 @@
 // Who owned how many pages, and when: the newest samples, at the cost of a clock read per change.
 //
+// Guarantees: the newest samples are kept, in their order; no two are closer together than the resolution.
+//
 // Lock: one of its own, under which nothing else is taken.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <ctime>
 #include <deque>
 #include <mutex>
 #include <utility>
 
+#include "clock.h"
 #include "fork.h"
 
 namespace ballonet {
@@ -26,9 +28,7 @@ class Journal {
   static constexpr std::size_t kCapacity = 1 << 16;
 
   void note(const std::array<std::size_t, 5>& pages) {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    const std::int64_t time_ns = now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+    const std::int64_t time_ns = now_ns();
     std::lock_guard<std::mutex> lock(mutex_);
     if (!samples_.empty() && time_ns - samples_.back().time_ns < kResolutionNs) {
       samples_.back().pages = pages;

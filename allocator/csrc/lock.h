@@ -1,4 +1,6 @@
 // A lock that knows who holds it, and how it is let go of for a while.
+//
+// Lock: none is wanted; `held` may be asked by any thread.
 #pragma once
 
 #include <atomic>

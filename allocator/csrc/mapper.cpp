@@ -96,10 +96,10 @@ Background::Next Mapper::work() {
 void Mapper::set_budget(std::size_t pages) {
   Section in(space);
   Pool& device = space.device;
-  if (pages < device.created() && !fences.streams.capturing()) {
+  if (pages < device.book.created() && !fences.streams.capturing()) {
     retirement.reap(in);
     ahead.expect_no_more();
-    slots.empty(device.created() - pages, Slots::Take::kAll);
+    slots.empty(device.book.created() - pages, Slots::Take::kAll);
   }
   device.set_budget(pages);
 }
@@ -107,9 +107,9 @@ void Mapper::set_budget(std::size_t pages) {
 bool Mapper::within_budget() {
   Section in(space);
   Pool& device = space.device;
-  if (device.created() > device.budget() && !fences.streams.capturing()) {
+  if (device.book.created() > device.budget() && !fences.streams.capturing()) {
     retirement.reap(in);
-    slots.empty(device.created() - device.budget(), Slots::Take::kAll);
+    slots.empty(device.book.created() - device.budget(), Slots::Take::kAll);
   }
   device.shrink();
   return !device.above_budget();
@@ -133,21 +133,21 @@ Mapper::Numbers Mapper::numbers() {
   const std::lock_guard lock(space.mutex);
   const Pool &device = space.device, &host = space.host, &peer = space.peer;
   return {device.budget(),
-          device.created(),
-          device.created_peak(),
-          host.created(),
+          device.book.created(),
+          device.book.created_peak(),
+          host.book.created(),
           host.budget(),
-          host.count(Owner::kFree),
+          host.book.count(Owner::kFree),
           space.ranges.size(),
-          peer.created(),
+          peer.book.created(),
           peer.budget(),
-          peer.count(Owner::kFree),
-          device.counts(),
+          peer.book.count(Owner::kFree),
+          device.book.counts(),
           copies.copied(),
-          device.kept() - space.table.ahead(),
+          device.book.kept() - space.table.ahead(),
           space.table.ahead(),
           space.driver.page_table_time(),
-          host.count(Owner::kActivations)};
+          host.book.count(Owner::kActivations)};
 }
 
 void Mapper::check() {
@@ -189,7 +189,7 @@ void Mapper::shutdown() {
   slots.empty_all();
   std::size_t left = 0;
   for (Pool* pool : {&space.device, &space.host, &space.peer}) left += pool->release_free();
-  if (!cleared || retirement.size() > 0 || left > 0 || space.device.kept() > 0) {
+  if (!cleared || retirement.size() > 0 || left > 0 || space.device.book.kept() > 0) {
     throw UsageError("the driver did not take back all pages; close the device again");
   }
   // What a tensor that is still alive gives back later goes to the driver.

@@ -14,6 +14,8 @@
 // What one part does is asked of that part. What several of them have to do together is here: how a range begins and
 // ends, the budget, the thread behind, the end.
 //
+// Guarantees: what fails has changed no owner of a page; `check` asks every part whether its books agree.
+//
 // Lock: everything here takes the mapper's, `space.mutex`, itself. No caller holds it.
 #pragma once
 
@@ -60,8 +62,8 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   }
   // Does what was to be mapped ahead and the background has not done yet.
   void catch_up();
-  // Until then retirements are completed by whoever calls, nothing is mapped ahead and no slot is kept.
-  void start_background() { background.start(); }
+  // Until `background.start()` and from here on retirements are completed by whoever calls, nothing is mapped ahead and
+  // no slot is kept.
   void stop_background();
 
   void set_budget(std::size_t pages);
@@ -92,7 +94,7 @@ class Mapper : public std::enable_shared_from_this<Mapper> {
   Numbers numbers();
   void reset_peak() {
     const std::lock_guard lock(space.mutex);
-    space.device.reset_peak();
+    space.device.book.reset_peak();
   }
   // Throws InvariantBroken.
   void check();

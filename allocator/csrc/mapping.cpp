@@ -25,7 +25,7 @@ void Mapping::map(Section& in, Range& range, std::size_t first, std::size_t coun
     if (!waited && (found.elsewhere || lacking)) {
       retirement_.reap_waiting(in);
       waited = true;
-    } else if (place == Place::kHost && !prepared && pool.idle() < found.unbacked.size()) {
+    } else if (place == Place::kHost && !prepared && pool.book.idle() < found.unbacked.size()) {
       space_.prepare(in, place, found.unbacked.size());
       prepared = true;
     } else {
@@ -82,14 +82,14 @@ void Mapping::apply(Section& in, Range& range, const Pieces& found, const Span& 
 
 std::vector<PageId> Mapping::take(Section& in, Place place, std::size_t n, Owner owner, PageId hint) {
   Pool& pool = space_.pool(place);
-  if (pool.idle() < n) retirement_.reap(in);
-  if (pool.kept() == 0) return pool.take(n, owner, hint);
+  if (pool.book.idle() < n) retirement_.reap(in);
+  if (pool.book.kept() == 0) return pool.take(n, owner, hint);
   slots_.empty(n, Slots::Take::kNotAhead);
-  if (pool.idle() + pool.creatable() < n) slots_.empty(n - pool.creatable(), Slots::Take::kAll);
+  if (pool.book.idle() + pool.creatable() < n) slots_.empty(n - pool.creatable(), Slots::Take::kAll);
   try {
     return pool.take(n, owner, hint);
   } catch (const PoolExhausted&) {
-    if (pool.kept() == 0) throw;
+    if (pool.book.kept() == 0) throw;
     slots_.empty(n, Slots::Take::kAll);  // the driver has less than the budget allows
   }
   return pool.take(n, owner, hint);

@@ -24,7 +24,7 @@ bool Moves::move(Range& range, std::size_t index, Place to) {
   const auto movable = [&] {
     range.check_span(index, 1);
     const Piece& piece = range.held[index];
-    return has_own_page(piece.backing) && !piece.doomed && space_.pool(piece.place).mappings(piece.page) == 1;
+    return has_own_page(piece.backing) && !piece.doomed && space_.pool(piece.place).book.mappings(piece.page) == 1;
   };
   const std::lock_guard<std::mutex> one_at_a_time(mutex_);
   Section in(space_);
@@ -71,7 +71,7 @@ void Moves::fill(Section& in, CUdeviceptr from, const Target& fresh) {
     if (clear_scratch()) return;
     throw DriverError("cuMemUnmap", cuda::kOperatingSystem, "a failure", "clearing the addresses of a page's copy");
   } catch (...) {
-    space_.pool(fresh.place).relabel(fresh.page, Owner::kRetiring);
+    space_.pool(fresh.place).book.relabel(fresh.page, Owner::kRetiring);
     if (clear_scratch()) space_.release(fresh.place, fresh.page);
     throw;
   }

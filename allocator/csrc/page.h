@@ -1,4 +1,6 @@
 // The words of pages: who owns one, where it is, and what a piece of a range's addresses leads to.
+//
+// Lock: none; these are values.
 #pragma once
 
 #include <cstddef>

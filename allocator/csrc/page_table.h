@@ -10,10 +10,11 @@
 //                                              clear
 //
 // Words
-//   pin      a tensor made over the piece is alive; a pinned piece is not retired before its last pin goes: it is
-//   doomed open     access was given; a page is mapped first and opened afterwards ahead    kept because it was mapped
-//   before anybody needed it, and not claimed yet changed  when the piece last came to lead elsewhere, in changes of
-//   the whole table. Whoever described pieces as of
+//   pin      a tensor made over the piece is alive; a pinned piece is not retired before its last pin goes
+//   doomed   to be retired then
+//   open     access was given; a page is mapped first and opened afterwards
+//   ahead    kept because it was mapped before anybody needed it, and not claimed yet
+//   changed  when the piece last came to lead elsewhere, in changes of the whole table. Whoever described pieces as of
 //            some change knows by it which of them are no longer so. A page that takes the place of another one with
 //            the same bytes is no change; nor is the end of what was retired, which was one
 //

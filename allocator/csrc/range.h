@@ -2,6 +2,8 @@
 //
 // Guarantees: its addresses are its own until it is closed and its last retirement is done; it lives at least that
 // long, as retirements and tensors over it hold it.
+//
+// Lock: the mapper's. What is marked so below takes it; `held` and what follows it want it held.
 #pragma once
 
 #include <memory>

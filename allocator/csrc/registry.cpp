@@ -7,6 +7,7 @@
 #include <set>
 
 #include "fork.h"
+#include "heap_addresses.h"
 
 namespace ballonet {
 namespace {

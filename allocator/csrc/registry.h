@@ -1,5 +1,10 @@
 // Which device serves which ordinal of torch, and which device an address belongs to. Read without a lock on every
 // allocation and every free; a bound device lives until the process ends, because its blocks may.
+//
+// Guarantees: a device that was bound is never destroyed; no address of it is answered for in the child of a fork, but
+// by `owns`.
+//
+// Lock: binding takes one of its own; reading takes none.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +34,6 @@ void note_range_stream(const void* pointer, CUstream stream);
 bool owns(const void* pointer);
 // False in the child of a fork, and while no device is bound.
 bool serving();
-
-// As the heap names a pool of torch's.
-inline MempoolId id_of(BallonetPool pool) { return {pool.first, pool.second}; }
 
 const BallonetCore* core_table();
 // Name and address of each function that a pluggable allocator of torch's may call.

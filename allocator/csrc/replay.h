@@ -1,4 +1,8 @@
 // Drives a heap with a recorded trace, and times its hit path; for `python -m ballonet replay` and the benchmarks.
+//
+// Guarantees: nothing that it allocated is left, whatever fails.
+//
+// Lock: none is wanted; it calls the heap as torch does.
 #pragma once
 
 #include <string_view>

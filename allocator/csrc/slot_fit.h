@@ -3,6 +3,8 @@
 // Words
 //   slot   the addresses of a closed range of KV, together with pages that are still mapped there. The pages are free:
 //          whoever needs pages takes them out, and a range that takes the slot maps them again without the driver
+//
+// Lock: the mapper's, held by the caller, as the slots are under it.
 #pragma once
 
 #include <algorithm>

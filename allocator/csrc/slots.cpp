@@ -11,7 +11,7 @@ namespace ballonet {
 bool Slots::may_keep(const Range& range, std::size_t index) const {
   const Piece& piece = range.held[index];
   return keeping_ && range.closed && range.owner == Owner::kKv && piece.retiring_from == Backing::kDevice &&
-         piece.open && space_.device.mappings(piece.page) == 1 && !space_.device.above_budget();
+         piece.open && space_.device.book.mappings(piece.page) == 1 && !space_.device.above_budget();
 }
 
 void Slots::settle(Range& range) {
@@ -36,7 +36,7 @@ Stretch Slots::take_at(std::size_t index) {
 // Takes kept pages away, those that were mapped ahead or the others, until so many pages are idle.
 void Slots::empty(Stretch& stretch, std::size_t idle, bool ahead) {
   const auto left = [&] { return ahead ? stretch.ahead() : stretch.kept() - stretch.ahead(); };
-  for (std::size_t i = stretch.size(); i-- > 0 && left() > 0 && space_.device.idle() < idle;) {
+  for (std::size_t i = stretch.size(); i-- > 0 && left() > 0 && space_.device.book.idle() < idle;) {
     if (stretch[i].backing != Backing::kKept || stretch[i].ahead != ahead) continue;
     if (!space_.vacate(stretch, i)) space_.vacate(stretch, i);
   }
@@ -47,13 +47,13 @@ void Slots::empty(std::size_t idle, Take take) {
   const Pool& device = space_.device;
   for (const bool ahead : {false, true}) {
     if (ahead && take != Take::kAll) break;
-    for (auto slot = slots_.begin(); slot != slots_.end() && device.idle() < idle;) {
+    for (auto slot = slots_.begin(); slot != slots_.end() && device.book.idle() < idle;) {
       if (take != Take::kUnpromised || !slot->promised) empty(slot->held, idle, ahead);
       if (slot->held.kept() == 0) space_.free(slot->held);
       slot = slot->held.pieces == 0 ? slots_.erase(slot) : std::next(slot);
     }
-    for (auto range = space_.ranges.begin(); range != space_.ranges.end() && device.kept() > 0 && device.idle() < idle;
-         ++range) {
+    for (auto range = space_.ranges.begin();
+         range != space_.ranges.end() && device.book.kept() > 0 && device.book.idle() < idle; ++range) {
       empty((*range)->held, idle, ahead);
     }
   }

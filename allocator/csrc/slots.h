@@ -36,7 +36,7 @@ class Slots {
   // Takes pages out of slots, the oldest first, then those that ranges have not claimed of theirs, and last what was
   // mapped ahead, until so many are idle, or as far as `take` and the driver let them go.
   void empty(std::size_t idle, Take take);
-  void empty_all() { empty(space_.device.created(), Take::kAll); }
+  void empty_all() { empty(space_.device.book.created(), Take::kAll); }
   // No range that is closed leaves its pages behind from here on.
   void stop_keeping() { keeping_ = false; }
 

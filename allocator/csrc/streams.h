@@ -62,7 +62,6 @@ class Streams {
   // Has it been noted? Any thread may ask, without a lock; false also where that is not known.
   bool known(CUstream stream) const;
   void note(CUstream stream);
-  void forget(CUstream stream);  // it is about to be destroyed, and its work is done
   // Captures began or ended on any stream; they nest.
   void captures_may_begin() { ++captures_; }
   void captures_are_over(std::size_t count) { captures_ -= count; }
@@ -94,6 +93,7 @@ class Streams {
 
  private:
   static constexpr std::size_t kQuick = 64;  // streams that `known` tells of
+  void forget(CUstream stream);              // it was destroyed
   void record(Fence& fence, std::vector<CUstream> streams);
   CUevent event();
   void want_sync(Fence& fence);

@@ -55,10 +55,10 @@ Taken Examination::outcome() const {
       }
       const Piece& there = ends_[i].twin->held[twin_of(i, piece)];
       if (!leads_somewhere(there.backing)) ++lacking;
-      later |= there.backing == Backing::kDevice || space_.pool(here.place).mappings(here.page) != 1;
+      later |= there.backing == Backing::kDevice || space_.pool(here.place).book.mappings(here.page) != 1;
     }
   }
-  for (const auto& [page, mappings] : known) later |= space_.device.mappings(page) != mappings;
+  for (const auto& [page, mappings] : known) later |= space_.device.book.mappings(page) != mappings;
   Taken found{Taken::Fate::kTaken, pages, lacking, kv};
   if (later || pages == 0 || !room_for_twins(space_).holds(found)) found.fate = Taken::Fate::kLater;
   return found;
@@ -103,7 +103,7 @@ bool Examination::goes(std::size_t part, std::size_t piece) const {
   const Piece& home = ends_[part].home->held[piece];
   const Piece& twin = ends_[part].twin->held[twin_of(part, piece)];
   if (home.changed > takeable_.as_of || twin.changed > takeable_.as_of || home.doomed || twin.doomed) return false;
-  if (home.backing != Backing::kDevice || space_.device.mappings(home.page) != 1) return false;
+  if (home.backing != Backing::kDevice || space_.device.book.mappings(home.page) != 1) return false;
   return twin.backing != Backing::kAlias && twin.backing != Backing::kDevice;
 }
 

@@ -13,6 +13,8 @@
 // led to their own backing ranges, at once, and nothing is copied. Its own addresses lead nowhere afterwards, as nobody
 // but copies uses them: whoever submits one holds a lease, and looks first. An entry that does not name every address
 // that leads to a page of its buffer is passed over.
+//
+// Guarantees: what is void is never found fit to be taken; looking changes nothing.
 #pragma once
 
 #include <algorithm>

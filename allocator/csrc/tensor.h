@@ -1,5 +1,9 @@
 // DLPack: how bytes of a range become a tensor without linking torch. The layout is that of DLPack 0.8, which every
 // torch that ballonet supports reads.
+//
+// Guarantees: for as long as a tensor lives, its range does, and no piece under it is retired.
+//
+// Lock: making a tensor takes the mapper's, and so does the end of the last one.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -6,6 +6,8 @@
 // for its event. The host waits for neither. All copies to the device share one stream, and all others another one: the
 // link carries one copy each way at a time in any case. Nothing orders copies of the two streams but `after`.
 //
+// Guarantees: copies of one direction happen in the order in which they were submitted.
+//
 // Lock: these take the mapper's, and hold none while they wait.
 #pragma once
 

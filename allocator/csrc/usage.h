@@ -5,6 +5,8 @@
 // each. They change what is handed out, of the block's size class and of all; an allocation adds to the totals of its
 // class and compares peaks, which it alone can raise. The rest is derived when somebody asks: the totals of all blocks,
 // what was given back, and what is active, which is what is handed out together with what waits for streams.
+//
+// Lock: the heap's, held by the caller.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,8 @@
 //
 // Note [Why]. Unmapping a page replaces one map of the kernel by another and usually ends with fewer, but the kernel
 // refuses every mmap once the limit is reached. Letting the cushion go makes the room that the call needs for a moment.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include <cstdint>

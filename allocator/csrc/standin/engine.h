@@ -13,6 +13,8 @@
 // out.
 //
 // Stream 0 is the calling thread: whoever submits to it waits, and there is no moment at which poison could be seen.
+//
+// Lock: the stand-in's (state.h), held by the caller; what waits lets go of it.
 #pragma once
 
 #include <chrono>

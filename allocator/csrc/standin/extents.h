@@ -2,6 +2,8 @@
 //
 // An extent is committed when it is made and punched out when it is freed, so that the blocks of the memfd are at every
 // moment the bytes that exist, and running out of memory shows as an error here and never as a signal later.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include <cstdint>

@@ -7,6 +7,8 @@
 // Note [Held]. Threads of a CPU are ordered by no stream: one may read an address at any moment, also while its page is
 // exchanged. So a mapping that is held stays readable until mmap(MAP_FIXED) puts the next one in its place, in one
 // step. To the driver's calls it is unmapped meanwhile, as any other.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include <map>

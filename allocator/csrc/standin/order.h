@@ -11,6 +11,8 @@
 //
 // Conflicts are looked for by physical bytes, so that they are seen through aliases. An unmap takes away one address,
 // so it asks for uses through that address only.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include "mappings.h"

@@ -1,4 +1,6 @@
 // How the stand-in says no: a driver result, and a sentence that says what was wrong, kept per thread.
+//
+// Lock: none; what is kept is the thread's own.
 #pragma once
 
 #include "../driver_abi.h"

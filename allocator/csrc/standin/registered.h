@@ -9,6 +9,8 @@
 // Stricter than CUDA: two ranges must not share a page of the machine; a copy lies wholly in one range, or outside of
 // all; a range cannot be unregistered while a copy that was submitted still reads it, as nothing says that
 // cuMemHostUnregister waits; and memory that the process may only read has to be registered as such.
+//
+// Lock: the stand-in's (state.h), held by the caller; what waits lets go of it.
 #pragma once
 
 #include <cstdint>

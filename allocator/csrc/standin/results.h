@@ -1,4 +1,6 @@
 // The names and the meanings of the driver's results.
+//
+// Lock: none; these are constants.
 #pragma once
 
 #include "../driver_abi.h"

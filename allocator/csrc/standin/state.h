@@ -1,4 +1,8 @@
 // The one state of the stand-in, behind one lock, and how every entry point gets in.
+//
+// Guarantees: no exception leaves an entry point; in the child of a fork each refuses.
+//
+// Lock: `mutex`, which `enter` takes for the whole of a call.
 #pragma once
 
 #include <memory>

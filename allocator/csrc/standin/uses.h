@@ -9,6 +9,8 @@
 // gigabyte is one node. A write replaces what was there, as it had to be ordered after it. And a stamp that the host
 // knows to have passed can never matter again, since every submission inherits the host's clock: such stamps are
 // dropped when they are met, and by a sweep once the map has doubled. All of it is exact; nothing is rounded.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +49,6 @@ class Uses {
   // Notes a use. `host` is the host's clock, for what may be dropped.
   void stamp(std::uint64_t from, std::uint64_t to, Stamp use, bool write, const Clock& host);
   void forget(std::uint64_t from, std::uint64_t to);
-  std::size_t intervals() const { return intervals_.size(); }
 
  private:
   struct Interval {

@@ -6,6 +6,8 @@
 //   visible  address that may be used: mapped, and given access
 //
 // Neighbours that go on in address, store and offset are one run, so that a large range is found in one step.
+//
+// Lock: the stand-in's (state.h), held by the caller.
 #pragma once
 
 #include <cstdint>

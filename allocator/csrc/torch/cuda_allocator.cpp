@@ -67,7 +67,7 @@ class Because {
   Context before_;
 };
 
-// A pool's state; see Note [Checkpoints] in heap_pools.cpp.
+// A pool's state; see Note [Checkpoints] in checkpoints.h.
 struct PoolState final : native::AllocatorState {
   explicit PoolState(const void* state_) : state(state_) {}
   ~PoolState() override { core->forget_checkpoint(state); }

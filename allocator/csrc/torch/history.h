@@ -5,6 +5,8 @@
 // entry of a free comes before that of the next allocation at its address, with no lock of the heap held. What the heap
 // does by itself, mapping and unmapping pages and freeing what waited for a stream, it tells under its lock. The lock
 // here is a leaf: under it nobody calls the heap, nor Python.
+//
+// Guarantees: the newest entries are kept, as many as were asked for.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>

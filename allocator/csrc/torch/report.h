@@ -1,4 +1,6 @@
 // The core's numbers, segments and blocks in torch's types.
+//
+// Lock: none; it reads copies.
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>

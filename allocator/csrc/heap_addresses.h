@@ -1,5 +1,7 @@
 // Which heap an address belongs to, by address alone and without a lock: every free of every CPU tensor asks.
 //
+// Guarantees: the heap of a live block is found.
+//
 // Lock: `find` needs none; the others take one of their own, under which nothing else is taken.
 #pragma once
 

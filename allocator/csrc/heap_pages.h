@@ -1,0 +1,55 @@
+// How pages come to the heap's free blocks, and leave them.
+//
+// Note [Growing]
+// Before the pool creates pages beyond the peak of live bytes (and a small allowance), pages that lie idle inside free
+// blocks are moved to where they are needed. So physical memory follows the peak of live bytes and not the sum of each
+// stream's or each size's own peak. In steady state every allocation finds a free block that is backed and the driver
+// is not called. During a stream capture nothing is moved: that would have to wait for a stream.
+//
+// Guarantees: whoever backs a hole gets all of it or, with an exception or false, nothing; what is harvested lies under
+// no live block and in no memory pool that has users; a host page goes as soon as no block lies on it.
+//
+// Lock: the heap's, held by the caller. Nothing here waits for a stream.
+#pragma once
+
+#include "arenas.h"
+#include "heap_report.h"
+#include "private_pools.h"
+
+namespace ballonet {
+
+class HeapPages {
+ public:
+  HeapPages(Mapper& mapper, const Arenas& arenas, const PrivatePools& pools, HeapReport& report)
+      : mapper_(mapper), arenas_(arenas), pools_(pools), report_(report), page_(mapper.space.page_size) {}
+
+  // Backs a hole: with pages that lie idle, then with new ones. Pages are moved only from where they are not beside the
+  // hole, so that the placement stays true. False where some were, with the hole as it was: they are free once every
+  // stream has passed. Throws PoolExhausted, DriverError.
+  bool back(Arena& arena, const Blocks::Placement& placement, bool may_harvest);
+  // Takes up to `pages` whole pages out of free blocks, but for two that stay as they are; they retire. Returns how
+  // many.
+  std::size_t harvest(std::size_t pages, const Blocks::Block* keep_before = nullptr,
+                      const Blocks::Block* keep_after = nullptr);
+  // Harvests what exists above the budget, as far as it has not been given up.
+  void harvest_excess();
+  // How many pages could be harvested.
+  std::size_t idle() const;
+  // Host pages that lie wholly inside a free block go. Nothing happens where the arena has pages of the device.
+  void unspill(Arena& arena, Blocks::Block* free);
+
+ private:
+  bool harvestable(const Arena& arena) const {
+    return arena.key.place == Place::kDevice && !pools_.held(arena.key.pool);
+  }
+  std::uint64_t allowance() const;
+  void map(Arena& arena, const Blocks::Placement& placement);
+
+  Mapper& mapper_;
+  const Arenas& arenas_;
+  const PrivatePools& pools_;
+  HeapReport& report_;
+  const std::uint64_t page_;
+};
+
+}  // namespace ballonet
