@@ -10,7 +10,7 @@ import copy
 import gc
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -184,6 +184,17 @@ def add_adapters(model: Any) -> None:
         model.add_adapter(LoraConfig(r=2, target_modules=[target], init_lora_weights=False), f"adapter{number}")
     model.disable_adapters()
     model.eval()
+
+
+def switch(models: Iterable[Any], adapter: int) -> None:
+    """To one of `add_adapters`, or to none for 0."""
+    for model in models:
+        if adapter:
+            model.enable_adapters()
+            model.set_adapter(f"adapter{adapter}")
+            model.eval()
+        else:
+            model.disable_adapters()
 
 
 @contextmanager
@@ -402,13 +413,7 @@ class Life:
         if not getattr(talker.model, "_hf_peft_config_loaded", False):
             return
         talker.adapter = self.draw.randrange(3)
-        for model in (talker.model, talker.stock):
-            if talker.adapter:
-                model.enable_adapters()
-                model.set_adapter(f"adapter{talker.adapter}")
-                model.eval()
-            else:
-                model.disable_adapters()
+        switch((talker.model, talker.stock), talker.adapter)
 
     def _write(self, talker: Talker) -> None:
         """To a weight."""

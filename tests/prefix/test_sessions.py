@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.offload.policy.tuning import DEFAULT
@@ -24,6 +24,7 @@ from ..pool import tiny_layers
 from ..tuned import Tuned
 from . import conversations
 from .conversations import evict_all, sides, words
+from .lives import add_adapters, switch
 
 PAGE = 4096
 FEW: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -299,6 +300,29 @@ def test_another_model_is_another_prefix(monkeypatch: pytest.MonkeyPatch, change
         again = both.ask(again)  # before the first forward memory of what is new was another
         both.ask(again)
         assert both.reused == again.shape[1] - 1
+
+
+def test_adapters_that_are_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has computed is not another's, and is found again when it is back."""
+
+    def with_adapters(name: str) -> Any:
+        with install.stock():
+            add_adapters(model := build(name))
+        return model
+
+    monkeypatch.setattr(conversations, "build", with_adapters)
+    with sides(monkeypatch) as both:
+        ids = words(torch.Generator().manual_seed(1), 60)
+        answers = []
+        for adapter in (0, 1, 2):
+            switch((both.model, both.stock), adapter)
+            answers.append(both.ask(ids))
+            assert not both.reused
+        assert len({tuple(answer[0].tolist()) for answer in answers}) > 1, "the adapters do something"
+        for adapter in (1, 0, 2):
+            switch((both.model, both.stock), adapter)
+            both.ask(answers[adapter])
+            assert both.reused == 65
 
 
 def test_memory_that_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from .conversations import Sides, sides, words
 PAGE = 4096
 STORE = (block_index, contents, limit, pins, prefix_index, prompt_filler, sequence, sequence_keeper, sessions)
 PARTS = (kv_layer, kv_range, *STORE)
+INDEX = (block_index, prefix_index)
 
 
 @pytest.fixture(autouse=True)
@@ -118,9 +119,29 @@ def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pyt
         assert not read.__exit__(raised.type, raised.value, None)
 
 
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """What the request went on from is there yet."""
+    generator = torch.Generator().manual_seed(3)
+    with sides(monkeypatch) as both:
+        ids = torch.cat([both.ask(words(generator, 60)), words(generator, 9)], 1)
+        calls = iter((False, True))
+
+        def fail(*_: Any) -> None:
+            if next(calls):
+                raise error("in the middle")
+
+        part = both.model.model.layers[1].mlp
+        with part.register_forward_pre_hook(fail, prepend=True), pytest.raises(error, match="in the middle"):
+            both.model.generate(ids, max_new_tokens=5, min_new_tokens=5)
+        both.check()
+        both.ask(ids)
+        assert both.reused == ids.shape[1] - 9 - 1
+
+
 def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
-    files = {module.__file__ for module in PARTS}
+    files: set[str | None] = set()
     generator, draw = torch.Generator().manual_seed(3), random.Random(4)
     seen, at = 0, 0
 
@@ -145,8 +166,9 @@ def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
         turn()
         interrupted = 0
-        for _ in range(30):
-            seen, at = 0, draw.randint(1, 900)
+        for number in range(30):  # every other time while the index changes
+            files = {module.__file__ for module in (INDEX if number % 2 else PARTS)}
+            seen, at = 0, draw.randint(1, 150 if number % 2 else 900)
             sys.settrace(trace)
             try:
                 turn()
