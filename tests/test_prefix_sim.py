@@ -78,7 +78,7 @@ def test_a_trace_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert counted(trace, 150) < found["hit_blocks"] < counted(trace, None)
 
 
-@pytest.mark.parametrize("room", [1, 30, 200, 1500])
+@pytest.mark.parametrize("room", [1, 30, 200])
 def test_least_recently_used_against_looking_at_everything(
     room: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,20 +87,12 @@ def test_least_recently_used_against_looking_at_everything(
     assert (found["hit_blocks"], found["policy"]) == (counted(trace, room), "lru")
 
 
-@pytest.mark.parametrize("policy", prefix_sim.POLICIES)
-def test_a_cache_with_room_for_all_is_infinite(policy: str) -> None:
-    trace = conversations(2, 200)
-    facts = prefix_sim.facts(trace, 10**9, policy)
-    assert facts["hit_blocks"] == counted(trace, None)
-    assert facts["hit_rate"] == facts["infinite_hit_rate"]
-
-
 def test_full_blocks_and_others_count_and_a_hit_is_a_leading_run() -> None:
     assert prefix_sim.hits([[1, 2, 3], [1, 9, 3], [1, 9, 3], [], [2]], None, "odds").hit_blocks == 0 + 1 + 3 + 0 + 1
     assert prefix_sim.facts([[]], 1, "lru")["hit_rate"] == 0.0
 
 
-@pytest.mark.parametrize("room", [60, 100, 150, 200])
+@pytest.mark.parametrize("room", [60, 200])
 def test_odds_find_more_than_least_recently_used(room: int) -> None:
     traces = [conversations(seed) for seed in range(3)]
     odds, lru = (sum(prefix_sim.hits(trace, room, policy).hit_blocks for trace in traces) for policy in ("odds", "lru"))
@@ -148,23 +140,19 @@ def test_numbers_of_a_curve() -> None:
     assert rates["odds"][-1] == rates["lru"][-1] == prefix_sim.hits(trace, None, "lru").hit_rate
 
 
-def test_a_curve_without_matplotlib_is_refused_before_anything_is_read(
+def test_a_curve_that_cannot_be_drawn_is_refused_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(curve, "find_spec", lambda name: None)
     assert main(["prefix-sim", "nowhere.jsonl", "--blocks", "5", "--curve", str(tmp_path / "c.svg")]) == 2
     assert capsys.readouterr().err == "ballonet: drawing a curve needs matplotlib: pip install 'ballonet[demo]'\n"
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("c.gif", "none of the suffixes of a picture: .svg, .png"), ("no/c.svg", "there is no such folder")],
-)
-def test_a_curve_that_cannot_be_written_is_refused(
-    name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["prefix-sim", "nowhere.jsonl", "--blocks", "5", "--curve", str(tmp_path / name)]) == 2
-    assert says in capsys.readouterr().err
+    monkeypatch.undo()
+    for name, says in (
+        ("c.gif", "none of the suffixes of a picture: .svg, .png"),
+        ("no/c.svg", "there is no such folder"),
+    ):
+        assert main(["prefix-sim", "nowhere.jsonl", "--blocks", "5", "--curve", str(tmp_path / name)]) == 2
+        assert says in capsys.readouterr().err
 
 
 # -- bad input
@@ -179,21 +167,23 @@ def test_a_curve_that_cannot_be_written_is_refused(
         (b'{"ids": [1]}\n', ":1: not an object"),
         (b'{"hash_ids": [1, 2.5]}\n', ":1: not an object"),
         (b'{"hash_ids": [true]}\n', ":1: not an object"),
-        (b'{"hash_ids": [null]}\n', ":1: not an object"),
         (b'{"hash_ids": [1], "x": "\xff"}\n', ":1: not JSON in UTF-8"),
         (b"[" * 100_000 + b"\n", ":1: not JSON in UTF-8"),
         (b'{"hash_ids": [' + b"9" * 5000 + b"]}\n", ":1: not JSON in UTF-8"),
         (b"\n \n", ": has no requests"),
         (b"", ": has no requests"),
         (None, ": cannot be read: No such file or directory"),
+        ("folder", ": cannot be read: Is a directory"),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_a_damaged_trace_is_exit_code_2_and_names_the_line(
-    content: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    content: bytes | str | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace.jsonl"
-    if content is not None:
+    if content == "folder":
+        path.mkdir()
+    elif isinstance(content, bytes):
         path.write_bytes(content)
     assert main(["prefix-sim", str(path), "--blocks", "5"]) == 2
     out, err = capsys.readouterr()
@@ -202,11 +192,6 @@ def test_a_damaged_trace_is_exit_code_2_and_names_the_line(
     assert err.count("\n") == 1
     with pytest.raises(TraceError):
         read(path)
-
-
-def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["prefix-sim", str(tmp_path), "--blocks", "5"]) == 2
-    assert capsys.readouterr().err == f"ballonet: {tmp_path}: cannot be read: Is a directory\n"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 import ballonet
 
 from .pool import installing
-from .test_examples import STORIES, made_model, smollm2  # noqa: F401 (a fixture)
+from .test_examples import made_model, smollm2  # noqa: F401 (a fixture)
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ' : ' + message['content'] + ' . ' }}{% endfor %}"
@@ -88,14 +88,6 @@ def test_a_model_that_is_made_here_says_what_stock_says(tmp_path: Path, template
     reused = talk(folder, template, 2**25, 65536, SAID, 9)
     assert reused[0] == 0
     assert all(before < after for before, after in pairwise(reused))
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason=f"there is no trained model in {STORIES}")
-@pytest.mark.parametrize("template", [TEMPLATE, ""])
-def test_a_trained_model_says_what_stock_says(template: str) -> None:
-    said = ("Once upon a time there was a little girl", "She had a dog", "The dog was big")
-    reused = talk(STORIES, template, 2**25, 65536, said, 24)
-    assert reused[2] > reused[1] > reused[0] == 0
 
 
 def test_smollm2_says_what_stock_says_by_its_own_template(smollm2: Path) -> None:  # noqa: F811

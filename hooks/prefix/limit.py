@@ -21,12 +21,21 @@ class Limit:
         """Evicts down to the limit, and until the core could take all that is kept, in the middle of any operator, but
         for a part of the device (`tuning.prefixes.stuck`). The caller is within `Contents.change`."""
         contents = self._contents
-        while self.nbytes is not None and contents.nbytes > self.nbytes and self._evict():
+        while self.nbytes is not None and contents.nbytes > self.nbytes and self.evict():
             pass
         device = contents.device
         most = device.budget // device.page_size // contents.governor.tuning.prefixes.stuck
-        while contents.pages > most and self._stuck() > most and self._evict():
+        while contents.pages > most and self._stuck() > most and self.evict():
             pass
+
+    def evict(self, count: int = 1, *, on_device: bool = False) -> bool:
+        """Evicts so many blocks or states, see PrefixIndex.evict. False where none may be evicted."""
+        contents, before = self._contents, self._contents.pages
+        gone = contents.index.evict(count, on_device=on_device)
+        if gone:
+            contents.counts.evicted += gone
+            contents.log_decision("evict", before - contents.pages)
+        return gone > 0
 
     def give_up(self, device: Device, pages: int) -> int:
         """Gives back up to so many pages of the device, or some more; returns how many. See pressure.py. Does nothing
@@ -36,23 +45,14 @@ class Limit:
             return 0
         before = contents.device_pages
 
-        def evict() -> None:
+        def make_room() -> None:
             with contents.change() as index:
-                while (left := pages - before + contents.device_pages) > 0 and self._evict(
+                while (left := pages - before + contents.device_pages) > 0 and self.evict(
                     index.blocks_of(left, contents.pages), on_device=True
                 ):
                     pass
 
-        return before - contents.device_pages if if_free(contents.lock, evict) else 0
-
-    def _evict(self, count: int = 1, *, on_device: bool = False) -> bool:
-        """Evicts so many blocks or states, see PrefixIndex.evict. False where none may be evicted."""
-        contents, before = self._contents, self._contents.pages
-        gone = contents.index.evict(count, on_device=on_device)
-        if gone:
-            contents.counts.evicted += gone
-            contents.log_decision("evict", before - contents.pages)
-        return gone > 0
+        return before - contents.device_pages if if_free(contents.lock, make_room) else 0
 
     def _stuck(self) -> int:
         """Pages that the core could not take: small states, pages that are not full, dirty ones without a host page."""

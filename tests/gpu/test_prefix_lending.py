@@ -5,9 +5,9 @@ that is held by hand."""
 from __future__ import annotations
 
 import gc
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -242,32 +242,11 @@ def test_a_model_takes_its_pages_back(kind: str, chaos: int | None) -> None:
     play(takes_its_pages_back, kind, PAGES, HOST_PAGES, chaos=chaos)
 
 
-def together(*acts: Callable[[], None]) -> None:
-    """Each on a thread of its own, from the same moment on."""
-    failed: list[BaseException] = []
-    start = threading.Barrier(len(acts))
-
-    def run(act: Callable[[], None]) -> None:
-        try:
-            start.wait()
-            act()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(act,)) for act in acts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-
-
 @small_layers()
-def at_once(place: Place, chaos: int | None) -> None:
+def at_once(place: Place) -> None:
     """Both talk at the same time, on streams of their own, and each begins conversations for which it needs the
     other's pages."""
-    pair = Pair(place, chaos)
+    pair = Pair(place)
     borrower, worker = pair.speakers
     pair.fill(borrower, worker)
     before = pulled()
@@ -282,16 +261,16 @@ def at_once(place: Place, chaos: int | None) -> None:
                 speaker.ask(begun - 1, 40)
         lane.lead()
 
-    together(lambda: talk(borrower), lambda: talk(worker))
-    assert chaos is not None or pulled() > before
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(talk, (borrower, worker)))
+    assert pulled() > before
     pair.finish()
 
 
 @everywhere
-@pytest.mark.parametrize("chaos", [None, 5])
-def test_models_that_lend_while_both_talk(kind: str, chaos: int | None) -> None:
+def test_models_that_lend_while_both_talk(kind: str) -> None:
     streams_here(kind)
-    play(at_once, kind, PAGES, HOST_PAGES, chaos=chaos)
+    play(at_once, kind, PAGES, HOST_PAGES)
 
 
 def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import ballonet
+from ballonet.allocator import install
 from ballonet.hooks.prefix import sessions
 from ballonet.hooks.prefix.store import PrefixStore
 
@@ -29,6 +31,64 @@ def outside(tensor: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(tensor.numpy(force=True)))
 
 
+def chained(ids: Sequence[int], salt: int = 0) -> list[int]:
+    """One number per token, of it and all before it."""
+    found = []
+    for each in ids:
+        salt = hash((salt, each))
+        found.append(salt)
+    return found
+
+
+def digests(layers: Sequence[Pair], row: int, start: int, end: int) -> list[int]:
+    """One number per column [start, end), of its keys and values in all layers."""
+    parts = [each[row, :, start:end].transpose(0, 1).flatten(1) for pair in layers for each in pair]
+    return [hash(each.tobytes()) for each in torch.cat(parts, 1).numpy()]
+
+
+def check_index(store: PrefixStore) -> None:
+    """Whatever the index says is stored is there once, no request holds it, and each key leads to whom has it."""
+    index = store.contents.index
+    for sequence in tuple(index.idle):
+        saver = store.contents.saver
+        while sequence.readers and saver is not None and saver._busy:  # which reads in the background
+            time.sleep(1e-3)
+        assert not sequence.readers
+        assert not sequence.in_use
+        assert sequence.keys
+        assert index.idle[sequence] == sequence.pages
+        assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
+        assert index.blocks.owns(sequence, sequence.keys[-1])
+        assert sequence.missing <= sequence.first
+        for held in sequence.kv_ranges:
+            assert held.held == sum(held.range.backing(piece) in HELD for piece in range(held._most + 2))
+    has = {(key, sequence) for sequence in index.idle for key in sequence.keys}
+    has |= {(state.key, state) for state in index.states}
+    for key in index.blocks.index:
+        assert (key, index.blocks.index.owner(key)) in has, "a key that leads to other tokens"
+
+
+def check_tokens(store: PrefixStore, known: dict[int, set[int]], salt: int = 0) -> None:
+    """What is stored for the model as it is now is what was computed for these tokens, bit for bit."""
+    now = store.identity()
+    if now.weights != store.contents.weights:
+        return
+    with install.stock():
+        for sequence in tuple(store.contents.index.idle):
+            start, end = sequence.missing, len(sequence.ids)
+            if sequence.salt == now.settings and start < end:
+                pairs = [tuple(map(outside, layer.part(start, end))) for layer in sequence.used]
+                keys = chained(sequence.ids, salt)[start:]
+                for key, found in zip(keys, digests(pairs, 0, 0, end - start), strict=True):
+                    assert found in known.get(key, ()), "what is stored is not what was computed"
+
+
+def evict_all(store: PrefixStore) -> None:
+    """Evicts what may be."""
+    limit, store.limit = store.limit, 0
+    store.limit = limit
+
+
 @dataclass
 class Sides:
     """A managed model with a store, and its stock twin. Every request is made of both and compared."""
@@ -37,9 +97,8 @@ class Sides:
     stock: Any
     managed: ballonet.Managed
     store: PrefixStore
-    # by thread: what its last request began with, by layer, and how many had ended before
-    begun: dict[int, tuple[list[Pair], int]] = field(default_factory=dict)
-    known: list[tuple[list[int], list[Pair]]] = field(default_factory=list)  # what each left: tokens, by layer
+    begun: dict[int, list[Pair]] = field(default_factory=dict)  # by thread: what its last request began with, by layer
+    known: dict[int, set[int]] = field(default_factory=dict)  # by chained tokens, what was computed for the last one
 
     def ask(self, ids: torch.Tensor, **options: Any) -> torch.Tensor:
         """The tokens, after a look at where the cache came from, and at what stock makes of it."""
@@ -48,10 +107,8 @@ class Sides:
         torch.manual_seed(5)
         tokens = self.model.generate(ids, **settings)
         tokens = tokens if isinstance(tokens, torch.Tensor) else tokens.sequences
-        began, before = self.begun.get(get_ident(), (None, 0))
         cache = DynamicCache(config=self.stock.config)
-        if began is not None:
-            self.is_known(ids, began, settings.get("attention_mask"), before)
+        if (began := self.begun.get(get_ident())) is not None:
             for layer, pair in zip(cache.layers, began, strict=True):
                 layer.update(*pair)
         torch.manual_seed(5)
@@ -60,61 +117,26 @@ class Sides:
         assert torch.equal(tokens, want), "other tokens than with the same cache held by hand"
         return tokens
 
-    def is_known(self, ids: torch.Tensor, began: Sequence[Pair], mask: torch.Tensor | None, before: int) -> None:
-        """What a request begins with was left by so many earlier ones for these very tokens, bit for bit."""
-        expand = len(began[0][0]) // len(ids)
-        for row, tokens in enumerate(ids.repeat_interleave(expand, 0).tolist()):
-            pad = 0 if mask is None else int((mask[row] == 0).sum())
-            columns = began[0][0].shape[2]
+    def is_known(self, request: Any, began: Sequence[Pair]) -> None:
+        """What a request begins with was left by earlier ones for these very tokens, bit for bit."""
+        columns, expand = began[0][0].shape[2], len(began[0][0]) // len(request._ids)
+        for row, tokens in enumerate(request._ids.repeat_interleave(expand, 0).tolist()):
+            pad = request._pads[row]
             assert columns < len(tokens)
-            for start in range(0, columns - pad, BLOCK):
-                end = min(start + BLOCK, columns - pad)
-                here = [tuple(each[row, :, pad + start : pad + end] for each in pair) for pair in began]
-                prompt = tokens[pad : pad + end]
-                assert any(
-                    left[:end] == prompt
-                    and all(
-                        torch.equal(each[:, start:end], new)
-                        for old, pair in zip(there, here, strict=True)
-                        for each, new in zip(old, pair, strict=True)
-                    )
-                    for left, there in self.known[:before]
-                ), f"tokens {start}..{end} of row {row} were never computed like that"
+            keys = chained(tokens[pad:columns])
+            for at, (key, found) in enumerate(zip(keys, digests(began, row, pad, columns), strict=True)):
+                assert found in self.known.get(key, ()), f"token {at} of row {row} was never computed like that"
 
     def check(self) -> None:
         """Whatever the index says is there, once, and is what was computed for these tokens."""
-        store, index = self.store, self.store.contents.index.blocks.index
-        for sequence, pages in store.contents.index.idle.items():
-            assert not sequence.in_use
-            assert sequence.keys
-            assert pages == sequence.pages
-            assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
-            assert index.owner(sequence.keys[-1]) is sequence
-            assert sequence.missing <= sequence.first
-            for home in sequence.kv_ranges:
-                there = [home.range.backing(piece) for piece in range(home._most)]
-                assert home.held == sum(each in HELD for each in there), (home._first, there)
-        for key in index:
-            owner = index.owner(key)
-            start = owner.keys.index(key) * store.block
-            end = min(start + store.block, len(owner.ids))
-            assert owner.in_use or owner in store.contents.index.idle
-            here = [[each[0] for each in layer.part(start, end)] for layer in owner.used]
-            assert any(
-                left[:end] == list(owner.ids[:end])
-                and all(
-                    torch.equal(each[:, start:end], new)
-                    for old, pair in zip(there, here, strict=True)
-                    for each, new in zip(old, pair, strict=True)
-                )
-                for left, there in self.known
-            ), "what is stored is not what was computed"
+        check_index(self.store)
+        check_tokens(self.store, self.known)
 
     @property
     def reused(self) -> int:
         """Columns that the last request began with."""
-        began, _ = self.begun.get(get_ident(), (None, 0))
-        return 0 if not began else began[0][0].shape[2]
+        began = self.begun.get(get_ident())
+        return began[0][0].shape[2] if began else 0
 
 
 @contextmanager
@@ -136,7 +158,8 @@ def sides(
         cache = given["model_kwargs"].get("past_key_values")
         if request._lookup.columns:
             began = [(outside(each.keys), outside(each.values)) for each in cache.layers]
-            both.begun[get_ident()] = began, len(both.known)
+            both.is_known(request, began)
+            both.begun[get_ident()] = began
 
     def end(request: Any, result: Any) -> None:
         tokens = result if isinstance(result, torch.Tensor) else result.sequences
@@ -145,10 +168,9 @@ def sides(
         for row, ids in enumerate((tokens if beams == 1 else request._ids).tolist()):
             if length:
                 pad, row = request._pads[row * beams], row * beams
-                left = [
-                    (outside(each.keys[row, :, pad:]), outside(each.values[row, :, pad:])) for each in request._layers
-                ]
-                both.known.append((ids[pad:length], left))
+                left = [(outside(each.keys), outside(each.values)) for each in request._layers]
+                for key, found in zip(chained(ids[pad:length]), digests(left, row, pad, length), strict=True):
+                    both.known.setdefault(key, set()).add(found)
         ended(request, result)
 
     with monkeypatch.context() as patched:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -30,27 +29,11 @@ from ballonet.offload.policy.ladder import LISTED, Rung
 
 from ..kv.pressure import around_appends, poison, press
 from ..models import VOCABULARY, build
-from .conversations import HELD, outside
+from .conversations import BLOCK, chained, check_index, check_tokens, digests, outside
 
 PAGE: Final = 4096
-BLOCK: Final = 8  # tokens
 CONTEXT: Final = 72  # tokens; a model with learned positions knows no more
 Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-def chained(ids: Sequence[int], salt: int) -> list[int]:
-    """One number per token, of it and all before it."""
-    found = []
-    for each in ids:
-        salt = hash((salt, each))
-        found.append(salt)
-    return found
-
-
-def digests(layers: Sequence[Pair], row: int, start: int, end: int) -> list[int]:
-    """One number per column [start, end), of its keys and values in all layers."""
-    parts = [each[row, :, start:end].transpose(0, 1).flatten(1) for pair in layers for each in pair]
-    return [hash(each.tobytes()) for each in torch.cat(parts, 1).numpy()]
 
 
 class Talker:
@@ -190,42 +173,6 @@ class Talker:
             for key, each in zip(chained(row[pad:end], self.salt), found, strict=True):
                 self.known.setdefault(key, set()).add(each)
 
-    # -- between requests
-
-    def check(self) -> None:
-        """Whatever is said to be stored is there, once, and was computed for its tokens."""
-        prefix_index, saver = self.store.contents.index, self.store.contents.saver
-        for sequence in tuple(prefix_index.idle):
-            assert not sequence.in_use
-            while sequence.readers and saver is not None and saver._busy:  # which reads behind
-                time.sleep(1e-3)
-            assert not sequence.readers
-            assert sequence.keys
-            assert prefix_index.idle[sequence] == sequence.pages
-            assert {layer.get_seq_length() for layer in sequence.used} == {len(sequence.ids)}
-            assert prefix_index.blocks.index.owner(sequence.keys[-1]) is sequence
-            assert sequence.missing <= sequence.first
-        has = {(key, sequence) for sequence in prefix_index.idle for key in sequence.keys}
-        for key in prefix_index.blocks.index:
-            assert (key, prefix_index.blocks.index.owner(key)) in has, "a key that leads to other tokens"
-
-    def read_all(self) -> None:
-        """Of what is stored for the model as it is now, each token."""
-        now = self.store.identity()
-        for home in (home for sequence in self.store.contents.index.idle for home in sequence.kv_ranges):
-            assert home.held == sum(home.range.backing(piece) in HELD for piece in range(home._most + 2))
-        if now.weights != self.store.contents.weights:
-            return
-        with install.stock():
-            for sequence in tuple(self.store.contents.index.idle):
-                start, end = sequence.missing, len(sequence.ids)
-                if sequence.salt != now.settings or start >= end:
-                    continue
-                pairs = [tuple(map(outside, layer.part(start, end))) for layer in sequence.used]
-                keys = chained(sequence.ids, self.salt)[start:]
-                for key, found in zip(keys, digests(pairs, 0, 0, end - start), strict=True):
-                    assert found in self.known.get(key, ()), "what is stored is not what was computed"
-
 
 def add_adapters(model: Any) -> None:
     """Two, of which none is on."""
@@ -237,6 +184,17 @@ def add_adapters(model: Any) -> None:
         model.add_adapter(LoraConfig(r=2, target_modules=[target], init_lora_weights=False), f"adapter{number}")
     model.disable_adapters()
     model.eval()
+
+
+def switch(models: Iterable[Any], adapter: int) -> None:
+    """To one of `add_adapters`, or to none for 0."""
+    for model in models:
+        if adapter:
+            model.enable_adapters()
+            model.set_adapter(f"adapter{adapter}")
+            model.eval()
+        else:
+            model.disable_adapters()
 
 
 @contextmanager
@@ -299,11 +257,15 @@ class Life:
                     finally:
                         self._asking = False
                 for each in self.talkers:
-                    each.check()
+                    check_index(each.store)
                     if number % 8 == 0:
-                        each.read_all()
+                        check_tokens(each.store, each.known, each.salt)
                 if number % 8 == 0:
+                    gc.collect()
+                    self.device.reap(wait=True)
                     self.device.check()
+                    kept = sum(each.store.contents.index.device_pages for each in self.talkers)
+                    assert self.device.snapshot()["pages"]["kv"] <= kept, "pages that nobody gives back"
         ballonet.set_budget(self.budget)
         while self.talkers:
             self.talkers.pop().release()
@@ -418,7 +380,7 @@ class Life:
 
     def _limit(self, talker: Talker) -> None:
         talker.store.limit = self.draw.choice((None, None, 40 * PAGE, 150 * PAGE))
-        if talker.store.limit is not None and not talker.store.contents.index.pins._counts:
+        if talker.store.limit is not None and not talker.pins and not talker.sessions:
             assert talker.store.nbytes <= talker.store.limit
 
     def _pin(self, talker: Talker) -> None:
@@ -451,13 +413,7 @@ class Life:
         if not getattr(talker.model, "_hf_peft_config_loaded", False):
             return
         talker.adapter = self.draw.randrange(3)
-        for model in (talker.model, talker.stock):
-            if talker.adapter:
-                model.enable_adapters()
-                model.set_adapter(f"adapter{talker.adapter}")
-                model.eval()
-            else:
-                model.disable_adapters()
+        switch((talker.model, talker.stock), talker.adapter)
 
     def _write(self, talker: Talker) -> None:
         """To a weight."""

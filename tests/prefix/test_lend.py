@@ -31,7 +31,7 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ..models import build
 from ..pool import bytes_that_exist, tiny_layers
 from ..tuned import Clock, Tuned
-from .conversations import BLOCK, HELD, outside, words
+from .conversations import BLOCK, check_index, outside, words
 
 PAGE: Final = 4096
 # In float64, where no rounding decides a token. A page holds 4 tokens of one of 6 layers, and 8 of one of 4: most of
@@ -99,19 +99,7 @@ class One:
         assert torch.equal(tokens, turn.tokens), "other tokens than stock's"
 
     def check(self) -> None:
-        """Each key that is stored leads to pages, and no page is kept without one."""
-        store = self.store
-        for key in store.contents.index.blocks.index:
-            owner: Any = store.contents.index.blocks.index.owner(key)
-            assert owner.in_use or owner in store.contents.index.idle
-            start = owner.keys.index(key) * store.block
-            end = min(start + store.block, len(owner.ids))
-            for home in owner.kv_ranges:
-                pieces = range(start * home.geometry.token_bytes // PAGE, home.geometry.pieces(end))
-                assert all(home.range.backing(piece) in HELD for piece in pieces), "a key leads to pages that are gone"
-        for sequence, pages in store.contents.index.idle.items():
-            assert sequence.keys, "pages are kept without keys"
-            assert pages == sequence.pages
+        check_index(self.store)
 
 
 @contextmanager
@@ -197,11 +185,43 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         master.check()
 
 
-@pytest.mark.parametrize("wanted", [36])
-def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, wanted: int) -> None:
+class Starved:
+    """One model keeps prefixes that the host has no room for; the cache of another wants 36 pages, and none is free."""
+
+    WANTED: Final = 36
+
+    def __init__(self, said: list[Turn], worker: One, master: One) -> None:
+        first, *self.others = said
+        device, self.cache = runtime.require(), ballonet.KVCache(worker.model.config)
+        worker.ask(first, past_key_values=self.cache)
+        for turn in self.others:
+            master.ask(turn)
+        (self.tier,) = {id(layer.ranges): layer.ranges.tier for layer in self.cache.layers}.values()
+        device.trim()
+        self.hog = device.reserve(900 * PAGE, "weights", device.group())
+        self.hog.map(0, device.available)
+        self.prompts = [[*turn.tokens[0].tolist(), 1] for turn in self.others]
+        self.store = master.store
+
+    @staticmethod
+    def turns() -> list[Turn]:
+        """What they are asked."""
+        return [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
+
+    def found(self) -> list[int]:
+        """Tokens of each prompt that are kept."""
+        return [self.store.get_num_new_matched_tokens(ids) for ids in self.prompts]
+
+    def want(self) -> None:
+        self.tier.iteration(0, 1, self.WANTED // self.tier.client.block)
+
+    def read(self, prompt: int, tokens: int) -> Any:
+        return self.store.read(self.prompts[prompt], self.store.identity(), 0, tokens)
+
+
+def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Keys from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
     and what somebody reads stays until he is done."""
-    first, *others = [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
     calls = [0]
     retire = KVPages.retire
 
@@ -209,76 +229,55 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
         calls[0] += 1
         retire(self, first, end)
 
+    said = Starved.turns()
     with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        device, cache = runtime.require(), ballonet.KVCache(worker.model.config)
-        worker.ask(first, past_key_values=cache)
-        for turn in others:
-            master.ask(turn)
-        kept, store = master.store.contents.index.device_pages, master.store
-        assert kept >= 60
-        device.trim()
-        hog = device.reserve(900 * PAGE, "weights", device.group())
-        hog.map(0, device.available)
-        before, keys = copied(), len(store.contents.index.blocks.index)
-        prompts = [turn.tokens[0].tolist() for turn in others]
-        found = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
+        scene = Starved(said, worker, master)
+        before, found = copied(), scene.found()
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
-            (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
-            with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
+            with scene.read(read, 96) as parts, GroupLease(scene.tier.client._group):
                 assert parts is not None
-                tier.iteration(0, 1, wanted // tier.client.block)
-            assert store.get_num_new_matched_tokens([*prompts[read], 1]) == found[read]
-        assert pulled() >= wanted
-        assert pulled() - wanted < 4 * 12, "and little more: blocks of a sequence, and units"
+                scene.want()
+            assert scene.found()[read] == found[read]
+        assert scene.WANTED <= pulled() < scene.WANTED + 4 * 12, "and little more: blocks of a sequence, and units"
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
         assert copied() == before
-        device.reap(wait=True)
-        assert device.available >= wanted
-        assert len(store.contents.index.blocks.index) < keys
-        now = [store.get_num_new_matched_tokens([*ids, 1]) for ids in prompts]
+        runtime.require().reap(wait=True)
+        assert runtime.require().available >= scene.WANTED
+        now = scene.found()
         assert all(after <= before for after, before in zip(now, found, strict=True))
         assert sum(now) < sum(found)
         master.check()
-        hog.close()
-        for turn in others:
+        scene.hog.close()
+        for turn in scene.others:
             master.ask(turn)
-        cache.reset()
-        del hog, cache, tier
+        scene.cache.reset()
+        del scene
 
 
 def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Whoever reads has it in use, which outlasts him by the window: it is taken the next time but one."""
-    first, *others = [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
+    said = Starved.turns()
     with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        device, cache, store = runtime.require(), ballonet.KVCache(worker.model.config), master.store
-        worker.ask(first, past_key_values=cache)
-        for turn in others:
-            master.ask(turn)
-        device.trim()
-        hog = device.reserve(900 * PAGE, "weights", device.group())
-        hog.map(0, device.available)
-        (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
-        found = [store.get_num_new_matched_tokens([*turn.tokens[0].tolist(), 1]) for turn in others]
-        with GroupLease(tier.client._group):
+        scene = Starved(said, worker, master)
+        with GroupLease(scene.tier.client._group):
             with ExitStack() as readers:
-                for turn, tokens in zip(others, found, strict=True):
+                for prompt, tokens in enumerate(scene.found()):
                     if tokens:
-                        ids = turn.tokens[0].tolist()
-                        assert readers.enter_context(store.read(ids, store.identity(), 0, tokens)) is not None
-                kept = store.contents.index.device_pages
-                tier.iteration(0, 1, 36 // tier.client.block)
+                        assert readers.enter_context(scene.read(prompt, tokens)) is not None
+                kept = master.store.contents.index.device_pages
+                scene.want()
                 assert pulled() == 0
-                assert store.pressure.give_up(device, 36) == 0, "nor where it is due"
-                assert store.contents.index.device_pages == kept > 36
-            tier.iteration(0, 1, 36 // tier.client.block)
-            tier.iteration(0, 1, 36 // tier.client.block)
-        assert pulled() >= 36
+                assert master.store.pressure.give_up(runtime.require(), 36) == 0, "nor where it is due"
+                assert master.store.contents.index.device_pages == kept > 36
+            scene.want()
+            scene.want()
+        assert pulled() >= scene.WANTED
         master.check()
-        hog.close()
-        cache.reset()
-        del hog, cache, tier
+        scene.hog.close()
+        scene.cache.reset()
+        del scene
 
 
 def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:

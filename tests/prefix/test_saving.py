@@ -3,7 +3,6 @@ with their folder, is more than a miss."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import subprocess
@@ -117,11 +116,10 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("prefix-*"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_process_goes_on_from_files_bit_for_bit(
-    tmp_path: Path, dtype: torch.dtype, from_files: list[tuple[int, int, int, Any]]
+    tmp_path: Path, from_files: list[tuple[int, int, int, Any]]
 ) -> None:
-    model = built().to(dtype)
+    model = built().bfloat16()
     wanted = by_hand(model, FIRST)
     further = longer(wanted)
     expected = by_hand(model, further, held=2 * BLOCK)
@@ -168,7 +166,7 @@ def test_what_memory_has_lost_is_taken_from_the_middle_of_a_file(
         assert say(model, FIRST) == wanted
         assert store.flush(60)
         while store.get_num_new_matched_tokens(further) > BLOCK:
-            assert store.pressure._evict()
+            assert store.pressure.evict()
         assert say(model, further) == expected
         assert store.counts.on_disk == BLOCK
         assert store.counts.on_device == BLOCK
@@ -341,18 +339,6 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
         assert told[3].measured == pytest.approx(1e3, rel=1e-3)
 
 
-def test_what_is_faster_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    model = built()
-    with talking(model, tmp_path):
-        say(model, FIRST)
-    tuned(clock=files_take(0.0, monkeypatch))
-    with talking(model, tmp_path) as store:
-        for turn in range(1, 4):
-            store.clear()
-            say(model, FIRST)
-            assert (store.counts.on_disk, store.counts.faster) == (2 * turn * BLOCK, 0)
-
-
 def test_it_is_read_if_that_takes_no_longer() -> None:
     given = {"disk": 100.0, "link": 50.0, "per_token": 0.1}
     assert reading(1000, 301, **given).worth
@@ -362,35 +348,6 @@ def test_it_is_read_if_that_takes_no_longer() -> None:
     assert reading(1000, 1, **(given | {"disk": None})).worth
     assert reading(1000, 1, **(given | {"per_token": None})).worth
     assert reading(1000, 300, **given) == Reading(10.0, 20.0, pytest.approx(30.0))
-
-
-def test_a_folder_that_may_only_be_read_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built()
-    wanted = by_hand(model, FIRST)
-    with talking(model, tmp_path):
-        say(model, FIRST)
-    before = [(path.name, path.stat().st_mtime_ns) for path in files_of(tmp_path)]
-    writing = os.O_CREAT | os.O_RDWR
-
-    def guarded(real: Any) -> Any:
-        def act(path: Any, *given: Any, **named: Any) -> Any:
-            if str(tmp_path) in str(path) and (real is not opening or given[0] & writing):
-                raise OSError(errno.EROFS, "Read-only file system")
-            return real(path, *given, **named)
-
-        return act
-
-    opening = os.open
-    for name in ("open", "utime", "unlink", "replace"):
-        monkeypatch.setattr(os, name, guarded(getattr(os, name)))
-    with talking(model, tmp_path) as store, warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert say(model, FIRST) == wanted
-        assert store.counts.on_disk == 2 * BLOCK
-        say(model, longer(longer(FIRST)) * 2)
-        assert store.flush(60)
-    assert len([each for each in said if "no longer stored" in str(each.message)]) == 1
-    assert [(path.name, path.stat().st_mtime_ns) for path in files_of(tmp_path)] == before
 
 
 PROGRAM = """
@@ -420,18 +377,10 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
     assert done == [("flush", DEFAULT.waiting.files), ("close",)]
 
 
-def test_what_is_not_written_yet_is_when_python_ends_and_processes_share_a_folder(tmp_path: Path) -> None:
+def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-
-    def begun() -> subprocess.Popen[str]:
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-    said = []
-    for process in [begun(), begun()]:
-        out, err = process.communicate(timeout=500)
-        assert process.returncode == 0, err
-        said.append(out)
-    assert said[0].startswith("[1, 1, ")
-    assert said[0] == said[1]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[1, 1, ")
     assert len(files_of(tmp_path)) == 1

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from transformers.generation.utils import GenerationMixin
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.offload.policy.tuning import DEFAULT
@@ -23,7 +23,8 @@ from ..models import build
 from ..pool import tiny_layers
 from ..tuned import Tuned
 from . import conversations
-from .conversations import sides, words
+from .conversations import evict_all, sides, words
+from .lives import add_adapters, switch
 
 PAGE = 4096
 FEW: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -35,63 +36,55 @@ def device(tuned: Tuned) -> Iterator[None]:
         yield
 
 
-class Tokenizer:
-    """One letter, one token."""
-
-    def __init__(self, template: bool) -> None:
-        self.chat_template = "there is one" if template else None
-
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
-        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
-
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool, return_dict: bool
-    ) -> list[int]:
-        assert add_generation_prompt
-        assert not return_dict
-        ids = [1]
-        for each in messages:
-            ids += [2 if each["role"] == "user" else 3, *map(ord, each["content"])]
-        return [*ids, 3]
-
-    def decode(self, ids: torch.Tensor, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(map(chr, ids.tolist()))
-
-
-@pytest.mark.parametrize("template", [False, True])
-def test_a_session(monkeypatch: pytest.MonkeyPatch, template: bool) -> None:
-    with sides(monkeypatch) as both, ballonet.Session(both.model, Tokenizer(template)) as session:
+def test_a_conversation_goes_on_where_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    with sides(monkeypatch) as both:
+        ids = words(generator, 20)
         for turn in range(4):
+            before = ids.shape[1]
+            ids = both.ask(ids)
+            assert both.reused == (before - 8 if turn else 0)  # all but the last token generated, and 7 new ones
+            ids = torch.cat([ids, words(generator, 7)], 1)
+        assert (both.store.counts.moves, both.store.counts.copies) == (3, 0)
+
+
+def test_a_row_with_more_pads_than_what_is_stored_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(9)
+    with sides(monkeypatch) as both:
+        ids = torch.cat([both.ask(words(generator, 20)), words(generator, 40)], 1)
+        padded = torch.cat([torch.zeros(1, 60, dtype=torch.int64), words(generator, ids.shape[1] - 60)], 1)
+        both.ask(torch.cat([ids, padded]), attention_mask=torch.cat([torch.ones_like(ids), (padded != 0).long()]))
+        assert both.reused == 25
+
+
+def test_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(monkeypatch) as both, ballonet.Session(both.model) as session:
+        for _ in range(3):
             before = len(session.tokens)
-            answer = session.send("hello there", **FEW)
-            assert len(answer) == 4
-            assert session.reused >= max(0, before - 1)
-            assert session.reused > 0 or not turn
-            other = session.fork()
-            assert other.tokens == session.tokens
-        more = other.generate(torch.tensor([[5, 6]]), **FEW)
-        assert more.shape == (1, 4)
+            session.generate([*range(5, 12)], **FEW)
+            assert session.reused == max(0, before - 1)
+        other = session.fork()
+        assert other.tokens == session.tokens
+        assert other.generate(torch.tensor([[5, 6]]), **FEW).shape == (1, 4)
         assert other.reused == len(session.tokens) - 1
         assert len(other.tokens) == len(session.tokens) + 6
-        for _ in range(3):
-            while both.store.pressure._evict():
-                pass
-            both.check()
-            assert session.generate([7], **FEW).shape == (1, 4)
-            assert session.reused >= len(session.tokens) - 6, "it is pinned"
-        assert session.generate([7], use_cache=False, **FEW).shape == (1, 4)
+        evict_all(both.store)
+        both.check()
+        session.generate([7], **FEW)
+        assert session.reused >= len(session.tokens) - 6, "it is pinned"
+        session.generate([7], use_cache=False, **FEW)
         assert session.reused == 0, "it never asked"
         del other
         session.close()
         session.close()
         gc.collect()
         assert both.store.get_num_new_matched_tokens([7]) == 0
-        both.store.unpin(both.store.pin(ids := [1, 2]) and ids)
+        ids = [1, 2]
+        both.store.pin(ids)
+        both.store.unpin(ids)
         with pytest.raises(ValueError, match="not pinned"):
             both.store.unpin(ids)
-        while both.store.pressure._evict():
-            pass
+        evict_all(both.store)
         assert both.store.pages == both.store.tokens == 0
         with pytest.raises(ManageError, match="closed"):
             session.generate([7])
@@ -238,19 +231,13 @@ def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch, options: dict[str, 
         both.check()
 
 
-def test_a_prompt_that_stock_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sides(monkeypatch) as both:
-        ids = both.ask(words(torch.Generator().manual_seed(1), 20))
-        with pytest.raises(ValueError, match="max_length"):
-            both.model.generate(ids, max_length=10)
-        both.check()
-        both.ask(ids)
-        assert both.reused == ids.shape[1] - 1
+def weight_of(model: Any) -> Any:
+    return model.model.layers[0].mlp.up_proj.weight
 
 
 def change_in_place(model: Any) -> None:
     with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+        weight_of(model).mul_(1.5)
 
 
 def change_load(model: Any) -> None:
@@ -258,7 +245,7 @@ def change_load(model: Any) -> None:
 
 
 def change_assign(model: Any) -> None:
-    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(model.model.layers[1].mlp.up_proj.weight * 2)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(weight_of(model) * 2)
 
 
 def change_resize(model: Any) -> None:
@@ -272,7 +259,7 @@ def change_hook(model: Any) -> None:
 
 def change_fused(model: Any) -> None:
     """By a kernel that counts no version."""
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = weight_of(model)
     weight.grad = torch.ones_like(weight)
     version = weight._version
     torch.optim.SGD([weight], lr=0.5, fused=True).step()
@@ -296,14 +283,8 @@ def change_module(model: Any) -> None:
 
 
 CHANGES: Final = (
-    change_in_place,
-    change_load,
-    change_assign,
-    change_resize,
-    change_hook,
-    change_fused,
-    change_round,
-    change_module,
+    *(change_in_place, change_load, change_assign, change_resize),
+    *(change_hook, change_fused, change_round, change_module),
 )
 
 
@@ -321,12 +302,35 @@ def test_another_model_is_another_prefix(monkeypatch: pytest.MonkeyPatch, change
         assert both.reused == again.shape[1] - 1
 
 
+def test_adapters_that_are_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one has computed is not another's, and is found again when it is back."""
+
+    def with_adapters(name: str) -> Any:
+        with install.stock():
+            add_adapters(model := build(name))
+        return model
+
+    monkeypatch.setattr(conversations, "build", with_adapters)
+    with sides(monkeypatch) as both:
+        ids = words(torch.Generator().manual_seed(1), 60)
+        answers = []
+        for adapter in (0, 1, 2):
+            switch((both.model, both.stock), adapter)
+            answers.append(both.ask(ids))
+            assert not both.reused
+        assert len({tuple(answer[0].tolist()) for answer in answers}) > 1, "the adapters do something"
+        for adapter in (1, 0, 2):
+            switch((both.model, both.stock), adapter)
+            both.ask(answers[adapter])
+            assert both.reused == 65
+
+
 def test_memory_that_is_replaced_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is replaced often lies where torch puts it, which may be where it was before."""
     with sides(monkeypatch) as both:
         ids = words(torch.Generator().manual_seed(1), 20)
         for _ in range(DEFAULT.weights.moves + 4):
-            weight = both.model.model.layers[0].mlp.up_proj.weight
+            weight = weight_of(both.model)
             for _ in range(2):
                 weight.data = weight.data * 1.1
             for fresh in (True, False):
@@ -374,26 +378,16 @@ def test_whoever_holds_the_cache_keeps_it(monkeypatch: pytest.MonkeyPatch) -> No
     generator = torch.Generator().manual_seed(1)
     with sides(monkeypatch) as both:
         held: list[Any] = []
-
-        def hold(module: Any, args: Any, kwargs: Any) -> None:
-            held.append(kwargs["past_key_values"])
-
-        handle = both.model.register_forward_pre_hook(hold, with_kwargs=True)
-        ids = both.ask(words(generator, 20))
-        for _ in range(3):
+        hook = lambda module, args, kwargs: held.append(kwargs["past_key_values"])  # noqa: E731
+        with both.model.register_forward_pre_hook(hook, with_kwargs=True):
+            ids = both.ask(words(generator, 20))
             ids = both.ask(torch.cat([ids, words(generator, 3)], 1))
             assert both.reused
             both.check()
-        kept = [[copy.deepcopy(layer.keys) for layer in cache.layers] for cache in held]
-        handle.remove()
-        ids = both.ask(torch.cat([ids, words(generator, 3)], 1))
-        while both.store.pressure._evict():
-            pass
-        assert all(
-            torch.equal(before, layer.keys)
-            for cache, there in zip(held, kept, strict=True)
-            for before, layer in zip(there, cache.layers, strict=True)
-        )
+        kept = [layer.keys.clone() for layer in held[-1].layers]
+        both.ask(torch.cat([ids, words(generator, 3)], 1))
+        evict_all(both.store)
+        assert all(map(torch.equal, kept, (layer.keys for layer in held[-1].layers)))
         held.clear()
         del kept
 
