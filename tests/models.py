@@ -86,10 +86,6 @@ MODES: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 
 
-# What the proof of equal tokens goes through, for each architecture
-WAYS: Final = (*MODES, "padded", "assisted", "continued")
-
-
 class Output(NamedTuple):
     """What `generate()` returned: int64[sequences, tokens], and float32[steps, rows, vocabulary]."""
 
@@ -112,7 +108,7 @@ def generate(model: Any, mode: str, inputs: Mapping[str, torch.Tensor], tokens: 
 
 
 def ask(model: Any, name: str, way: str, tokens: int = 10) -> Output:
-    """What the model of that name generates in one of `WAYS`."""
+    """What the model of that name generates in one of `MODES`, "padded", "assisted" or "continued"."""
     if way == "padded":
         return generate(model, "greedy", questions(name, 3, 16, padded=True), tokens)
     if way == "assisted":

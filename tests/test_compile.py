@@ -103,24 +103,22 @@ def kv_cache(model: Any) -> KVCache:
 @pytest.mark.parametrize(
     ("compiling", "make"),
     [
-        (compiled, no_cache),
         (compiled, kv_cache),
         (compiled_in_place, dynamic_cache),
-        (compiled_in_place, kv_cache),
         (compiled_forward, no_cache),
     ],
 )
 def test_whole_graphs_and_as_many_as_stock(compiling: Callable[[Any], Call], make: Callable[[Any], Any]) -> None:
     stock = build("llama", num_hidden_layers=1)
     call = compiling(stock)
-    expected = decode(lambda _: call, dynamic_cache(stock) if make is kv_cache else make(stock), 20, nothing)
+    expected = decode(lambda _: call, dynamic_cache(stock) if make is kv_cache else make(stock), 8, nothing)
     count = graphs()
     forget_graphs()
     model = build("llama", num_hidden_layers=1)
     answer = generate(model, "greedy", INPUTS)
     with ballonet.manage(model, chaos=1):
         call = compiling(model)
-        assert torch.equal(decode(lambda _: call, make(model), 20, nothing), expected)
+        assert torch.equal(decode(lambda _: call, make(model), 8, nothing), expected)
         assert graphs() == count
         if compiling is compiled:  # else generate() would be compiled too
             assert generate(model, "greedy", INPUTS).agrees(answer)
@@ -134,8 +132,7 @@ def disturb(index: int, cache: Any) -> None:
         cache.reorder_cache(torch.tensor([1, 0]))
 
 
-@pytest.mark.parametrize("managed", [False, True])
-def test_compiled_and_eager_steps_take_turns_on_one_cache(managed: bool) -> None:
+def test_compiled_and_eager_steps_take_turns_on_one_cache() -> None:
     model = build("llama", num_hidden_layers=1)
     expected = decode(lambda _: model, dynamic_cache(model), 60, disturb)
     elastic: list[bool] = []
@@ -147,7 +144,7 @@ def test_compiled_and_eager_steps_take_turns_on_one_cache(managed: bool) -> None
         made.append(graphs())
         disturb(index, cache)
 
-    handle = ballonet.manage(model, chaos=2) if managed else None
+    handle = ballonet.manage(model, chaos=2)
     call = compiled(model)
     cache = kv_cache(model)
     assert torch.equal(decode(lambda i: call if i % 4 > 1 else model, cache, 60, look), expected)
@@ -155,13 +152,11 @@ def test_compiled_and_eager_steps_take_turns_on_one_cache(managed: bool) -> None
     assert made[-1] == made[30] <= 6  # elastic and stock, once without and once or twice with symbols
     step(model, INPUTS["input_ids"][:, :1], cache)
     assert all(layer.elastic for layer in cache.layers)
-    if handle is not None:
-        handle.release()
+    handle.release()
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
     "crop": lambda layer: layer.crop(-4),
-    "crop by nothing": lambda layer: layer.crop(0),
     "reorder": lambda layer: layer.reorder_cache(torch.tensor([1, 1])),
     "repeat": lambda layer: layer.batch_repeat_interleave(2),
     "select": lambda layer: layer.batch_select_indices(torch.tensor([1])),
@@ -200,7 +195,7 @@ def test_single_layers_compiled() -> None:
         for layer in model.model.layers:
             layer.compile(fullgraph=True, backend="eager")
         handle = ballonet.manage(model, chaos=3) if managed else None
-        tokens.append(decode(lambda _, model=model: model, None, 20, nothing))
+        tokens.append(decode(lambda _, model=model: model, None, 8, nothing))
         counts.append(graphs())
         if handle is not None:
             handle.release()
@@ -208,21 +203,19 @@ def test_single_layers_compiled() -> None:
     assert counts[1] <= counts[0] + 2  # a layer of the first forward had no cache yet
 
 
-@pytest.mark.parametrize("implementation", ["static", "dynamic"])
-def test_generate_with_a_compiled_forward(implementation: str) -> None:
+def test_generate_with_a_compiled_forward() -> None:
     model = build("llama", num_hidden_layers=1)
-    expected = generate(model, "greedy", INPUTS, cache_implementation=implementation)
+    expected = generate(model, "greedy", INPUTS, 6)
     with ballonet.manage(model, chaos=4):
         compiled_forward(model)
         for _ in range(2):
-            assert generate(model, "greedy", INPUTS, cache_implementation=implementation).agrees(expected)
+            assert generate(model, "greedy", INPUTS, 6).agrees(expected)
             assert graphs() <= 3
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_training_step_compiled(fullgraph: bool) -> None:
+def test_training_step_compiled() -> None:
     def gradients(model: Any) -> list[torch.Tensor]:
-        call = torch.compile(model, fullgraph=fullgraph, backend="aot_eager")
+        call = torch.compile(model, fullgraph=True, backend="aot_eager")
         call(**INPUTS, labels=INPUTS["input_ids"], use_cache=False).loss.backward()
         return [parameter.grad for parameter in model.parameters()]
 
@@ -255,12 +248,11 @@ def test_a_compiled_forward_holds_a_lease_where_its_hooks_run() -> None:
         assert group.leases == 0
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_managed_model_can_be_exported(strict: bool) -> None:
+def test_a_managed_model_can_be_exported() -> None:
     model = build("llama", num_hidden_layers=1)
     arguments = dict(INPUTS, use_cache=False)
     with torch.no_grad():
         expected = model(**arguments).logits
         with ballonet.manage(model, chaos=6):
-            exported = torch.export.export(model, (), arguments, strict=strict)
+            exported = torch.export.export(model, (), arguments, strict=False)
             assert torch.equal(exported.module()(**arguments).logits, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
 
+from . import programs
 from .pool import take_out
 from .tuned import Clock
 
@@ -255,13 +257,8 @@ def test_the_extension_installs_and_removes_the_pool() -> None:
         except ballonet.BallonetError as error:
             print(error)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "PATH": "/usr/bin:/bin", "HOME": "/tmp"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "PATH": os.environ["PATH"], "HOME": "/tmp"}
+    done = programs.python("-c", textwrap.dedent(code), variables=variables)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count(f"{64 * 2**20}\n") == 2
     assert "not installed" in done.stdout.splitlines()[-1]

@@ -33,24 +33,6 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-def test_a_forward_holds_a_lease_from_entry_to_exit(device: Device) -> None:
-    model = models.build("llama")
-    managed = ballonet.manage(model)
-    group = managed._weights.group
-    seen = []
-    handles = [
-        model.register_forward_pre_hook(lambda *_: seen.append(group.leases), prepend=False),
-        model.model.layers[1].register_forward_hook(lambda *_: seen.append(group.leases)),
-        model.register_forward_hook(lambda *_: seen.append(group.leases)),
-    ]
-    logits(model)
-    # The last of them runs after ours, as everything that was registered later does.
-    assert seen == [1, 1, 0]
-    assert group.leases == 0
-    for handle in handles:
-        handle.remove()
-
-
 class Recursive(nn.Module):
     """Calls itself."""
 
@@ -226,12 +208,11 @@ def test_release_waits_for_no_one_and_refuses_while_a_forward_runs(device: Devic
     assert not in_pool(model.linear.weight)
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device, wrapped: bool) -> None:
+def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device) -> None:
     model = models.build("llama")
     inputs = models.prompts(2, 9)
     expected = models.generate(model, "greedy", inputs)
-    outer = nn.Sequential(model) if wrapped else model
+    outer = nn.Sequential(model)
     managed = ballonet.manage(outer, chaos=1)
     seen: set[int] = set()
     kept = model.model.layers[1].register_forward_hook(lambda *_: seen.add(managed._weights.group.leases))
@@ -240,39 +221,11 @@ def test_a_model_inside_a_module_generates_under_a_lease_too(device: Device, wra
     assert chaos_of(managed) is not None
     assert min(chaos_of(managed).moved.values()) > 0
     kept.remove()
-    if wrapped:
-        moved = dict(chaos_of(managed).moved)
-        del outer
-        gc.collect()
-        assert managed.report().released
-        assert models.generate(model, "greedy", inputs).agrees(expected)
-        assert dict(chaos_of(managed).moved) == moved
-        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-        ballonet.manage(model).release()
-
-
-def test_several_threads_at_once(device: Device) -> None:
-    model = models.build("llama")
-    expected = logits(model)
-    managed = ballonet.manage(model)
-    results: list[torch.Tensor] = []
-
-    def run() -> None:
-        results.extend(logits(model) for _ in range(5))
-
-    threads = [threading.Thread(target=run) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 15
-    assert all(torch.equal(result, expected) for result in results)
-    assert managed._weights.group.leases == 0
-
-
-def test_torch_compile_makes_one_graph_of_it(device: Device) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
-    with ballonet.manage(model, chaos=1):
-        compiled = torch.compile(model, fullgraph=True, backend="eager")
-        inputs = torch.randn(3, 8)
-        assert torch.equal(compiled(inputs), model(inputs))
+    moved = dict(chaos_of(managed).moved)
+    del outer
+    gc.collect()
+    assert managed.report().released
+    assert models.generate(model, "greedy", inputs).agrees(expected)
+    assert dict(chaos_of(managed).moved) == moved
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    ballonet.manage(model).release()

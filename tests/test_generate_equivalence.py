@@ -15,16 +15,21 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.kinds import CachePlan, plan
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.testing import chaos_of
 
-from .architectures import ARCHITECTURES
-from .models import WAYS, Output, ask, before_each_forward, build, generate, layers_of, questions
+from .architectures import ARCHITECTURES, LAYERS, PLAIN
+from .models import Output, ask, before_each_forward, build, generate, layers_of, questions
 from .pool import bytes_that_exist, in_pool, take_out
 
 BUDGET = 2**25
 PAGES = (4096, 65536)  # with small pages layers have ranges of their own; with large ones they share one
 NAMES = list(ARCHITECTURES)
-for_each_architecture = pytest.mark.parametrize("name", NAMES)
+# Those of which no layer keeps a token for good
+NOT_ELASTIC = {
+    *("mistral-window", "recurrent_gemma", "mamba", "falcon_mamba", "mamba2"),
+    *("glm_moe_dsa", "deepseek_v4", "minimax", "rwkv"),
+}
 
 
 @pytest.fixture
@@ -60,8 +65,11 @@ def agrees(model: PreTrainedModel, name: str, way: str) -> bool:
     return ask(model, name, way).agrees(stock(name, way))
 
 
-def ways(name: str) -> list[str]:
-    return [way for way in WAYS if way not in ARCHITECTURES[name].refuses]
+def ways(name: str, chaos: int | None) -> list[str]:
+    """Those that differ in the calls of the model: prompts of one length and sampling are no others than "padded".
+    Without chaos two are enough, which show what the cache is made of."""
+    chosen = ("beam", "continued") if chaos is None else ("padded", "beam", "assisted", "continued")
+    return [way for way in chosen if way not in ARCHITECTURES[name].refuses]
 
 
 class Watch:
@@ -95,16 +103,22 @@ class Watch:
             assert all(in_pool(layer.values) for layer in used)
 
 
-@for_each_architecture
+@pytest.mark.parametrize("name", NAMES)
 def test_tokens_equal_stock(installed: None, name: str) -> None:
     model = model_of(name)
     planned = plan(type(model), model.config)
-    for way in ways(name):
+    assert bool(planned.elastic) == (name not in NOT_ELASTIC)
+    if name in PLAIN:
+        layers = decoder_layers(model)
+        assert len(layers) == LAYERS
+        assert {type(layer).__name__ for layer in layers} <= set(model._no_split_modules or ())
+        assert decoder_layers(torch.nn.Sequential(model, torch.nn.Linear(1, 1))) == layers
+    for way in ways(name, len(name)):
         stock(name, way)
     wrong = []
     for chaos in (None, len(name)):
         with ballonet.manage(model, chaos=chaos) as handle:
-            for way in ways(name):
+            for way in ways(name, chaos):
                 given = way == "continued" and ARCHITECTURES[name].returns_another_cache
                 watch = Watch(planned, may_move=chaos is not None, may_be_stock=given)
                 with before_each_forward(model, watch):
@@ -118,7 +132,7 @@ def test_tokens_equal_stock(installed: None, name: str) -> None:
     assert wrong == []
 
 
-@for_each_architecture
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v2", "falcon_h1", "rwkv", "t5", "llava"])
 def test_one_wrong_row_is_noticed(installed: None, name: str) -> None:
     model = model_of(name)
     planned = plan(type(model), model.config)
@@ -169,5 +183,5 @@ def test_what_is_given_beside_the_tokens_is_looked_at(name: str) -> None:
 
 
 def test_at_least_sixty_architectures_have_elastic_layers() -> None:
-    elastic = [name for name in ARCHITECTURES if plan(type(model_of(name)), model_of(name).config).elastic]
-    assert len(elastic) >= 60
+    assert ARCHITECTURES.keys() > NOT_ELASTIC
+    assert len(ARCHITECTURES) - len(NOT_ELASTIC) >= 60

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import GenerationMixin
 
 from ballonet.allocator import runtime
@@ -28,18 +28,17 @@ from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .models import MODES, Output, ask, before_each_forward, build, generate, prompts, questions
+from .models import Output, before_each_forward, build, generate, prompts, questions
 
 INPUTS = prompts(batch=3, longest=12)
 Act = Callable[[int, Any], None]
 
 
-@pytest.fixture(scope="module", params=[4096, 65536], ids=["4KiB", "64KiB"])
-def device(request: pytest.FixtureRequest) -> Iterator[Device]:
-    """With small pages each layer has a range of its own and several pages; with large ones all layers share one."""
+@pytest.fixture(scope="module")
+def device() -> Iterator[Device]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=request.param)).device
+    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=4096)).device
     yield opened
     gc.collect()
     opened.reap(wait=True)
@@ -167,27 +166,10 @@ def test_a_cache_that_a_forward_makes_for_itself_is_elastic(device: Device) -> N
         assert kinds(DynamicCache(config=model.config)) == {DynamicLayer}
 
 
-def test_training_an_attached_model_gives_the_gradients_of_stock(device: Device) -> None:
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        lease = generation.forward_entered(model).open()
-        first = model(INPUTS["input_ids"], use_cache=True)
-        second = model(INPUTS["input_ids"][:, :4], past_key_values=first.past_key_values)
-        lease.close()
-        (first.logits.square().mean() + second.logits.square().mean()).backward()
-        return [parameter.grad.clone() for parameter in model.parameters()]
-
-    model = build("llama")
-    expected = gradients()
-    with attached(model):
-        assert all(torch.equal(*pair) for pair in zip(gradients(), expected, strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_explicit_cache(device: Device, mode: str) -> None:
+def test_the_explicit_cache(device: Device) -> None:
     model = model_of("qwen2")
     cache = KVCache(model.config, max_length=40)
-    assert generate(model, mode, INPUTS, past_key_values=cache).agrees(stock("qwen2", mode))
+    assert generate(model, "beam", INPUTS, past_key_values=cache).agrees(stock("qwen2", "beam"))
     assert all(layer.elastic for layer in cache.layers)
     assert cache.get_seq_length() == 12 + 14 - 1
 
@@ -221,16 +203,6 @@ def test_assisted_decoding_crops_every_round(device: Device, monkeypatch: pytest
     assert any(cuts)
     assert torch.equal(drafted.tokens, plain.tokens)
     assert torch.equal(assisted.tokens, plain.tokens)
-
-
-def test_a_mixed_model_keeps_its_sliding_layers(device: Device) -> None:
-    model = build("qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1)
-    expected = generate(model, "beam", INPUTS)
-    seen: set[tuple[type, ...]] = set()
-    before_each_forward(model, lambda step, cache: seen.add(tuple(type(layer) for layer in cache.layers)))
-    with attached(model):
-        assert generate(model, "beam", INPUTS).agrees(expected)
-    assert seen == {(ElasticLayer, DynamicSlidingWindowLayer, DynamicSlidingWindowLayer)}
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized"])
@@ -267,7 +239,7 @@ def test_what_builds_no_dynamic_cache_is_left_alone() -> None:
             generation.forward_entered(module).open().close()
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "t5gemma"])
+@pytest.mark.parametrize("name", ["t5", "t5gemma"])
 def test_both_halves_of_an_encoder_decoder_s_cache_have_ranges_of_their_own(device: Device, name: str) -> None:
     """T5Gemma makes the half for the encoder's output by itself, after transformers has prepared the cache."""
     model = build(name)
@@ -309,16 +281,6 @@ def test_a_decoder_that_is_given_what_an_encoder_said(device: Device, name: str)
     assert type(stock) is type(elastic) is EncoderDecoderCache
     assert kinds(elastic.self_attention_cache) == kinds(elastic.cross_attention_cache) == {ElasticLayer}
     assert elastic.cross_attention_cache.layers[0].keys.shape[2] == 5
-
-
-def test_a_model_inside_the_model_that_does_the_generating_is_attached_too(device: Device) -> None:
-    model = build("blip-2")
-    seen: set[frozenset[type]] = set()
-    with attached(model), before_each_forward(model, lambda step, cache: seen.add(frozenset(kinds(cache)))):
-        assert ask(model, "blip-2", "greedy").agrees(ask(build("blip-2"), "blip-2", "greedy"))
-        with pytest.raises(AlreadyManaged):
-            generation.attach(model.language_model)
-    assert seen == {frozenset([ElasticLayer])}
 
 
 def test_the_classes_with_their_own_preparation_get_it_back() -> None:

@@ -44,12 +44,6 @@ def test_the_regular_cache_is_never_less_than_nothing() -> None:
     assert split(10, 4, 3, [100 * 40]) == Split(0, 0)
 
 
-def test_what_is_left_of_a_place_is_no_block_of_another() -> None:
-    """Eq. 2 rounds down at each worker: two halves are no block."""
-    assert split(2, 10, 1000, [19, 19]) == Split(0, 50)
-    assert split(2, 10, 1000, [39, 20]) == Split(2, 49)
-
-
 SMALL = st.integers(1, 3)
 
 
@@ -107,58 +101,11 @@ def test_what_fits_comes_home_and_arrives_while_layers_compute() -> None:
     assert slow.first == pytest.approx(41 * SECONDS), "the link is never idle, and the last layer computes after it"
 
 
-def test_nothing_away_costs_nothing() -> None:
-    found = chosen([Layer(0, 1.0, 1.0)] * 3, free=0)
-    assert found == Choice(Way.RESIDENT, 0, 0, 0, 6.0, 0.0, 6.0)
-    assert chosen([], free=0).way is Way.RESIDENT
-
-
-def test_two_buffers_hide_all_but_the_first_copy() -> None:
-    found = chosen([Layer(4, rest=3 * SECONDS, attention=2 * SECONDS)] * 10, free=8)
-    assert (found.way, found.streamed, found.slots, found.pages) == (Way.STREAMED, 4, 2, 8)
-    assert found.exposed == pytest.approx(4 * SECONDS)
-
-
-def test_where_copying_does_not_hide_what_is_exposed_is_what_it_takes_longer_than_compute() -> None:
-    layers = [Layer(4, rest=SECONDS, attention=2 * SECONDS)] * 10
-    two = chosen(layers, free=8)
-    assert two.slots == 2
-    first = 4 * SECONDS
-    assert two.exposed == pytest.approx(first + 9 * max(0, 4 * SECONDS - 3 * SECONDS))
-    one = chosen(layers, free=4)
-    assert (one.way, one.slots, one.pages) == (Way.STREAMED, 1, 4)
-    assert one.exposed == pytest.approx(first + 9 * max(0, 4 * SECONDS - 1 * SECONDS))
-
-
-def test_what_is_free_beside_the_buffers_keeps_pages_at_home() -> None:
-    found = chosen([Layer(100, rest=SECONDS)] * 10, free=600)
-    assert (found.way, found.slots) == (Way.STREAMED, 1)
-    assert found.streamed == -(-400 // 9)
-    assert found.pages <= 600
-    assert found.first > found.seconds
-
-
-def test_with_no_room_at_all_it_is_read_in_place() -> None:
-    found = chosen([Layer(4, rest=SECONDS)] * 10, free=0)
-    assert (found.way, found.streamed, found.slots, found.pages) == (Way.ZERO_COPY, 4, 0, 0)
-    assert found.exposed == pytest.approx(40 * SECONDS / 0.9)
-    assert found.first == pytest.approx(found.seconds)
-    assert chosen([Layer(4, rest=SECONDS)] * 10, free=0, rows=257).exposed == pytest.approx(2 * found.exposed)
-
-
 def test_small_pieces_are_read_in_place_rather_than_copied_one_by_one() -> None:
     layers = [Layer(1, rest=SECONDS)] * 10
     assert chosen(layers, free=2, copy=2 * SECONDS).way is Way.ZERO_COPY
     assert chosen(layers, free=2, copy=2 * SECONDS, rows=64).way is Way.ZERO_COPY
     assert chosen(layers, free=2, copy=2 * SECONDS, rows=65).way is Way.STREAMED
-
-
-def test_a_last_page_that_does_not_fit_is_not_a_reason_to_copy_the_rest() -> None:
-    """Nine of ten layers' worth of pages are free: few pages stay away, and slots for them cost more of them."""
-    layers = [Layer(10, rest=SECONDS)] * 10
-    found = chosen(layers, free=99)
-    assert found.streamed == 1
-    assert found.pages <= 99
 
 
 def simulated(layers: list[Layer], streamed: int, slots: int) -> float:

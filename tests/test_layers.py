@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.hooks.weights.storages import members, survey
-
-from . import models
-
-
-@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-def test_decoder_layers_of_transformers_models(architecture: str) -> None:
-    model = models.build(architecture)
-    layers = decoder_layers(model)
-    assert len(layers) == models.LAYERS
-    assert {type(layer).__name__ for layer in layers} <= set(model._no_split_modules or ())
-    assert decoder_layers(nn.Sequential(model, nn.Linear(1, 1))) == layers
 
 
 class Shell(nn.Module):

@@ -100,17 +100,6 @@ def test_the_smallest_budget_is_what_a_walk_through_the_move_needs(
     assert needed <= smallest // page <= needed + 1 if sources else smallest // page == needed
 
 
-def test_a_layer_of_an_8b_model_wastes_nothing_to_speak_of() -> None:
-    matrices = [4096 * 4096 * 2, 1024 * 4096 * 2, 1024 * 4096 * 2, 4096 * 4096 * 2, *[14336 * 4096 * 2] * 3]
-    norms = [8192, 8192]
-    sizes = [(nbytes, layer) for layer in range(32) for nbytes in (*matrices, *norms)]
-    sizes += [(128256 * 4096 * 2, None), (128256 * 4096 * 2, None), (8192, None), (256, None)]
-    layout = place([Block(key, nbytes, layer) for key, (nbytes, layer) in enumerate(sizes)], 8 * 2**20)
-    assert len(layout.ranges) == 33
-    assert {each.nbytes for each in layout.ranges[1:]} == {416 * 2**20}
-    assert layout.waste <= 8 * 2**20
-
-
 @pytest.mark.parametrize("page", [0, -4096, 1000])
 def test_a_page_that_cannot_hold_aligned_blocks_is_refused(page: int) -> None:
     with pytest.raises(ValueError, match="multiple"):

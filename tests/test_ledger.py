@@ -119,15 +119,6 @@ def test_whoever_shares_the_link_meets_its_slo(them: list[Client], bandwidth: in
         assert meets(each, found.options[each.name].interval, bytes_per_second), each.name
 
 
-@settings(max_examples=50)
-@given(clients(), bandwidths)
-def test_the_condition_of_the_paper_is_enough(them: list[Client], bandwidth: int) -> None:
-    active = [each for each in them if not each.idle]
-    combinations = list(product(*map(options, active)))
-    if any(sum(option.rate for option in chosen) < bandwidth for chosen in combinations):
-        assert isinstance(share(them, bandwidth), Shares)
-
-
 @settings(max_examples=40)
 @given(clients(), st.lists(st.tuples(bandwidths, traffics), min_size=1, max_size=6))
 def test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up(
@@ -192,36 +183,6 @@ def test_alone_it_gets_the_smallest_interval_that_meets_its_slo() -> None:
     assert beside.options["a"].interval > alone.options["a"].interval
 
 
-def test_two_models_on_one_link() -> None:
-    """Eight layers of 10 ms that take 10 ms to copy each, SLO 25 % above: one model streams them all, which needs 0.8
-    of the link, the other streams one."""
-    found = share([client("a"), client("b")], LINK)
-    assert isinstance(found, Shares)
-    assert {name: option.host for name, option in found.options.items()} == {"a": 80_000, "b": 10_000}
-    assert found.rate <= LINK
-    less = share([client("a"), client("b")], LINK, traffic=LINK // 2)
-    assert isinstance(less, Shares)
-    assert less.host < found.host
-    none = share([client("a"), client("b")], LINK, traffic=2 * LINK)
-    assert isinstance(none, Shares)
-    assert {option.interval for option in none.options.values()} == {9}
-
-
-def test_models_larger_than_their_memory_share_a_link_that_neither_could_leave_to_the_other() -> None:
-    """Each would take all of the link that it gets, so that their rates add up to twice the bandwidth; but either has
-    time to spare, and half the link is enough."""
-    them = [client(name, slo=0.2, available=20) for name in "ab"]
-    found = share(them, LINK)
-    assert isinstance(found, Shares)
-    assert all(option.host == 80_000 for option in found.options.values())
-    assert sum(option.rate for option in found.options.values()) > LINK
-    tighter = share([replace(each, slo=0.15) for each in them], LINK)
-    assert isinstance(tighter, Refusal)
-    assert (tighter.model, tighter.reason) == ("b", "link")
-    assert tighter.slo is None, "at any SLO it would take half the link, and the other needs more than that"
-    assert tighter.bandwidth == 2 * options(client("a", slo=0.15))[0].need
-
-
 def test_refusals_in_words() -> None:
     def words(it: Client) -> str:
         found = share([it], LINK)
@@ -248,8 +209,3 @@ def test_an_slo_that_cannot_be_kept_any_more_is_given_up_by_the_newest() -> None
     assert slower.shares.options["b"].interval == 2, "its memory demands that much"
     with pytest.raises(ValueError, match="do not fit"):
         settle([client("a", available=1)], LINK)
-
-
-def test_nobody_streams() -> None:
-    assert share([], LINK) == Shares({}, 0)
-    assert share([client("a", idle=True)], LINK) == Shares({}, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import ceil
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,11 +32,6 @@ def test_lwm_with_qwen3_14b() -> None:
     assert unit(worker=qwen, master=lwm) == Unit(40 * MIB, worker=16, master=5)
     assert unit(worker=qwen, master=lwm, page=2 * MIB) == Unit(40 * MIB, worker=16, master=5)
     assert unit(worker=qwen, master=lwm, page=32 * MIB) == Unit(160 * MIB, worker=64, master=20)
-
-
-def test_two_types_are_compared_in_bytes() -> None:
-    half, whole = (block_bytes(2, 16, 4, 8, itemsize) for itemsize in (2, 4))
-    assert unit(half, whole) == Unit(whole, worker=2, master=1)
 
 
 @given(SIZES, SIZES, SIZES)
@@ -89,15 +82,6 @@ def test_what_counts_is_what_is_in_use_at_once() -> None:
     assert window.most(64) == 0
 
 
-def test_what_goes_on_is_not_forgotten() -> None:
-    window = Window(10)
-    window.use(0, 7)
-    assert window.most(1000) == 7
-    window.use(1000, 0)
-    assert (window.most(1010), window.most(1011)) == (7, 0)
-    assert Window(5).most(3) == 0
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.booleans()), max_size=40), st.integers(0, 12))
 def test_the_window_against_all_that_ever_was(steps: list[tuple[int, int, bool]], seconds: int) -> None:
     window, now = Window(seconds), 0
@@ -112,35 +96,6 @@ def test_the_window_against_all_that_ever_was(steps: list[tuple[int, int, bool]]
             window.use(now, blocks)
             told.append((now, blocks))
     assert len(window._falling) <= 10, "each is less than the one before"
-
-
-@given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.integers(1, 30)), max_size=40), SIZES, SIZES)
-def test_a_worker_always_has_what_its_requests_need(
-    requests: list[tuple[int, int, int]], worker: int, master: int
-) -> None:
-    """Requests come, overlap and end; the worker lends what it can spare each time, and takes back what it lacks."""
-    size = unit(worker, master)
-    total = ceil(200 / size.worker) * size.worker
-    blocks, lent = total, 0
-    window, now = Window(8), 0
-    running: list[tuple[int, int]] = []  # (end, blocks)
-    for passed, takes, needs in requests:
-        now += passed
-        running = [(end, used) for end, used in running if end > now]
-        if sum(used for _, used in running) + needs > total:
-            continue
-        running.append((now + takes, needs))
-        used = sum(used for _, used in running)
-        back = scale_up(blocks, used, size)
-        blocks, lent = blocks + back.worker, lent - back.units
-        assert blocks >= used
-        assert lent >= 0, "no more is taken back than was lent"
-        window.use(now, used)
-        spare = scale_down(blocks, window.most(now), size)
-        blocks, lent = blocks - spare.worker, lent + spare.units
-        assert blocks >= used
-        assert blocks + lent * size.worker == total
-        assert lent * size.size == lent * size.master * master
 
 
 # -- several models in one pool

@@ -9,9 +9,7 @@ import json
 import re
 import shutil
 import socket
-import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,10 +32,10 @@ from ballonet.hooks import loading
 from ballonet.hooks.weights.storages import members, survey
 from ballonet.testing import chaos_of
 
-from .gpu.scene import PRELUDE
 from .models import build, generate, prompts
 from .pool import bytes_that_exist, installing
 from .portrait import all_in_pool, contents
+from .programs import run
 from .tuned import Tuned
 
 torch.set_num_threads(1)
@@ -109,9 +107,8 @@ def check_same(folder: Path, cls: Any = None, auto: Any = AutoModelForCausalLM, 
 
 @pytest.mark.parametrize(
     ("name", "tied", "shard"),
-    [("llama", False, "1GB"), ("llama", True, "100KB"), ("gpt2", True, "1GB"), ("bloom", True, "100KB"),
-     ("gemma3_text", True, "1GB"), ("mixtral", False, "100KB"), ("qwen2_moe", False, "1GB"),
-     ("falcon_h1", False, "1GB"), ("olmo_hybrid", False, "1GB")],
+    [("llama", False, "1GB"), ("llama", True, "100KB"), ("gpt2", True, "1GB"), ("mixtral", False, "100KB"),
+     ("falcon_h1", False, "1GB")],
 )  # fmt: skip
 def test_what_is_loaded_is_what_transformers_loads(
     tmp_path: Path, device: Device, name: str, tied: bool, shard: str
@@ -121,7 +118,7 @@ def test_what_is_loaded_is_what_transformers_loads(
     assert model.training is False
 
 
-@pytest.mark.parametrize("name", ["t5", "whisper", "llava"])
+@pytest.mark.parametrize("name", ["t5", "llava"])
 def test_a_model_that_is_no_decoder_is_of_the_class_that_it_was_saved_from(
     tmp_path: Path, device: Device, name: str
 ) -> None:
@@ -138,7 +135,7 @@ def test_a_class_that_is_given(tmp_path: Path, device: Device) -> None:
 
 @pytest.mark.parametrize(
     ("stored", "asked"),
-    [(torch.float16, torch.float32), (torch.float16, "auto"), (torch.float32, torch.bfloat16), (torch.bfloat16, None)],
+    [(torch.float16, torch.float32), (torch.float16, "auto"), (torch.bfloat16, None)],
 )
 def test_dtypes(tmp_path: Path, device: Device, stored: torch.dtype, asked: Any) -> None:
     saved(tmp_path, dtype=stored)
@@ -146,42 +143,49 @@ def test_dtypes(tmp_path: Path, device: Device, stored: torch.dtype, asked: Any)
     assert model.dtype == (asked if isinstance(asked, torch.dtype) else stored)
 
 
-def test_weights_that_no_file_has_are_initialized(tmp_path: Path, device: Device) -> None:
-    build("llama").model.save_pretrained(tmp_path)
-    check_same(tmp_path)
+def without_a_head(folder: Path) -> dict[str, Any]:
+    build("llama").model.save_pretrained(folder)
+    return {}
 
 
-def test_weights_of_another_shape(tmp_path: Path, device: Device) -> None:
-    saved(tmp_path, "llama")
-    options = {"num_key_value_heads": 1, "ignore_mismatched_sizes": True}
-    check_same(tmp_path, **options)
+def of_another_shape(folder: Path) -> dict[str, Any]:
+    saved(folder)
+    return {"num_key_value_heads": 1, "ignore_mismatched_sizes": True}
 
 
-def test_options_of_the_configuration_and_of_where_things_are(tmp_path: Path, device: Device) -> None:
-    saved(tmp_path / "inside")
-    path = tmp_path / "inside" / "model.safetensors"
+def inside_and_renamed(folder: Path) -> dict[str, Any]:
+    path = saved(folder / "inside") / "model.safetensors"
     renamed = {name.replace("self_attn", "attention"): tensor for name, tensor in load_file(path).items()}
     save_file(renamed, path, {"format": "pt"})
-    model = check_same(
-        tmp_path, subfolder="inside", key_mapping={r"\.attention\.": ".self_attn."}, attn_implementation="eager"
-    )
-    assert model.config._attn_implementation == "eager"
+    return {
+        "subfolder": "inside",
+        "key_mapping": {r"\.attention\.": ".self_attn."},
+        "attn_implementation": "eager",
+    }
 
 
-def test_a_checkpoint_of_pickles(tmp_path: Path, device: Device) -> None:
+def pickled(folder: Path) -> dict[str, Any]:
     model = build("llama")
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    check_same(tmp_path)
+    model.config.save_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return {}
 
 
-def test_an_adapter_beside_its_model(tmp_path: Path, device: Device) -> None:
-    saved(tmp_path)
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), LoraConfig(target_modules=["q_proj"]))
+def beside_an_adapter(folder: Path) -> dict[str, Any]:
+    saved(folder)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), LoraConfig(target_modules=["q_proj"]))
     nn.init.normal_(adapted.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight)
-    adapted.save_pretrained(tmp_path)
-    model = check_same(tmp_path)
-    assert any("lora_B" in name for name, _ in model.named_parameters())
+    adapted.save_pretrained(folder)
+    return {}
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [without_a_head, of_another_shape, inside_and_renamed, pickled, beside_an_adapter]
+)
+def test_unusual_checkpoints(tmp_path: Path, device: Device, checkpoint: Callable[[Path], dict[str, Any]]) -> None:
+    model = check_same(tmp_path, **checkpoint(tmp_path))
+    adapted = any("lora_B" in name for name, _ in model.named_parameters())
+    assert adapted == (checkpoint is beside_an_adapter)
 
 
 def test_what_is_returned_beside_the_model(tmp_path: Path, device: Device) -> None:
@@ -223,11 +227,6 @@ def test_it_installs_where_nothing_is_installed(tmp_path: Path, monkeypatch: pyt
 
 
 # Larger than the device
-
-
-def layer_bytes(folder: Path) -> int:
-    file = folder / "model.safetensors"
-    return sum(tensor.nbytes for name, tensor in load_file(file).items() if ".layers." in name)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
@@ -306,15 +305,6 @@ MEMORY = """
     written = sum(" rw-p " in line for line in lines)
     print(most, after, kib("RssFile"), written, ballonet.manage(model).report().host_pages)
 """
-
-
-def run(code: str, *arguments: object) -> str:
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    return done.stdout
 
 
 def test_the_weights_are_in_memory_once(tmp_path: Path) -> None:
@@ -420,15 +410,6 @@ def test_errors_are_those_of_transformers(tmp_path: Path, device: Device) -> Non
             ballonet.from_pretrained(folder, local_files_only=True)
 
 
-def test_bad_options_of_manage(tmp_path: Path, device: Device) -> None:
-    saved(tmp_path)
-    for wrong in ({"interval": 0}, {"interval": 99}, {"chaos": "x"}):
-        with pytest.raises(ManageError):
-            ballonet.from_pretrained(tmp_path, **wrong)
-    gc.collect()
-    assert ballonet.stats().pages.weights == 0
-
-
 ELSEWHERE: tuple[dict[str, Any], ...] = (
     {"device_map": {"model": "cpu", "lm_head": "disk"}}, {"device_map": "cuda"}, {"device_map": 0},
     {"device_map": {"": "disk"}}, {"device_map": "auto", "max_memory": {0: 10}}, {"offload_folder": "x"},
@@ -442,14 +423,14 @@ def test_options_that_place_the_model(tmp_path: Path, device: Device) -> None:
     for options in ELSEWHERE:
         with pytest.raises(ManageError, match=rf"takes no {list(options)[-1]}=.*leave"):
             ballonet.from_pretrained(tmp_path, **options)
-    for here in ("auto", "balanced", "cpu", {"": "cpu"}, torch.device("cpu"), None):
+    for here in ("auto", {"": "cpu"}, torch.device("cpu")):
         assert all_in_pool(ballonet.from_pretrained(tmp_path, device_map=here))
 
 
 @pytest.mark.parametrize(
     ("device_map", "home"),
-    [(0, True), (1, False), ("cuda", True), ("cuda:0", True), ("cuda:1", False), ("cpu", False), ({"": 0}, True),
-     ({"": "cuda:0"}, True), ({"": "cpu"}, False), ("auto", True), (torch.device("cuda", 0), True), (None, False)],
+    [(0, True), (1, False), ("cuda", True), ("cuda:1", False), ({"": "cuda:0"}, True), ({"": "cpu"}, False),
+     ("auto", True), (torch.device("cuda", 0), True), (None, False)],
 )  # fmt: skip
 def test_the_device_of_a_gpu_has_many_names(device_map: Any, home: bool) -> None:
     assert loading._is_home(device_map, torch.device("cuda", 0)) == home

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import io
-import re
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +14,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError, WrongDevice
-from ballonet.hooks.weights.storages import members, survey
+from ballonet.allocator.errors import AlreadyManaged, BudgetError, ConfigError, ManageError
 from ballonet.testing import chaos_of
 
 from . import models
 from .pool import bytes_that_exist, in_pool, installing, mapped
-from .portrait import Portrait, all_in_pool, bits, none_in_pool, tensors
+from .portrait import Portrait, all_in_pool, bits, conserved, none_in_pool, tensors
 
 BUDGET = 96 * 2**20
 PAGE = 64 * 2**10
@@ -54,8 +46,7 @@ def logits(model: Any) -> torch.Tensor:
 # Where the weights lie
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "bloom", "falcon"])
-@pytest.mark.parametrize("loaded", ["before", "after"])
+@pytest.mark.parametrize(("architecture", "loaded"), [("llama", "after"), ("gpt2", "before"), ("bloom", "after")])
 def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
     install: Callable[[], Device], architecture: str, loaded: str
 ) -> None:
@@ -77,72 +68,6 @@ def test_every_weight_lies_in_the_memfd_and_comes_back_whole(
     assert (pages.weights, pages.retiring) == (0, 0)
 
 
-def test_each_layer_has_pages_of_its_own_and_the_rest_shares_the_resident_ones(device: Device) -> None:
-    model = models.build("llama", **WIDE)
-    with ballonet.manage(model) as managed:
-        assert all(len(of_layer) == 1 for of_layer in managed._weights.ranges.values())
-        ranges = {layer: of_layer[0] for layer, of_layer in managed._weights.ranges.items()}
-        used: dict[int | None, set[int]] = {layer: set() for layer in ranges}
-        for name, tensor in tensors(model).items():
-            assert tensor.data_ptr() % 512 == 0
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
-            layer = int(name.split(".")[2]) if ".layers." in name and tensor.nbytes >= 2**20 else None
-            first = tensor.data_ptr() - ranges[layer].address
-            assert 0 <= first <= first + tensor.nbytes <= ranges[layer].nbytes
-            used[layer].update(range(first // PAGE, (first + tensor.nbytes - 1) // PAGE + 1))
-        assert ranges.keys() == {None, 0, 1, 2}
-        assert {layer: len(pages) for layer, pages in used.items()} == {at: r.pieces for at, r in ranges.items()}
-        assert sum(map(len, used.values())) == managed.report().pages
-        assert ballonet.stats().pages.weights == managed.report().pages
-        assert bytes_that_exist() >= managed.report().pages * PAGE
-
-
-def test_moving_in_never_takes_more_than_the_weights_and_one_layer(device: Device) -> None:
-    model = models.build("llama", **WIDE)  # in the pool, as activations
-    device.trim()
-    before = bytes_that_exist()
-    step = max(sum(weight.nbytes for weight in part.parameters()) for part in [*model.model.layers, model.lm_head])
-    assert step + 4 * PAGE < sum(tensor.nbytes for tensor in tensors(model).values()) // 2
-    device.reset_peaks()
-    with ballonet.manage(model):
-        assert device.snapshot()["physical_peak"] <= before + step + 4 * PAGE
-
-
-def test_pages_are_conserved_and_the_memfd_shrinks(device: Device) -> None:
-    model = models.build("llama", **WIDE)
-    weights = sum(tensor.nbytes for tensor in tensors(model).values())
-    before = bytes_that_exist()
-    managed = ballonet.manage(model)
-    during = bytes_that_exist()
-    assert abs(during - before) <= 8 * PAGE  # from activations of the pool to weights of the pool
-    snapshot = device.snapshot()
-    assert sum(snapshot["pages"].values()) == snapshot["created"]
-    managed.release()
-    assert bytes_that_exist() <= during - weights
-    snapshot = device.snapshot()
-    assert sum(snapshot["pages"].values()) == snapshot["created"]
-    assert snapshot["pages"]["weights"] == 0
-
-
-class Watch:
-    """The most bytes that the memfd held, looked at as often as another thread gets to."""
-
-    def __enter__(self) -> Watch:
-        self.most = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-        return self
-
-    def _look(self) -> None:
-        while not self._stop.is_set():
-            self.most = max(self.most, bytes_that_exist())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 @pytest.mark.parametrize("loaded", ["before", "after"])
 def test_moving_takes_the_weights_and_one_layer(install: Callable[[], Device], loaded: str) -> None:
     layers = 8
@@ -154,15 +79,16 @@ def test_moving_takes_the_weights_and_one_layer(install: Callable[[], Device], l
     layer = sum(tensor.nbytes for tensor in tensors(model.model.layers[0]).values())
     others = bytes_that_exist() - (weights if loaded == "after" else 0)
     device.reset_peaks()
-    with Watch() as watch:
-        managed = ballonet.manage(model)
+    managed = ballonet.manage(model)
     slack = (layers + 4) * PAGE  # ends of ranges
     limit = others + weights + slack + (layer if loaded == "after" else 0)
     assert weights <= device.snapshot()["physical_peak"] <= limit
-    assert watch.most <= limit
+    assert abs(managed.report().pages * PAGE - weights) <= slack
+    assert conserved(device, managed)
     device.reset_peaks()
     managed.release()
     assert device.snapshot()["physical_peak"] <= others + weights + slack
+    assert bytes_that_exist() <= others + slack
 
 
 # What a model is made of
@@ -237,17 +163,6 @@ def test_every_kind_of_tensor_keeps_its_values_its_strides_and_its_ties(device: 
             assert not any(in_pool(tensor, now) for name, tensor in tensors(model).items() if name not in unmanaged)
 
 
-def test_tied_embeddings_move_once_and_stay_tied(device: Device) -> None:
-    model = models.build("llama", tie_word_embeddings=True, hidden_size=512, vocab_size=1000)
-    embeddings: torch.Tensor = model.model.embed_tokens.weight
-    size = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors(model).values()}.values())
-    managed = ballonet.manage(model)
-    assert model.lm_head.weight is embeddings
-    assert managed.report().pages * PAGE < size + embeddings.nbytes
-    managed.release()
-    assert model.lm_head.weight is model.model.embed_tokens.weight is embeddings
-
-
 def test_tensors_inside_a_wrapper_are_moved(device: Device) -> None:
     model: Any = nn.Module()
     model.weight = nn.Parameter(TwoTensor(torch.randn(300), torch.randn(300)))
@@ -265,22 +180,10 @@ def test_tensors_inside_a_wrapper_are_moved(device: Device) -> None:
         assert bits(tensor) == before[name]
 
 
-def test_memory_shared_with_other_processes_stays_shared(device: Device) -> None:
-    model = nn.Linear(4, 4)
-    model.weight.data.share_memory_()
-    with ballonet.manage(model) as managed:
-        assert list(managed.report().unmanaged_tensors) == ["weight"]
-        assert model.weight.is_shared()
-        assert in_pool(model.bias)
-
-
 ANY: dict[str, Callable[[], nn.Module]] = {
     "nothing": nn.Module,
-    "no parameters": lambda: nn.Sequential(nn.ReLU(), nn.Identity()),
-    "one layer": lambda: nn.Linear(64, 3),
     "a module used twice": lambda: nn.Sequential(*[nn.Linear(64, 64)] * 2),
     "convolutions": lambda: nn.Sequential(nn.Conv1d(64, 8, 1), nn.BatchNorm1d(8), nn.Flatten()),
-    "a list": lambda: nn.ModuleList([nn.Linear(4, 4)]),
     "a script": lambda: torch.jit.script(nn.Linear(64, 3)),
 }
 
@@ -349,93 +252,6 @@ def test_a_tensor_that_cannot_be_moved_keeps_those_beside_it_too(device: Device)
 # What users do with a managed model
 
 
-def test_saving_loading_copying_give_what_stock_gives(device: Device, tmp_path: Path) -> None:
-    model = models.build("llama", **WIDE)
-    model.save_pretrained(tmp_path / "stock")
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    stock_file = io.BytesIO()
-    torch.save(model.state_dict(), stock_file)
-    with ballonet.manage(model):
-        model.save_pretrained(tmp_path / "managed")
-        for file in (tmp_path / "stock").iterdir():
-            assert file.read_bytes() == (tmp_path / "managed" / file.name).read_bytes(), file.name
-        state = model.state_dict()
-        assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
-        managed_file = io.BytesIO()
-        torch.save(state, managed_file)
-        assert abs(managed_file.tell() - stock_file.tell()) < 4096
-
-        twin = copy.deepcopy(model)
-        assert torch.equal(logits(twin), logits(model))
-        assert not {id(t) for t in tensors(twin).values()} & {id(t) for t in tensors(model).values()}
-
-        changed = {name: tensor + 1 for name, tensor in expected.items()}
-        addresses = {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
-        model.load_state_dict(changed)
-        assert addresses == {name: tensor.data_ptr() for name, tensor in tensors(model).items()}
-        del state
-    assert all(torch.equal(tensor, changed[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(twin.state_dict()["lm_head.weight"], expected["lm_head.weight"])
-
-
-def test_a_copy_is_not_managed(device: Device, tmp_path: Path) -> None:
-    model = models.build("llama")
-    managed = ballonet.manage(model, chaos=3)
-    twin = copy.deepcopy(model)
-    torch.save(model, tmp_path / "whole.pt")
-    loaded = torch.load(tmp_path / "whole.pt", weights_only=False)
-    assert chaos_of(managed) is not None
-    before = dict(chaos_of(managed).moved)
-    for other in (twin, loaded):
-        assert torch.equal(logits(other), logits_without_chaos(model, managed))
-    assert dict(chaos_of(managed).moved) == before
-    managed.release()
-    with ballonet.manage(twin):
-        assert torch.equal(logits(twin), logits(model))
-
-
-def logits_without_chaos(model: Any, managed: ballonet.Managed) -> torch.Tensor:
-    forwards = managed._forwards
-    chaos, forwards.chaos = forwards.chaos, None
-    try:
-        return logits(model)
-    finally:
-        forwards.chaos = chaos
-
-
-def test_training_goes_on(device: Device) -> None:
-    def train(model: Any) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        losses = []
-        for step in range(4):
-            batch = models.prompts(2, 9)
-            loss = model(**batch, labels=batch["input_ids"]).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach().clone())
-            if step == 1 and managed is not None:
-                managed.release()
-        return losses
-
-    managed = None
-    expected = train(models.build("llama"))
-    model = models.build("llama")
-    managed = ballonet.manage(model)
-    assert all(map(torch.equal, train(model), expected))
-
-
-def test_a_graph_made_before_can_be_walked_back_after(device: Device) -> None:
-    linear = nn.Linear(8, 8)
-    twin = copy.deepcopy(linear)
-    loss = linear(torch.ones(1, 8)).square().sum()
-    with ballonet.manage(linear):
-        loss.backward()
-        twin(torch.ones(1, 8)).square().sum().backward()
-        assert torch.equal(linear.weight.grad, twin.weight.grad)
-
-
 def test_a_model_that_was_converted_meanwhile_is_released_all_the_same(device: Device) -> None:
     model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
     managed = ballonet.manage(model)
@@ -471,6 +287,8 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     before = Portrait(model)
     with ballonet.manage(model) as managed:
         assert managed.model is model
+        members = {name for name in dir(managed) if not name.startswith("_")}
+        assert members == {"report", "release", "resident", "editable", "prefixes", "model"}
         assert not managed.report().released
         assert "3 decoder layers" in repr(managed)
         assert str(managed.report().pages) in repr(managed)
@@ -487,13 +305,6 @@ def test_release_is_exact_and_can_be_repeated(device: Device) -> None:
     kept.remove()
 
 
-def test_a_managed_model_has_few_members(device: Device) -> None:
-    with ballonet.manage(nn.Linear(4, 4)) as managed:
-        public = {name for name in dir(managed) if not name.startswith("_")}
-    assert public == {"report", "release", "resident", "editable", "prefixes", "model"}
-    assert managed.report().pages == 0
-
-
 def test_a_model_is_managed_once(device: Device) -> None:
     model = models.build("llama")
     with ballonet.manage(model, chaos=3) as managed:
@@ -507,37 +318,6 @@ def test_a_model_is_managed_once(device: Device) -> None:
         assert before.is_of(model)
     with ballonet.manage(model.model):
         assert all_in_pool(model.model)
-
-
-def test_collecting_a_model_returns_its_pages(device: Device) -> None:
-    model: Any = models.build("llama", **WIDE)
-    managed = ballonet.manage(model)
-    alive = weakref.ref(model)
-    model.generate(**models.prompts(1, 5), max_new_tokens=3)
-    head = model.lm_head.weight
-    expected = head.detach().clone()
-    model = None
-    gc.collect()
-    assert alive() is None
-    assert managed.report().released
-    assert managed.model is None
-    assert "collected" in repr(managed)
-    assert torch.equal(head, expected)
-    assert 0 < ballonet.stats().pages.weights <= -(-head.nbytes // PAGE) + 1
-    del head
-    assert ballonet.stats().pages.weights == 0
-    managed.release()
-
-
-def test_the_handle_need_not_be_kept(device: Device) -> None:
-    model = models.build("llama")
-    ballonet.manage(model)
-    gc.collect()
-    assert all_in_pool(model)
-    managed = ballonet.manage(model)
-    assert managed.model is model
-    managed.release()
-    assert none_in_pool(model)
 
 
 def test_manage_installs_where_that_was_not_done(
@@ -579,14 +359,8 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
     [
         ({"budget": "80GiB"}, r"no option 'budget'.*'prefix_dir_limit'"),
         ({"tpot_slo": "80ms"}, "no decoder layers"),
-        ({"tpot_slo": 0}, "takes no time"),
-        ({"ttft_slo": "soon"}, "is no time"),
-        ({"tpot_slo": "80ms", "interval": 2}, "leaves no choice"),
         ({"priority": 1.5}, "whole number"),
-        ({"floor": -1}, "floor is -1, which is no size"),
-        ({"floor": "much"}, "floor is 'much', which is no size"),
         ({"floor": "2TiB"}, "floor is 2TiB, which the budget of"),
-        ({"chaos": -1}, "seed"),
         ({"chaos": "five"}, "seed"),
         ({"chaos": True}, "seed"),
     ],
@@ -611,19 +385,10 @@ def test_what_is_no_module_or_has_no_weights_yet(device: Device) -> None:
     assert ballonet.stats().pages.weights == 0
 
 
-def test_a_model_on_another_device_is_told_where_to_go() -> None:
-    model = nn.Sequential(nn.Linear(4, 4))
-    found = survey(members(model, []), torch.device("cuda", 1))
-    assert isinstance(found.refused, WrongDevice)
-    assert re.match(r"0\.weight is on cpu.*model\.to\('cuda:1'\)", str(found.refused))
-    assert not found.spans
-
-
 # The budget
 
 
-@pytest.mark.parametrize("loaded", ["before", "after"])
-@pytest.mark.parametrize("size", ["narrow", "wide"])
+@pytest.mark.parametrize(("loaded", "size"), [("before", "wide"), ("after", "narrow"), ("after", "wide")])
 def test_the_smallest_budget_it_names_is_enough_and_one_page_less_is_not(
     install: Callable[[], Device], loaded: str, size: str
 ) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ballonet
 from ballonet.allocator import install
@@ -15,7 +14,7 @@ from ballonet.allocator._native import Device
 
 from . import models
 from .pool import installing
-from .portrait import all_in_pool, conserved, contents, none_in_pool, tensors
+from .portrait import all_in_pool, conserved, contents, none_in_pool
 from .tuned import Tuned
 
 PAGE = 4096
@@ -38,128 +37,6 @@ def tokens(model: Any) -> torch.Tensor:
     return models.generate(model, "greedy", models.prompts(2, 7), tokens=5).tokens
 
 
-class LoraLinear(nn.Module):
-    """LoRA (Hu et al. 2021, §4.1) around a linear layer: W x + s B A x."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base
-        self.a = nn.Parameter(torch.randn(rank, base.in_features) * 0.1)
-        self.b = nn.Parameter(torch.randn(base.out_features, rank) * 0.1)
-        self.merged = False
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        outputs: torch.Tensor = self.base(inputs)
-        return outputs if self.merged else outputs + inputs @ self.a.t() @ self.b.t()
-
-    def merge(self, sign: int = 1) -> None:
-        self.base.weight.data += sign * (self.b @ self.a).detach()
-        self.merged = sign > 0
-
-
-def attach(model: Any, rank: int = 4) -> None:
-    torch.manual_seed(6)
-    for layer in model.model.layers:
-        for name in TARGETS:
-            setattr(layer.self_attn, name, LoraLinear(getattr(layer.self_attn, name), rank))
-
-
-def each(model: Any, act: Callable[[LoraLinear], object]) -> None:
-    for module in [module for module in model.modules() if isinstance(module, LoraLinear)]:
-        act(module)
-
-
-def detach(model: Any) -> None:
-    for layer in model.model.layers:
-        for name in TARGETS:
-            setattr(layer.self_attn, name, getattr(layer.self_attn, name).base)
-
-
-def scale(lora: LoraLinear) -> None:
-    lora.a.data = lora.a.data * 3
-
-
-STEPS: dict[str, Callable[[Any], object]] = {
-    "attached": attach,
-    "converted": lambda model: model.bfloat16(),
-    "converted back": lambda model: model.float(),
-    "exchanged": lambda model: each(model, scale),
-    "merged": lambda model: each(model, LoraLinear.merge),
-    "unmerged": lambda model: each(model, lambda lora: lora.merge(-1)),
-    "merged again": lambda model: each(model, LoraLinear.merge),
-    "off": detach,
-    "a larger one": lambda model: attach(model, 16),
-    "off again": detach,
-}
-
-
-@pytest.mark.parametrize("chaos", [None, 8])
-def test_a_low_rank_adapter_through_its_life(device: Device, chaos: int | None) -> None:
-    model, twin = build(), build()
-    managed = ballonet.manage(model, chaos=chaos)
-    pages = managed.report().pages
-    for name, step in STEPS.items():
-        addresses = {key: tensor.data_ptr() for key, tensor in tensors(model).items() if "_proj" in key}
-        for one in (model, twin):
-            with install.stock():
-                step(one)
-        assert torch.equal(tokens(model), tokens(twin)), name
-        assert contents(model) == contents(twin), name
-        assert all_in_pool(model), name
-        assert not managed.report().unmanaged_tensors, name
-        assert conserved(device, managed), name
-        if "merged" in name:
-            assert addresses == {key: tensor.data_ptr() for key, tensor in tensors(model).items() if "_proj" in key}
-        if name.startswith("off"):
-            assert managed.report().pages <= pages + 4  # of the conversions
-    managed.release()
-    assert none_in_pool(model)
-    assert contents(model) == contents(twin)
-    assert ballonet.stats().pages.weights == 0
-
-
-def test_a_model_with_an_adapter_is_managed_as_a_whole(device: Device) -> None:
-    model, twin = build(), build()
-    for one in (model, twin):
-        attach(one)
-    with ballonet.manage(model):
-        assert all_in_pool(model)
-        with install.stock():
-            for one in (model, twin):
-                each(one, LoraLinear.merge)
-                detach(one)
-        assert torch.equal(tokens(model), tokens(twin))
-    assert contents(model) == contents(twin)
-
-
-def test_an_adapter_is_trained_in_the_pool(device: Device) -> None:
-    def train(model: Any) -> list[float]:
-        model.requires_grad_(False)
-        with install.stock():
-            attach(model)
-        optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.5)
-        batch = models.prompts(2, 9)
-        losses = []
-        for _ in range(3):
-            loss = model(**batch, labels=batch["input_ids"]).loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    twin, model = build(), build()
-    expected = train(twin)
-    assert expected[0] > expected[-1]
-    with ballonet.manage(model):
-        assert train(model) == expected
-        assert all_in_pool(model)
-        assert contents(model) == contents(twin)
-
-
-# With peft, where it is installed
-
-
 @pytest.fixture
 def peft() -> Any:
     with install.stock():  # it makes tensors when it is imported
@@ -172,10 +49,10 @@ def lora(peft: Any, **more: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("around", ["managed before", "managed after"])
-def test_peft_attached_merged_and_unloaded(device: Device, peft: Any, around: str) -> None:
+@pytest.mark.parametrize(("managed_when", "chaos"), [("before", 8), ("after", None)])
+def test_peft_attached_merged_and_unloaded(device: Device, peft: Any, managed_when: str, chaos: int | None) -> None:
     model, twin = build(), build()
-    managed = ballonet.manage(model) if around == "managed before" else None
+    managed = ballonet.manage(model, chaos=chaos) if managed_when == "before" else None
     with install.stock():
         torch.manual_seed(1)
         wrapped = peft.get_peft_model(model, lora(peft))
@@ -198,20 +75,20 @@ def test_peft_attached_merged_and_unloaded(device: Device, peft: Any, around: st
                 step(one)
         assert torch.equal(tokens(wrapped), tokens(other)), name
         assert contents(wrapped) == contents(other), name
-        assert all_in_pool(wrapped), name
+        assert all_in_pool(wrapped, "device", *(["host"] if chaos else [])), name
         assert not managed.report().unmanaged_tensors
+        assert conserved(device, managed), name
     with install.stock():
         base, stock = wrapped.merge_and_unload(), other.merge_and_unload()
     assert torch.equal(tokens(base), tokens(stock))
     assert contents(base) == contents(stock)
-    assert all_in_pool(base)
     managed.release()
     assert none_in_pool(base)
     assert contents(base) == contents(stock)
     assert ballonet.stats().pages.weights == 0
 
 
-def test_the_adapters_of_transformers(device: Device, peft: Any) -> None:
+def test_the_adapters_of_transformers(peft: Any) -> None:
     model, twin = build(), build()
     managed = ballonet.manage(model)
     steps: list[Callable[[Any], object]] = [
@@ -229,3 +106,28 @@ def test_the_adapters_of_transformers(device: Device, peft: Any) -> None:
     assert contents(model) == contents(twin)
     managed.release()
     assert none_in_pool(model)
+
+
+def test_an_adapter_is_trained_in_the_pool(peft: Any) -> None:
+    def train(model: Any) -> list[float]:
+        with install.stock():
+            torch.manual_seed(6)
+            adapted = peft.get_peft_model(model, lora(peft))
+        optimizer = torch.optim.SGD([value for value in model.parameters() if value.requires_grad], lr=0.5)
+        batch = models.prompts(2, 9)
+        losses = []
+        for _ in range(3):
+            loss = adapted(**batch, labels=batch["input_ids"]).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    twin, model = build(), build()
+    expected = train(twin)
+    assert expected[0] > expected[-1]
+    with ballonet.manage(model):
+        assert train(model) == expected
+        assert all_in_pool(model)
+        assert contents(model) == contents(twin)

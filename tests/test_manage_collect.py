@@ -29,7 +29,7 @@ from . import models
 from .pool import in_pool, installing
 
 PAGE = 4096
-COUNT = 110
+COUNT = 24
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ class Scene:
 
     def __init__(self, keep: Callable[[Any], object]) -> None:
         model = models.build("llama")
-        ballonet.manage(model)
+        self.managed = ballonet.manage(model)
         generate(model)
         self.kept = keep(model)
         self.alive = weakref.ref(model)
@@ -95,11 +95,8 @@ def in_a_thread(model: Any) -> None:
 DROPPED: dict[str, Callable[[Any], object]] = {
     "nothing": lambda model: None,
     "a cycle": cycle,
-    "its logits": lambda model: model(**models.prompts(1, 5)).logits.detach(),
     "a cache": cache_of,
     "a thread that used it": in_a_thread,
-    "a layer's name only": lambda model: [name for name, _ in model.named_modules()],
-    "a copy of its state": lambda model: {name: value.clone() for name, value in model.state_dict().items()},
 }
 
 
@@ -107,7 +104,9 @@ DROPPED: dict[str, Callable[[Any], object]] = {
 def test_pages_come_back_with_the_model(device: Device, name: str) -> None:
     scene = Scene(DROPPED[name])
     assert weight_pages(device) == 0
-    assert scene.alive() is None
+    assert scene.alive() is scene.managed.model is None
+    assert scene.managed.report().released
+    assert "collected" in repr(scene.managed)
 
 
 def test_pages_come_back_with_the_traceback_that_held_the_model(device: Device) -> None:
@@ -121,7 +120,6 @@ def test_pages_come_back_with_the_traceback_that_held_the_model(device: Device) 
 
 KEPT: dict[str, Callable[[Any], Any]] = {
     "a weight": lambda model: model.lm_head.weight,
-    "a view": lambda model: model.lm_head.weight.detach()[5:],
     "a layer": lambda model: model.lm_head,
     "a graph": lambda model: model.lm_head.weight.square().sum(),
 }
@@ -197,7 +195,7 @@ def unasked(index: int) -> None:
 
 
 @pytest.mark.parametrize("life", [by_hand, dropped, unasked])
-def test_models_by_the_hundred(device: Device, life: Callable[[int], None]) -> None:
+def test_models_by_the_dozen(device: Device, life: Callable[[int], None]) -> None:
     watching = FirstUse() if life is unasked else None
     for index in range(4):  # what is made once only
         life(index)

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 import ballonet
-from ballonet.allocator import runtime
 from ballonet.allocator._native import Range
 from ballonet.testing import chaos_of
 
 from . import models
-from .gpu.scene import PRELUDE
+from .gpu.scene import Place, everywhere, play
 from .portrait import Portrait, tensors
+from .tuned import tuning
 
-PAGE = 2 * 2**20
 
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_life(device: str) -> None:
-    code = f"{PRELUDE}from tests.test_manage_devices import live; live({device!r})"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+@everywhere
+def test_a_life(kind: str) -> None:
+    play(live, kind, pages=128)
 
 
 def lies_in(model: nn.Module, ranges: Sequence[Range]) -> bool:
@@ -56,12 +47,15 @@ def convert(model: Any, inputs: Mapping[str, torch.Tensor]) -> None:
     model.float()
 
 
-def live(kind: str) -> None:
-    """In a process of its own, because torch changes its CUDA allocator once."""
-    ballonet.install(budget=128 * PAGE, page_size=PAGE, device=kind)
-    device = runtime.require()
-    model = models.build("llama", hidden_size=512, intermediate_size=1536).to(kind)
-    inputs = {name: tensor.to(kind) for name, tensor in models.prompts(2, 9).items()}
+def live(place: Place) -> None:
+    with tuning(weights={"large": 2**13}):  # so that the matrices of tiny layers have ranges of their own
+        lives(place)
+
+
+def lives(place: Place) -> None:
+    device = place.device
+    model = models.build("llama", hidden_size=64, intermediate_size=96).to(place.kind)
+    inputs = {name: tensor.to(place.kind) for name, tensor in models.prompts(2, 9).items()}
     before = Portrait(model)
     expected = {mode: models.generate(model, mode, inputs) for mode in models.MODES}
     for chaos in (None, 4):
@@ -90,7 +84,7 @@ def live(kind: str) -> None:
         pages = ballonet.stats().pages
         assert pages.weights == pages.kv == pages.retiring == 0, pages
     convert(model, inputs)
-    if kind == "cpu":
+    if not place.cuda:
         return
     # Graph capture runs the hooks once; replay reads the same addresses whatever page is behind them.
     managed = ballonet.manage(model)

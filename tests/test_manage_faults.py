@@ -6,10 +6,7 @@ Each phase runs in a process of its own: faults that were armed and not met must
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +19,7 @@ from ballonet.allocator._native import Device
 from . import models
 from .pool import bytes_that_exist
 from .portrait import Portrait, all_in_pool, none_in_pool
+from .programs import run
 
 PAGE = 16 * 2**10
 ERRORS = (ballonet.BallonetError, torch.OutOfMemoryError)
@@ -30,13 +28,10 @@ FEW = 2  # calls of one function that fail, of those that are called hundreds of
 
 @pytest.mark.parametrize("phase", ["manage", "generate", "release"])
 def test_a_fault_at_any_driver_call(phase: str) -> None:
-    code = f"from tests.test_manage_faults import run; run({phase!r})"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(f"from tests.test_manage_faults import live; live({phase!r})")
 
 
-def run(phase: str) -> None:
+def live(phase: str) -> None:
     """In a process of its own: lives of a model, one for each fault."""
     expected = generate(models.build("llama"))
     ballonet.install(budget=2**25, page_size=PAGE, device="cpu")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from ballonet.allocator.errors import AlreadyManaged, ManageError
 from . import models
 from .pool import in_pool, installing
 from .portrait import Portrait, all_in_pool, none_in_pool, tensors
+from .programs import run
 
 OFFLOADED = r"offloaded by accelerate.*load the model without offloading.*remove_hook_from_submodules"
 
@@ -170,10 +169,7 @@ def test_a_model_that_is_copied_to_several_devices_is_refused(device: Device) ->
 
 
 def test_wrappers_of_torch_distributed() -> None:
-    code = "from tests.test_manage_refusals import distribute; distribute()"
-    root = Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run("from tests.test_manage_refusals import distribute; distribute()")
 
 
 def distribute() -> None:

@@ -55,7 +55,7 @@ def widths(caches: list[Any]) -> list[Any]:
     return [None if keys is None else (keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in pairs]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", sorted({*NOT_WITHOUT_VALUES, *list(ARCHITECTURES)[::4], "deepseek_v2", "t5gemma"}))
 def test_without_values_a_token_finds_the_widths_of_a_real_cache(name: str) -> None:
     model = models.build(name)
     if not plan(type(model), model.config).elastic:
@@ -76,7 +76,7 @@ def test_without_values_a_token_finds_the_widths_of_a_real_cache(name: str) -> N
     assert model.config.to_dict() == before
 
 
-@pytest.mark.parametrize(("name", "page"), [("llama", 4096), ("llama", 65536), ("deepseek_v2", 4096), ("gemma2", 4096)])
+@pytest.mark.parametrize(("name", "page"), [("llama", 65536), ("deepseek_v2", 4096), ("gemma2", 4096)])
 def test_the_bytes_are_those_that_a_managed_model_takes(tmp_path: Path, name: str, page: int) -> None:
     tokens = 40
     facts = model_info.gather(saved(tmp_path, name), Config(device="cpu", page_size=page), 3, tokens)
@@ -123,13 +123,6 @@ def test_what_is_said_of_layers_that_are_alike(tmp_path: Path) -> None:
     json.dumps(facts)
 
 
-def test_layers_share_a_range_where_pages_would_stay_empty(tmp_path: Path) -> None:
-    facts = model_info.gather(saved(tmp_path, "llama"), Config(device="cpu", page_size=2**21), 1, 100)
-    (row,) = facts["layers"]
-    assert row["layers_per_range"] == 3
-    assert facts["bytes"] == 2**21
-
-
 def test_beyond_what_attention_kernels_can_index_nothing_is_elastic(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,16 +137,7 @@ def test_beyond_what_attention_kernels_can_index_nothing_is_elastic(
     assert "32 bits" in capsys.readouterr().out
 
 
-def test_the_dtype_of_the_weights_is_that_of_the_cache(tmp_path: Path) -> None:
-    config = models.build("llama").config
-    config.dtype = torch.bfloat16
-    config.save_pretrained(tmp_path)
-    facts = model_info.gather(str(tmp_path), SETTINGS, 1, 10)
-    assert facts["dtype"] == "bfloat16"
-    assert facts["layers"][0]["token_bytes"] == 2 * (8 + 8) * 2
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "t5gemma", "falcon_h1", "mamba", "minimax", "bart", "blip-2"])
+@pytest.mark.parametrize("name", ["llama", "t5gemma", "mamba", "minimax", "blip-2"])
 def test_what_people_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = model_info.gather(saved(tmp_path, name), SETTINGS, 1, 100)
     assert facts["widths"].startswith("known with the first token: ") == (name in NOT_WITHOUT_VALUES)
@@ -163,7 +147,7 @@ def test_what_people_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixtu
     assert facts["class"] in said
     assert ("Nothing of its cache is elastic" in said) == (name == "minimax")
     assert ("No layer of it is elastic" in said) == (name == "mamba")
-    assert ("cross" in said) == (name in ("t5gemma", "bart"))
+    assert ("cross" in said) == (name == "t5gemma")
 
 
 @pytest.mark.parametrize(

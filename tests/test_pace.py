@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ballonet.hooks.device import marks as marking
 from ballonet.hooks.device.marks import CudaMarks, HostMarks
@@ -121,15 +119,6 @@ def test_time_in_the_driver_is_that_of_the_forward_and_its_thread() -> None:
         pace.end()
         spent[0] += after
     assert [each.driver for each in pace.drain()] == [5e-9, 0.0]
-
-
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9))
-def test_stall_and_seconds_add_up(steps: list[int]) -> None:
-    pace, clock = on_the_host()
-    forward(pace, clock, *steps)
-    (found,) = pace.drain()
-    assert found.seconds + found.stall == pytest.approx(found.total)
-    assert found.stall == pytest.approx(sum(steps[1::2]))
 
 
 def test_time_per_token_is_from_one_decode_step_to_the_next() -> None:
@@ -338,7 +327,7 @@ DECODING = [Point("decode", 2, length) for length in (9, 10, 11)]
 
 @pytest.mark.parametrize(
     ("name", "held"),
-    [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("gemma3_text", (9, 10, 11)), ("mamba", (1,) * 3)],
+    [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("mamba", (1,) * 3)],
 )
 def test_points_of_a_generation(name: str, held: tuple[int, ...]) -> None:
     """One that keeps a state instead of tokens holds none, however many it has read."""

@@ -133,26 +133,6 @@ def test_order() -> None:
     assert [each.name for each in victims(them)] == ["new", "old", "important", "running"]
 
 
-def test_figure_7() -> None:
-    """Phase 2: A runs, B and C wait, C has the lowest priority. C gives until its cap, then B, and A last."""
-    them = [model("A", active=True), model("B", priority=1), model("C")]
-    assert [each.cap for each in them] == [4, 6, 6]
-    one = remap(them, 1, 0)
-    assert one.plans == {"C": streaming(EQUAL, (0, 4), 1)}, "one layer freed: the first and the fifth share a slot"
-    names = [list(remap(them, wanted, 0).plans) for wanted in (25, 26, 50, 51, 65, 66)]
-    assert names == [["C"], ["C", "B"], ["C", "B"], ["C", "B", "A"], ["C", "B", "A"], ["C", "B", "A"]]
-    assert remap(them, 66, 0).short == 1
-    assert remap(them, 7, 7).plans == {}
-
-
-def test_models_that_all_run_give_in_turns() -> None:
-    """Spatial sharing: each gives."""
-    them = [model(name, active=True) for name in "abc"]
-    change = remap(them, 15, 0)
-    assert {name: len(plan.streamed) for name, plan in change.plans.items()} == {"a": 2, "b": 2, "c": 2}
-    assert list(remap([replace(them[0], priority=1), *them[1:]], 10, 0).plans) == ["b", "c"]
-
-
 def test_a_cap_is_what_hides_behind_an_iteration() -> None:
     assert cap(Costs(EQUAL, 0.02, 0.001)) == 4
     assert cap(Costs(EQUAL, 0.0199, 0.001)) == 3
@@ -233,16 +213,6 @@ def test_most_recently_used_reloads_less_than_least_recently_used_in_a_round() -
     assert lru == 15 * 39
     assert mru <= lru / 2.9
     assert reloads(40, 2, lambda time: time) == reloads(40, 2, lambda time: -time), "with two there is no choice"
-
-
-def test_slots_are_chosen_by_their_times() -> None:
-    """§5.4: of 40 layers at r = 8, five freed ones cost 1.35 with one slot and 1.40 with two; at r = 2 fifteen, the
-    other way round."""
-    pages = (10,) * 40
-    idle = Model("a", Plan(pages), Costs(pages, 0.4, 0.001), Costs(pages, 40.0, 0.1 * 8))
-    assert idle.costs.ratio == 8
-    assert remap([replace(idle, prefill=Costs(pages, 40.0, 0.1 * 2))], 150, 0).plans["a"].slot_pages == (10, 10)
-    assert remap([idle], 30, 0).plans["a"].slot_pages in ((10,), (10, 10))
 
 
 MARK, DWELL = 4, 10.0  # pages, seconds

@@ -138,7 +138,7 @@ SELECT_N = (
     Row(
         "the record: powers of two, phases apart, a 2 ms grid; conservative; a file that is reused",
         (
-            "test_tables.py::test_the_interval_looked_up_meets_the_slo_at_the_point_measured",
+            "test_record.py::test_the_table_holds_the_smallest_interval_that_meets_the_slo",
             "test_record.py::test_a_looked_up_time_is_never_below_that_of_less_work",
             "test_record.py::test_a_record_is_kept_in_a_file",
             "test_profile.py::test_a_record_is_measured_once",
@@ -195,17 +195,13 @@ ONEIROS = (
     ),
     Row(
         "how many: T_T·m ≤ T_compute",
-        (
-            "test_tables.py::test_how_many_layers_hide_behind_an_iteration",
-            "test_remap.py::test_a_cap_grows_with_bandwidth_and_compute",
-        ),
+        ("test_remap.py::test_a_cap_grows_with_bandwidth_and_compute",),
         ("figure:knee",),
     ),
     Row(
         "which layers: evenly around the circle",
         (
             "test_tables.py::test_layers_are_spread_around_the_circle",
-            "test_tables.py::test_first_and_last_is_a_bad_choice",
             "test_tables.py::test_no_placement_is_faster_than_an_even_one",
         ),
         ("figure:knee", "figure:streaming"),

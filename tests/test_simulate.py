@@ -50,14 +50,6 @@ def test_any_placement(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["stall"] == 16
 
 
-def test_one_slot_against_two(capsys: pytest.CaptureFixture[str]) -> None:
-    """n = 40, r = 8, five layers freed: 1.35 against 1.40."""
-    one = simulated(capsys, "--layers", "40", "--ratio", "8", "--streamed", "6", "--slots", "1")
-    two = simulated(capsys, "--layers", "40", "--ratio", "8.0", "--streamed", "7", "--slots", "2")
-    assert (one["freed"], one["time_in_layers"], one["closed_form"]) == (5, 54, 54)
-    assert (two["freed"], two["time_in_layers"], two["closed_form"]) == (5, 56, 56)
-
-
 @given(st.integers(1, 30), st.data())
 def test_facts_fit_together(layers: int, data: st.DataObject) -> None:
     streamed, slots = data.draw(st.integers(0, layers)), data.draw(st.integers(1, 4))
@@ -85,28 +77,16 @@ EVEN = {"--layers": "4", "--ratio": "2", "--streamed": "2"}
     [
         ({"--layers": "0"}, "--layers: '0' is not a whole number from 1 to 1000"),
         ({"--layers": "4.5"}, "--layers: '4.5' is not a whole number"),
-        ({"--layers": "-4"}, "--layers: '-4' is not a whole number"),
-        ({"--layers": "1001"}, "--layers: '1001' is not a whole number"),
         ({"--streamed": "5"}, "5 of 4 layers cannot be streamed"),
-        ({"--streamed": "-1"}, "--streamed: '-1' is not a whole number from 0"),
         ({"--slots": "0"}, "--slots: '0' is not a whole number from 1 to 64"),
-        ({"--slots": "two"}, "--slots: 'two' is not a whole number"),
         ({"--ratio": "0"}, "--ratio: '0' is not a number above 0"),
-        ({"--ratio": "-3"}, "--ratio: '-3' is not a number above 0"),
         ({"--ratio": "nan"}, "--ratio: 'nan' is not a number above 0"),
-        ({"--ratio": "inf"}, "--ratio: 'inf' is not a number above 0"),
         ({"--ratio": "1e-999999999"}, "--ratio: '1e-999999999' is not a number above 0"),
         ({"--ratio": "eight"}, "--ratio: 'eight' is not a number"),
         ({"--at": "1"}, "not allowed with argument"),
         ({"--streamed": None}, "one of the arguments --streamed --at is required"),
-        ({"--layers": None}, "the following arguments are required: --layers"),
-        ({"--ratio": None}, "the following arguments are required: --ratio"),
         ({"--streamed": None, "--at": "1,,2"}, "--at: '1,,2' is not a list of layers such as 0,1,2,31"),
-        ({"--streamed": None, "--at": ""}, "--at: '' is not a list of layers"),
-        ({"--streamed": None, "--at": "1,x"}, "--at: '1,x' is not a list of layers"),
         ({"--streamed": None, "--at": "1,4"}, "streamed layers are distinct, ascending and below 4, not [1, 4]"),
-        ({"--streamed": None, "--at": "2,1"}, "streamed layers are distinct, ascending and below 4, not [2, 1]"),
-        ({"--streamed": None, "--at": "1,1"}, "streamed layers are distinct, ascending and below 4, not [1, 1]"),
     ],
     ids=str,
 )
@@ -121,15 +101,6 @@ def test_bad_input_is_exit_code_2(
     assert out == ""
     assert says in err
     assert err.startswith("usage: python -m ballonet simulate")
-
-
-def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["simulate", "--help"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
-    for word in (*facts(4, Fraction(2), (1,), 1), "--layers", "--at"):
-        assert word in out
 
 
 def test_no_torch_is_imported() -> None:

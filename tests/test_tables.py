@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from ballonet.offload.policy.interval import Costs, meeting
 from ballonet.offload.policy.ledger import Client, Shares, share
 from ballonet.offload.policy.plan import at_interval, fewest, spread, streaming
-from ballonet.offload.policy.remap import cap
 from ballonet.offload.policy.schedule import closed_form, evenly, every, gaps, is_even, one_slot, simulate, two_slots
-from ballonet.offload.record.record import Point, Record
 
 ONE = Fraction(1)
 WHOLE = [Fraction(r) for r in (1, 2, 3, 5, 8, 13, 20)]
@@ -49,38 +47,6 @@ def test_interval_streams_the_last_of_every_i_layers(layers: int) -> None:
                 assert time(layers, at, ratio, 2) == formula
             if layers % interval == 0:
                 assert formula == max(layers, len(at) * ratio), "the gaps are the interval"
-
-
-def test_the_smallest_interval_that_streams_no_more_than_so_many() -> None:
-    """Select-N, closed forms: it is ⌊n/(m+1)⌋ + 1; the paper's ⌊L/L_off⌋ streams too many for 22 of 32 values."""
-    for layers in range(1, 65):
-        for most in range(1, layers):
-            exact = layers // (most + 1) + 1
-            assert exact == min(i for i in range(1, layers + 1) if layers // i <= most)
-    assert sum(32 // (32 // most) > most for most in range(1, 33)) == 22
-
-
-@given(st.data())
-def test_the_interval_looked_up_meets_the_slo_at_the_point_measured(data: st.DataObject) -> None:
-    """Select-N, record: for a batch and length that are not listed the time, and so the interval, of a neighbour that
-    is no smaller; i falls as batch and length grow."""
-    powers = [2**power for power in range(4)]
-    token = data.draw(st.sampled_from([0.001, 0.002, 0.003]))
-    record = Record({}, 1e9, {Point("decode", b, s): 0.004 + token * b * s for b in powers for s in powers})
-    batch, length = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 8))
-    seconds = record.time("decode", batch, length)
-    assert seconds is not None
-    for (_, b, s), measured in record.seconds.items():
-        if b <= batch and s <= length:
-            assert seconds >= measured
-    slo = seconds * data.draw(st.sampled_from([1.0, 1.1, 2.0]))
-    found = meeting(Costs((10,) * 12, seconds, 0.0002), slo)
-    assert found is not None, "without streaming it takes no longer"
-    more = record.time("decode", batch, 8)
-    assert more is not None
-    longer = meeting(Costs((10,) * 12, more, 0.0002), slo * more / seconds)
-    assert longer is not None
-    assert longer <= found
 
 
 def test_prefill_may_stream_more_than_decode() -> None:
@@ -129,18 +95,6 @@ def test_layers_are_spread_around_the_circle(layers: int) -> None:
         assert (min(between), max(between)) == (layers // count, -(-layers // count))
 
 
-def test_first_and_last_is_a_bad_choice() -> None:
-    """Oneiros, which layers: two layers spread beat {first, last}, whose gap across the end is one."""
-    for layers in range(3, 41):
-        for slots in (1, 2):
-            for ratio in WHOLE:
-                even, ends = evenly(layers, 2), (0, layers - 1)
-                assert time(layers, even, ratio, slots) <= time(layers, ends, ratio, slots)
-        within = Fraction(layers // 2 - 1)
-        if within > 0:
-            assert time(layers, evenly(layers, 2), within, 1) == layers < time(layers, (0, layers - 1), within, 1)
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_no_placement_is_faster_than_an_even_one(slots: int) -> None:
     """Oneiros, which layers: against brute force."""
@@ -149,17 +103,6 @@ def test_no_placement_is_faster_than_an_even_one(slots: int) -> None:
             for ratio in WHOLE[:5]:
                 best = min(time(layers, at, ratio, slots) for at in combinations(range(layers), count))
                 assert time(layers, evenly(layers, count), ratio, slots) == best
-
-
-def test_how_many_layers_hide_behind_an_iteration() -> None:
-    """Oneiros, how many: the largest m with T_T·m ≤ T_compute, and never all; it grows with bandwidth and compute."""
-    for layers in (1, 2, 12, 40):
-        caps = []
-        for ratio in (1, 2, 3, 5, 8, 14, 20, 41):
-            found = cap(Costs((10,) * layers, 1.0, ratio / (10 * layers)))
-            assert found == min(layers - 1, layers // ratio)
-            caps.append(found)
-        assert caps == sorted(caps, reverse=True)
 
 
 def test_one_slot_or_two() -> None:
@@ -177,16 +120,3 @@ def test_one_slot_or_two() -> None:
             assert chosen.steady(ratio).time == min(one, good)
             assert len(chosen.slot_pages) == (1 if one <= good else 2)
             assert len(chosen.streamed) == alpha + len(chosen.slot_pages)
-
-
-def test_where_two_slots_allow_more_than_one() -> None:
-    """Oneiros, slots: for 40 layers Eq. 5 is looser than Eq. 4 from five freed layers on; at the paper's nine Eq. 4
-    fails for anything above 3."""
-    one = [Fraction(40 - alpha - 1, alpha + 1) for alpha in range(20)]
-    two = [Fraction(40, alpha + 2) for alpha in range(20)]
-    assert next(alpha for alpha in range(20) if two[alpha] > one[alpha]) == 5
-    assert all(two[alpha] > one[alpha] for alpha in range(5, 20))
-    assert next(alpha for alpha in range(20) if one[alpha] <= 3) == 9
-    for alpha in (5, 9, 15):
-        between = (one[alpha] + two[alpha]) / 2
-        assert one_slot(40, evenly(40, alpha + 1), between) > 40

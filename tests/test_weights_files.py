@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.core_model_loading import WeightRenaming
 
-import ballonet
-from ballonet.allocator import _native
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.hooks.weights import files as weights_files
 from ballonet.hooks.weights.storages import members
-from ballonet.offload.residency.file_backing import FileBackings
 from ballonet.offload.residency.weights_file import WeightsFile
 
 from . import weights
-from .gpu.scene import PRELUDE
 from .models import build
-from .pool import installing
+from .programs import run
 
 torch.set_num_threads(1)
 
@@ -104,17 +96,6 @@ def test_the_part_without_a_head_and_the_whole_find_each_other(tmp_path: Path, w
     right(model, found)
 
 
-def test_names_that_the_user_maps_are_found(tmp_path: Path) -> None:
-    path = saved(tmp_path) / "model.safetensors"
-    tensors = {name.replace("self_attn", "attention"): tensor for name, tensor in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
-    model = loaded(tmp_path, key_mapping={r"\.attention\.": ".self_attn."})
-    found = weights_files.find(model)
-    assert set(found.left) == buffers(model)
-    assert any("self_attn" in name for name in found.spans)
-    right(model, found)
-
-
 def test_merged_experts_are_not_what_the_file_has(tmp_path: Path) -> None:
     model = loaded(saved(tmp_path, "mixtral"))
     found = weights_files.find(model)
@@ -137,13 +118,6 @@ def test_a_model_that_is_not_loaded_yet_knows_where_its_weights_would_come_from(
         assert [entry.shape for entry, _ in found] == [tuple(parameter.shape)] or "experts" in name
     assert not any("mlp.gate." in key for key in file.tensors)
     assert set(weights_files.find(model).left) == names(model)
-
-
-def test_another_dtype_is_another_weight(tmp_path: Path) -> None:
-    model = loaded(saved(tmp_path), dtype=torch.bfloat16)
-    found = weights_files.find(model)
-    assert not found.spans
-    assert "its dtype or shape is not that in the file" in found.left.values()
 
 
 @pytest.mark.parametrize("element", [0, -1])
@@ -223,7 +197,7 @@ def test_where_there_is_no_file_there_is_a_reason(tmp_path: Path, monkeypatch: p
     assert set(found.left) == {"weight", "bias"}
 
 
-@pytest.mark.parametrize("index", ["", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'])
+@pytest.mark.parametrize("index", ["", '{"weight_map": {"a": 3}}'])
 def test_a_damaged_index_is_no_index(tmp_path: Path, index: str) -> None:
     model = loaded(saved(tmp_path, shard="100KB"))
     (tmp_path / "model.safetensors.index.json").write_text(index)
@@ -238,34 +212,6 @@ def test_a_damaged_file_is_the_reason(tmp_path: Path) -> None:
     found = weights_files.find(model)
     assert set(found.left) == names(model)
     assert all(str(path) in reason and "not whole" in reason for reason in found.left.values())
-
-
-def test_a_managed_model_s_layers_come_from_its_file_in_one_copy_each(tmp_path: Path) -> None:
-    """In the file's order, all sizes being multiples of 512 bytes."""
-    with installing(2**24, 4096) as install:
-        device = install()
-        model = loaded(saved(tmp_path, hidden_size=128, intermediate_size=256))
-        ballonet.manage(model)
-        found = weights_files.find(model)
-        assert set(found.left) == buffers(model)
-        twins, transfer, group = FileBackings(device), _native.Transfer(device), device.group()
-        for n in range(model.config.num_hidden_layers):
-            layer = {name: tensor for name, tensor in model.named_parameters() if f".layers.{n}." in name}
-            places, end = [], 0
-            for name in sorted(layer, key=lambda name: found.spans[name].start):
-                places.append((end, name))
-                end += -(-found.spans[name].nbytes // 512) * 512
-            slot = device.reserve(end, "weights", group)
-            slot.map(0, slot.pieces)
-            parts = twins.twin((offset, found.spans[name]) for offset, name in places).parts(slot.address)
-            assert len(parts) == 1
-            transfer.copy(parts, after=0, owner="weights", to="device").before(0)
-            for offset, name in places:
-                theirs = bytes(layer[name].detach().reshape(-1).view(torch.uint8).tolist())
-                assert ctypes.string_at(slot.address + offset, len(theirs)) == theirs
-            slot.close()
-        twins.close()
-        del model, layer, transfer
 
 
 # -- files that change, each in a process of its own, which a SIGBUS would end -----------------------------------------
@@ -313,9 +259,6 @@ def test_a_file_that_changes_while_it_is_compared_is_a_typed_error_and_no_signal
     changes = ["emptied", "rewritten", "replaced"]
     for change in changes:
         saved(tmp_path / change)
-    command = [sys.executable, "-c", PRELUDE + textwrap.dedent(SCENE), str(tmp_path), *changes]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(tmp_path / change / "model.safetensors") for change in changes]
+    assert run(SCENE, tmp_path, *changes).split() == [
+        str(tmp_path / change / "model.safetensors") for change in changes
+    ]

@@ -17,7 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ALONE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no other thread is begun by an import
+ALONE = {
+    "OMP_NUM_THREADS": "1",  # no other thread is begun by an import
+    "OPENBLAS_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",  # which is read at an import
+}
 SERVER = """
 import gc, json, os, signal, sys
 import pytest, tests.models
