@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError
+from ballonet.allocator.errors import BallonetError, DriverError, WeightsFileChanged
 from ballonet.offload.policy.layout import ALIGNMENT, Block, place
 from ballonet.offload.residency.file_backing import FileBackings, Place, runs
 from ballonet.offload.residency.weights_file import FileSpan, WeightsFile
@@ -109,6 +109,24 @@ def test_a_large_layer_is_cut_where_pieces_meet_and_two_layers_share_one(tmp_pat
         assert calls()["cuMemHostRegister"] == registered
         made.twin([(0, file.span("d"))])  # up to the last byte of the file
         assert made.registered == 5 * PIECE + 6 * PIECE - (-file.nbytes % PIECE)
+
+
+def test_a_layer_may_lie_in_several_files(tmp_path: Path) -> None:
+    paths = [weights.write(tmp_path / f"w{n}", {"a": 2 * PAGE, "b": PAGE}, 16 * n) for n in range(3)]
+    with opened(budget=64) as core:
+        made = FileBackings(core.device, PIECE)
+        files = [WeightsFile(path) for path in paths]
+        places = [(n * 4 * PAGE, file.span("a")) for n, file in enumerate(files)]
+        there = slot(core, 12)
+        twin = made.twin(places)
+        assert twin.files == tuple(files)
+        fill(core, twin.parts(there.address))
+        for offset, span in places:
+            assert shows(there.address, [(offset, span)], Path(span.file.path))
+        os.truncate(paths[1], 100)
+        with pytest.raises(WeightsFileChanged, match="w1"):
+            twin.parts(there.address)
+        made.close()
 
 
 # -- which copies ------------------------------------------------------------------------------------------------------

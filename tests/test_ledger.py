@@ -183,6 +183,21 @@ def test_alone_it_gets_the_smallest_interval_that_meets_its_slo() -> None:
     assert beside.options["a"].interval > alone.options["a"].interval
 
 
+def test_models_larger_than_their_memory_share_a_link_that_neither_could_leave_to_the_other() -> None:
+    """Each would take all of the link that it gets, so that their rates add up to twice the bandwidth; but either has
+    time to spare, and half the link is enough."""
+    them = [client(name, slo=0.2, available=20) for name in "ab"]
+    found = share(them, LINK)
+    assert isinstance(found, Shares)
+    assert all(option.host == 80_000 for option in found.options.values())
+    assert sum(option.rate for option in found.options.values()) > LINK
+    tighter = share([replace(each, slo=0.15) for each in them], LINK)
+    assert isinstance(tighter, Refusal)
+    assert (tighter.model, tighter.reason) == ("b", "link")
+    assert tighter.slo is None, "at any SLO it would take half the link, and the other needs more than that"
+    assert tighter.bandwidth == 2 * options(client("a", slo=0.15))[0].need
+
+
 def test_refusals_in_words() -> None:
     def words(it: Client) -> str:
         found = share([it], LINK)

@@ -137,6 +137,15 @@ def test_beyond_what_attention_kernels_can_index_nothing_is_elastic(
     assert "32 bits" in capsys.readouterr().out
 
 
+def test_the_dtype_of_the_weights_is_that_of_the_cache(tmp_path: Path) -> None:
+    config = models.build("llama").config
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path)
+    facts = model_info.gather(str(tmp_path), SETTINGS, 1, 10)
+    assert facts["dtype"] == "bfloat16"
+    assert facts["layers"][0]["token_bytes"] == 2 * (8 + 8) * 2
+
+
 @pytest.mark.parametrize("name", ["llama", "t5gemma", "mamba", "minimax", "blip-2"])
 def test_what_people_read(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     facts = model_info.gather(saved(tmp_path, name), SETTINGS, 1, 100)

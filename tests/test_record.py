@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, fitting, meeting
+from ballonet.offload.policy.plan import at_interval
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import (
     Point,
@@ -61,6 +63,11 @@ def test_a_record_is_kept_in_a_file(tmp_path: Path) -> None:
     assert len({path_of(tmp_path, KEY | {name: "other"}) for name in ("model", "device", "driver")}) == 3
 
 
+def test_what_was_learned_is_not_kept(tmp_path: Path) -> None:
+    save(RECORD.learned(Point("decode", 8, 8), 3.0), tmp_path / "record")
+    assert load(tmp_path / "record", KEY) == RECORD
+
+
 # -- what runs teaches
 
 
@@ -94,6 +101,13 @@ def test_nothing_below_what_was_measured_is_believed() -> None:
     record = taught(*[(Point("decode", 1, 100), 0.001)] * 40)
     assert record.time("decode", 1, 128) == 0.02
     assert taught(*[(Point("decode", 1, 100), 0.5)] * 3).time("decode", 1, 128) == 0.5
+
+
+def test_short_prompts_do_not_stand_for_long_ones() -> None:
+    long, short = Point("prefill", 1, 1000), Point("prefill", 1, 520)
+    record = taught(*[(long, 0.8)] * 2, *[(short, 0.4)] * 40)
+    assert record.time(*long) == 0.8
+    assert taught(*[(Point("prefill", 1, 1024), 0.7)] * WINDOW, record=record).time(*long) == 0.7
 
 
 def test_what_an_iteration_takes_as_a_rule() -> None:
@@ -228,3 +242,18 @@ def test_the_smallest_interval_that_meets_the_slo_and_the_largest_that_fits(
     fits = [i for i in every if it.plan(i).device_pages <= available]
     assert meeting(it, slo) == (meets[0] if meets else None)
     assert fitting(it, available) == (fits[-1] if fits else None)
+
+
+def test_time_at_an_interval_is_the_closed_form() -> None:
+    it = Costs((10,) * 32, seconds=0.064, page_seconds=0.0008)  # a layer computes in 2 ms and is copied in 8
+    assert it.time(it.none) == 0.064
+    assert it.time(2) == pytest.approx(16 * 0.008)
+    assert it.time(4) == pytest.approx(0.064)
+    assert it.time(1) == pytest.approx(32 * 0.008)
+    assert meeting(it, 0.064) == 4
+    assert meeting(it, 0.0639) is None
+    assert meeting(it, 0.2) == 2
+    assert it.plan(40) == it.plan(it.none)
+    assert at_interval(it.pages, 4).steady(Fraction(4)).time == 32
+    with pytest.raises(ValueError, match="interval"):
+        it.time(0)

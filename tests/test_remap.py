@@ -133,6 +133,14 @@ def test_order() -> None:
     assert [each.name for each in victims(them)] == ["new", "old", "important", "running"]
 
 
+def test_models_that_all_run_give_in_turns() -> None:
+    """Spatial sharing: each gives."""
+    them = [model(name, active=True) for name in "abc"]
+    change = remap(them, 15, 0)
+    assert {name: len(plan.streamed) for name, plan in change.plans.items()} == {"a": 2, "b": 2, "c": 2}
+    assert list(remap([replace(them[0], priority=1), *them[1:]], 10, 0).plans) == ["b", "c"]
+
+
 def test_a_cap_is_what_hides_behind_an_iteration() -> None:
     assert cap(Costs(EQUAL, 0.02, 0.001)) == 4
     assert cap(Costs(EQUAL, 0.0199, 0.001)) == 3
@@ -213,6 +221,16 @@ def test_most_recently_used_reloads_less_than_least_recently_used_in_a_round() -
     assert lru == 15 * 39
     assert mru <= lru / 2.9
     assert reloads(40, 2, lambda time: time) == reloads(40, 2, lambda time: -time), "with two there is no choice"
+
+
+def test_slots_are_chosen_by_their_times() -> None:
+    """§5.4: of 40 layers at r = 8, five freed ones cost 1.35 with one slot and 1.40 with two; at r = 2 fifteen, the
+    other way round."""
+    pages = (10,) * 40
+    idle = Model("a", Plan(pages), Costs(pages, 0.4, 0.001), Costs(pages, 40.0, 0.1 * 8))
+    assert idle.costs.ratio == 8
+    assert remap([replace(idle, prefill=Costs(pages, 40.0, 0.1 * 2))], 150, 0).plans["a"].slot_pages == (10, 10)
+    assert remap([idle], 30, 0).plans["a"].slot_pages in ((10,), (10, 10))
 
 
 MARK, DWELL = 4, 10.0  # pages, seconds

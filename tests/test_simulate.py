@@ -103,6 +103,15 @@ def test_bad_input_is_exit_code_2(
     assert err.startswith("usage: python -m ballonet simulate")
 
 
+def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    for word in (*facts(4, Fraction(2), (1,), 1), "--layers", "--at"):
+        assert word in out
+
+
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys; from ballonet.__main__ import main; "

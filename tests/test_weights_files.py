@@ -120,6 +120,13 @@ def test_a_model_that_is_not_loaded_yet_knows_where_its_weights_would_come_from(
     assert set(weights_files.find(model).left) == names(model)
 
 
+def test_another_dtype_is_another_weight(tmp_path: Path) -> None:
+    model = loaded(saved(tmp_path), dtype=torch.bfloat16)
+    found = weights_files.find(model)
+    assert not found.spans
+    assert "its dtype or shape is not that in the file" in found.left.values()
+
+
 @pytest.mark.parametrize("element", [0, -1])
 def test_a_weight_that_was_changed_is_left_out(tmp_path: Path, element: int) -> None:
     """Be it by the smallest step, or to what is not even equal to itself."""
