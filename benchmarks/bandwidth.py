@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from common import Options
+from common import MIB, Options
 from peer import seconds
-from streamed import MIB
 
 import ballonet
 from ballonet.allocator import runtime

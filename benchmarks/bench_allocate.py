@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Options, interleaved, options, report
-from peer import answering, peers, serve, synchronize
+from common import Figure, Options, interleaved, report
+from peer import Functions, answering, begin, peers, synchronize
 
 SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)}
 BUDGET = "512MiB"
@@ -31,10 +31,7 @@ extern "C" void empty_free(void*, std::ptrdiff_t, int, void*) {}
 
 
 def main() -> None:
-    chosen = options("allocate", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("allocate", __doc__, functions)
     others = ("native", "expandable segments", "empty pluggable") if chosen.cuda else ("native",)
     rows = []
     with peers(__file__, chosen, (*others, "ballonet"), {"expandable segments": EXPANDABLE}) as started:
@@ -63,18 +60,18 @@ def main() -> None:
     )
 
 
-def serve_as(name: str, chosen: Options) -> None:
+def functions(name: str, chosen: Options) -> Functions:
     import ballonet
     from ballonet.allocator import _native, runtime
 
     rounds = 200 if chosen.tiny else 20_000
-    functions: dict[str, Any] = {"torch": lambda size: time_empty(size, chosen.device, rounds)}
+    found: dict[str, Any] = {"torch": lambda size: time_empty(size, chosen.device, rounds)}
     if name == "ballonet":
         ballonet.install(BUDGET)
-        functions["core"] = lambda size: _native.bench_hit_path(runtime.require(), size, 10 * rounds)
+        found["core"] = lambda size: _native.bench_hit_path(runtime.require(), size, 10 * rounds)
     elif name == "empty pluggable":
         install_empty()
-    serve(functions)
+    return found
 
 
 def time_empty(size: int, device: str, rounds: int) -> float:

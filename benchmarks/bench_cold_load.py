@@ -12,9 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Options, describe, options, report
-from peer import peers, seconds, serve
-from streamed import MIB, environment, page_size
+from common import MIB, Figure, Options, describe, report
+from peer import Functions, begin, peers, seconds
+from streamed import environment, page_size, titled
 
 NAMES = {
     "cuda": ("stock", "ballonet", "ballonet, smaller"),
@@ -29,21 +29,18 @@ TOKENS = 4  # that are generated after the first, while memory is watched
 
 
 def main() -> None:
-    chosen = options("cold-load", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
-    kind = "tiny" if chosen.tiny else chosen.device
+    chosen = begin("cold-load", __doc__, functions)
+    kind = chosen.kind
     taken: dict[str, list[float]] = {name: [] for name in NAMES[kind]}
-    link_peer = peers(__file__, chosen, ("link",), {"link": environment(chosen)})
-    with tempfile.TemporaryDirectory() as folder, link_peer as started:
-        nbytes, what = started["link"].ask("write", folder=folder)
+    file_peer = peers(__file__, chosen, ("file",), {"file": environment(chosen)})
+    with tempfile.TemporaryDirectory() as folder, file_peer as started:
+        nbytes, what = started["file"].ask("write", folder=folder)
         answers: dict[str, dict[str, Any]] = {}
         for _ in range(ROUNDS[kind]):
             for name in NAMES[kind]:
                 answers[name] = once(name, chosen, "load", folder=folder, nbytes=nbytes)
                 taken[name].append(answers[name]["ms"])
-        link = float(started["link"].ask("link"))
+        link = float(started["file"].ask("link"))
     rows = []
     for name, found in answers.items():
         ms = Figure.of(taken[name])
@@ -62,10 +59,8 @@ def main() -> None:
             ]
         )
     title = f"cold load of a file of {round(nbytes / MIB):,} MiB, {what}: ms to the first token"
-    if not chosen.cuda:
-        title += ", link of the stand-in slowed to 2 GB/s"
     columns = ["", "ms", "ms / file over link", "host / file", "budget MiB", "device / budget", "layers that stream"]
-    report(chosen, "cold-load", title, columns, rows)
+    report(chosen, "cold-load", titled(chosen, title), columns, rows)
 
 
 def once(name: str, chosen: Options, what: str, **arguments: Any) -> Any:
@@ -74,13 +69,12 @@ def once(name: str, chosen: Options, what: str, **arguments: Any) -> Any:
         return found[name].ask(what, **arguments)
 
 
-def serve_as(name: str, chosen: Options) -> None:
-    if name != "link":
-        serve({"load": lambda folder, nbytes: load(name, folder, nbytes, chosen)})
-        return
+def functions(name: str, chosen: Options) -> Functions:
+    if name != "file":
+        return {"load": lambda folder, nbytes: load(name, folder, nbytes, chosen)}
     from bandwidth import measure
 
-    serve({"write": lambda folder: write(folder, chosen), "link": lambda: measure(chosen)()})
+    return {"write": lambda folder: write(folder, chosen), "link": lambda: measure(chosen)()}
 
 
 def write(folder: str, chosen: Options) -> tuple[int, str]:

@@ -12,17 +12,16 @@ managed peer is asked for `MORE` times as many sequences as stock can, and for f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from budgets import GIB, OURS, STOCK, kind_of, what
-from common import Figure, Options, options, report
-from peer import Peer, peers, serve
-from streamed import MIB
+from budgets import OURS, STOCK, what
+from common import GIB, MIB, Figure, Options, report
+from peer import Functions, Peer, begin, peers
 
 import ballonet
 
@@ -49,11 +48,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("context", __doc__)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
-    kind = kind_of(chosen)
+    chosen = begin("context", __doc__, functions)
+    kind = chosen.kind
     with peers(__file__, chosen, (STOCK,)) as found:
         stock = of_stock(found[STOCK], CHUNK[kind], HELD[kind])
     with peers(__file__, chosen, (OURS,)) as found:
@@ -134,11 +130,11 @@ def largest(ask: Callable[[int], dict[str, Any]], high: int) -> tuple[int, dict[
     return low, best
 
 
-def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     from capped import Held
 
-    budget = BUDGET[kind_of(chosen)]
+    budget = BUDGET[chosen.kind]
     held = Held(name, chosen, budget)
     return {"context": partial(longest, held, budget), "batch": partial(decoded, held)}
 

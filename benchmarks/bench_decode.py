@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, describe, interleaved, options, report
-from peer import peers, serve, synchronize
+from common import Figure, Options, describe, interleaved, report
+from peer import Functions, begin, peers, synchronize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,13 +27,10 @@ PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSet
 
 
 def main() -> None:
-    chosen = options("decode", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("decode", __doc__, functions)
     rows = []
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
-        for batch, tokens, limit in CASES["tiny" if chosen.tiny else chosen.device]:
+        for batch, tokens, limit in CASES[chosen.kind]:
             calls: list[float] = []
             turns = {
                 "stock": lambda b=batch, n=tokens: found["stock"].ask("decode", batch=b, tokens=n)["ms"],
@@ -59,11 +56,11 @@ def noted(peer: Any, batch: int, tokens: int, calls: list[float]) -> float:
     return ms
 
 
-def serve_as(name: str, chosen: Options) -> None:
+def functions(name: str, chosen: Options) -> Functions:
     from llama import prepare
 
     model = prepare(name, chosen)
-    serve({"decode": lambda batch, tokens: decode(name, model, batch, tokens, chosen.device)})
+    return {"decode": lambda batch, tokens: decode(name, model, batch, tokens, chosen.device)}
 
 
 def decode(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: str) -> dict[str, float]:

@@ -15,13 +15,11 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from budgets import LAYERS, OURS, kind_of
-from common import Figure, Options, describe_few, options, report
-from peer import peers, serve, synchronize
-from streamed import MIB
+from budgets import LAYERS, OURS
+from common import MIB, Figure, Options, describe_few, report
+from peer import Functions, begin, peers, synchronize
 
 if TYPE_CHECKING:
     from capped import Held
@@ -47,11 +45,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("driver-time", __doc__)
-    kind = kind_of(chosen)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
+    chosen = begin("driver-time", __doc__, functions)
+    kind = chosen.kind
     with peers(__file__, chosen, (OURS,)) as found:
         first, *later = [found[OURS].ask("say") for _ in range(1 + ROUNDS[kind])]
     batch, length, tokens = CASES[kind]
@@ -102,12 +97,12 @@ def calls(counts: list[int]) -> str:
     return ", ".join(map(str, counts)) if any(counts) else "0"
 
 
-def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     held = Held(name, chosen)
-    return {"say": lambda: say(held, *CASES[kind_of(chosen)])}
+    return {"say": lambda: say(held, *CASES[chosen.kind])}
 
 
 def row(what: str, answers: list[dict[str, Any]], limit: float) -> list[Any]:
@@ -129,7 +124,7 @@ def row(what: str, answers: list[dict[str, Any]], limit: float) -> list[Any]:
 def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
     """One `generate()`: its prefill, which ends with the first token, and the decode steps after it."""
     import torch
-    from generating import Clock
+    from generating import Clock, answer
 
     from ballonet.allocator import runtime
 
@@ -149,13 +144,7 @@ def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
     synchronize(held.device)
     clock.counts.append(look())
     clock.times.append(time.perf_counter())
-    held.model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=[clock],
-    )
+    answer(held.model, prompt, tokens, clock)
 
     def between(first: int, last: int) -> dict[str, Any]:
         def more(which: str) -> list[int]:

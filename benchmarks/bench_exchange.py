@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common import Figure, Options, options, report
+from common import MIB, Figure, Options, options, report
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device, Range
 from ballonet.allocator.config import Config
 
-MIB = 2**20
 PAGES = {True: (2, 8, 32), False: (1, 2, 8)}  # MiB, on a GPU and elsewhere
 BLOCKS = 64  # that the idle activations were
 WAITS = ("cuCtxSynchronize", "cuStreamSynchronize", "cuEventSynchronize")

@@ -10,13 +10,11 @@ torch's own allocator, and blocks of pages are allocated there instead.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from budgets import GIB
-from common import Figure, Options, options, report
-from peer import answering, peers, serve
-from streamed import MIB
+from common import GIB, MIB, Figure, Options, report
+from peer import Functions, answering, begin, peers
 
 from ballonet.allocator.units import format_size
 
@@ -41,10 +39,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("fragmentation", __doc__)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
+    chosen = begin("fragmentation", __doc__, functions)
     names = ("ballonet", "torch") if chosen.cuda else ("ballonet",)
     rows = []
     with peers(__file__, chosen, names) as started:
@@ -71,14 +66,14 @@ def main() -> None:
     report(chosen, "fragmentation", title, COLUMNS, rows)
 
 
-def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     import torch
 
     import ballonet
     from ballonet.allocator import runtime
 
-    kind = "tiny" if chosen.tiny else chosen.device
+    kind = chosen.kind
     if name == "ballonet":
         page = None if chosen.cuda else PAGE[kind]
         ballonet.install(BUDGET[kind], page_size=page, spill=False)

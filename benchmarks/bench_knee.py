@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import Figure, Options, describe_few, interleaved, options, report
-from peer import answering, peers, serve
+from common import Figure, Options, describe_few, interleaved, report
+from peer import Functions, answering, begin, peers
 from streamed import WARM, environment
 
 from ballonet.offload.policy.interval import Costs
@@ -27,11 +27,8 @@ COLUMNS = ["layers that stream", "ms per token", "of resident", "predicted ms", 
 
 
 def main() -> None:
-    chosen = options("knee", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
-    kind = "tiny" if chosen.tiny else chosen.device
+    chosen = begin("knee", __doc__, functions)
+    kind = chosen.kind
     tokens = WARM + (2 if chosen.tiny else 5)
     names = ("ballonet", "link")
     with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as started:
@@ -55,15 +52,10 @@ def main() -> None:
     report(chosen, "knee", title, COLUMNS, rows)
 
 
-def serve_as(name: str, chosen: Options) -> None:
-    if name == "link":
-        from bandwidth import measure
+def functions(name: str, chosen: Options) -> Functions:
+    from decoding import at_any_interval
 
-        serve({"about": dict, "link": measure(chosen)})
-    else:
-        from decoding import at_any_interval
-
-        serve(at_any_interval(chosen, LAYERS))
+    return at_any_interval(chosen, LAYERS)
 
 
 if __name__ == "__main__":

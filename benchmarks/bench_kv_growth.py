@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from common import Figure, Options, interleaved, options, report
-from peer import peers, serve, synchronize
+from common import Figure, Options, interleaved, report
+from peer import Functions, begin, peers, synchronize
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicLayer
@@ -21,10 +21,7 @@ LIMIT = 25  # µs
 
 
 def main() -> None:
-    chosen = options("kv-growth", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("kv-growth", __doc__, functions)
     rows = []
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
         for length in (16, 64) if chosen.tiny else LENGTHS:
@@ -41,7 +38,7 @@ def main() -> None:
     )
 
 
-def serve_as(name: str, chosen: Options) -> None:
+def functions(name: str, chosen: Options) -> Functions:
     from transformers.cache_utils import DynamicLayer
 
     import ballonet
@@ -51,7 +48,7 @@ def serve_as(name: str, chosen: Options) -> None:
     if name == "ballonet":
         ballonet.install("2GiB")
         kind = ElasticLayer
-    serve({"steps": lambda length: time_steps(kind(), length, chosen.device)})
+    return {"steps": lambda length: time_steps(kind(), length, chosen.device)}
 
 
 def time_steps(layer: DynamicLayer, length: int, device: str) -> float:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, interleaved, options, report
-from peer import answering, peers, serve, synchronize
-from streamed import MIB, environment, page_size
+from common import MIB, Figure, Options, interleaved, report
+from peer import Functions, answering, begin, peers, synchronize
+from streamed import environment, page_size, titled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,21 +36,16 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("kv_stream", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("kv_stream", __doc__, functions)
     names = ("at home", *LIMITS, *(("OffloadedCache",) if chosen.cuda else ()), "link")
     rows = []
     with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as started:
         found = answering(started, ("at home", "link"), "about")
         what = found["at home"].ask("about")["what"]
-        for batch, held in CASES["tiny" if chosen.tiny else chosen.device]:
+        for batch, held in CASES[chosen.kind]:
             rows += rows_of(found, batch, held, chosen)
     title = f"decoding with KV on the host: ms per token, {what}"
-    report(
-        chosen, "kv-stream", title if chosen.cuda else f"{title}, link of the stand-in slowed to 2 GB/s", COLUMNS, rows
-    )
+    report(chosen, "kv-stream", titled(chosen, title), COLUMNS, rows)
 
 
 def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[list[Any]]:
@@ -76,12 +71,7 @@ def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> li
     return rows
 
 
-def serve_as(name: str, chosen: Options) -> None:
-    if name == "link":
-        from bandwidth import measure
-
-        serve({"about": dict, "link": measure(chosen)})
-        return
+def functions(name: str, chosen: Options) -> Functions:
     from common import describe
     from llama import build, streamable
 
@@ -92,12 +82,10 @@ def serve_as(name: str, chosen: Options) -> None:
     model = build(streamable(chosen), chosen.device)
     if name == IN_PLACE:
         without_buffers()
-    serve(
-        {
-            "about": lambda: {"what": describe(chosen)},
-            "decode": lambda batch, held: decode(name, model, batch, held, chosen.device),
-        }
-    )
+    return {
+        "about": lambda: {"what": describe(chosen)},
+        "decode": lambda batch, held: decode(name, model, batch, held, chosen.device),
+    }
 
 
 def without_buffers() -> None:

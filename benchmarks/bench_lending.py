@@ -9,12 +9,11 @@ after it are told apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
-from budgets import OURS, kind_of, page_size, unlimited
-from common import Figure, Options, describe_few, options, report
-from peer import peers, serve
+from budgets import OURS, page_size, unlimited
+from common import Figure, Options, describe_few, report
+from peer import Functions, begin, peers
 
 LAYERS = {"cuda": (16, 12), "cpu": (16, 12), "tiny": (4, 2)}  # of the one that lends, and of the other
 PROMPT = {"cuda": 16384, "cpu": 768, "tiny": 96}  # tokens
@@ -38,11 +37,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("lending", __doc__)
-    kind = kind_of(chosen)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
+    chosen = begin("lending", __doc__, functions)
+    kind = chosen.kind
     with peers(__file__, chosen, (OURS,), {OURS: {"BALLONET_RESERVE": "0s"}}) as found:
         found[OURS].ask("round")  # in which everything is for the first time
         rounds = [found[OURS].ask("round") for _ in range(ROUNDS[kind])]
@@ -68,8 +64,8 @@ def main() -> None:
     report(chosen, "lending", title, COLUMNS, [row])
 
 
-def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     pair = Pair(chosen)
     return {"round": pair.round}
 
@@ -82,7 +78,7 @@ class Pair:
 
         import ballonet
 
-        self._chosen, self._kind = chosen, kind_of(chosen)
+        self._chosen, self._kind = chosen, chosen.kind
         ballonet.install(unlimited(chosen), page_size=page_size(chosen))
         self._models = [build(few(chosen, layers), chosen.device) for layers in LAYERS[self._kind]]
         self._managed = [ballonet.manage(each, prefix_cache=True) for each in self._models]

@@ -8,14 +8,12 @@ stock is. A budget of which stock does not die is no such case, and shown all th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from budgets import OURS, STOCK, kind_of, what
-from common import Figure, Options, options, report
-from peer import peers, serve
-from streamed import MIB
+from budgets import OURS, STOCK, what
+from common import MIB, Figure, Options, report
+from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
     from capped import Held
@@ -39,11 +37,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("oom", __doc__)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
-    kind = kind_of(chosen)
+    chosen = begin("oom", __doc__, functions)
+    kind = chosen.kind
     rows = []
     with peers(__file__, chosen, (STOCK,)) as started:
         stock = started[STOCK]
@@ -78,8 +73,8 @@ def ending(answer: dict[str, Any]) -> str:
     return "completes" if answer["error"] is None else f"{answer['error']} after {answer['said']} tokens"
 
 
-def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     held: list[Held] = []
 
     def say(budget: int | None = None) -> dict[str, Any]:
@@ -89,7 +84,7 @@ def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
             held[0].hold(budget)
         else:
             held.append(Held(name, chosen, budget))
-        return generated(held[0], *CASES[kind_of(chosen)])
+        return generated(held[0], *CASES[chosen.kind])
 
     return {"say": say}
 
@@ -100,7 +95,7 @@ def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any
 
     import torch
     from capped import decided
-    from generating import Clock
+    from generating import Clock, answer
     from peer import synchronize
 
     held.reset()
@@ -110,13 +105,7 @@ def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any
     clock = Clock(lambda: synchronize(held.device), int)
     said, error = None, None
     try:
-        output = held.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            do_sample=False,
-            stopping_criteria=[clock],
-        )
+        output = answer(held.model, prompt, tokens, clock)
         said = output[:, length:].flatten().tolist()
     except torch.OutOfMemoryError as failure:
         error = type(failure).__name__

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 
-from common import Figure, Options, options, report
+from common import MIB, Figure, Options, options, report
 
 from ballonet.allocator import runtime
 from ballonet.allocator.config import Config
 from ballonet.offload.policy.geometry import Geometry
 from ballonet.offload.policy.layout import Block, place
 
-MIB = 2**20
 PAGE_SIZES = tuple(size * 2**10 for size in (64, 256, 1024, 2048, 4096, 8192, 32768))
 ROUNDS = 3  # nobody is compared
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import Figure, Options, options, report
-from peer import answering, peers, serve, synchronize
+from common import MIB, Figure, Options, report
+from peer import Functions, answering, begin, peers, synchronize
 
-MIB = 2**20
 # Few layers, so that activations count beside the weights; lengths that no size class fits twice.
 WIDE = {
     "hidden_size": 4096,
@@ -40,10 +39,7 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_AL
 
 
 def main() -> None:
-    chosen = options("peak", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("peak", __doc__, functions)
     names = ("native", "expandable segments", "ballonet") if chosen.cuda else ("ballonet",)
     rows = []
     with peers(__file__, chosen, names, {"expandable segments": EXPANDABLE}) as started:
@@ -63,7 +59,7 @@ def main() -> None:
     )
 
 
-def serve_as(name: str, chosen: Options) -> None:
+def functions(name: str, chosen: Options) -> Functions:
     import torch
 
     if name == "ballonet":
@@ -72,7 +68,7 @@ def serve_as(name: str, chosen: Options) -> None:
         ballonet.install(
             "60GiB" if chosen.cuda else "2GiB", page_size=65536 if chosen.tiny and not chosen.cuda else None
         )
-    serve({"peak": lambda: peak(name, chosen), "ready": lambda: torch.empty(1, device=chosen.device).nelement()})
+    return {"peak": lambda: peak(name, chosen), "ready": lambda: torch.empty(1, device=chosen.device).nelement()}
 
 
 def peak(name: str, chosen: Options) -> tuple[int, int, int]:
@@ -87,7 +83,7 @@ def peak(name: str, chosen: Options) -> tuple[int, int, int]:
     model = build(config, chosen.device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for length in LENGTHS["tiny" if chosen.tiny else chosen.device]:
+        for length in LENGTHS[chosen.kind]:
             prompt = torch.randint(0, config.vocab_size, (1, length), generator=generator).to(chosen.device)
             model(prompt, use_cache=True, logits_to_keep=1)
     synchronize(chosen.device)

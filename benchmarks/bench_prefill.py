@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common import Figure, Options, describe, interleaved, options, report
-from peer import peers, seconds, serve
+from common import Figure, Options, describe, interleaved, report
+from peer import Functions, begin, peers, seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,13 +15,10 @@ LIMIT = 1.02  # of stock's time
 
 
 def main() -> None:
-    chosen = options("prefill", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("prefill", __doc__, functions)
     rows = []
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
-        for length in LENGTHS["tiny" if chosen.tiny else chosen.device]:
+        for length in LENGTHS[chosen.kind]:
             turns = {name: lambda p=peer, n=length: p.ask("prefill", tokens=n) for name, peer in found.items()}
             taken = interleaved(turns, chosen.repetitions)
             ratio = Figure.ratio(taken["ballonet"], taken["stock"]).at_most(LIMIT)
@@ -35,11 +32,11 @@ def main() -> None:
     )
 
 
-def serve_as(name: str, chosen: Options) -> None:
+def functions(name: str, chosen: Options) -> Functions:
     from llama import prepare
 
     model = prepare(name, chosen)
-    serve({"prefill": lambda tokens: prefill(name, model, tokens, chosen.device)})
+    return {"prefill": lambda tokens: prefill(name, model, tokens, chosen.device)}
 
 
 def prefill(peer: str, model: PreTrainedModel, tokens: int, device: str) -> float:

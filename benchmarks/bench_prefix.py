@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common import Figure, Options, describe, interleaved, options, report
-from peer import Peer, PeerFailed, peers, serve
-from streamed import LINK, MIB
+from common import MIB, Figure, Options, describe, interleaved, report
+from peer import Functions, Peer, PeerFailed, begin, peers
+from streamed import LINK
 
 HISTORY = {"cuda": (2048, 8192, 32768), "cpu": (1024, 2048, 4096), "tiny": (512,)}  # tokens
 QUESTION = {"cuda": 64, "cpu": 32, "tiny": 8}  # tokens that are asked beside it
@@ -62,11 +62,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("prefix", __doc__)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
-    kind = "tiny" if chosen.tiny else chosen.device
+    chosen = begin("prefix", __doc__, functions)
+    kind = chosen.kind
     slow = {} if chosen.cuda else {"ballonet": LINK, "link": LINK, "peer": LINK | PEER_LINK}
     with peers(__file__, chosen, ("stock", "ballonet", "peer", "link"), slow) as started:
         rows = [row(history, started, chosen, kind) for history in HISTORY[kind]]
@@ -134,12 +131,8 @@ def begun(history: int, started: Mapping[str, Peer], chosen: Options, kind: str)
     return ways
 
 
-def functions(peer: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
-    if peer == "link":
-        from bandwidth import measure
-
-        return {"link": measure(chosen)}
+def functions(peer: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     import talking
 
     return talking.functions(peer, chosen, TOKENS)

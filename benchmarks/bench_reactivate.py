@@ -14,9 +14,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, describe_few, options, report
-from peer import peers, seconds, serve
-from streamed import MIB, environment, page_size
+from common import MIB, Figure, Options, describe_few, report
+from peer import Functions, begin, peers, seconds
+from streamed import environment, page_size
 
 if TYPE_CHECKING:
     from ballonet import Managed
@@ -43,10 +43,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("reactivate", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("reactivate", __doc__, functions)
     rows = []
     policies = list(POLICIES)[-1:] if chosen.tiny else list(POLICIES)
     for policy in policies:
@@ -72,13 +69,8 @@ def main() -> None:
     report(chosen, "reactivate", title, COLUMNS, rows)
 
 
-def serve_as(name: str, chosen: Options) -> None:
-    if name == "link":
-        from bandwidth import measure
-
-        serve({"link": measure(chosen)})
-    else:
-        serve({"reactivate": lambda: reactivate(POLICIES[name], chosen)})
+def functions(name: str, chosen: Options) -> Functions:
+    return {"reactivate": lambda: reactivate(POLICIES[name], chosen)}
 
 
 def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
@@ -94,7 +86,7 @@ def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     models = [build(few(chosen, LAYERS), chosen.device) for _ in range(3)]
     managed = [ballonet.manage(each, priority=n) for each, n in zip(models, (priority, 0, 0), strict=True)]
     following, last, running = models
-    batch, length = PROMPTS["tiny" if chosen.tiny else chosen.device]
+    batch, length = PROMPTS[chosen.kind]
     question = torch.ones(1, QUESTION, dtype=torch.long, device=chosen.device)
     too_long = torch.ones(batch, length, dtype=torch.long, device=chosen.device)
 

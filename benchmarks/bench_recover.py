@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from budgets import LAYERS, OURS, kind_of
-from common import Figure, Options, describe_few, interleaved, options, report
-from peer import Peer, peers, serve, synchronize
+from budgets import LAYERS, OURS
+from common import Figure, Options, describe_few, interleaved, report
+from peer import Functions, Peer, begin, peers, synchronize
 from streamed import WARM
 
 if TYPE_CHECKING:
@@ -51,11 +51,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("recover", __doc__)
-    kind = kind_of(chosen)
-    if chosen.peer is not None:
-        serve(functions(chosen))
-        return
+    chosen = begin("recover", __doc__, functions)
+    kind = chosen.kind
     with peers(__file__, chosen, (OURS, UNTOUCHED)) as found:
         cycles = [cycle(found, ROUNDS[kind]) for _ in range(CYCLES[kind])]
     resident, pressed, home, grown_home, steady, grown, nothing_away, no_twin, left = (
@@ -102,9 +99,9 @@ def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
     return said | {"left": float(sum(found[OURS].ask("away")))}
 
 
-def functions(chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
-    kind = kind_of(chosen)
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
+    kind = chosen.kind
     decoding = Decoding(chosen, HELD[kind], TOKENS[kind])
     return {
         "begin": decoding.begin,

@@ -8,15 +8,14 @@ one who decodes; `set_budget()` itself takes as long as it takes until the pages
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from itertools import pairwise
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from budgets import GIB, LAYERS, OURS, kind_of
-from common import Figure, Options, describe_few, options, report
-from peer import peers, serve, synchronize
-from streamed import MIB, WARM
+from budgets import LAYERS, OURS
+from common import GIB, MIB, Figure, Options, describe_few, report
+from peer import Functions, begin, peers, synchronize
+from streamed import WARM
 
 if TYPE_CHECKING:
     from capped import Held
@@ -40,11 +39,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("shrink", __doc__)
-    kind = kind_of(chosen)
-    if chosen.peer is not None:
-        serve(functions(chosen.peer, chosen))
-        return
+    chosen = begin("shrink", __doc__, functions)
+    kind = chosen.kind
     with peers(__file__, chosen, (OURS,)) as found:
         found[OURS].ask("round")
         rounds = [found[OURS].ask("round") for _ in range(ROUNDS[kind])]
@@ -66,11 +62,11 @@ def main() -> None:
     report(chosen, "shrink", title, COLUMNS, [row])
 
 
-def functions(name: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve()."""
+def functions(name: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin()."""
     from capped import Held
 
-    held, kind = Held(name, chosen), kind_of(chosen)
+    held, kind = Held(name, chosen), chosen.kind
     return {"round": lambda: measured(held, HELD[kind], TOKENS[kind], LESS[kind])}
 
 

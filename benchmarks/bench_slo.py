@@ -12,9 +12,9 @@ import tempfile
 from statistics import median
 from typing import Any
 
-from common import Figure, Options, describe_few, options, report
-from peer import peers, seconds, serve
-from streamed import MIB, environment, page_size
+from common import MIB, Figure, Options, describe_few, report
+from peer import Functions, begin, peers, seconds
+from streamed import environment, page_size
 
 from ballonet.offload.policy.interval import Costs, meeting
 from ballonet.offload.policy.schedule import every
@@ -29,10 +29,7 @@ COLUMNS = ["", "SLO, ms", "ms per token / SLO", "first token / SLO", "interval",
 
 
 def main() -> None:
-    chosen = options("slo", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
+    chosen = begin("slo", __doc__, functions)
     names = ("ballonet", "link")
     with tempfile.TemporaryDirectory() as folder:
         given = {**environment(chosen), "BALLONET_CACHE_DIR": folder}
@@ -47,13 +44,8 @@ def main() -> None:
     report(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", COLUMNS, plain)
 
 
-def serve_as(name: str, chosen: Options) -> None:
-    if name == "link":
-        from bandwidth import measure
-
-        serve({"link": measure(chosen)})
-    else:
-        serve({"rows": Measuring(chosen).rows})
+def functions(name: str, chosen: Options) -> Functions:
+    return {"rows": Measuring(chosen).rows}
 
 
 class Measuring:
@@ -68,7 +60,7 @@ class Measuring:
         from ballonet.hooks.managed import pace_of
         from ballonet.hooks.profile import Grid, load_or_measure
 
-        kind = "tiny" if chosen.tiny else chosen.device
+        kind = chosen.kind
         ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
         self._device = chosen.device
         self._quotients = QUOTIENTS[kind]

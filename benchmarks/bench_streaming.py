@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common import Figure, Options, interleaved, options, report
-from peer import Peer, answering, peers, serve
-from streamed import MIB, WARM, environment, interval_of, is_managed
+from common import MIB, Figure, Options, interleaved, report
+from peer import Functions, Peer, answering, begin, peers
+from streamed import WARM, environment, interval_of, is_managed, titled
 
 from ballonet.offload.policy.interval import Costs
 
@@ -59,11 +59,8 @@ COLUMNS = [
 
 
 def main() -> None:
-    chosen = options("streaming", __doc__)
-    if chosen.peer is not None:
-        serve_as(chosen.peer, chosen)
-        return
-    kind = "tiny" if chosen.tiny else chosen.device
+    chosen = begin("streaming", __doc__, functions)
+    kind = chosen.kind
     ours = ("resident", *(f"interval {each}" for each in INTERVALS[kind]))
     names = (*ours, "link", *(OTHERS if chosen.cuda else ()))
     rows = []
@@ -73,20 +70,13 @@ def main() -> None:
         for case in CASES[kind]:
             rows += rows_of(case, found, about, chosen, ROUNDS[kind])
     title = f"decoding while layers stream: ms per token, {about['what']}"
-    if not chosen.cuda:
-        title += ", link of the stand-in slowed to 2 GB/s"
-    report(chosen, "streaming", title, COLUMNS, rows)
+    report(chosen, "streaming", titled(chosen, title), COLUMNS, rows)
 
 
-def serve_as(name: str, chosen: Options) -> None:
-    if name == "link":
-        from bandwidth import measure
+def functions(name: str, chosen: Options) -> Functions:
+    import decoding
 
-        serve({"about": dict, "link": measure(chosen)})
-    else:
-        from decoding import functions
-
-        serve(functions(name, chosen))
+    return decoding.functions(name, chosen)
 
 
 def rows_of(

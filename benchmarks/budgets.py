@@ -5,16 +5,10 @@ This module imports neither torch nor transformers: of a benchmark's process its
 
 from __future__ import annotations
 
-from common import Options, describe_few
+from common import GIB, Options, describe_few
 
 STOCK, OURS = "stock", "ballonet"
 LAYERS = {"cuda": 32, "cpu": 16, "tiny": 4}  # of what `llama.few` gives: on a GPU that is the whole 8B shape
-GIB = 2**30
-
-
-def kind_of(chosen: Options) -> str:
-    """Whose sizes count: "cuda", "cpu" or "tiny"."""
-    return "tiny" if chosen.tiny else chosen.device
 
 
 def page_size(chosen: Options) -> int | None:
@@ -29,5 +23,5 @@ def unlimited(chosen: Options) -> int:
 
 def what(chosen: Options) -> str:
     """The model, in words, for a title; on a CPU also what stock is."""
-    text = describe_few(chosen, LAYERS[kind_of(chosen)])
+    text = describe_few(chosen, LAYERS[chosen.kind])
     return text if chosen.cuda else f"{text}; stock in a plain pool of that budget"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
-from budgets import LAYERS, OURS, kind_of, page_size, unlimited
+from budgets import LAYERS, OURS, page_size, unlimited
 from common import Options
 from llama import build, few
 from transformers import DynamicCache, PreTrainedModel
@@ -37,7 +37,7 @@ class Held:
             ballonet.install(first, page_size=page_size(chosen), spill=peer == OURS)
         elif budget is not None:
             self.hold(budget)
-        self.model: PreTrainedModel = build(few(chosen, LAYERS[kind_of(chosen)]), chosen.device)
+        self.model: PreTrainedModel = build(few(chosen, LAYERS[chosen.kind]), chosen.device)
         self.managed = ballonet.manage(self.model) if peer == OURS else None
 
     def hold(self, budget: int | None) -> None:

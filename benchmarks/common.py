@@ -24,6 +24,7 @@ from rich.table import Table
 import ballonet
 
 ROOT = Path(__file__).resolve().parent.parent
+MIB, GIB = 2**20, 2**30
 REPETITIONS = 7
 PACKAGES = ("torch", "transformers", "accelerate")
 
@@ -43,6 +44,11 @@ class Options:
     def device(self) -> str:
         """torch's name of the device."""
         return "cuda" if self.cuda else "cpu"
+
+    @property
+    def kind(self) -> str:
+        """Whose sizes count: "cuda", "cpu" or "tiny"."""
+        return "tiny" if self.tiny else self.device
 
     @property
     def repetitions(self) -> int:

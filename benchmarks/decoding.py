@@ -16,7 +16,7 @@ from common import Options, describe
 from generating import Clock, timed
 from graphed import GraphedDecode
 from llama import build, few, filled, streamable
-from peer import synchronize
+from peer import Functions, synchronize
 from streamed import WARM, interval_of, is_managed, page_size
 from transformers import PreTrainedModel
 
@@ -25,8 +25,8 @@ import ballonet
 LARGE = 2**16  # bytes of a copy that is no scalar
 
 
-def functions(peer: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
-    """What a peer answers, see peer.serve(). Of a layer that streams "about" tells the bytes."""
+def functions(peer: str, chosen: Options) -> Functions:
+    """What a peer answers, see peer.begin(). Of a layer that streams "about" tells the bytes."""
     model, managed = prepare(peer, chosen)
 
     def decode(how: str, batch: int, held: int, tokens: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def functions(peer: str, chosen: Options) -> Mapping[str, Callable[..., Any]]:
     return {"about": lambda: about, "decode": decode, "trace": trace}
 
 
-def at_any_interval(chosen: Options, layers: int) -> Mapping[str, Callable[..., Any]]:
+def at_any_interval(chosen: Options, layers: int) -> Functions:
     """Answers of one process whose model, of so many layers, is managed anew for each question."""
     ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
     model = build(few(chosen, layers), chosen.device)

@@ -34,14 +34,19 @@ def timed(
     wherever weights are meanwhile."""
     batch, held = size
     prompt = torch.randint(0, model.config.vocab_size, (batch, held + 1), device=device)
-    model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        past_key_values=cache,
-        max_new_tokens=tokens,
-        do_sample=False,
-        stopping_criteria=[clock],
-    )
+    answer(model, prompt, tokens, clock, past_key_values=cache)
     if len(clock.times) != tokens:
         raise RuntimeError(f"generate() stopped after {len(clock.times)} of {tokens} tokens")
     return clock
+
+
+def answer(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, clock: Clock | None = None, **more: Any) -> Any:
+    """What a greedy `generate()` returns for a prompt without padding."""
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=tokens,
+        do_sample=False,
+        **({} if clock is None else {"stopping_criteria": [clock]}),
+        **more,
+    )

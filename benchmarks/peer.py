@@ -1,10 +1,16 @@
 """Peers that need a process each: torch's allocator can be chosen once per process, and each peer has another.
 
-The program that measures starts itself once per peer with `--peer NAME`; there `serve()` answers requests, one line of
+The program that measures starts itself once per peer with `--peer NAME`; there `begin()` answers requests, one line of
 JSON each, until its input ends. So every peer keeps its model, and they are measured in turn.
 
-    with peers(__file__, chosen, ("native", "ballonet")) as found:
-        found["native"].ask("decode", tokens=1024)
+    def main() -> None:
+        chosen = begin("decode", __doc__, functions)
+        with peers(__file__, chosen, ("native", "ballonet")) as found:
+            found["native"].ask("decode", tokens=1024)
+
+    def functions(peer: str, chosen: Options) -> Functions:
+        model = ...
+        return {"decode": lambda tokens: ...}
 """
 
 from __future__ import annotations
@@ -21,10 +27,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from common import Options
+from common import Options, options
 
 SECONDS = 300.0  # that an answer may take
 TAIL = 2000  # characters of what a peer that failed had said
+
+
+Functions = Mapping[str, Callable[..., Any]]  # what a peer answers, by name
 
 
 class PeerFailed(RuntimeError):
@@ -112,7 +121,22 @@ def answering(started: Mapping[str, Peer], needed: Sequence[str], what: str, **a
     return found
 
 
-def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
+def begin(name: str, description: str | None, functions: Callable[[str, Options], Functions]) -> Options:
+    """The options of the benchmark of that name. A process that is a peer answers with `functions(peer, chosen)`, or
+    with what the link gives, until it is asked no more, and ends."""
+    chosen = options(name, description)
+    if chosen.peer is None:
+        return chosen
+    if chosen.peer == "link":
+        from bandwidth import measure
+
+        serve({"about": dict, "link": measure(chosen)})
+    else:
+        serve(functions(chosen.peer, chosen))
+    raise SystemExit
+
+
+def serve(functions: Functions) -> None:
     """Answers requests until the input ends. What the functions print goes to the errors' side."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -60,7 +60,6 @@ PARTS: Mapping[str, Part] = {
         benchmarks=(
             "kv_growth",
             "decode",
-            "calls",
             "prefill",
             "streaming",
             "knee",

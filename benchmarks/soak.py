@@ -34,14 +34,13 @@ from statistics import median
 import torch
 from budgets import page_size
 from capped import decided
-from common import Options, short
+from common import MIB, Options, short
 from footprint import resident
 from llama import build, few
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from speaking import PROMPTS, Speaker
-from streamed import MIB
 
 import ballonet
 from ballonet.allocator import runtime

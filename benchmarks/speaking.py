@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from generating import answer
 from transformers import PreTrainedModel
 
 PROMPTS = ((1, 150), (1, 24), (4, 60), (6, 100))  # sequences and tokens
@@ -72,11 +73,4 @@ class Speaker:
         raise RuntimeError("a request that should have broken off did not")
 
     def _generate(self, prompt: torch.Tensor, tokens: int, **more: Any) -> Any:
-        return self.model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            **more,
-        )
+        return answer(self.model, prompt, tokens, return_dict_in_generate=True, **more)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 from budgets import page_size
 from common import Options
-from generating import Clock
+from generating import Clock, answer
 from llama import build, shape
-from peer import synchronize
+from peer import Functions, synchronize
 from transformers import DynamicCache
 
 import ballonet
@@ -77,14 +76,8 @@ class Talk:
         begin = time.perf_counter()
         if cache is not None and cache.get_seq_length():
             cache.crop(self._history.shape[1] - cache.get_seq_length())
-        found = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            do_sample=False,
-            stopping_criteria=[clock],
-            **({"past_key_values": cache} if cache is not None else {}),
-        )
+        more = {} if cache is None else {"past_key_values": cache}
+        found = answer(self._model, ids, tokens, clock, **more)
         return (clock.times[0] - begin) * 1e3, found[0, prompt.shape[1] :].tolist()
 
     def _text(self, tokens: int, seed: int) -> torch.Tensor:
@@ -111,7 +104,7 @@ class Talk:
         return (found.host_pages + found.peer_pages) * found.page_size
 
 
-def functions(peer: str, chosen: Options, tokens: int) -> dict[str, Callable[..., Any]]:
-    """What such a process answers, see peer.serve()."""
+def functions(peer: str, chosen: Options, tokens: int) -> Functions:
+    """What such a process answers, see peer.begin()."""
     talk = Talk(peer, chosen, tokens)
     return {"begin": talk.begin, "turn": talk.turn}

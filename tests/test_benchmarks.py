@@ -24,7 +24,10 @@ ROOT = Path(__file__).parent.parent
 # Without those whose scenes tests/gpu plays on the stand-in, and that take longest to begin: `make bench` runs them.
 PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "bench_slo"}
 # In this process, one peer after the other: each process of its own would load transformers anew.
-INSIDE = ("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation")
+INSIDE = (
+    *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
+    *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
+)
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 
 
@@ -66,7 +69,7 @@ def check_figure(out: Path, program: str) -> None:
 
 
 class Inside:
-    """A peer that is this very process."""
+    """A peer that is this very process: stock's model lies in the pool, too."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]]) -> None:
         self._functions = functions
@@ -74,9 +77,8 @@ class Inside:
     def ask(self, what: str, **arguments: Any) -> Any:
         return json.loads(json.dumps(self._functions[what](**arguments)))
 
-    def close(self) -> None:
+    def forget(self) -> None:
         self._functions = {}
-        take_out()
 
 
 @pytest.mark.parametrize("program", INSIDE)
@@ -84,13 +86,16 @@ def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monk
     module, out = importlib.import_module(program), tmp_path / "figure.json"
 
     @contextmanager
-    def peers(_: str, chosen: Any, names: Sequence[str]) -> Iterator[dict[str, Inside]]:
-        (name,) = names
-        found = Inside(module.functions(name, chosen))
+    def peers(_: str, chosen: Any, names: Sequence[str], environments: Any = None) -> Iterator[dict[str, Inside]]:
+        for name, value in {**(environments or {})}.get(names[0], {}).items():
+            monkeypatch.setenv(name, value)
+        found = {name: Inside(module.functions(name, chosen)) for name in names}
         try:
-            yield {name: found}
+            yield found
         finally:
-            found.close()
+            for each in found.values():
+                each.forget()
+            take_out()
 
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
     monkeypatch.setattr(module, "peers", peers)
