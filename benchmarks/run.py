@@ -60,6 +60,7 @@ PARTS: Mapping[str, Part] = {
         benchmarks=(
             "kv_growth",
             "decode",
+            "calls",
             "prefill",
             "streaming",
             "knee",
