@@ -27,16 +27,16 @@ from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
 from .device import governors, streams
-from .device.gate import Gate
-from .device.lease import ForwardLease
 from .device.marks import marks_of
+from .forward.forwards import Forwards
+from .forward.gate import Gate
+from .forward.lease import ForwardLease
+from .forward.turns import Turns
 from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
 from .options import ManageOptions, check_known, given, parse_seed
 from .streaming.elastic import Elastic
-from .streaming.forwards import Forwards
-from .streaming.turns import Turns
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Files, Weights

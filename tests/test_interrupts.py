@@ -21,10 +21,11 @@ from ballonet.allocator import install, interrupts, runtime
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Finalizer, guarded, if_free
 from ballonet.hooks import managed
-from ballonet.hooks.device import governors, lease
+from ballonet.hooks.device import governors
+from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.streaming import elastic, forwards, streamed, turns
+from ballonet.hooks.streaming import elastic, streamed
 from ballonet.hooks.weights import moving
 from ballonet.offload.governor import clients, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 

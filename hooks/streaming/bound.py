@@ -19,10 +19,6 @@ Note [Written between two passes]
     has one is counted (`unheld`), and who gets one through a module is noticed (`asked`). Where there is nobody of
     either kind, from before the copy to the beginning of the pass, the slot is what the layer is. Where there is, the
     layer is copied again when the pass begins.
-
-Note [Streaming and torch.compile]
-    The compiler's graph is broken at the hooks of streamed layers, and wherever one of their weights is read; with
-    `fullgraph=True` it says why it cannot go on. What was compiled before a layer streamed reads its backing.
 """
 
 from __future__ import annotations
@@ -41,6 +37,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..forward.hook import opaquely
 from ..weights.storages import like_over
 
 _KINDS: Final = ("_parameters", "_buffers")
@@ -48,17 +45,7 @@ _LAYOUT: Final = (methodcaller("data_ptr"), methodcaller("size"), methodcaller("
 _version = attrgetter("_version")
 _inference = methodcaller("is_inference")  # has no versions
 _uses = methodcaller("_use_count")
-_REASON: Final = (
-    "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
-    "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
-)
 Spot = Callable[[int], int | None]  # the address of a byte of the layer's ranges -> its offset in the slot
-
-
-@torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
-def opaquely(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what the compiler cannot follow: it breaks its graph, or says why where it was told not to."""
-    return function(*args, **kwargs)
 
 
 class Bound:

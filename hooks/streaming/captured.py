@@ -24,10 +24,10 @@ from ...allocator.interrupts import if_free
 from ...offload.governor.governor import Governor
 from ...offload.policy.plan import Plan
 from ..device import governors, graphs
+from ..forward.hook import Hook
 from ..measure.pace import Pace
 from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
-from .forwards import Hook
 
 CAPTURED: Final = (
     "layers that stream cannot be captured in a CUDA graph, nor those that gave their pages for something else: "

@@ -40,6 +40,7 @@ from ...offload.record.record import Phase, Point, Record
 from ...offload.residency.ring import Streamed, spans
 from ..device import governors, graphs
 from ..device.pressure import Giver
+from ..forward.turns import Turns
 from ..measure.pace import Measured, Pace
 from ..measure.report import Report
 from ..options import ManageOptions
@@ -49,7 +50,6 @@ from ..weights.ranges import Weights
 from ..weights.storages import members
 from .captured import Captured
 from .streamed import Layer, Streaming
-from .turns import Turns
 
 
 class Elastic(Captured):

@@ -28,11 +28,11 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.ring import Part, Ring
+from ..forward.hook import call_frame
+from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
 from .captured import CAPTURED
-from .forwards import call_frame
-from .turns import Turn, Turns
 
 
 class Layer(NamedTuple):

@@ -519,7 +519,7 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
 def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.Managed) -> None:
     """Whatever line of it was interrupted, the weights are what they are and the model goes on."""
     expected = {name: bits(tensor) for name, tensor in tensors(model).items()}
-    names = ("offload.residency.ring", "hooks.streaming.streamed", "hooks.streaming.bound", "hooks.streaming.turns")
+    names = ("offload.residency.ring", "hooks.streaming.streamed", "hooks.streaming.bound", "hooks.forward.turns")
     files = {sys.modules[f"ballonet.{name}"].__file__ for name in names}
 
     def interrupted_at(line: int) -> bool:
