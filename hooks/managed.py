@@ -139,7 +139,9 @@ def managed(
     with _lock:
         if (found := known()) is not None:
             return found
-    gate = Gate(model, governors.composed_with().tuning.waiting)
+    composed = governors.composed_with()
+    composed.interpreter.check()
+    gate = Gate(model, composed.tuning.waiting)
     with gate.closed():
         gate.wait_until_unused()  # without the lock, for which a forward may wait
         with _lock:

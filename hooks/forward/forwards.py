@@ -280,12 +280,13 @@ class _EnterLayer(_OfLayer):
 
 
 class _LeaveLayer(_OfLayer):
-    """After a decoder layer, which has nothing to say where it was not read from a slot."""
+    """After a decoder layer, which has nothing to say where it does not stream."""
 
     def __call__(self, *_: Any) -> None:
+        if not self.opaque:
+            return
         if torch.compiler.is_compiling():
-            if self.opaque:
-                opaquely(self)
+            opaquely(self)
         elif self._forwards.layers.inside == self._layer:
             self._forwards.layers.leave(self._layer)
 

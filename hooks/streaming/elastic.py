@@ -85,6 +85,7 @@ class Elastic(Captured):
             self._captured,
             pace.capturing,
             governor.tuning.waiting,
+            governors.composed_with().interpreter,
         )
 
     # What the governor asks

@@ -15,6 +15,7 @@ Note [Layers that nobody has seen]
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -28,6 +29,7 @@ from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.ring import Part, Ring
+from ..device.references import THIS, Interpreter
 from ..forward.hook import call_frame
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
@@ -55,6 +57,7 @@ class Streaming:
         captured: Callable[[int], None],
         capturing: Callable[[], bool],
         waiting: Waiting = DEFAULT.waiting,
+        interpreter: Interpreter = THIS,
     ) -> None:
         """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
         told before a layer is read while what this thread does is captured (`capturing`); ManageError where it cannot
@@ -66,6 +69,7 @@ class Streaming:
         self._captured = captured
         self._capturing = capturing
         self._waiting = waiting
+        self._interpreter = interpreter
         self._layers: dict[int, Bound] = {}
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._hidden: set[int] = set()  # layers that nobody has seen
@@ -86,7 +90,7 @@ class Streaming:
             hidden = any(part.backing.file is not None for part in layer.parts)
             if hidden:
                 self._hidden.add(number)
-            self._layers[number] = Bound(layer.module, layer.tensors, partial(self._asked, number))
+            self._layers[number] = Bound(layer.module, layer.tensors, partial(self._asked, number), self._interpreter)
             self._parts[number] = layer.parts
             self._show(number, flats)
 
@@ -142,20 +146,21 @@ class Streaming:
         if bound is None or not self._turns.has(self._turn) or torch.is_grad_enabled():
             return None
         if self.inside is not None:
-            if self._layers[self.inside].active:
+            if self._layers[self.inside].active(sys._getframe()):
                 return None  # a layer that runs another one: its slot is in use
             self._end()
-        if self._versions.get(layer) != bound.written():
+        written, fits = bound.look()
+        if self._versions.get(layer) != written:
             self._ring.forget(layer)
-        if not bound.fits() or not self._ring.enter(layer, self._stream()):
-            return None
-        self.inside = layer
-        bound.enter(call_frame())
-        return self._ring.place(layer)
+        slot = self._ring.enter(layer, self._stream()) if fits else None
+        if slot is not None:
+            self.inside = layer
+            bound.enter(call_frame())
+        return slot
 
     def leave(self, layer: int) -> None:
         """The layer has run. ManageError where it has written to its slot, DriverError."""
-        if self.inside == layer and self._turns.has(self._turn) and self._layers[layer].active and self._end():
+        if self.inside == layer and self._layers[layer].active(sys._getframe()) and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:

@@ -214,18 +214,18 @@ class Ring:
             if first is not None:
                 self._filler.fill(self, slot, first, stream)
 
-    def enter(self, layer: int, stream: int) -> bool:
-        """`stream` is about to compute the layer from its slot. False where it has none. WeightsFileChanged,
-        DriverError."""
+    def enter(self, layer: int, stream: int) -> Range | None:
+        """`stream` is about to compute the layer from its slot, which is returned; None where it has none.
+        WeightsFileChanged, DriverError."""
         found = self._found(layer)
         if found is None:
-            return False
+            return None
         try:
             self._filler.read(self, found[1], layer, stream)
         except DriverError:
             self._check(found[0])
             raise
-        return True
+        return found[1].range
 
     def forget(self, layer: int) -> None:
         """What the layer's slot holds are not its weights any more."""
@@ -383,12 +383,11 @@ class Ring:
         self.loading(member, member == slot.turns[0])
 
     def _bytes(self, each: Streamed, slot: Slot[int]) -> Copies:
-        start = slot.range.address
-        return [
-            copy
-            for part in each.parts
-            for copy in part.backing.copies(part.first, part.count, start + part.offset * self._page)
-        ]
+        copies: Copies = []
+        for part in each.parts:
+            to = slot.range.address + part.offset * self._page
+            copies += part.mover.backing.copies(part.first, part.count, to)
+        return copies
 
     def _check(self, each: Streamed) -> None:
         for part in each.parts:

@@ -102,5 +102,6 @@ class Filler(Generic[Member]):
     def copy(self, copies: Copies, after: int | None) -> Done:
         """Submits copies to the device. With `after` None they wait for every stream. DriverError."""
         done = self._transfer.copy(copies, after=after, owner=self._owner, to="device")
-        self.copied += sum([nbytes for _, _, nbytes in copies])
+        for _, _, nbytes in copies:
+            self.copied += nbytes
         return done
