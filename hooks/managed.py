@@ -247,7 +247,7 @@ class Managed:
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
             self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
-            self._elastic.break_graphs = self._forwards.break_graphs
+            self._elastic.arrangement.break_graphs = self._forwards.break_graphs
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
@@ -393,7 +393,7 @@ class Managed:
     def _follow(self, model: nn.Module, slots: int) -> None:
         layers = decoder_layers(model)
         self._forwards.hook_layers(layers)
-        self._elastic.follow(model, layers, slots)
+        self._elastic.follow(layers, slots)
 
     @property
     def _pending(self) -> bool:
@@ -487,7 +487,7 @@ def _attach_prefixes(
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
-        record, governor, limit = (lambda: elastic.record), governors.of(device), options.prefix_dir_limit
+        record, governor, limit = (lambda: elastic.timings.record), governors.of(device), options.prefix_dir_limit
         store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )

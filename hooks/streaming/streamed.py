@@ -28,13 +28,18 @@ from torch import nn
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Waiting
-from ...offload.residency.ring import Part, Ring
+from ...offload.residency.layer_parts import Part
+from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
 from ..forward.hook import call_frame
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
-from .captured import CAPTURED
+
+CAPTURED: Final = (
+    "layers that stream cannot be captured in a CUDA graph, nor those that gave their pages for something else: "
+    "capture layers that are resident, or give a budget in which nothing streams"
+)
 
 
 class Layer(NamedTuple):
@@ -213,7 +218,8 @@ class Streaming:
 
     def _give_away(self, layer: int) -> None:
         """See bound.py, Note [A view that is kept]."""
-        others = self._ring.sharing(layer)
+        shared = self._ring.slot(layer)
+        others = [] if shared is None else list(shared.turns)
         if layer in self._hidden:
             self.reveal(layer)
         for each in others:
@@ -228,12 +234,13 @@ class Streaming:
 
     def _show(self, layer: int, flats: dict[int, torch.Tensor]) -> None:
         """`flats`: by address, those over slots so far."""
-        slot = self._ring.place(layer)
+        slot = self._ring.slot(layer)
         if slot is None:
             return
-        if slot.address not in flats:
-            flats[slot.address] = flat_over(slot, 0, slot.nbytes)
-        self._layers[layer].show(flats[slot.address], _spot(self._parts[layer], self._page))
+        address = slot.range.address
+        if address not in flats:
+            flats[address] = flat_over(slot.range, 0, slot.range.nbytes)
+        self._layers[layer].show(flats[address], _spot(self._parts[layer], self._page))
 
 
 def _spot(parts: tuple[Part, ...], page: int) -> Spot:
