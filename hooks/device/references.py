@@ -12,7 +12,8 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import Counter
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,18 +21,19 @@ from torch import nn
 from ...allocator.errors import ManageError
 
 
-class Interpreter(NamedTuple):
+@dataclass(frozen=True)
+class Interpreter:
     """What this depends on. `version`: of CPython; `free_threaded`: was it built without a GIL?
     `gil`: has it one now?"""
 
     version: tuple[int, int]
     free_threaded: bool
     gil: bool
+    counts_references: bool = field(init=False)  # exactly, by `sys.getrefcount`
 
-    @property
-    def counts_references(self) -> bool:
-        """Is `sys.getrefcount` exact?"""
-        return self.gil and not self.free_threaded and self.version < (3, 14)
+    def __post_init__(self) -> None:
+        exact = self.gil and not self.free_threaded and self.version < (3, 14)
+        object.__setattr__(self, "counts_references", exact)
 
     def check(self) -> None:
         """ManageError where the stacks of other threads cannot be read: without the GIL they change meanwhile."""

@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Range
@@ -262,7 +263,7 @@ class _EnterLayer(_OfLayer):
     """Before a decoder layer: what may change under a running forward changes here."""
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
             if self.opaque:
                 opaquely(self)
             return
@@ -285,7 +286,7 @@ class _LeaveLayer(_OfLayer):
     def __call__(self, *_: Any) -> None:
         if not self.opaque:
             return
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             opaquely(self)
         elif self._forwards.layers.inside == self._layer:
             self._forwards.layers.leave(self._layer)

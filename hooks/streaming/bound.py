@@ -172,7 +172,7 @@ class Bound:
         return found
 
     def _count(self) -> int:
-        """References to the slot's memory."""
+        """References to the slot's memory. In a method of its own: a variable of who asks would be one."""
         return 0 if self._storage is None else memory_references(self._storage, self._interpreter)
 
     def _flat(self, tensors: list[Any]) -> list[Any]:
