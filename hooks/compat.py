@@ -16,6 +16,7 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -419,7 +420,8 @@ def eager(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Are these two plain tensors with which this thread computes now: no compiler or tracer looks on, no CUDA graph
     captures, and neither gradients, tangents nor a transform of `torch.func` go through them?"""
     return not (
-        torch.compiler.is_compiling()
+        is_dynamo_compiling()
+        or torch.compiler._is_compiling_flag  # with that as `is_compiling`, in one call
         or type(first) is not torch.Tensor
         or type(second) is not torch.Tensor
         or _is_tracing()

@@ -27,16 +27,16 @@ from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
 from .device import governors, streams
-from .device.gate import Gate
-from .device.lease import ForwardLease
 from .device.marks import marks_of
+from .forward.forwards import Forwards
+from .forward.gate import Gate
+from .forward.lease import ForwardLease
+from .forward.turns import Turns
 from .measure.pace import Pace
 from .measure.point import point_of
 from .measure.report import Report
 from .options import ManageOptions, check_known, given, parse_seed
 from .streaming.elastic import Elastic
-from .streaming.forwards import Forwards
-from .streaming.turns import Turns
 from .weights.follow import Follower
 from .weights.layers import decoder_layers, runners
 from .weights.ranges import Files, Weights
@@ -139,7 +139,9 @@ def managed(
     with _lock:
         if (found := known()) is not None:
             return found
-    gate = Gate(model, governors.composed_with().tuning.waiting)
+    composed = governors.composed_with()
+    composed.interpreter.check()
+    gate = Gate(model, composed.tuning.waiting)
     with gate.closed():
         gate.wait_until_unused()  # without the lock, for which a forward may wait
         with _lock:
@@ -245,7 +247,7 @@ class Managed:
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
             self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
-            self._elastic.break_graphs = self._forwards.break_graphs
+            self._elastic.arrangement.break_graphs = self._forwards.break_graphs
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
@@ -391,7 +393,7 @@ class Managed:
     def _follow(self, model: nn.Module, slots: int) -> None:
         layers = decoder_layers(model)
         self._forwards.hook_layers(layers)
-        self._elastic.follow(model, layers, slots)
+        self._elastic.follow(layers, slots)
 
     @property
     def _pending(self) -> bool:
@@ -485,7 +487,7 @@ def _attach_prefixes(
     if (folder := options.prefix_dir) is not None:
         from .prefix.saving import Saver
 
-        record, governor, limit = (lambda: elastic.record), governors.of(device), options.prefix_dir_limit
+        record, governor, limit = (lambda: elastic.timings.record), governors.of(device), options.prefix_dir_limit
         store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )

@@ -19,7 +19,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.hooks.device import governors
-from ballonet.hooks.device.lease import GroupLease
+from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.state_pages import StatePages

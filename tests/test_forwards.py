@@ -14,7 +14,7 @@ from torch import nn
 import ballonet
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import ManageError
-from ballonet.hooks.device.lease import current
+from ballonet.hooks.forward.lease import current
 from ballonet.testing import chaos_of
 
 from . import models

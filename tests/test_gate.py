@@ -19,9 +19,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import ballonet
 from ballonet.allocator import install
 from ballonet.allocator.errors import ModelInUse
-from ballonet.hooks.device import gate as gates
-from ballonet.hooks.device.gate import Gate
-from ballonet.hooks.device.stacks import stack_of
+from ballonet.hooks.forward import gate as gates
+from ballonet.hooks.forward.gate import Gate
+from ballonet.hooks.forward.stacks import stack_of
 from ballonet.hooks.managed import managed, managed_as
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use

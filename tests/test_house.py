@@ -32,6 +32,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/device",
     "hooks/measure",
     "hooks/weights",
+    "hooks/forward",
     "hooks/streaming",
     "hooks/kv",
     "hooks/prefix",
@@ -109,7 +110,7 @@ def test_folders_import_one_way(path: Path) -> None:
     [
         ("offload/policy/plan.py", "from ..residency.ring import Ring"),
         ("offload/residency/ring.py", "from ..governor import levers"),
-        ("hooks/device/lease.py", "from ..kv.pages import KVPages"),
+        ("hooks/forward/lease.py", "from ..kv.pages import KVPages"),
         ("hooks/kv/pages.py", "from .. import managed"),
         ("hooks/compat.py", "from .device import marks"),
         ("hooks/managed.py", "from .programs.run import run"),

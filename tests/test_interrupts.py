@@ -21,10 +21,11 @@ from ballonet.allocator import install, interrupts, runtime
 from ballonet.allocator._native import Lease
 from ballonet.allocator.interrupts import Finalizer, guarded, if_free
 from ballonet.hooks import managed
-from ballonet.hooks.device import governors, lease
+from ballonet.hooks.device import governors
+from ballonet.hooks.forward import forwards, lease, turns
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
-from ballonet.hooks.streaming import elastic, forwards, streamed, turns
+from ballonet.hooks.streaming import arrangement, elastic, streamed
 from ballonet.hooks.weights import moving
 from ballonet.offload.governor import clients, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
@@ -316,12 +317,12 @@ def test_ctrl_c_at_any_line_of_a_change_leaves_no_lock(installed: None) -> None:
             kept.append(error)
 
     at = 0
-    while interrupted(change, at := at + 1, interrupts, turns, elastic, streamed, governor):
+    while interrupted(change, at := at + 1, interrupts, turns, elastic, arrangement, streamed, governor):
         assert not seat.held, at
         assert not it._turns.sections, at
         assert it._turns._first() is None, at
         free: list[bool] = []
-        thread = threading.Thread(target=lambda: free.append(if_free(it._elastic._lock, lambda: None)))  # noqa: B023
+        thread = threading.Thread(target=lambda: free.append(if_free(it._elastic.captured.lock, lambda: None)))  # noqa: B023
         thread.start()
         thread.join()
         assert free == [True], at

@@ -24,7 +24,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError, NotInstalled, UnsupportedVersion
 from ballonet.hooks import compat
-from ballonet.hooks.device.lease import ForwardLease, current
+from ballonet.hooks.forward.lease import ForwardLease, current
 from ballonet.hooks.kv import grouping
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.cache import KVCache

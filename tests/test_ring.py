@@ -16,8 +16,9 @@ from ballonet.allocator._native import Range, Transfer
 from ballonet.allocator.errors import BallonetError, PoolExhausted
 from ballonet.offload.policy.plan import streaming
 from ballonet.offload.residency.backing import Backing
+from ballonet.offload.residency.layer_parts import Part, Streamed
 from ballonet.offload.residency.mover import Mover
-from ballonet.offload.residency.ring import Part, Ring, Streamed
+from ballonet.offload.residency.ring import Ring
 
 from .core import PAGE, PAGE_CALLS, Core, arm, calls, holds, opened, pending, write
 
@@ -64,9 +65,9 @@ class Model:
         self.ring.leave(layer, lambda _: ahead)
 
     def slot(self, layer: int) -> Range:
-        found = self.ring.place(layer)
+        found = self.ring.slot(layer)
         assert found is not None
-        return found
+        return found.range
 
     def reads_right(self, layer: int, stream: int = 0) -> bool:
         """Reads its slot as an operator of the layer does: told to the order checker, which is all that there is of
@@ -92,7 +93,7 @@ class Model:
             if any(part.backing.closed for part in each.parts):
                 parts = tuple(replace(part, mover=self.mover(part.home)) for part in each.parts)
                 self.layers[layer] = replace(each, parts=parts)
-        coming = self.on_host() - {*streamed, *self.ring.back}
+        coming = self.on_host() - {*streamed, *self.ring.own.layers}
         given = ([self.layers[layer] for layer in each] for each in (streamed, sorted(coming)))
         self.ring.arrange(self.plan.slot_pages, *given)
 
@@ -104,7 +105,7 @@ class Model:
     def take(self, layer: int) -> int:
         """The core takes its own slot, or its pages; how many."""
         each = self.layers[layer]
-        offer = self.ring.offer(layer) or [
+        offer = self.ring.own.offer(layer) or [
             (part.home, part.first, part.count, part.backing.pages, part.first, []) for part in each.parts
         ]
         self.core.device.publish([(layer, self.group, offer)])
@@ -274,9 +275,9 @@ def test_layers_come_back_and_leave_again() -> None:
         for streamed in ([0], [0, 1], [], [0, 1, 2], [2], [0, 1, 2]):
             it.arrange(streamed)
             assert it.ring.streamed == tuple(streamed)
-            assert it.ring.back == tuple(set(range(3)).difference(streamed))
+            assert it.ring.own.layers == tuple(set(range(3)).difference(streamed))
             it.core.device.reap(wait=True)
-            own = [(1, 3, 2)[layer] for layer in it.ring.back]
+            own = [(1, 3, 2)[layer] for layer in it.ring.own.layers]
             assert it.core.pages()["weights"] == used + sum(own)
             for stream in (lane, 0):
                 it.ring.begin(stream)
@@ -320,12 +321,12 @@ def test_a_layer_that_is_settled_is_resident(held: bool) -> None:
         if held:
             with pytest.raises(BallonetError, match="cannot be exchanged"):
                 it.ring.settle(1)
-            assert it.ring.back == (0, 1)
+            assert it.ring.own.layers == (0, 1)
             assert holds(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
         del view
         before = it.core.pages()["weights"]
         it.ring.settle(1)
-        assert it.ring.back == (0,)
+        assert it.ring.own.layers == (0,)
         assert it.on_host() == {0}
         assert holds(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
         it.core.device.reap(wait=True)
@@ -345,7 +346,7 @@ def test_the_core_takes_own_slots_and_copies_nothing() -> None:
             if loaded:
                 it.run(1)
             assert it.take(1) == 3
-            assert it.ring.back == (0,)
+            assert it.ring.own.layers == (0,)
             assert it.core.device.snapshot()["copied"]["weights_d2h"] == 0
             for _ in range(2):
                 it.run(1)
@@ -408,7 +409,7 @@ def test_a_failure_anywhere_in_a_change_leaves_layers_that_are_right(function: s
             with suppress(BallonetError, PoolExhausted):
                 it.arrange(streamed)
             with suppress(BallonetError, PoolExhausted):
-                for layer in it.ring.back:
+                for layer in it.ring.own.layers:
                     it.ring.settle(layer)
             it.core.device.check()
             assert all(it.shows_right(layer) for layer in it.layers)

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from ballonet.hooks.device import stacks
+from ballonet.hooks.forward import stacks
 
 LONG = 60  # seconds, after which a thread hangs
 

@@ -16,10 +16,10 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Group
-from ballonet.hooks.device import lease
-from ballonet.hooks.device.lease import GroupLease, current
-from ballonet.hooks.streaming import forwards, streamed, turns
-from ballonet.hooks.streaming.turns import Turn, Turns
+from ballonet.hooks.forward import forwards, lease, turns
+from ballonet.hooks.forward.lease import GroupLease, current
+from ballonet.hooks.forward.turns import Turn, Turns
+from ballonet.hooks.streaming import streamed
 
 from .models import build, prompts
 from .pool import tiny_layers

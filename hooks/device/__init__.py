@@ -1,1 +1,1 @@
-"""What the hooks of a device's models share: its streams and marks, leases, captured graphs, the gate, and pressure."""
+"""What the hooks of a device's models share: its streams and marks, captured graphs, governors, and pressure."""

@@ -25,13 +25,15 @@ from ...offload.governor.governor import Governor
 from ...offload.policy.tuning import DEFAULT, Tuning
 from ...offload.record import link
 from .marks import marks_of, relaxed
+from .references import THIS, Interpreter
 
 
 class Composition(NamedTuple):
-    """What a governor is made with. `clock`: seconds."""
+    """What a governor, and the models it governs, are made with. `clock`: seconds."""
 
     tuning: Tuning = DEFAULT
     clock: Callable[[], float] = time.monotonic
+    interpreter: Interpreter = THIS
 
 
 _composition = Composition()

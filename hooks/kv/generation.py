@@ -29,7 +29,7 @@ from ...allocator.errors import AlreadyManaged
 from ...allocator.interrupts import Finalizer, guarded
 from ...offload.timeline.recorder import mark
 from ..compat import PREPARE_CACHE, layer_types
-from ..device.lease import ForwardLease, opened
+from ..forward.lease import ForwardLease, opened
 from .grouping import CacheRanges
 from .kinds import ELASTIC, elastic_layers, reason_to_leave
 from .layer import ElasticLayer

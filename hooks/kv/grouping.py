@@ -14,8 +14,8 @@ from ...offload.policy.geometry import Geometry, choose, longest
 from ...offload.policy.tuning import DEFAULT
 from ..compat import longest_sequence, one_shape
 from ..device import governors
-from ..device.lease import ThreadLease
 from ..device.streams import torch_device
+from ..forward.lease import ThreadLease
 from .range import KVRange, Shape
 
 

@@ -31,7 +31,7 @@ import torch
 from ...allocator.errors import ManageError
 from ..compat import DynamicLayer, cropped, eager
 from ..device import graphs
-from ..device.lease import GroupLease
+from ..forward.lease import GroupLease
 from .grouping import CacheRanges
 from .range import KVRange, Latest, Shape
 

@@ -26,9 +26,9 @@ from ...allocator.errors import PoolExhausted
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.residency.kv_extent import KVExtent
-from ..device.lease import ForwardLease, GroupLease, ThreadLease
 from ..device.marks import relaxed
 from ..device.streams import raw_stream
+from ..forward.lease import ForwardLease, GroupLease, ThreadLease
 from .room import find_room, map_device
 
 if TYPE_CHECKING:

@@ -48,8 +48,8 @@ from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..compat import StorageWeakRef
-from ..device.lease import ForwardLease, GroupLease, ThreadLease, current
 from ..device.streams import raw_stream
+from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current
 from .pages import KVPages
 from .prefill import copied_in
 

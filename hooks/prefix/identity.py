@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..compat import StorageWeakRef
-from ..streaming.forwards import Hook
+from ..forward.hook import Hook
 
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

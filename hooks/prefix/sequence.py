@@ -24,7 +24,7 @@ import torch
 
 from ...allocator.errors import BallonetError
 from ...offload.governor.kv_tier import KVTier
-from ..device.lease import ForwardLease, GroupLease
+from ..forward.lease import ForwardLease, GroupLease
 from ..kv.grouping import CacheRanges
 from ..kv.kinds import elastic_counterpart
 from ..kv.layer import ElasticLayer

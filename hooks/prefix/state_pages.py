@@ -19,8 +19,8 @@ from ...offload.governor.governor import Governor
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.layout import ALIGNMENT
 from ...offload.residency.kv_extent import KVExtent
-from ..device.lease import GroupLease
 from ..device.streams import raw_stream
+from ..forward.lease import GroupLease
 
 _UINT8: Final = (1, 8)  # DLPack's code and bits
 

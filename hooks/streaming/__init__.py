@@ -1,1 +1,1 @@
-"""Layers that stream: which are at home, when the others fly, whose turn it is, and who else looks at them."""
+"""Layers that stream: which do, what their forwards read, and what graphs have captured of them."""

@@ -11,18 +11,15 @@ Note [Who reads what]
 
 Note [A view that is kept]
     Who keeps a view beyond the call (a hook that collects weights, an exception's traceback) would see the next layer's
-    bytes. So the references to the views are counted when the call has ended; if there are more than before, the slot's
-    addresses lead to the layer's backing from then on and the slot gets others.
+    bytes. So each call is given views of its own, made when they are asked for and dropped when it has ended. If torch
+    then counts more references to the memory of the slot than before the call, somebody keeps one: the slot's addresses
+    lead to the layer's backing from then on and the slot gets others.
 
 Note [Written between two passes]
     What a slot is given for the next pass may be written on the host before that begins. Writing takes a reference: who
-    has one is counted (`unheld`), and who gets one through a module is noticed (`asked`). Where there is nobody of
-    either kind, from before the copy to the beginning of the pass, the slot is what the layer is. Where there is, the
-    layer is copied again when the pass begins.
-
-Note [Streaming and torch.compile]
-    The compiler's graph is broken at the hooks of streamed layers, and wherever one of their weights is read; with
-    `fullgraph=True` it says why it cannot go on. What was compiled before a layer streamed reads its backing.
+    has one is counted (`unheld`, by device/references.py), and who gets one through a module is noticed (`asked`).
+    Where there is nobody of either kind, from before the copy to the beginning of the pass, the slot is what the layer
+    is. Where there is, or perhaps is, the layer is copied again when the pass begins.
 """
 
 from __future__ import annotations
@@ -31,52 +28,49 @@ import copy
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter, methodcaller
 from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..device.references import THIS, Interpreter, memory_references, perhaps_referenced
+from ..forward.hook import opaquely
 from ..weights.storages import like_over
 
 _KINDS: Final = ("_parameters", "_buffers")
-_LAYOUT: Final = (methodcaller("data_ptr"), methodcaller("size"), methodcaller("stride"))
+_address, _size, _stride = methodcaller("data_ptr"), methodcaller("size"), methodcaller("stride")
 _version = attrgetter("_version")
 _inference = methodcaller("is_inference")  # has no versions
-_uses = methodcaller("_use_count")
-_REASON: Final = (
-    "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
-    "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
-)
+_Maker = Callable[[], Any]
+_Layouts = tuple[list[int], list[Any], list[Any]]
 Spot = Callable[[int], int | None]  # the address of a byte of the layer's ranges -> its offset in the slot
-
-
-@torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
-def opaquely(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls what the compiler cannot follow: it breaks its graph, or says why where it was told not to."""
-    return function(*args, **kwargs)
 
 
 class Bound:
     """One streamed layer: the dictionaries of its modules, and the views that its own call reads."""
 
-    def __init__(self, layer: nn.Module, tensors: Iterable[int], asked: Callable[[], None]) -> None:
+    def __init__(
+        self, layer: nn.Module, tensors: Iterable[int], asked: Callable[[], None], interpreter: Interpreter = THIS
+    ) -> None:
         """`tensors`: ids of those in its ranges; `asked` is called before anyone else is handed one of them."""
         self.asked = asked
-        self._call: FrameType | None = None
-        self._thread = 0
-        self._now: dict[int, tuple[Any, Any]] = {}  # by id: what the layer holds, and its view
-        self._views: tuple[Any, ...] = ()
-        self._leaves: tuple[Any, ...] = ()  # the views with memory of their own
-        self._layouts: list[Any] = []
-        self._storage = 0
-        self._counts: tuple[Any, ...] = ()
+        self._interpreter = interpreter
+        self.call: FrameType | None = None  # that reads the slot
+        self.thread = 0  # of that call
+        self._makers: tuple[_Maker, ...] = ()  # of what the layer holds, in its order
+        self.now: dict[int, tuple[Any, _Maker]] = {}  # by id: what the layer holds, and what makes its view
+        self.given: dict[int, Any] = {}  # by id: the views that the call has been given
+        self._leaves: list[torch.Tensor] = []  # over the slot: a write to a view is one to them
+        self._layouts: _Layouts | None = None
+        self._storage: torch.UntypedStorage | None = None  # of the slot
+        self._references = 0  # to the slot's memory while no call has views; 0 where that was not counted yet
         self._before = 0
-        self._wraps = False  # is any of them a wrapper?
         wanted = frozenset(tensors)
         self._modules: list[tuple[weakref.ref[nn.Module], str, tuple[str, ...]]] = []
         for module in layer.modules():
@@ -86,6 +80,7 @@ class Bound:
                 if names:
                     self._modules.append((weakref.ref(module), kind, names))
                     module.__dict__[kind] = Shown(plain, self)
+        self.wraps = any(map(_wraps, self._held() or ()))
 
     def release(self) -> None:
         """The modules have plain dictionaries again, and there are no views."""
@@ -100,86 +95,66 @@ class Bound:
 
     def show(self, flat: torch.Tensor | None, spot: Spot | None) -> None:
         """From now on its call reads `flat`, a slot, where `spot` says; with None what the layer itself holds."""
-        self._call, self._now, self._views, self._leaves, self._layouts, self._counts = None, {}, (), (), [], ()
+        self.call, self.now, self.given, self._makers = None, {}, {}, ()
+        self._leaves, self._layouts, self._storage, self._references = [], None, None, 0
         held = self._held()
         if flat is None or spot is None or held is None:
             return
-        made = [_view(each, flat, spot) for each in held]
-        if any(each is None for each in made):
+        leaves: list[torch.Tensor] = []
+        makers = [_maker(each, flat, spot, leaves) for each in held]
+        found = tuple(each for each in makers if each is not None)
+        if len(found) < len(makers):
             return
-        self._views = tuple(made)
-        self._wraps = any(map(_wraps, made))
-        self._leaves = tuple(self._leaves_of(made))
-        self._layouts = _layouts(self._leaves_of(held))
-        self._storage = int(flat.untyped_storage()._cdata)
+        self._makers = found
+        self._leaves = leaves if not any(map(_inference, leaves)) else []
+        self._layouts = _layouts(self._flat(held) if self.wraps else held)
+        self._storage = flat.untyped_storage()
+
+    def look(self) -> tuple[int, bool]:
+        """Returns a number that is another one once the layer's tensors have been written to, as far as torch counts
+        that, which is not through `data`; and whether there are views of what the layer holds now: not where something
+        in it has been given other memory."""
+        held = self._held()
+        if held is None:
+            return 0, False
+        leaves = self._flat(held) if self.wraps else held
+        if not self._makers or _layouts(leaves) != self._layouts:
+            return _versions(leaves), False
+        self.now = dict(zip(map(id, held), zip(held, self._makers, strict=True), strict=True))
+        return _versions(leaves), True
 
     def written(self) -> int:
-        """Another number once the layer's tensors have been written to, as far as torch counts that: not through
-        `data`."""
+        """The first of what `look` returns."""
         held = self._held()
-        return 0 if held is None else _versions(self._leaves_of(held))
-
-    def fits(self) -> bool:
-        """Are there views, of what the layer holds now? Not where something in it has been given other memory."""
-        held = self._held() if self._views else None
-        if held is None or _layouts(self._leaves_of(held)) != self._layouts:
-            return False
-        self._counts = self._counts or self._references()  # all layers of the slot have their views by now
-        self._now = {id(each): (each, view) for each, view in zip(held, self._views, strict=True)}
-        return True
+        return 0 if held is None else _versions(self._flat(held) if self.wraps else held)
 
     def enter(self, call: FrameType | None) -> None:
-        """The slot holds the layer: the call with this frame reads it. Follows `fits`."""
-        self._before = _versions(self._leaves)
-        self._thread = threading.get_ident()
-        self._call = call
+        """The slot holds the layer: the call with this frame reads it. Follows `look`, which found views."""
+        if not self._references:  # all layers of the slot have theirs by now
+            self._references = self._count()
+        self._before = sum(map(_version, self._leaves))
+        self.thread = threading.get_ident()
+        self.call = call
 
     def unheld(self) -> bool:
         """Does nobody but the layer's modules refer to what it holds, or to its memory? Then only who asks a module for
         it can write to it. False too where that cannot be told."""
         held = self._held()
-        if held is None or self._wraps:
+        return held is not None and not self.wraps and not perhaps_referenced(held, self._interpreter)
+
+    def active(self, frame: FrameType | None) -> bool:
+        """Does this frame belong to a call that reads the slot?"""
+        call = self.call
+        if call is None or self.thread != threading.get_ident():
             return False
-        times = Counter(map(id, held))
-        storages = Counter(map(_memory, {id(each): each for each in held}.values()))
-        references = map(sys.getrefcount, held)
-        return (
-            all(found == _ALONE[0] + 2 * (times[id(each)] - 1) for each, found in zip(held, references, strict=True))
-            and all(map((1).__eq__, map(_uses, held)))
-            and all(torch._C._storage_Use_Count(each) == _ALONE[1] + n - 1 for each, n in storages.items())
-        )
-
-    @property
-    def active(self) -> bool:
-        """Does the frame that asks belong to a call that reads the slot?"""
-        return self._call is not None and self._called(sys._getframe(1))
-
-    def leave(self) -> tuple[bool, bool]:
-        """The call has ended, however. Has it written to the slot, and does someone keep what it has read?"""
-        self._call, self._now = None, {}
-        return _versions(self._leaves) != self._before, self._references() != self._counts
-
-    def read(self, tensor: Any) -> Any:
-        """What whoever asks is given for it."""
-        call = self._call
-        if call is not None and (found := self._now.get(id(tensor))) is not None:
-            # as `_called`, of whoever has asked the dictionary: for each weight of each layer
-            frame: FrameType | None = sys._getframe(2)
-            while frame is not None and frame is not call:
-                frame = frame.f_back
-            if frame is not None and self._thread == threading.get_ident() and not torch.is_grad_enabled():
-                return found[1]
-        self.asked()
-        return tensor
-
-    def _called(self, frame: FrameType | None) -> bool:
-        """Is this frame of the layer's call, or of what it has called?"""
-        if self._thread != threading.get_ident():
-            return False
-        call = self._call
         while frame is not None and frame is not call:
             frame = frame.f_back
         return frame is not None
+
+    def leave(self) -> tuple[bool, bool]:
+        """The call has ended, however. Has it written to the slot, and does someone keep what it has read?"""
+        self.call, self.now, self.given = None, {}, {}
+        return sum(map(_version, self._leaves)) != self._before, self._count() != self._references
 
     def _held(self) -> list[Any] | None:
         """The tensors as they are now; None where one is gone."""
@@ -196,19 +171,13 @@ class Bound:
                 found.append(tensor)
         return found
 
-    def _leaves_of(self, tensors: list[Any]) -> list[Any]:
-        return [leaf for each in tensors for leaf in _leaves(each)] if self._wraps else tensors
+    def _count(self) -> int:
+        """References to the slot's memory. In a method of its own: a variable of who asks would be one."""
+        return 0 if self._storage is None else memory_references(self._storage, self._interpreter)
 
-    def _references(self) -> tuple[Any, ...]:
-        """To the views, from Python and from torch, and to their memory."""
-        views = self._views
-        if not views:
-            return ()
-        return (
-            tuple(map(sys.getrefcount, views)),
-            tuple(map(_uses, views)),
-            torch._C._storage_Use_Count(self._storage),
-        )
+    def _flat(self, tensors: list[Any]) -> list[Any]:
+        """The tensors with memory: those inside of wrappers."""
+        return [leaf for each in tensors for leaf in _leaves(each)]
 
 
 class Shown(dict[str, Any]):
@@ -226,12 +195,27 @@ class Shown(dict[str, Any]):
         return dict(super().items())
 
     def __getitem__(self, name: str) -> Any:
-        found = super().__getitem__(name)
-        if found is None:
+        # for each weight of each layer of each token: all in one call
+        held = super().__getitem__(name)
+        if held is None:
             return None
-        if torch.compiler.is_compiling():
-            return opaquely(self.bound.read, found)
-        return self.bound.read(found)
+        if is_dynamo_compiling():
+            return opaquely(Shown.__getitem__, self, name)
+        bound = self.bound
+        call = bound.call
+        if call is not None and (found := bound.now.get(id(held))) is not None:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame is not call:  # as `Bound.active`
+                frame = frame.f_back
+            if frame is not None and bound.thread == threading.get_ident() and not torch.is_grad_enabled():
+                view = bound.given.get(id(held))
+                if view is None:
+                    view = bound.given[id(held)] = found[1]()
+                    if not (bound.wraps and _wraps(held)):
+                        view.__dict__ = held.__dict__  # what is noted at one is noted at the other
+                return view
+        bound.asked()
+        return held
 
     def __iter__(self) -> Iterator[str]:
         """As it is. A dictionary without one is copied by C code past all methods (`dict(shown)`, `{**shown}`)."""
@@ -277,19 +261,6 @@ class Shown(dict[str, Any]):
         return dict, (self.plain(),)
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """What tells its memory apart."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _alone() -> tuple[int, int]:
-    """References to a tensor, and to its memory, that only a dictionary and a list have, as `Bound.unheld` counts."""
-    its = {"weight": nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}
-    held = list(its.values())
-    (found,) = [found for each, found in zip(held, map(sys.getrefcount, held), strict=True)]
-    return found, torch._C._storage_Use_Count(_memory(held[0]))
-
-
 def _within(tensor: Any, wanted: frozenset[int]) -> bool:
     return any(id(leaf) in wanted for leaf in _leaves(tensor))
 
@@ -309,37 +280,50 @@ def _wraps(tensor: Any) -> bool:
     return type(tensor) not in (nn.Parameter, torch.Tensor) and bool(is_traceable_wrapper_subclass(tensor))
 
 
-def _layouts(leaves: Sequence[Any]) -> list[Any]:
+def _layouts(leaves: Sequence[Any]) -> _Layouts:
     """Where they lie and how."""
-    return [list(map(ask, leaves)) for ask in _LAYOUT]
+    return [*map(_address, leaves)], [*map(_size, leaves)], [*map(_stride, leaves)]
 
 
 def _versions(leaves: Sequence[Any]) -> int:
     return sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0
 
 
-def _view(tensor: Any, flat: torch.Tensor, spot: Spot) -> Any:
-    """A tensor like it over a slot; what is outside of the layer's ranges stays its own. None where all is."""
+def _maker(tensor: Any, flat: torch.Tensor, spot: Spot, leaves: list[torch.Tensor]) -> _Maker | None:
+    """Returns what makes a tensor like it over a slot; what is outside of the layer's ranges stays its own. None where
+    all is. Adds tensors to `leaves` that are written to where one that was made is."""
     if _wraps(tensor):
         names, context = tensor.__tensor_flatten__()
-        made = {name: getattr(tensor, name) for name in names}
-        for name, inner in made.items():
-            if isinstance(inner, torch.Tensor) and (view := _view(inner, flat, spot)) is not None:
-                made[name] = view
-        wrapper: Any = type(tensor).__tensor_unflatten__(made, context, tensor.size(), tensor.stride())
-        wrapper.requires_grad_(tensor.requires_grad)
-        for name, value in tensor.__dict__.items():
-            wrapper.__dict__.setdefault(name, value)
-        return wrapper
+        inner = {name: getattr(tensor, name) for name in names}
+        tensors = {name: each for name, each in inner.items() if isinstance(each, torch.Tensor)}
+        makers = {name: _maker(each, flat, spot, leaves) for name, each in tensors.items()}
+        return partial(_wrapper, tensor, context, inner, {name: each for name, each in makers.items() if each})
     offset = spot(tensor.data_ptr())
     if offset is None:
         return None
     like = like_over(tensor, flat, offset)
-    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if type(tensor) is not torch.Tensor:
-            like = torch.Tensor._make_subclass(type(tensor), like, tensor.requires_grad)
-    like.__dict__ = tensor.__dict__  # what is noted at one is noted at the other
-    return like
+    leaves.append(like)
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return like.detach
+    make = partial(torch.Tensor._make_subclass, kind, like, tensor.requires_grad)
+    return partial(_inference_tensor, make) if tensor.is_inference() else make
 
 
-_ALONE: Final = _alone()
+def _inference_tensor(make: _Maker) -> Any:
+    with torch.inference_mode():
+        return make()
+
+
+def _wrapper(tensor: Any, context: Any, inner: Mapping[str, Any], makers: Mapping[str, _Maker]) -> Any:
+    """A wrapper like this one, around what the makers make in the place of what is inside of it."""
+    made = dict(inner)
+    for name, make in makers.items():
+        made[name] = make()
+        if not _wraps(made[name]):
+            made[name].__dict__ = inner[name].__dict__
+    wrapper: Any = type(tensor).__tensor_unflatten__(made, context, tensor.size(), tensor.stride())
+    wrapper.requires_grad_(tensor.requires_grad)
+    for name, value in tensor.__dict__.items():
+        wrapper.__dict__.setdefault(name, value)
+    return wrapper

@@ -9,25 +9,15 @@ Note [Between iterations]
 Note [Nothing is prepared]
     A resident layer may be taken at any moment: its bytes go to the host then, by the core, which waits for everything
     that was submitted. So no host memory is used, and nothing is copied or watched, before pages have really run out.
-
-Note [Copies that are kept]
-    A layer that has left and come back is read from a slot of its own, and its parameters stay on the host (ring.py,
-    Note [Leaving and coming back]): so its weights go there once. That lasts while pages have been short not long ago
-    (`Governor.scarce`), and no longer than host pages are ample: such copies have no more of them than are free beside.
-    Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is resident again
-    (`_settle`), and the next time that it leaves it is copied anew.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
-from itertools import accumulate
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from ...allocator._native import Device
@@ -35,24 +25,22 @@ from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFil
 from ...offload.governor.decision import Decision
 from ...offload.governor.governor import Governor
 from ...offload.policy.ledger import Refusal
-from ...offload.policy.plan import Plan, streaming
-from ...offload.record.record import Phase, Point, Record
-from ...offload.residency.ring import Streamed, spans
+from ...offload.policy.plan import Plan
+from ...offload.record.record import Point, Record
 from ..device import governors, graphs
 from ..device.pressure import Giver
-from ..measure.pace import Measured, Pace
+from ..forward.turns import Turns
+from ..measure.pace import Pace
 from ..measure.report import Report
+from ..measure.timings import Timings
 from ..options import ManageOptions
-from ..weights import moving, room
-from ..weights.layers import decoder_layers
 from ..weights.ranges import Weights
-from ..weights.storages import members
+from .arrangement import Arrangement
 from .captured import Captured
-from .streamed import Layer, Streaming
-from .turns import Turns
+from .streamed import Streaming
 
 
-class Elastic(Captured):
+class Elastic:
     """The residency of one model's layers, as `governor` sees it (`seat.ModelClient`), from `follow` until `close`."""
 
     def __init__(
@@ -64,75 +52,67 @@ class Elastic(Captured):
         governor: Governor,
         options: ManageOptions,
     ) -> None:
-        super().__init__(model, weights, pace, governor)
+        self.name = type(model).__name__
         self.options = options
-        self.record: Record | None = None
+        self.interval: int | Literal["auto"] | None = options.interval
+        self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.decision: Decision | None = None
-        self.last: dict[Phase, Measured] = {}  # by phase
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
-        self.break_graphs: Callable[[int, bool], None] = lambda layer, here: None
-        self._turns = turns
-        self._tuning = governor.tuning.weights
-        self._patience = 0
-        self._unmeasured = 0  # iterations to which a link matters that nobody has measured
-        self._lessons: deque[tuple[Point, float]] = deque()  # that the record does not have yet
-        self._governed = self._was_governed = False
-        self._streaming = Streaming(
+        self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
+        self.streaming = Streaming(
             weights.ring,
             turns,
             weights.stream,
             weights.on_host,
-            self._captured,
+            lambda layer: self.captured.noticed(layer),
             pace.capturing,
             governor.tuning.waiting,
+            governors.composed_with().interpreter,
         )
+        self.arrangement = Arrangement(model, weights, self.streaming)
+        self.captured = Captured(
+            model, weights, pace, governor, self.arrangement, self._prepare_capture, self._replanned
+        )
+        self._weights = weights
+        self._pace = pace
+        self._governor = governor
+        self._turns = turns
+        self._tuning = governor.tuning.weights
+        self._patience = 0
+        self._unmeasured = 0  # iterations to which a link matters that nobody has measured
+        self._governed = self._was_governed = False
 
     # What the governor asks
 
     @property
-    def interval(self) -> int | Literal["auto"] | None:
-        return self.options.interval
-
-    @property
-    def tpot_slo(self) -> float | None:
-        return self.options.tpot_slo
-
-    @property
-    def ttft_slo(self) -> float | None:
-        return self.options.ttft_slo
-
-    @property
-    def priority(self) -> int:
-        return self.options.priority
+    def plan(self) -> Plan:
+        return self.arrangement.plan
 
     @property
     def floor(self) -> int:
-        """See Governed.floor: of it, what is beyond layers that stay at home, which its plan does not count."""
-        return max(0, -(-self.options.floor // self._weights.device.page_size) - self.kept_pages)
+        """See ModelClient.floor: of it, what is beyond layers that stay resident, which its plan does not count."""
+        return max(0, -(-self.options.floor // self._weights.device.page_size) - self.captured.kept_pages)
 
     @property
     def alone(self) -> bool:
         """Does the forward that asks hold the only lease on the model, but for captures and its thread's sections?"""
-        return self.group.leases - graphs.leases(self.group) - self._turns.leases <= 1
+        group = self._weights.group
+        return group.leases - graphs.leases(group) - self._turns.leases <= 1
 
     @property
     def running(self) -> bool:
         return self._weights.group.leases > self._turns.leases
 
     def seconds(self, point: Point) -> float | None:
-        return None if self.record is None else self.record.time(*point)
+        return self.timings.seconds(point)
 
     def typical(self, point: Point) -> float | None:
-        return None if self.record is None else self.record.typical(*point)
+        return self.timings.typical(point)
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer in self._kept or self._turns.sections:
+        if layer in self.arrangement.kept or self._turns.sections:
             return None
-        parts: list[Any] = self._weights.ring.offer(layer) or [
-            (part.home, first, count, part.backing.pages, first, [])
-            for part in self._weights.parts(layer)
-            for first, count in spans(part)
-        ]
+        parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
 
     def give_up(self, pages: int) -> int:
@@ -141,35 +121,24 @@ class Elastic(Captured):
 
     # What the model does
 
-    @property
-    def streaming(self) -> Streaming:
-        """The passes over its layers."""
-        return self._streaming
-
-    def follow(self, model: nn.Module, layers: Sequence[nn.Module], slots: int) -> None:
-        """Takes over these layers, whose ranges hold what the model says: now and after each change of it.
-        Nothing of it is taken meanwhile (`changing`). `slots`: those of what streams, if there are none yet.
-        PoolExhausted, ManageError, DriverError: what streams is valid then."""
-        self._streaming.close()
-        order = [id(layer) for layer in layers]
-        if order != self._order:
-            self._weights.ring.release_layers()  # another layer has the number of one that streams
-            self._order = order
-        self._pages = self._weights.layer_pages(len(layers))
-        self._arrange(streaming(self._pages, self._weights.away(), self._weights.ring.slots or max(slots, 1)))
-        self._attend()
+    def follow(self, layers: Sequence[nn.Module], slots: int) -> None:
+        """Takes over these layers, now and after each change of the model. Nothing of it is taken meanwhile (`change`).
+        `slots` and what is raised: as `Arrangement.follow`."""
+        self.arrangement.follow(layers, slots)
+        self.captured.attend()
 
     def before(self, point: Point | None) -> None:
         """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
         captured, and cannot be."""
-        self._thread.open = True
+        self.captured.here = True
         graphs.settle()
         if self._pace.capturing():
-            graphs.noticed(self)
+            graphs.noticed(self.captured)
             self._pace.begin(None)
             return
         for measured in self._pace.drain():
-            self._learn(measured)
+            if self.timings.note(measured) and self._governed:
+                self._governor.changed(self)
         if self._governed and point is not None:
             self._ask(point)
         if (
@@ -182,7 +151,7 @@ class Elastic(Captured):
 
     def after(self) -> None:
         """Notes the end of a forward."""
-        self._thread.open = False
+        self.captured.here = False
         self._pace.end()
         if self._governed:
             self._governor.after(self)
@@ -192,8 +161,8 @@ class Elastic(Captured):
         SLO. SLOError where that cannot be kept; ManageError where the link cannot be measured."""
         governor, device = self._governor, self._weights.device
         if self.options.slo:
-            self.record = measured()
-            governor.link.bandwidth = self.record.bandwidth
+            record = self.timings.record = measured()
+            governor.link.bandwidth = record.bandwidth
         elif governor.link.bandwidth is None and self.plan.streamed:
             governors.measure_link(device, governor)
             device.trim()  # what was measured with
@@ -208,8 +177,8 @@ class Elastic(Captured):
 
     def change(self, act: Callable[[], None]) -> None:
         """Nothing of the model is taken meanwhile, and its modules have plain dictionaries. `act` follows it anew."""
-        with self._lock:
-            self._streaming.close()
+        with self.captured.lock:
+            self.streaming.close()
             if self._governed:
                 with self._governor.changing(self):
                     act()
@@ -219,21 +188,21 @@ class Elastic(Captured):
     def report(self) -> Report:
         """What streams, why, and what it costs."""
         graphs.settle()
-        self._learn_all()
-        weights = self._weights
+        self.timings.learn()
+        weights, last = self._weights, self.timings.last
         why = "" if self.decision is None else self.decision.why
         return Report.of(
             self.name,
             self.plan,
             weights.device.page_size,
             bandwidth=self._governor.link.bandwidth,
-            resident={phase: self.typical(found.point) for phase, found in self.last.items() if found.point},
-            last=self.last,
+            resident={phase: self.typical(found.point) for phase, found in last.items() if found.point},
+            last=last,
             slos={"decode": self.tpot_slo, "prefill": self.ttft_slo},
             link_bytes=weights.ring.copied,
             file_bytes=weights.file_bytes,
             host_bytes=weights.host_pages * weights.device.page_size,
-            kept=self.kept_layers,
+            kept=tuple(sorted(self.arrangement.kept)),
             kv=self._governor.caches_of(self),
             lending=self._governor.exchange.lending_of(self),
             why=why,
@@ -255,11 +224,8 @@ class Elastic(Captured):
 
     def close(self) -> None:
         """Ends streaming: layers stay where they are, and are read there."""
-        self.followed = False
-        graphs.forget(self)
-        for layer in self._weights.on_host():
-            self.break_graphs(layer, False)
-        self._streaming.close()
+        self.captured.forget()
+        self.arrangement.close()
 
     def _ask(self, point: Point) -> None:
         decision = self.decision = self._governor.before(self, point)
@@ -267,31 +233,22 @@ class Elastic(Captured):
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
         if self._patience:
             self._patience -= 1
-        elif (decision.plan != self.plan or self._weights.ring.back) and self.alone and not self._turns.sections:
+        elif (decision.plan != self.plan or self._weights.ring.own.layers) and self.alone and not self._turns.sections:
             try:
-                with self._lock:
+                with self.captured.lock:
                     if decision.plan != self.plan:
                         self._change(decision.plan)
-                    if ready := self._to_settle():
+                    if ready := self.arrangement.to_settle(self._governor.pages.scarce):
                         self._settle(ready)
             except WeightsFileChanged:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # all is valid as it is
 
-    def prepare_capture(self) -> None:
-        with self._lock, suppress(PoolExhausted, ManageError):
-            if self._weights.ring.back and not self.here and not self._turns.sections:
-                self._settle(self._weights.ring.back)
-
-    def _to_settle(self) -> tuple[int, ...]:
-        """The layers whose copies on the host are to be given up now. See Note [Copies that are kept]."""
-        ring = self._weights.ring
-        if not ring.back or not self._governor.pages.scarce or torch.is_grad_enabled():
-            return ring.back
-        over = ring.host_pages - room.host_pages_left(self._weights.device)
-        pages = accumulate((self._pages[layer] for layer in ring.back), initial=0)
-        return tuple(layer for layer, before in zip(ring.back, pages, strict=False) if before < over)
+    def _prepare_capture(self) -> None:
+        with self.captured.lock, suppress(PoolExhausted, ManageError):
+            if (back := self._weights.ring.own.layers) and not self.captured.here and not self._turns.sections:
+                self._settle(back)
 
     def _measure_link(self) -> None:
         """See governors.py, Note [The link of a model that runs]. Where it cannot be it is tried again later."""
@@ -300,83 +257,22 @@ class Elastic(Captured):
             governors.measure_link(self._weights.device, self._governor, leave=self._governor.pages.mark)
 
     def _change(self, plan: Plan) -> None:
-        if not self._kept.isdisjoint(plan.streamed):  # decided before they were captured
-            return
-        with self._governor.changing(self):
-            self._streaming.close()
-            self._arrange(plan)
+        if self.arrangement.kept.isdisjoint(plan.streamed):  # else one was captured after that was decided
+            with self._governor.changing(self):
+                self.arrangement.arrange(plan)
 
     def _settle(self, layers: Iterable[int]) -> None:
         """Notes that these have come back, and are resident again."""
         with self._governor.changing(self) if self._governed else nullcontext():
-            self._streaming.close()
-            try:
-                for layer in layers:
-                    ring = self._weights.ring
-                    copied = sum(part.count for part in ring.parts(layer) if part.backing.file is None)
-                    ring.settle(layer)
-                    self._governor.events.decided("host copies", "revert", copied, what=self.name)
-            finally:
-                self._bind()
-
-    def _arrange(self, plan: Plan) -> None:
-        """Streams what the plan says, as far as it can."""
-        weights, ring = self._weights, self._weights.ring
-        layers = [
-            Streamed(layer, slot, weights.parts(layer)) for layer, slot in zip(plan.streamed, plan.slots, strict=True)
-        ]
-        same = (layer for layer in ring.back if weights.parts(layer) == ring.parts(layer))
-        coming = sorted(set(weights.on_host()).difference(plan.streamed, same))
-        try:
-            ring.arrange(plan.slot_pages, layers, [Streamed(layer, 0, weights.parts(layer)) for layer in coming])
-        finally:
-            self._bind()
-
-    def _bind(self) -> None:
-        """The calls of its layers that are on the host read slots from now on."""
-        ring = self._weights.ring
-        self._plan_of(ring.streamed, tuple(map(ring.slot_of, ring.streamed)))
-        model = self._model()
-        modules = () if model is None else decoder_layers(model)
-        found = {}
-        for layer in (*ring.streamed, *ring.back):
-            if layer < len(modules):
-                lying = moving.tenants_of(self._weights.ranges.get(layer, ()), members(modules[layer], ()))
-                tensors = frozenset(id(member.tensor) for member, _ in lying)
-                found[layer] = Layer(modules[layer], tensors, ring.parts(layer))
-        self._streaming.bind(found, self._weights.device.page_size)
-        for layer in range(len(modules)):
-            self.break_graphs(layer, layer in found)
+            self.arrangement.settle(
+                layers, lambda pages: self._governor.events.decided("host copies", "revert", pages, what=self.name)
+            )
 
     def _replanned(self) -> None:
         if self._governed:
             with suppress(_Later), self._governor.changing(self):
                 raise _Later  # nothing is arranged now
             self._governor.changed(self)
-
-    def _learn(self, measured: Measured) -> None:
-        point = measured.point
-        if point is None or measured.seconds <= 0:
-            return
-        self.last[point.phase] = measured
-        self._lessons.append((point, measured.seconds))
-        # Not each time: a lesson is a hundred calls, and after news all decisions are made anew.
-        if len(self._lessons) < self._tuning.tell and self.record is not None and self.record.knows(point):
-            return
-        before = self.seconds(point)
-        self._learn_all()
-        now = self.seconds(point)
-        news = before is None or now is None or abs(now - before) > before * self._tuning.news
-        if self._governed and news:
-            self._governor.changed(self)
-
-    def _learn_all(self) -> None:
-        """Adds what was measured since to the record."""
-        record = self.record or Record({}, self._governor.link.bandwidth or 1.0)
-        with suppress(IndexError):  # there are no more, or another thread has taken the last one
-            while True:
-                record = record.learned(*self._lessons.popleft())
-        self.record = record
 
 
 class _Later(Exception):

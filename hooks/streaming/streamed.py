@@ -15,6 +15,7 @@ Note [Layers that nobody has seen]
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -27,12 +28,18 @@ from torch import nn
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Waiting
-from ...offload.residency.ring import Part, Ring
+from ...offload.residency.layer_parts import Part
+from ...offload.residency.ring import Ring
+from ..device.references import THIS, Interpreter
+from ..forward.hook import call_frame
+from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
-from .captured import CAPTURED
-from .forwards import call_frame
-from .turns import Turn, Turns
+
+CAPTURED: Final = (
+    "layers that stream cannot be captured in a CUDA graph, nor those that gave their pages for something else: "
+    "capture layers that are resident, or give a budget in which nothing streams"
+)
 
 
 class Layer(NamedTuple):
@@ -55,6 +62,7 @@ class Streaming:
         captured: Callable[[int], None],
         capturing: Callable[[], bool],
         waiting: Waiting = DEFAULT.waiting,
+        interpreter: Interpreter = THIS,
     ) -> None:
         """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
         told before a layer is read while what this thread does is captured (`capturing`); ManageError where it cannot
@@ -66,6 +74,7 @@ class Streaming:
         self._captured = captured
         self._capturing = capturing
         self._waiting = waiting
+        self._interpreter = interpreter
         self._layers: dict[int, Bound] = {}
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._hidden: set[int] = set()  # layers that nobody has seen
@@ -86,7 +95,7 @@ class Streaming:
             hidden = any(part.backing.file is not None for part in layer.parts)
             if hidden:
                 self._hidden.add(number)
-            self._layers[number] = Bound(layer.module, layer.tensors, partial(self._asked, number))
+            self._layers[number] = Bound(layer.module, layer.tensors, partial(self._asked, number), self._interpreter)
             self._parts[number] = layer.parts
             self._show(number, flats)
 
@@ -142,20 +151,21 @@ class Streaming:
         if bound is None or not self._turns.has(self._turn) or torch.is_grad_enabled():
             return None
         if self.inside is not None:
-            if self._layers[self.inside].active:
+            if self._layers[self.inside].active(sys._getframe()):
                 return None  # a layer that runs another one: its slot is in use
             self._end()
-        if self._versions.get(layer) != bound.written():
+        written, fits = bound.look()
+        if self._versions.get(layer) != written:
             self._ring.forget(layer)
-        if not bound.fits() or not self._ring.enter(layer, self._stream()):
-            return None
-        self.inside = layer
-        bound.enter(call_frame())
-        return self._ring.place(layer)
+        slot = self._ring.enter(layer, self._stream()) if fits else None
+        if slot is not None:
+            self.inside = layer
+            bound.enter(call_frame())
+        return slot
 
     def leave(self, layer: int) -> None:
         """The layer has run. ManageError where it has written to its slot, DriverError."""
-        if self.inside == layer and self._turns.has(self._turn) and self._layers[layer].active and self._end():
+        if self.inside == layer and self._layers[layer].active(sys._getframe()) and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:
@@ -208,7 +218,8 @@ class Streaming:
 
     def _give_away(self, layer: int) -> None:
         """See bound.py, Note [A view that is kept]."""
-        others = self._ring.sharing(layer)
+        shared = self._ring.slot(layer)
+        others = [] if shared is None else list(shared.turns)
         if layer in self._hidden:
             self.reveal(layer)
         for each in others:
@@ -223,12 +234,13 @@ class Streaming:
 
     def _show(self, layer: int, flats: dict[int, torch.Tensor]) -> None:
         """`flats`: by address, those over slots so far."""
-        slot = self._ring.place(layer)
+        slot = self._ring.slot(layer)
         if slot is None:
             return
-        if slot.address not in flats:
-            flats[slot.address] = flat_over(slot, 0, slot.nbytes)
-        self._layers[layer].show(flats[slot.address], _spot(self._parts[layer], self._page))
+        address = slot.range.address
+        if address not in flats:
+            flats[address] = flat_over(slot.range, 0, slot.range.nbytes)
+        self._layers[layer].show(flats[address], _spot(self._parts[layer], self._page))
 
 
 def _spot(parts: tuple[Part, ...], page: int) -> Spot:

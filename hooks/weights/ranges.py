@@ -30,8 +30,9 @@ from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.tuning import DEFAULT, WeightPlans
 from ...offload.residency.backing import Backing
 from ...offload.residency.file_backing import FileBacking, FileBackings, FileLoader, Place
+from ...offload.residency.layer_parts import Part, live
 from ...offload.residency.mover import Mover
-from ...offload.residency.ring import Part, Ring, live
+from ...offload.residency.ring import Ring
 from ...offload.residency.weights_file import FileSpan
 from ..device import streams
 from . import moving, room
@@ -160,7 +161,7 @@ class Weights:
 
     def away(self) -> tuple[int, ...]:
         """The layers that have no device pages of their own."""
-        back = self.ring.back
+        back = self.ring.own.layers
         return tuple(layer for layer in self.on_host() if layer not in back)
 
     def on_host(self) -> tuple[int, ...]:

@@ -67,7 +67,7 @@ class Backing:
     @property
     def pages(self) -> Range:
         """The pages, each at the place of its piece."""
-        return self._range("pages")
+        return self._made.get("pages") or self._range("pages")
 
     @property
     def _spare(self) -> Range:

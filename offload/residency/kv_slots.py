@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from .kv_extent import KVExtent
-from .slots import Copies, Filler, Slot
+from .slots import Copies, Filler, Slot, open_pages
 from .states import Event
 
 if TYPE_CHECKING:
@@ -125,12 +125,10 @@ class KVSlots:
         Returns how many. Raises as `close`."""
         self.close()
         while len(self._slots) < count:
-            opened = self._device.reserve(pages * self._page, "kv", self._group, reuse=False)
             try:
-                opened.map(0, pages)
+                self._slots.append(_Slot(open_pages(self._device, self._group, "kv", pages, reuse=False)))
             except PoolExhausted:
                 break
-            self._slots.append(_Slot(opened))
         self.changes += 1
         return len(self._slots)
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from ...allocator._native import Done, Range, Transfer
+from ...allocator._native import Device, Done, Group, Range, Transfer
 
 if TYPE_CHECKING:
     from ...allocator._native import Owner
@@ -48,6 +48,17 @@ class Slot(Generic[Member]):
     def after(self, member: Member) -> Member:
         """Returns whose turn comes after this one's; the first one's after the last."""
         return self.turns[(self.turns.index(member) + 1) % len(self.turns)]
+
+
+def open_pages(device: Device, group: Group, owner: Owner, pages: int, *, reuse: bool = True) -> Range:
+    """Opens a range of device pages, for a slot. PoolExhausted, DriverError: there is none then."""
+    opened = device.reserve(pages * device.page_size, owner, group, reuse=reuse)
+    try:
+        opened.map(0, pages)
+    except BaseException:
+        opened.close()
+        raise
+    return opened
 
 
 class Source(Protocol[Member]):
@@ -102,5 +113,6 @@ class Filler(Generic[Member]):
     def copy(self, copies: Copies, after: int | None) -> Done:
         """Submits copies to the device. With `after` None they wait for every stream. DriverError."""
         done = self._transfer.copy(copies, after=after, owner=self._owner, to="device")
-        self.copied += sum([nbytes for _, _, nbytes in copies])
+        for _, _, nbytes in copies:
+            self.copied += nbytes
         return done

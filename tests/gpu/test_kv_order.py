@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from ballonet.hooks.device.lease import ForwardLease
+from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ballonet.hooks.device.lease import ForwardLease
+from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.sequence import CachedSequence, Run, copy_in, reading

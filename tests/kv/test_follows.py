@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ballonet.allocator._native import Device
-from ballonet.hooks.device.lease import ForwardLease
+from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ballonet.allocator._native import Device
-from ballonet.hooks.device.lease import ForwardLease
+from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan

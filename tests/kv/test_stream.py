@@ -18,7 +18,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, DriverError
 from ballonet.hooks.device import governors
-from ballonet.hooks.device.lease import ForwardLease
+from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import pages as kv_pages_module
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer

@@ -19,7 +19,7 @@ from ballonet.allocator._native import Device
 from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.device import governors
-from ballonet.hooks.device.lease import ForwardLease
+from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer

@@ -20,7 +20,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import BallonetError
 from ballonet.hooks.device import governors
-from ballonet.hooks.device.lease import GroupLease
+from ballonet.hooks.forward.lease import GroupLease
 from ballonet.hooks.kv.pages import KVPages
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.governor.exchange import Exchange

@@ -12,6 +12,7 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
+from ballonet.allocator._native import Range
 
 from ..models import build, prompts
 from ..pool import take_out
@@ -49,9 +50,9 @@ def original() -> Any:
 def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:
     """Does this have layers read from slots?"""
     ring = managed._weights.ring
-    enter, found = ring.enter, list[bool]()
+    enter, found = ring.enter, list[Range | None]()
 
-    def counted(layer: int, stream: int) -> bool:
+    def counted(layer: int, stream: int) -> Range | None:
         found.append(enter(layer, stream))
         return found[-1]
 
@@ -60,7 +61,7 @@ def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:
         act()
     finally:
         del ring.enter
-    return any(found)
+    return any(each is not None for each in found)
 
 
 @pytest.fixture

@@ -89,11 +89,11 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
         assert found.report().pages == pages, "as many as before"
         assert ballonet.stats().copied.weights_h2d > moved
         assert report.times["decode"].resident == pytest.approx((after[0] + 1) * 1e-3), "as a rule"
-        elastic, point = found._elastic, found._elastic.last["decode"].point
+        elastic, point = found._elastic, found._elastic.timings.last["decode"].point
         assert point is not None
         for _ in range(2):
-            assert elastic.record is not None
-            elastic.record = elastic.record.learned(point, 1.0)
+            assert elastic.timings.record is not None
+            elastic.timings.record = elastic.timings.record.learned(point, 1.0)
         assert elastic.seconds(point) == 1.0, "that is what an SLO would be judged by"
         assert found.report().times["decode"].resident == report.times["decode"].resident
         runtime.require().check()

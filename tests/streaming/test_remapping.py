@@ -110,7 +110,7 @@ def test_an_idle_model_gives_and_gets_back(
             assert 0 < len(other.report().streamed) < 2 * LAYERS, "never a whole model"
             assert active.report().streamed == ()
             assert bytes_that_exist() <= BUDGET
-            gone = sum(other._elastic._pages[layer] for layer in other.report().streamed)
+            gone = sum(other._elastic.arrangement.pages[layer] for layer in other.report().streamed)
             assert ballonet.stats().copied.weights_d2h - moved == gone * PAGE, "once, when they leave"
         clock.now += 5
         assert say(idle).agrees(stock_of_larger)

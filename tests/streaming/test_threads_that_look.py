@@ -14,8 +14,8 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks import managed
 from ballonet.hooks.device import governors
+from ballonet.hooks.forward.turns import Turn, Turns
 from ballonet.hooks.streaming import captured
-from ballonet.hooks.streaming.turns import Turn, Turns
 from ballonet.offload.policy.plan import Plan, streaming
 
 from .. import graphs

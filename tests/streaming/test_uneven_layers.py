@@ -44,6 +44,6 @@ def test_what_streams_is_chosen_by_size(name: str, monkeypatch: pytest.MonkeyPat
             for way in WAYS:
                 assert ask(model, name, way).agrees(expected[way]), (count, slots, way)
             assert managed.report().streamed == chosen
-            assert all(managed._weights.ring.place(layer) for layer in chosen), "each has a slot that it fits in"
+            assert all(managed._weights.ring.slot(layer) for layer in chosen), "each has a slot that it fits in"
             assert managed.report().pages == resident - sum(pages[layer] for layer in chosen) + sum(largest)
     assert ballonet.stats().copied.weights_d2h == moved

@@ -17,6 +17,8 @@ from torch import nn
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
+from ballonet.hooks.device import governors
+from ballonet.hooks.device.references import THIS, Interpreter
 from ballonet.offload.policy import plan
 
 from ..models import Output, generate
@@ -337,6 +339,27 @@ def test_a_weight_that_is_given_other_memory_is_read_there(
     assert say(model).agrees(expected)
 
 
+@pytest.mark.skipif(not THIS.counts_references, reason="docs/limits.md, Layers that stream")
+def test_the_memory_of_a_view_that_is_kept_leads_to_the_layer(
+    model: Any, original: Any, managed: ballonet.Managed
+) -> None:
+    """torch counts no reference to the object that stands for the memory."""
+    module = projection(model, managed)
+    kept: list[Any] = []
+
+    def keep(*_: object) -> None:
+        if not kept:
+            kept.extend((module.weight.untyped_storage(), module.weight.storage_offset(), module.weight.shape))
+
+    handle = module.register_forward_hook(keep)
+    fly(model, managed)
+    handle.remove()
+    for _ in range(2):
+        say(model)
+        memory, offset, shape = kept
+        assert bits(torch.empty(0).set_(memory, offset, shape)) == wanted(original, managed)
+
+
 @pytest.mark.parametrize("how", ["counted", "data"])
 def test_what_is_written_between_two_forwards_is_read(
     model: Any, original: Any, stock: Output, managed: ballonet.Managed, how: str
@@ -385,6 +408,32 @@ def test_copies_begin_before_the_pass_where_nobody_can_write(model: Any, managed
     del view
     assert begun(), "somebody may have written before it began"
     assert not begun()
+
+
+@pytest.mark.parametrize("how", ["counted", "data"])
+def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins(
+    model: Any, original: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As if somebody held every weight: slower, and right. What is kept of a layer is seen as ever."""
+    monkeypatch.setattr(plan, "at_interval", lambda pages, _: plan.streaming(pages, plan.spread(pages, 3), 2))
+    before = governors.composed_with()
+    unknown = before._replace(interpreter=Interpreter((3, 14), free_threaded=False, gil=True))
+    copied = []
+    try:
+        for composition in (before, unknown):
+            governors.compose_with(composition)
+            with ballonet.manage(model, interval=1) as managed:
+                fly(model, managed)
+                first = managed.report().link_bytes
+                with torch.no_grad():
+                    model(IDS)
+                copied.append(managed.report().link_bytes - first)
+                test_what_is_kept_of_a_layer_that_runs_is_its_weight(model, original, say(original), managed, "view")
+                test_what_is_written_between_two_forwards_is_read(model, original, say(original), managed, how)
+            model.load_state_dict(original.state_dict())
+    finally:
+        governors.compose_with(before)
+    assert not THIS.counts_references or copied[0] < copied[1]
 
 
 def test_what_another_part_writes_in_the_same_forward_is_read(
@@ -519,7 +568,7 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
 def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.Managed) -> None:
     """Whatever line of it was interrupted, the weights are what they are and the model goes on."""
     expected = {name: bits(tensor) for name, tensor in tensors(model).items()}
-    names = ("offload.residency.ring", "hooks.streaming.streamed", "hooks.streaming.bound", "hooks.streaming.turns")
+    names = ("offload.residency.ring", "hooks.streaming.streamed", "hooks.streaming.bound", "hooks.forward.turns")
     files = {sys.modules[f"ballonet.{name}"].__file__ for name in names}
 
     def interrupted_at(line: int) -> bool:

@@ -70,7 +70,10 @@ class Turns:
 
     def has(self, turn: Turn | None) -> bool:
         """Are the slots this forward's, and is the thread that asks its own?"""
-        return turn is not None and turn.thread == threading.get_ident() and self._first() is turn
+        if turn is None or turn.thread != threading.get_ident():
+            return False
+        first = self._queue[:1]  # as a rule it is there still
+        return bool(first and first[0]() is turn) or self._first() is turn
 
     def end(self, turn: Turn) -> None:
         """The next one, please. Idempotent."""

@@ -11,17 +11,6 @@ Note [Chaos and backward]
     autograd's own. So once threads have run the model with gradients the
     others move its weights only while no graph holds any. Who looks whether that is so, and moves them, has a lock, for
     which forwards wait that have their lease already: nobody gets from there to a backward in the meantime.
-
-Note [Compiled forwards]
-    Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
-    change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
-    chaos. Where only `forward` is compiled (`model.forward = torch.compile(model.forward)`) the hooks of the model are
-    outside of the graph, and its lease is held.
-
-Note [Copies of a managed model]
-    `copy.deepcopy` and `torch.save` copy a module with its hooks. The copy has weights of its own in ordinary memory
-    and is not managed, so the hooks that it gets do nothing. They are made of the standard library, because a file may
-    be loaded where there is no ballonet.
 """
 
 from __future__ import annotations
@@ -29,25 +18,24 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from types import FrameType
 from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from ...allocator._native import Range
 from ...allocator.errors import ModelInUse
 from ...offload.governor.chaos import Chaos
 from ...offload.governor.levers import Lever
-from ..device.gate import Gate
-from ..device.lease import ForwardLease, current
 from ..weights.ranges import Weights
-from .bound import opaquely
+from .gate import Gate
+from .hook import CALL, Hook, call_frame, opaquely
+from .lease import ForwardLease, current
 from .turns import Turn, Turns
 
-_CALL = nn.Module._call_impl.__code__
 _NO_KEYWORDS: Final[Mapping[str, Any]] = {}
 
 
@@ -200,7 +188,7 @@ class Forwards:
         if self._thread.calls:
             alive = set()
             while frame is not None:
-                if frame.f_code is _CALL:  # another frame may be where that of a call was
+                if frame.f_code is CALL:  # another frame may be where that of a call was
                     alive.add(id(frame))
                 frame = frame.f_back
             while self._thread.calls and self._thread.calls[-1][0] not in alive:
@@ -250,21 +238,6 @@ class _Thread(threading.local):
         self.calls: list[tuple[int, _Outermost | None]] = []
 
 
-class Hook:
-    """Calls `act` and changes nothing. See Note [Compiled forwards], Note [Copies of a managed model]."""
-
-    def __init__(self, act: Callable[..., None], *arguments: object) -> None:
-        self._act = act
-        self._arguments = arguments
-
-    def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._act(*self._arguments)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
-
-
 class _Entry(Hook):
     """Hands the arguments of the call on."""
 
@@ -276,7 +249,7 @@ class _Entry(Hook):
 
 class _OfLayer(Hook):
     """A hook of a decoder layer, which is called for each token: so what it does is here, in one call, and calls what
-    there is to do. Where `opaque` the compiler breaks its graph at it. See streaming/bound.py, Note [Streaming and
+    there is to do. Where `opaque` the compiler breaks its graph at it. See hook.py, Note [Streaming and
     torch.compile]."""
 
     opaque = False
@@ -290,7 +263,7 @@ class _EnterLayer(_OfLayer):
     """Before a decoder layer: what may change under a running forward changes here."""
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
             if self.opaque:
                 opaquely(self)
             return
@@ -308,12 +281,13 @@ class _EnterLayer(_OfLayer):
 
 
 class _LeaveLayer(_OfLayer):
-    """After a decoder layer, which has nothing to say where it was not read from a slot."""
+    """After a decoder layer, which has nothing to say where it does not stream."""
 
     def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_compiling():
-            if self.opaque:
-                opaquely(self)
+        if not self.opaque:
+            return
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            opaquely(self)
         elif self._forwards.layers.inside == self._layer:
             self._forwards.layers.leave(self._layer)
 
@@ -324,11 +298,3 @@ _ENTER: Final = Forwards._enter.__code__
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()
-
-
-def call_frame() -> FrameType | None:
-    """The innermost call of a module on the stack: the one whose hook is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return frame

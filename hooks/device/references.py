@@ -1,0 +1,90 @@
+"""Who else refers to a tensor: what Python's and torch's counts of references tell, and where they tell nothing.
+
+Note [Counts of references]
+    torch counts references to tensors and to their memory itself, atomically, on every interpreter. Python's count of
+    references to an object is exact on CPython up to 3.13 with a GIL. A free-threaded build counts those of each thread
+    apart, and may merge them later; from 3.14 on a reference that the interpreter borrows is not counted. Where a count
+    may be wrong the answer is "perhaps referenced", which is always safe: a streamed layer is then copied once more.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from ...allocator.errors import ManageError
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """What this depends on. `version`: of CPython; `free_threaded`: was it built without a GIL?
+    `gil`: has it one now?"""
+
+    version: tuple[int, int]
+    free_threaded: bool
+    gil: bool
+    counts_references: bool = field(init=False)  # exactly, by `sys.getrefcount`
+
+    def __post_init__(self) -> None:
+        exact = self.gil and not self.free_threaded and self.version < (3, 14)
+        object.__setattr__(self, "counts_references", exact)
+
+    def check(self) -> None:
+        """ManageError where the stacks of other threads cannot be read: without the GIL they change meanwhile."""
+        if not self.gil:
+            raise ManageError(
+                "this Python runs without its GIL, and then nobody can tell whether another thread is in the middle of "
+                "a forward: set PYTHON_GIL=1"
+            )
+
+
+THIS: Final = Interpreter(
+    sys.version_info[:2],
+    free_threaded=bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
+    gil=getattr(sys, "_is_gil_enabled", lambda: True)(),
+)
+
+
+def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS) -> bool:
+    """May anyone but the dictionaries of modules, and this list, refer to one of these tensors or to its memory? Each
+    stands in the list as often as in a dictionary; the caller has no other reference. None of them is a wrapper."""
+    if not interpreter.counts_references:
+        return True
+    times = Counter(map(id, held))
+    references = list(map(sys.getrefcount, held))
+    for each, found in zip(held, references, strict=True):
+        if found != _ALONE[0] + 2 * (times[id(each)] - 1) or each._use_count() != 1:  # type: ignore[attr-defined]
+            return True
+    storages: dict[int, int] = {}
+    for each in dict(zip(map(id, held), held, strict=True)).values():
+        its = each.untyped_storage()
+        if sys.getrefcount(its) != _ALONE[2]:
+            return True
+        storages[its._cdata] = storages.get(its._cdata, 0) + 1
+    return list(map(torch._C._storage_Use_Count, storages)) != [_ALONE[1] + n - 1 for n in storages.values()]
+
+
+def memory_references(memory: torch.UntypedStorage, interpreter: Interpreter = THIS) -> int:
+    """A number that is higher while more tensors lie in this memory. Where Python counts exactly, while more refer to
+    this object, too: torch counts all of them as one."""
+    found = int(torch._C._storage_Use_Count(memory._cdata))
+    return found + sys.getrefcount(memory) if interpreter.counts_references else found
+
+
+def _alone() -> tuple[int, int, int]:
+    """References to a tensor, and to its memory by torch and by Python, that only a dictionary and a list have, as they
+    are counted above."""
+    kept = {"weight": nn.Parameter(torch.empty(1, device="cpu"), requires_grad=False)}
+    held: list[Any] = list(kept.values())
+    (found,) = list(map(sys.getrefcount, held))
+    its = held[0].untyped_storage()
+    return found, torch._C._storage_Use_Count(its._cdata), sys.getrefcount(its)
+
+
+_ALONE: Final = _alone()

@@ -1,0 +1,63 @@
+"""Hooks of modules that change nothing in them, and what the compiler sees of these.
+
+Note [Compiled forwards]
+    Traced by torch.compile the hooks do nothing, so that a whole graph can be made of the model: addresses do not
+    change, and nothing that a trace could miss happens here. A compiled forward therefore holds no lease and meets no
+    chaos. Where only `forward` is compiled (`model.forward = torch.compile(model.forward)`) the hooks of the model are
+    outside of the graph, and its lease is held.
+
+Note [Copies of a managed model]
+    `copy.deepcopy` and `torch.save` copy a module with its hooks. The copy has weights of its own in ordinary memory
+    and is not managed, so the hooks that it gets do nothing. They are made of the standard library, because a file may
+    be loaded where there is no ballonet.
+
+Note [Streaming and torch.compile]
+    The compiler's graph is broken at the hooks of streamed layers, and wherever one of their weights is read; with
+    `fullgraph=True` it says why it cannot go on. What was compiled before a layer streamed reads its backing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+CALL: Final = nn.Module._call_impl.__code__
+_REASON: Final = (
+    "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
+    "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
+)
+
+
+@torch.compiler.disable(reason=_REASON)  # type: ignore[untyped-decorator]
+def opaquely(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls what the compiler cannot follow: it breaks its graph, or says why where it was told not to."""
+    return function(*args, **kwargs)
+
+
+class Hook:
+    """Calls `act` and changes nothing. See Note [Compiled forwards], Note [Copies of a managed model]."""
+
+    def __init__(self, act: Callable[..., None], *arguments: object) -> None:
+        self._act = act
+        self._arguments = arguments
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._act(*self._arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
+
+
+def call_frame() -> FrameType | None:
+    """The innermost call of a module on the stack: the one whose hook is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not CALL:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,54 @@
+"""What iterations of one model took, as far as it is known: the record, and what was measured since."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from ...offload.policy.tuning import WeightPlans
+from ...offload.record.record import Phase, Point, Record
+from .pace import Measured
+
+
+class Timings:
+    """Grows by what is measured. Any thread may ask it."""
+
+    def __init__(self, bandwidth: Callable[[], float | None], tuning: WeightPlans) -> None:
+        """`bandwidth`: bytes per second of the link, where somebody knows."""
+        self.record: Record | None = None
+        self.last: dict[Phase, Measured] = {}  # by phase
+        self._bandwidth = bandwidth
+        self._tuning = tuning
+        self._lessons: deque[tuple[Point, float]] = deque()  # that the record does not have yet
+
+    def seconds(self, point: Point) -> float | None:
+        """See ModelClient.seconds."""
+        return None if self.record is None else self.record.time(*point)
+
+    def typical(self, point: Point) -> float | None:
+        """See ModelClient.typical."""
+        return None if self.record is None else self.record.typical(*point)
+
+    def note(self, measured: Measured) -> bool:
+        """Notes what a forward took. Does the record say something else than before by now?"""
+        point = measured.point
+        if point is None or measured.seconds <= 0:
+            return False
+        self.last[point.phase] = measured
+        self._lessons.append((point, measured.seconds))
+        # Not each time: a lesson is a hundred calls, and after news all decisions are made anew.
+        if len(self._lessons) < self._tuning.tell and self.record is not None and self.record.knows(point):
+            return False
+        before = self.seconds(point)
+        self.learn()
+        now = self.seconds(point)
+        return before is None or now is None or abs(now - before) > before * self._tuning.news
+
+    def learn(self) -> None:
+        """Adds what was measured since to the record."""
+        record = self.record or Record({}, self._bandwidth() or 1.0)
+        with suppress(IndexError):  # there are no more, or another thread has taken the last one
+            while True:
+                record = record.learned(*self._lessons.popleft())
+        self.record = record

@@ -1,0 +1,133 @@
+"""The layers of one model that stream, as they are arranged: where they lie, and what their calls read.
+
+Note [Copies that are kept]
+    A layer that has left and come back is read from a slot of its own, and its parameters stay on the host (ring.py,
+    Note [Leaving and coming back]): so its weights go there once. That lasts while pages have been short not long ago
+    (`Pages.scarce`), and no longer than host pages are ample: such copies have no more of them than are free beside.
+    Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is resident again
+    (`settle`), and the next time that it leaves it is copied anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...offload.policy.plan import Plan, streaming
+from ...offload.residency.layer_parts import Streamed, spans
+from ..weights import moving, room
+from ..weights.layers import decoder_layers
+from ..weights.ranges import Weights
+from ..weights.storages import members
+from .streamed import Layer, Streaming
+
+
+class Arrangement:
+    """`plan` is what streams, valid at any time; `pages` of each layer that could, and `order`, the ids of the decoder
+    layers' modules; `kept`: the layers that stay resident."""
+
+    def __init__(self, model: nn.Module, weights: Weights, passes: Streaming) -> None:
+        self.plan = Plan(())
+        self.pages: tuple[int, ...] = ()
+        self.order: list[int] = []
+        self.kept: frozenset[int] = frozenset()
+        self.break_graphs: Callable[[int, bool], None] = lambda layer, here: None  # is told of layers that stream
+        self._model = weakref.ref(model)
+        self._weights = weights
+        self._passes = passes
+
+    def follow(self, layers: Sequence[nn.Module], slots: int) -> None:
+        """Takes over these layers, whose ranges hold what the model says. `slots`: those of what streams, if there are
+        none yet. PoolExhausted, ManageError, DriverError: what streams is valid then."""
+        self._passes.close()
+        order = [id(layer) for layer in layers]
+        if order != self.order:
+            self._weights.ring.release_layers()  # another layer has the number of one that streams
+            self.order = order
+        self.pages = self._weights.layer_pages(len(layers))
+        self.arrange(streaming(self.pages, self._weights.away(), self._weights.ring.slots or max(slots, 1)))
+
+    def arrange(self, plan: Plan) -> None:
+        """Streams what the plan says, as far as it can. Raises as `Ring.arrange`."""
+        weights, ring = self._weights, self._weights.ring
+        layers = [
+            Streamed(layer, slot, weights.parts(layer)) for layer, slot in zip(plan.streamed, plan.slots, strict=True)
+        ]
+        same = [layer for layer in ring.own.layers if (its := ring.layer(layer)) and its.parts == weights.parts(layer)]
+        coming = sorted(set(weights.on_host()).difference(plan.streamed, same))
+        self._passes.close()
+        try:
+            ring.arrange(plan.slot_pages, layers, [Streamed(layer, 0, weights.parts(layer)) for layer in coming])
+        finally:
+            self._bind()
+
+    def keep(self, layers: frozenset[int]) -> None:
+        """Says which layers stay resident."""
+        self.kept = layers
+        self._plan_of(self.plan.streamed, self.plan.slots)
+
+    def entry(self, layer: int) -> list[Any]:
+        """The parts of a resident layer for `Device.publish`."""
+        return self._weights.ring.own.offer(layer) or [
+            (part.home, first, count, part.backing.pages, first, [])
+            for part in self._weights.parts(layer)
+            for first, count in spans(part)
+        ]
+
+    def to_settle(self, scarce: bool) -> tuple[int, ...]:
+        """The layers whose copies on the host are to be given up now. `scarce`: were pages short not long ago? See Note
+        [Copies that are kept]."""
+        own = self._weights.ring.own
+        layers = own.layers
+        if not layers or not scarce or torch.is_grad_enabled():
+            return layers
+        over = own.host_pages - room.host_pages_left(self._weights.device)
+        pages = accumulate((self.pages[layer] for layer in layers), initial=0)
+        return tuple(layer for layer, before in zip(layers, pages, strict=False) if before < over)
+
+    def settle(self, layers: Iterable[int], tell: Callable[[int], None]) -> None:
+        """Makes layers resident that have come back: `tell(host pages)` hears of each. Raises as `Ring.settle`."""
+        self._passes.close()
+        try:
+            for layer in layers:
+                each = self._weights.ring.layer(layer)
+                parts = () if each is None else each.parts
+                copied = sum(part.count for part in parts if part.backing.file is None)
+                self._weights.ring.settle(layer)
+                tell(copied)
+        finally:
+            self._bind()
+
+    def close(self) -> None:
+        """Ends streaming: layers stay where they are, and are read there."""
+        for layer in self._weights.on_host():
+            self.break_graphs(layer, False)
+        self._passes.close()
+
+    def _bind(self) -> None:
+        """The calls of its layers that are on the host read slots from now on."""
+        ring = self._weights.ring
+        found = [each for layer in (*ring.streamed, *ring.own.layers) if (each := ring.layer(layer)) is not None]
+        streamed = found[: len(ring.streamed)]
+        self._plan_of(ring.streamed, tuple(each.slot for each in streamed))
+        model = self._model()
+        modules = () if model is None else decoder_layers(model)
+        bound = {}
+        for each in found:
+            if each.layer < len(modules):
+                module = modules[each.layer]
+                lying = moving.tenants_of(self._weights.ranges.get(each.layer, ()), members(module, ()))
+                tensors = frozenset(id(member.tensor) for member, _ in lying)
+                bound[each.layer] = Layer(module, tensors, each.parts)
+        self._passes.bind(bound, self._weights.device.page_size)
+        for layer in range(len(modules)):
+            self.break_graphs(layer, layer in bound)
+
+    def _plan_of(self, streamed: tuple[int, ...], slots: tuple[int, ...]) -> None:
+        pages = (0 if layer in self.kept else pages for layer, pages in enumerate(self.pages))
+        self.plan = Plan(tuple(pages), streamed, slots)

@@ -1,0 +1,81 @@
+"""What a layer that streams consists of: pieces of its ranges, what moves them, and where they lie in a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from ...allocator._native import Range, Transfer
+from .backing import Backing, not_now
+from .mover import Mover
+from .slots import Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pieces of one range of a layer: all, or as many as are left; what moves them, and where in the slot they
+    lie, in pages."""
+
+    home: Range
+    mover: Mover
+    offset: int
+    first: int
+    count: int
+
+    @property
+    def backing(self) -> Backing:
+        return self.mover.backing
+
+
+@dataclass(frozen=True, slots=True)
+class Streamed:
+    """A streamed layer: its number in the model, its slot, and its ranges."""
+
+    layer: int
+    slot: int
+    parts: tuple[Part, ...]
+    pages: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pages", sum(part.count for part in self.parts))
+
+    @property
+    def whole(self) -> bool:
+        """Is all of it there that was?"""
+        return all(spans(part) == [(part.first, part.count)] for part in self.parts)
+
+    def leave(self, transfer: Transfer) -> None:
+        """Moves the layer to the host, as far as it is not there. ManageError where addresses cannot be exchanged now;
+        DriverError."""
+        for part in self.parts:
+            runs = [run for run in spans(part) if part.home.backing(run[0]) != "alias"]
+            here = [piece for first, count in runs for piece in range(first, first + count)]
+            if part.mover.evict(here, transfer, None, whole=True) < len(here):
+                raise not_now()
+
+    def copies(self, slot: Range) -> Copies:
+        """What brings the bytes of a layer on the host to the slot."""
+        copies: Copies = []
+        for part in self.parts:
+            to = slot.address + part.offset * (slot.nbytes // slot.pieces)
+            copies += part.mover.backing.copies(part.first, part.count, to)
+        return copies
+
+    def check(self) -> None:
+        """WeightsFileChanged unless the files of its backings are what they were."""
+        for part in self.parts:
+            part.backing.check()
+
+
+def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
+    """(first, count) of the runs of pieces that still lead to a page, those that tensors lie on."""
+    if opened.backed == opened.pieces:
+        return [(first, count)]
+    pieces = groupby(range(first, first + count), lambda piece: opened.backing(piece) not in ("none", "retiring"))
+    runs = [list(run) for led, run in pieces if led]
+    return [(run[0], len(run)) for run in runs]
+
+
+def spans(part: Part) -> list[tuple[int, int]]:
+    """The spans of the part; none where its range is gone."""
+    return [] if part.home.closed else live(part.home, part.first, part.count)

@@ -1,0 +1,87 @@
+"""Layers that streamed and have come back: each is on the host, and is read from a slot of its own.
+
+Such a slot takes part in no turns. The core may take its pages as those of a resident layer, and copies nothing then:
+the slot's addresses lead to the layer's copy on the host. See ring.py, Note [Leaving and coming back].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ...allocator._native import Range
+from .layer_parts import Streamed
+from .slots import Copies, Slot
+
+
+class OwnSlots:
+    """The own slots of one model, at first none. Not thread-safe, but for what may be asked on any thread."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[Streamed, Slot[int]]] = {}
+
+    # -- on any thread
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers whose slots have their pages, ascending."""
+        return tuple(sorted(layer for layer, (_, slot) in list(self._slots.items()) if not is_taken(slot)))
+
+    @property
+    def pages(self) -> int:
+        """Device pages of all slots."""
+        return sum(slot.range.pieces for _, slot in list(self._slots.values()) if not is_taken(slot))
+
+    @property
+    def host_pages(self) -> int:
+        """Host pages of these layers."""
+        return sum(part.backing.backed for each, _ in list(self._slots.values()) for part in each.parts)
+
+    def offer(self, layer: int) -> list[tuple[Range, int, int, Range, int, Copies]]:
+        """The pages of the layer's slot, for `Device.publish`; none where it has none."""
+        if layer not in self._slots:
+            return []
+        each, slot = self._slots[layer]
+        found = []
+        for part in each.parts:
+            backing = part.backing
+            sources = backing.copies(part.first, part.count, 0) if backing.file is not None else []
+            found.append((slot.range, part.offset, part.count, backing.pages, part.first, sources))
+        return found
+
+    # -- for the ring
+
+    @property
+    def members(self) -> list[tuple[Streamed, Slot[int]]]:
+        """The layers, and their slots."""
+        return list(self._slots.values())
+
+    def get(self, layer: int) -> tuple[Streamed, Slot[int]] | None:
+        """The layer and its slot, None where it has none."""
+        return self._slots.get(layer)
+
+    def add(self, each: Streamed, opened: Range) -> None:
+        """The layer is read from these pages from now on, which are filled when a pass begins."""
+        self._slots[each.layer] = each, Slot(opened, [each.layer])
+
+    def remove(self, layers: Collection[int] | None = None) -> Iterable[Streamed]:
+        """Closes the slots of these layers, with None of all, and returns those that had one, one after the other. They
+        are on the host."""
+        for layer in self._slots.keys() & (self._slots if layers is None else layers):
+            each, slot = self._slots.pop(layer)
+            slot.range.close()
+            for part in each.parts:
+                if part.backing.file is not None:  # what the core filled from it when it took the slot
+                    part.backing.drop()
+            yield each
+
+    def forget(self, layer: int) -> None:
+        """The layer is resident again, and its slot has no pages: it is closed, with the copy on the host."""
+        each, slot = self._slots.pop(layer)
+        slot.range.close()
+        for part in each.parts:
+            part.backing.close()
+
+
+def is_taken(slot: Slot[int]) -> bool:
+    """Has the core taken the pages of an own slot? Its addresses lead to the host then."""
+    return slot.range.backing(0) != "device"
