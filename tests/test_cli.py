@@ -140,16 +140,14 @@ def test_replay_prints_one_line_of_json_and_imports_no_torch(tmp_path: Path) -> 
     assert (result["peak_live"], result["ops"]) == (3145728, 2)
 
 
-def test_replay_obeys_page_size_and_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text(TRACE)
-    _, out, _ = told(capsys, "replay", str(trace), "--page-size", "64KiB", "--json")
-    small = json.loads(out)
+def test_replay_obeys_page_size_and_budget(tmp_path: Path) -> None:
+    (tmp_path / "trace.csv").write_text(TRACE)
+    small = json.loads(warm("replay", "trace.csv", "--page-size", "64KiB", "--json", cwd=tmp_path).stdout)
     assert small["peak_physical"] % 65536 == 0
     assert small["peak_physical"] < 4 * 2**20
-    code, out, error = told(capsys, "replay", str(trace), "--page-size", "64KiB", "--budget", "1MiB")
-    assert (code, out) == (1, "")
-    assert error.startswith("ballonet: CPU out of memory. Tried to allocate 3.00 MiB. ballonet: budget 1.00 MiB")
+    done = warm("replay", "trace.csv", "--page-size", "64KiB", "--budget", "1MiB", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ballonet: CPU out of memory. Tried to allocate 3.00 MiB. ballonet: budget 1.00 MiB")
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ import ballonet
 from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.governor.chaos import Chaos
-from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.exchange import Exchange
 from ballonet.offload.governor.lend import Lending, Lent
+from ballonet.offload.governor.reclaim_list import ReclaimList
 from ballonet.testing import chaos_of
 
 from .. import models
@@ -121,7 +122,7 @@ class Pair:
     def __init__(self, place: Place, chaos: int | None = None) -> None:
         self._place = place
         self.speakers = [Speaker(place, name, chaos) for name in ("llama", "qwen2")]
-        governors.of(place.device)._lending = Lending(0.0)
+        governors.of(place.device)._known.lending = Lending(0.0)
         weights = budget = self._quiet()
         for speaker in self.speakers:
             place.device.reset_peaks()
@@ -190,15 +191,16 @@ def exchanges() -> Iterator[list[tuple[int, int, int]]]:
     """Whenever a cache that is about to grow finds too few pages: how many it needs, how many nobody has, and how many
     nobody has once it has been told that it may grow."""
     found: list[tuple[int, int, int]] = []
-    needs = Governor.needs
+    needs = Exchange.needs
 
-    def watched(self: Governor, number: int, pages: int) -> None:
-        before = self.pages.unused
+    def watched(self: Exchange, number: int, pages: int) -> None:
+        unused = self._known.pages
+        before = unused.unused
         needs(self, number, pages)
         if before < pages:
-            found.append((pages, before, self.pages.unused))
+            found.append((pages, before, unused.unused))
 
-    with mock.patch.object(Governor, "needs", watched):
+    with mock.patch.object(Exchange, "needs", watched):
         yield found
 
 
@@ -303,7 +305,7 @@ def while_kernels_read(place: Place, forgotten: bool) -> None:
     before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
     with ExitStack() as stack:
         if forgotten:
-            stack.enter_context(mock.patch.object(Governor, "candidates", return_value=[]))
+            stack.enter_context(mock.patch.object(ReclaimList, "candidates", return_value=[]))
         worker.begin()
     assert pulled() > before
     assert borrower.here < here

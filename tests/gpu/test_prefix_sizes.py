@@ -108,7 +108,7 @@ def resized(place: Place, pieces: int, by: int) -> tuple[int, int]:
     place.synchronize()
     found, after = calls_of(place) - before, place.device.snapshot()["copied"]
     giver.check()
-    assert all(home.range.backing(piece) == "device" for home in taker.kv_ranges for piece in range(home.held))
+    assert all(home.range.backing(piece) == "device" for home in taker.homes for piece in range(home.held))
     return found, sum(after.values()) - sum(moved.values())
 
 
@@ -143,8 +143,8 @@ def two_models(place: Place) -> None:
             cache = Cache(place, model["layers"], model["heads"], 128, alone=False)
             cache.add(1)  # as a sequence begins: a layer of its own would have a page that is mostly empty
             cache.add(blocks * BLOCK - 1)
-            assert len(cache.kv_ranges) == 1
-            assert place.pages("kv") == pages == cache.kv_ranges[0].held, "whole pages, and all of them full"
+            assert len(cache.homes) == 1
+            assert place.pages("kv") == pages == cache.homes[0].held, "whole pages, and all of them full"
             cache.check()
             assert sum(place.device.snapshot()["copied"].values()) == 0
             del cache

@@ -561,7 +561,7 @@ def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -
     assert streamed.way().slots == 2
     assert "host" in {home.range.backing(piece) for home in streamed.homes for piece in range(home._most)}
     streamed.both(lambda layer: layer.crop(-40))
-    tier.number = tier.governor.add_client(tier)
+    tier.number = tier.governor.add_client(tier.client)
     streamed.update(40)
     assert tier._device.snapshot()["reclaimed"]
     streamed.check()
