@@ -13,7 +13,7 @@ import torch
 from ...offload.record.record import Point
 
 _CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call it
-_PACKED: Final = ("cu_seq_lens_q", "cu_seqlens_q", "block_table")  # sequences of several lengths in one row
+_PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # sequences of several lengths in one row
 
 
 def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
@@ -23,33 +23,33 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
     Prefill: where nothing is held yet, or several tokens are new: as many as each sequence has new, of an
     encoder-decoder's two sides the longer. Decode: one new token to each, and `length` tokens held.
     """
-    for name in _PACKED:
-        if kwargs.get(name) is not None:
-            return None
-    ids, encoded = _given(args, kwargs), 0
-    if (decoded := _first(kwargs, "decoder_input_ids", "decoder_inputs_embeds")) is not None:
-        ids, encoded = decoded, _encoded(ids, kwargs)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if not _PACKED.isdisjoint(given):
+        return None
+    ids, encoded = given.get("input_ids", given.get("inputs_embeds")), 0
+    if ids is None and args:
+        ids = _tokens(args[0])
+    if (decoded := given.get("decoder_input_ids", given.get("decoder_inputs_embeds"))) is not None:
+        ids, encoded = decoded, _encoded(ids, given)
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2 or not ids.shape[0] or not ids.shape[1]:
         return None
     batch, new = ids.shape[0], ids.shape[1]
-    cache = _first(kwargs, *_CACHES)
-    held = 0 if cache is None else _held(cache)
+    caches = [given[name] for name in _CACHES if name in given]
+    held = _held(caches[0]) if caches else 0
     if new == 1 and held != 0:
-        return Point("decode", batch, held or _masked(kwargs.get("attention_mask")) or 1)
+        return Point("decode", batch, held or _masked(given.get("attention_mask")) or 1)
     return Point("prefill", batch, max(new, encoded))
 
 
-def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Tokens [batch, tokens], or what stands for them [batch, tokens, width]."""
-    found = _first(kwargs, "input_ids", "inputs_embeds")
-    if found is None and args and isinstance(args[0], torch.Tensor) and args[0].dim() == 2:
-        return None if args[0].is_floating_point() else args[0]
-    return found
+def _tokens(given: Any) -> torch.Tensor | None:
+    """The first argument where it is tokens, [batch, tokens]."""
+    tokens = isinstance(given, torch.Tensor) and given.dim() == 2 and not given.is_floating_point()
+    return given if tokens else None
 
 
-def _encoded(ids: Any, kwargs: Mapping[str, Any]) -> int:
+def _encoded(ids: Any, given: Mapping[str, Any]) -> int:
     """Tokens on the encoder's side, those that it has read or is to read."""
-    outputs = kwargs.get("encoder_outputs")
+    outputs = given.get("encoder_outputs")
     states = outputs[0] if outputs else ids
     return states.shape[1] if isinstance(states, torch.Tensor) and states.dim() > 1 else 0
 
@@ -67,10 +67,3 @@ def _masked(mask: Any) -> int:
     """Tokens that attention sees, as the mask is wide; 0 where there is none."""
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
     return max((each.shape[-1] for each in masks if isinstance(each, torch.Tensor)), default=0)
-
-
-def _first(kwargs: Mapping[str, Any], *names: str) -> Any:
-    for name in names:  # of each token, without a generator
-        if (found := kwargs.get(name)) is not None:
-            return found
-    return None

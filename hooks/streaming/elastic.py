@@ -143,8 +143,8 @@ class Elastic:
             self._ask(point)
         if (
             self._governed
+            and (self.arrangement.plan.streamed or self._governor.pages.scarce)
             and self._governor.link.bandwidth is None
-            and (self.plan.streamed or self._governor.pages.scarce)
         ):
             self._measure_link()
         self._pace.begin(point)
@@ -229,14 +229,15 @@ class Elastic:
 
     def _ask(self, point: Point) -> None:
         decision = self.decision = self._governor.before(self, point)
+        plan = self.arrangement.plan
         if decision.notice is not None:
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
         if self._patience:
             self._patience -= 1
-        elif (decision.plan != self.plan or self._weights.ring.own.layers) and self.alone and not self._turns.sections:
+        elif (decision.plan != plan or self._weights.ring.own.layers) and self.alone and not self._turns.sections:
             try:
                 with self.captured.lock:
-                    if decision.plan != self.plan:
+                    if decision.plan != plan:
                         self._change(decision.plan)
                     if ready := self.arrangement.to_settle(self._governor.pages.scarce):
                         self._settle(ready)

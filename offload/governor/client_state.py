@@ -19,11 +19,6 @@ from .client import LAYERS, SPLIT, Client, ModelClient, Offer, PageClient
 FIRST: Final[dict[Phase, Point]] = {"prefill": Point("prefill", 1, 1), "decode": Point("decode", 1, 1)}
 
 
-def rounded(point: Point) -> Point:
-    """The next powers of two, as in the record (Select-N §4.4)."""
-    return Point(point.phase, 1 << (point.batch - 1).bit_length(), 1 << (point.length - 1).bit_length())
-
-
 @dataclass(slots=True, eq=False)
 class ClientState:
     """`number`: never used again. `activity`: of its iterations. `taken`: layers or offers that the core took, and the

@@ -37,8 +37,7 @@ class Clients:
         self._numbers = 0
         self._models: dict[int, ModelState] = {}  # by id of the model, in the order in which they came
         self._paged: dict[int, PageState] = {}  # by number
-        self._gone: deque[int] = deque()  # ids of models that are collected and are known yet
-        self._gone_clients: deque[int] = deque()  # numbers of page clients that are
+        self.gone: deque[tuple[bool, int]] = deque()  # (True, id of a model) or (False, number): collected
         self._on: dict[int, ModelState] = {}  # whose forward runs, by thread
         self._read: dict[int, set[PageState]] = {}  # the page clients that it has used so far, by thread
         self.idleness = Idleness(self, pause)
@@ -99,20 +98,22 @@ class Clients:
     def left(self, model: ModelClient) -> None:
         """Notes that a model was collected."""
         if id(model) in self._models:
-            self._gone.append(id(model))
+            self.gone.append((True, id(model)))
 
     def client_left(self, number: int) -> None:
         """Notes that a page client was collected."""
-        self._gone_clients.append(number)
+        self.gone.append((False, number))
 
     def drop_dead(self) -> tuple[bool, bool]:
         """Removes the clients that are gone; were there any, models or others?"""
-        if not self._gone and not self._gone_clients:
-            return False, False
-        self.idleness.changed()
-        models = [self._take_out(self._gone.popleft()) for _ in range(len(self._gone))]
-        others = [self._paged.pop(self._gone_clients.popleft(), None) for _ in range(len(self._gone_clients))]
-        return any(each is not None for each in models), any(each is not None for each in others)
+        dropped: set[bool] = set()
+        for _ in range(len(self.gone)):
+            model, key = self.gone.popleft()
+            if (self._take_out(key) if model else self._paged.pop(key, None)) is not None:
+                dropped.add(model)
+        if dropped:
+            self.idleness.changed()
+        return True in dropped, False in dropped
 
     # -- what they do
 

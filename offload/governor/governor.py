@@ -29,7 +29,7 @@ from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
 from .activity import Marks
 from .client import ModelClient, PageClient
-from .client_state import ModelState, rounded
+from .client_state import ModelState
 from .decision import Decision, decide, faster
 from .exchange import Exchange
 from .kv_read_plan import Streamed
@@ -140,7 +140,7 @@ class Governor:
     def before(self, model: ModelClient, point: Point) -> Decision:
         """Called by whoever has the turn of the model, before an iteration. What differs from `model.plan` is to be
         arranged within `changing`. KeyError."""
-        point = rounded(point)
+        point = point.corner
         with self._known.lock:
             state = self._known.clients.of_model(model)
             now = self.clock()

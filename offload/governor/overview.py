@@ -93,7 +93,8 @@ class Overview:
 
     def hear(self) -> None:
         """Takes in what the core took, and which models and caches are gone."""
-        self.drop_dead()
+        if self.clients.gone:
+            self.drop_dead()
         taken = self.device.taken()
         for _, key, _ in taken:
             self.clients.took(*divmod(key, LAYERS))

@@ -31,7 +31,7 @@ class Pages:
     @property
     def mark(self) -> int:
         """The pages that never go back."""
-        return max(1, self.total // self._tuning.spare)
+        return self._mark(self.total)
 
     @property
     def free(self) -> int:
@@ -49,12 +49,15 @@ class Pages:
     def look(self, now: float, waited: bool) -> tuple[int, int]:
         """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
         look?"""
-        free, total = self.free, self.total
+        free, total = self._device.available, self.total
         self.short = free * self._tuning.short < total
         self.scarce = self._scarce(now, free, total)
         waited = waited or self._device.demand > 0
-        self._calm, spare = observe(self._calm, now, free, waited, self.mark, self._tuning.dwell)
+        self._calm, spare = observe(self._calm, now, free, waited, self._mark(total), self._tuning.dwell)
         return free, spare
+
+    def _mark(self, total: int) -> int:
+        return max(1, total // self._tuning.spare)
 
     def _scarce(self, now: float, free: int, total: int) -> bool:
         """Are pages scarce? They are once they are short, and until they have been ample for long enough."""

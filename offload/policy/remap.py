@@ -180,7 +180,8 @@ def observe(
     See Note [Calm]."""
     if waiting or free < mark:
         return None, 0
-    calm = Calm(now, free, free) if calm is None else Calm(calm.since, min(calm.free, free), calm.first)
+    if calm is None or free < calm.free:  # else it is as it was
+        calm = Calm(now, free, free) if calm is None else replace(calm, free=free)
     if now - calm.since < dwell:
         return calm, 0
     return None, max(0, calm.free - mark - max(0, calm.first - free))

@@ -51,8 +51,8 @@ class Point(NamedTuple):
 
     @property
     def corner(self) -> Point:
-        """The listed point that it counts for: powers of two that are no smaller."""
-        return Point(self.phase, _power(self.batch), _power(self.length))
+        """The listed point that it counts for: powers of two that are no smaller (Select-N §4.4)."""
+        return Point(self.phase, 1 << (self.batch - 1).bit_length(), 1 << (self.length - 1).bit_length())
 
 
 class Lesson(NamedTuple):
@@ -130,10 +130,6 @@ class Record:
     def _at_most(self, point: Point) -> float:
         below = (each for each in self.points if each[0] == point[0] and each[1] <= point[1] and each[2] <= point[2])
         return max(max(self.seconds.get(each, 0.0), _believed(self.lessons.get(each, ()))) for each in below)
-
-
-def _power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def _corners(points: Iterable[Point]) -> list[Point]:

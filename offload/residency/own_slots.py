@@ -24,7 +24,8 @@ class OwnSlots:
     @property
     def layers(self) -> tuple[int, ...]:
         """The layers whose slots have their pages, ascending."""
-        return tuple(sorted(layer for layer, (_, slot) in list(self._slots.items()) if not is_taken(slot)))
+        slots = self._slots and list(self._slots.items())
+        return tuple(sorted(layer for layer, (_, slot) in slots if not is_taken(slot))) if slots else ()
 
     @property
     def pages(self) -> int:
