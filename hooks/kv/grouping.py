@@ -16,7 +16,8 @@ from ..compat import longest_sequence, one_shape
 from ..device import governors
 from ..device.streams import torch_device
 from ..forward.lease import ThreadLease
-from .range import KVRange, Shape
+from .range import KVRange
+from .tensors import Shape
 
 
 class Sizes(NamedTuple):

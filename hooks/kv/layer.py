@@ -33,9 +33,9 @@ from ..compat import DynamicLayer, cropped, eager
 from ..device import graphs
 from ..forward.lease import GroupLease
 from .grouping import CacheRanges
-from .range import KVRange, Latest, Shape
+from .range import KVRange, Latest
+from .tensors import Pair, Shape
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 _THERE: Final = ("_home", "_latest")  # attributes that a copy cannot have
 
 
@@ -64,7 +64,7 @@ class ElasticLayer(DynamicLayer):
         if self._keys is not None or self._home is None or self._latest is None:
             return self._keys
         keys = self._latest.keys
-        return self._home.keys(self._place) if keys is None else keys
+        return self._home.pair(self._place)[0] if keys is None else keys
 
     @keys.setter
     def keys(self, tensor: torch.Tensor | None) -> None:
@@ -77,7 +77,7 @@ class ElasticLayer(DynamicLayer):
         if self._values is not None or self._home is None or self._latest is None:
             return self._values
         values = self._latest.values
-        return self._home.values(self._place) if values is None else values
+        return self._home.pair(self._place)[1] if values is None else values
 
     @values.setter
     def values(self, tensor: torch.Tensor | None) -> None:
@@ -298,7 +298,7 @@ class ElasticLayer(DynamicLayer):
         if home is None or not graphs.capturing(home.shape.device.type == "cuda"):
             return
         if self.elastic:
-            tokens = home.keys(self._place), home.values(self._place)
+            tokens = home.pair(self._place)
             graphs.shows(home.device, home.group, tokens)
             self._keys, self._values = tokens
         self._leave()

@@ -19,10 +19,9 @@ import torch
 
 from ...allocator._native import Device, Range
 from ...offload.policy.geometry import Geometry
+from .tensors import Pair
 
 _ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:

@@ -41,47 +41,16 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ...allocator._native import Device, Group
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
-from ..compat import StorageWeakRef
 from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current
 from .pages import KVPages
 from .prefill import copied_in
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-_UINT8: Final = (1, 8)  # DLPack's code and bits
-
-
-class Shape(NamedTuple):
-    """What layers must have in common to share a range: the group key of the design, and the batch."""
-
-    device: torch.device
-    dtype: torch.dtype
-    batch: int
-    heads: int
-    k_dim: int
-    v_dim: int
-
-    @classmethod
-    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
-        """Returns the shape of keys [batch, heads, tokens, k_dim] and values [batch, heads, tokens, v_dim]."""
-        batch, heads, _, k_dim = keys.shape
-        return cls(keys.device, keys.dtype, batch, heads, k_dim, values.shape[3])
-
-    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Are these keys and values of this shape, and equally many?"""
-        tokens = keys.shape[-2]
-        return (
-            keys.shape == (self.batch, self.heads, tokens, self.k_dim)
-            and values.shape == (self.batch, self.heads, tokens, self.v_dim)
-            and keys.dtype == self.dtype == values.dtype
-            and keys.device == self.device == values.device
-        )
+from .tensors import Pair, RangeTensors, Shape
 
 
 class _Views(NamedTuple):
@@ -147,14 +116,12 @@ class KVRange:
         self._standin = device.kind == "standin"
         self._one_key = torch.Size((shape.batch, shape.heads, 1, shape.k_dim))
         self._one_value = torch.Size((shape.batch, shape.heads, 1, shape.v_dim))
-        # in elements, of each layer's keys and values
-        self._offsets = [(geometry.k_offset(place), geometry.v_offset(place)) for place in range(geometry.layers)]
+        self._tensors = RangeTensors(self.range, geometry, shape)
         self._forward = 0  # the last one that knows that this was appended to
         self._latest = [Latest() for _ in range(geometry.layers)]
         self._shown = [0] * geometry.layers  # tokens that someone may have a view of
         self._joined = 0  # places given out; one that was left is not given out again
         self._left: set[int] = set()
-        self._storages: list[StorageWeakRef] = []
         self._most = 0  # pieces that may be mapped, from the start of the range
         self._first = 0  # pieces that have no page, from the start of the range: see Note [Hollow]
         self._mapped: _Mapped | None = None
@@ -242,7 +209,10 @@ class KVRange:
             mapped = self._mapped or self._open()
             took = end > mapped.capacity
             if took:
-                mapped = self._extend(mapped, end)
+                pieces = self.geometry.pieces(end)
+                self._most = max(self._most, pieces)
+                self.pages.map(mapped.pieces, pieces, end)
+                mapped = self._open(pieces)
             views = mapped.views[place] or self._views(mapped, place)
             self._note(start, tokens, lease)
             shown = self._write(latest, place, views, keys, values, end)
@@ -265,17 +235,11 @@ class KVRange:
         latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
         return shown
 
-    def keys(self, place: int) -> torch.Tensor:
-        """[batch, heads, length, k_dim]. Raises as `KVPages.settle`."""
+    def pair(self, place: int) -> Pair:
+        """The layer's keys, [batch, heads, length, k_dim], and values. Raises as `KVPages.settle`."""
         if self.pages.unsettled:
             _settle(self.pages)
-        return self._keys_in((self._mapped or self._open()).flat, place, self._latest[place].length)
-
-    def values(self, place: int) -> torch.Tensor:
-        """[batch, heads, length, v_dim]. Raises as `KVPages.settle`."""
-        if self.pages.unsettled:
-            _settle(self.pages)
-        return self._values_in((self._mapped or self._open()).flat, place, self._latest[place].length)
+        return self._tensors.pair((self._mapped or self._open()).flat, place, self._latest[place].length)
 
     def cut(self, place: int, length: int, then: int = 0) -> None:
         """Forgets the layer's tokens from `length` on; pages that no layer needs any more go back, as in `fit`."""
@@ -318,20 +282,8 @@ class KVRange:
         self.device.note_stream(self.pages.stream)
         geometry = self.geometry
         first, last = start * geometry.token_bytes // geometry.page, geometry.pieces(end)
-        with torch.inference_mode(False):
-            flat = from_dlpack(
-                self.range.tensor(first * geometry.page, ((last - first) * geometry.page,), (1,), *_UINT8)
-            )
-            if len(self._storages) > DEFAULT.kv_growth.storages:
-                self._storages = [storage for storage in self._storages if not storage.expired()]
-            self._storages.append(StorageWeakRef(flat.untyped_storage()))
-            flat = flat.view(self.shape.dtype)
         token = start * geometry.token_stride - first * geometry.page // geometry.itemsize
-        size = self.shape.batch, self.shape.heads, end - start
-        return (
-            flat.as_strided((*size, self.shape.k_dim), geometry.k_strides, token + self._offsets[place][0]),
-            flat.as_strided((*size, self.shape.v_dim), geometry.v_strides, token + self._offsets[place][1]),
-        )
+        return self._tensors.pair(self._tensors.over(first, last), place, end - start, token)
 
     @property
     def held(self) -> int:
@@ -412,7 +364,7 @@ class KVRange:
         """
         pieces = None if self._mapped is None else self._mapped.pieces
         self._drop()
-        alone = False not in [storage.expired() for storage in self._storages]
+        alone = self._tensors.none_is_held()
         self._open(pieces)
         if alone:
             self._shown = [latest.length for latest in self._latest]
@@ -426,17 +378,11 @@ class KVRange:
     def _show(self, place: int) -> None:
         if not self._first and not self.pages.unsettled:
             latest = self._latest[place]
-            latest.keys, latest.values = self.keys(place), self.values(place)
+            latest.keys, latest.values = self.pair(place)
 
     def _needed(self) -> int:
         """Pieces under the longest layer's tokens, which are mapped."""
         return self.geometry.pieces(max(latest.length for latest in self._latest))
-
-    def _extend(self, mapped: _Mapped, tokens: int) -> _Mapped:
-        pieces = self.geometry.pieces(tokens)
-        self._most = max(self._most, pieces)
-        self.pages.map(mapped.pieces, pieces, tokens)
-        return self._open(pieces)
 
     def _lengths(self, but: int = -1) -> list[int]:
         """Tokens of all layers that may still write, without the place `but`."""
@@ -445,38 +391,19 @@ class KVRange:
     def _open(self, pieces: int | None = None) -> _Mapped:
         """Opens the first `pieces` pieces, which are mapped. See Note [Readable at any time]."""
         pieces = self._needed() if pieces is None else pieces
-        # An inference tensor could not be written to outside of inference mode.
-        with torch.inference_mode(False):
-            if pieces and not self._first:
-                flat = from_dlpack(self.range.tensor(0, (pieces * self.geometry.page,), (1,), *_UINT8))
-                self._storages = [storage for storage in self._storages if not storage.expired()]
-                self._storages.append(StorageWeakRef(flat.untyped_storage()))
-                flat = flat.view(self.shape.dtype)
-            else:
-                flat = torch.empty(0, dtype=self.shape.dtype, device=self.shape.device)
+        flat = self._tensors.over(0, 0 if self._first else pieces)
         mapped = _Mapped(pieces, flat, self.geometry.capacity(pieces), [None] * self.geometry.layers)
         self._mapped = mapped
         return mapped
 
     def _views(self, mapped: _Mapped, place: int) -> _Views:
         with torch.inference_mode(False):
-            write = mapped.flat.data
             views = _Views(
-                self._keys_in(mapped.flat, place, mapped.capacity),
-                self._values_in(mapped.flat, place, mapped.capacity),
-                self._keys_in(write, place, mapped.capacity),
-                self._values_in(write, place, mapped.capacity),
+                *self._tensors.pair(mapped.flat, place, mapped.capacity),
+                *self._tensors.pair(mapped.flat.data, place, mapped.capacity),
             )
         mapped.views[place] = views
         return views
-
-    def _keys_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
-        size = (self.shape.batch, self.shape.heads, tokens, self.shape.k_dim)
-        return flat.as_strided(size, self.geometry.k_strides, self._offsets[place][0])
-
-    def _values_in(self, flat: torch.Tensor, place: int, tokens: int) -> torch.Tensor:
-        size = (self.shape.batch, self.shape.heads, tokens, self.shape.v_dim)
-        return flat.as_strided(size, self.geometry.v_strides, self._offsets[place][1])
 
     def _note(self, start: int, tokens: int, lease: ForwardLease | None) -> None:
         """Tells the core who is about to write where, and the lease of the forward that does."""

@@ -10,6 +10,7 @@ from typing import Any
 from ...allocator._native import Device, Group, Transfer
 from ...allocator.errors import BallonetError
 from ..residency.kv_extents import KVExtents
+from ..residency.kv_places import coldest
 from .client import Offer
 from .host import Host
 from .kv_offers import KVOffers
@@ -73,7 +74,7 @@ class KVClient:
     def on_peer(self) -> int:
         """Pages of the peer that could go to the host."""
         self._extents.look()
-        return sum(len(extent.coldest()) for extent in self._extents.all())
+        return sum(len(coldest(extent)) for extent in self._extents.all())
 
     @property
     def leaving(self) -> int:

@@ -21,6 +21,7 @@ from ...allocator.interrupts import if_free
 from ..policy.peer import mean_seconds
 from ..residency.kv_extent import KVExtent
 from ..residency.kv_extents import KVExtents
+from ..residency.kv_places import coldest
 from .host import Host
 from .kv_offers import KVOffers
 from .kv_turns import KVTurns
@@ -80,7 +81,7 @@ class KVSaving:
     def demote_one(self, extent: KVExtent, piece: int, stream: int) -> bool:
         """Moves this page from the peer to the host, if it lies there and can go now. DriverError."""
         with self._lock:
-            ready, copies = extent.demote([each for each in extent.coldest() if each == piece])
+            ready, copies = extent.demote([each for each in coldest(extent) if each == piece])
             if not ready:
                 return False
             done = self._transfer.copy(copies, after=stream, owner="kv", to="host")
@@ -118,7 +119,7 @@ class KVSaving:
             ready: dict[KVExtent, list[int]] = {}
             copies: list[tuple[int, int, int]] = []
             for extent in self._extents.all():
-                ready[extent], found = extent.demote(extent.coldest()[: max(0, pages - len(copies))])
+                ready[extent], found = extent.demote(coldest(extent)[: max(0, pages - len(copies))])
                 copies += found
             if copies:
                 done = self._transfer.copy(copies, after=self._turns.stream, owner="kv", to="host")

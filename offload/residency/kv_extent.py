@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...allocator._native import Device, Group, Range, Transfer
@@ -53,7 +52,7 @@ class KVExtent:
         self.first = 0  # pieces without a page, or without their bytes, from the start of the range
         self.end = 0  # pieces that are in use: what lies behind them is not touched
         self.restless = False  # clean pages were written to lately: saving them is of no use
-        self._device = device
+        self.device = device
         self._lock = lock
         self._most = 0  # pieces that were full at any time
         self._asked = -1  # the piece that was to be mapped ahead last
@@ -80,14 +79,6 @@ class KVExtent:
         """Pieces that lead to the peer or the host, or to a slot, as far as known."""
         return self.mover.away
 
-    @property
-    def near(self) -> int:
-        """The pieces of these that lie on the peer."""
-        if self._device.peer is None:
-            return 0
-        pages = self.backing.pages
-        return sum("peer" in (self.home.backing(n), pages.backing(n)) for run in self._away() for n in range(*run))
-
     def touches(self, full: int) -> bool:
         """Is any piece from `full` on away, or on its way?"""
         states = (State.OFFLOADED, State.IN_SLOT, State.ARRIVING)
@@ -109,7 +100,7 @@ class KVExtent:
         """Returns so many full pieces that have pages of the device, or as many as there are, the oldest tokens
         first."""
         found: list[int] = []
-        for first, end in Pieces(self._away()).gaps(self.first, self.full):
+        for first, end in Pieces(self.away_runs()).gaps(self.first, self.full):
             found += range(first, min(end, first + max(0, count - len(found))))
         return found
 
@@ -127,7 +118,8 @@ class KVExtent:
         end = min(end, self.full)
         return (self.home, first, end - first, self.backing.pages, first, []) if first < end else None
 
-    def _away(self) -> Runs:
+    def away_runs(self) -> Runs:
+        """The pieces that are away, as (first, end)."""
         return self.mover.states.within(0, sys.maxsize, State.OFFLOADED, State.IN_SLOT)
 
     # -- what the cache says of its pages
@@ -198,56 +190,11 @@ class KVExtent:
         """As `Mover.fetch`."""
         self.mover.fetch(transfer, stream, self.full)
 
-    def bind(self, pieces: Sequence[int], to: Range, at: int) -> int:
-        """As `Mover.bind`."""
-        return self.mover.bind(pieces, to, at)
-
     def unbind(self, pieces: Iterable[int]) -> bool:
         """As `Mover.unbind`."""
         return self.mover.unbind(pieces, self.end)
-
-    def coldest(self) -> list[int]:
-        """The full pieces whose backings lie on the peer and have their bytes: first those that are read elsewhere,
-        then the others, the oldest tokens first."""
-        if self._device.peer is None:
-            return []
-        away, leaving = self._away(), self.backing.leaving
-        clean = self.mover.states.within(0, self.full, State.CLEAN)
-        of_away = [piece for first, end in away for piece in range(first, min(end, self.full))]
-        found = [*(piece for run in clean for piece in range(*run)), *of_away]
-        return [piece for piece in found if piece not in leaving and self.backing.pages.backing(piece) == "peer"]
 
     def demote(self, pieces: Iterable[int]) -> tuple[list[int], Copies]:
         """As `Backing.demote`: those that are full yet. The caller holds the lock."""
         saving = self.mover.states[State.SAVING]
         return self.backing.demote(piece for piece in pieces if piece < self.full and piece not in saving)
-
-    # -- how slots are filled
-
-    def by_place(self, pieces: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(place in the sequence, first, count) of neighbours among those that are away, whose backings lie in one
-        place."""
-        away = self._away()
-        if self._device.peer is None:
-            yield from _within(pieces, away)
-            return
-        for at, first, count in _within(pieces, away):
-            for here, pages, _ in self._places(first, count):
-                yield at + here - first, here, pages
-
-    def _places(self, first: int, count: int) -> Iterator[tuple[int, int, str]]:
-        for place, found in groupby(range(first, first + count), self.backing.pages.place):
-            members = list(found)
-            yield members[0], len(members), place
-
-
-def _within(pieces: Sequence[int], runs: Runs) -> Iterator[tuple[int, int, int]]:
-    """(place in the sequence, first, count) of neighbours in the sequence that follow each other and lie in `runs`."""
-    inside = {piece for first, end in runs for piece in range(first, end)}
-    start = 0
-    for at in range(1, len(pieces) + 1):
-        last = pieces[at - 1]
-        if at == len(pieces) or pieces[at] != last + 1 or (pieces[at] in inside) != (last in inside):
-            if pieces[start] in inside:
-                yield start, pieces[start], at - start
-            start = at

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from ...allocator._native import Device
 from .kv_extent import KVExtent
+from .kv_places import on_peer
 
 
 class KVExtents:
@@ -81,4 +82,4 @@ class KVExtents:
     @property
     def near(self) -> int:
         """Pieces that are away and lie on the peer."""
-        return 0 if self._device.peer is None else sum([extent.near for extent in self.all()])
+        return 0 if self._device.peer is None else sum(map(on_peer, self.all()))

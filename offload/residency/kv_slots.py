@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ...allocator._native import Device, Group, Range, Transfer
 from ...allocator.errors import BallonetError, PoolExhausted
 from .kv_extent import KVExtent
+from .kv_places import by_place
 from .slots import Copies, Filler, Slot, open_pages
 from .states import Event
 
@@ -170,7 +171,7 @@ class KVSlots:
             extent = each.extent()
             if extent is not None and each.pieces and each.seen != extent.mover.led_away:
                 each.seen = extent.mover.led_away
-                away = {at + n for at, _, count in extent.by_place(each.pieces) for n in range(count)}
+                away = {at + n for at, _, count in by_place(extent, each.pieces) for n in range(count)}
                 self._gone(each, [place for place in range(len(each.pieces)) if place not in away])
 
     def _see(self) -> None:
@@ -250,7 +251,7 @@ class KVSlots:
         if member.copies is None or member.away != extent.mover.led_away or self._device.peer is not None:
             member.away = extent.mover.led_away
             member.copies = []
-            for at, first, count in extent.by_place(member.pieces):
+            for at, first, count in by_place(extent, member.pieces):
                 member.copies += extent.backing.copies(first, count, slot.range.address + at * self._page)
         return member.copies
 
@@ -282,7 +283,7 @@ class KVSlots:
             each.slot.holds = None
         self.changes += 1
         each.lead([*each.pieces, *new])  # first: what is host-mapped may be among them, what is in the slot must be
-        each.lead(each.pieces[: at + extent.bind(new, each.slot.range, at)])
+        each.lead(each.pieces[: at + extent.mover.bind(new, each.slot.range, at)])
 
     def _leave(self, last: _Bound) -> None:
         """All that reads the layer has been launched: its slot is the next one's."""

@@ -1,0 +1,83 @@
+"""Tensors over a range of KV: what shape they have, where a layer's keys and values lie in it, and who holds one."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ...allocator._native import Range
+from ...offload.policy.geometry import Geometry
+from ...offload.policy.tuning import DEFAULT
+from ..compat import StorageWeakRef
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+_UINT8: Final = (1, 8)  # DLPack's code and bits
+
+
+class Shape(NamedTuple):
+    """What layers must have in common to share a range: the group key of the design, and the batch."""
+
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    k_dim: int
+    v_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+        """Returns the shape of keys [batch, heads, tokens, k_dim] and values [batch, heads, tokens, v_dim]."""
+        batch, heads, _, k_dim = keys.shape
+        return cls(keys.device, keys.dtype, batch, heads, k_dim, values.shape[3])
+
+    def fits(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Are these keys and values of this shape, and equally many?"""
+        tokens = keys.shape[-2]
+        return (
+            keys.shape == (self.batch, self.heads, tokens, self.k_dim)
+            and values.shape == (self.batch, self.heads, tokens, self.v_dim)
+            and keys.dtype == self.dtype == values.dtype
+            and keys.device == self.device == values.device
+        )
+
+
+class RangeTensors:
+    """Makes tensors of shape `shape` over `home`, whose tokens lie as `geometry` says, and remembers the storage of
+    each by a weak reference. See range.py, Note [Who else looks]."""
+
+    def __init__(self, home: Range, geometry: Geometry, shape: Shape) -> None:
+        self._home = home
+        self._geometry = geometry
+        self._shape = shape
+        # in elements, of each layer's keys and values
+        self._offsets = [(geometry.k_offset(place), geometry.v_offset(place)) for place in range(geometry.layers)]
+        self._storages: list[StorageWeakRef] = []
+
+    def over(self, first: int, end: int) -> torch.Tensor:
+        """The pieces [first, end), which are mapped, as elements, by a storage of their own."""
+        page = self._geometry.page
+        with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference mode
+            if first >= end:
+                return torch.empty(0, dtype=self._shape.dtype, device=self._shape.device)
+            flat = from_dlpack(self._home.tensor(first * page, ((end - first) * page,), (1,), *_UINT8))
+            if len(self._storages) > DEFAULT.kv_growth.storages:
+                self._storages = [storage for storage in self._storages if not storage.expired()]
+            self._storages.append(StorageWeakRef(flat.untyped_storage()))
+            return flat.view(self._shape.dtype)
+
+    def pair(self, flat: torch.Tensor, place: int, tokens: int, token: int = 0) -> Pair:
+        """The keys and values of the layer at `place`, [batch, heads, tokens, dim], where `flat` has its first token
+        `token` elements before its own start."""
+        shape, geometry, (keys, values) = self._shape, self._geometry, self._offsets[place]
+        size = shape.batch, shape.heads, tokens
+        return (
+            flat.as_strided((*size, shape.k_dim), geometry.k_strides, token + keys),
+            flat.as_strided((*size, shape.v_dim), geometry.v_strides, token + values),
+        )
+
+    def none_is_held(self) -> bool:
+        """Is every storage gone that was made here?"""
+        self._storages = [storage for storage in self._storages if not storage.expired()]
+        return not self._storages
