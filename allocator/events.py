@@ -126,7 +126,7 @@ class Events:
         """Takes a few microseconds at most."""
         self._inbox.append(event)
         with self._lock:
-            self._settle()
+            self._empty_inbox()
 
     def decided(
         self,
@@ -156,7 +156,7 @@ class Events:
     def since(self, cursor: int = 0) -> Heard:
         """What came after the cursor, 0: the first one ever."""
         with self._lock:
-            self._settle()
+            self._empty_inbox()
             came = self._came
             wanted = min(came - cursor, len(self._kept))
             kept = list(self._kept)[len(self._kept) - wanted :]
@@ -165,11 +165,11 @@ class Events:
     def counts(self) -> Counts:
         """Returns the counts of all events that ever came, by lever and verb, the lever with the first event first."""
         with self._lock:
-            self._settle()
+            self._empty_inbox()
             counts = dict(self._counts)
         return _by_lever(counts)
 
-    def _settle(self) -> None:
+    def _empty_inbox(self) -> None:
         """Empties the inbox. The caller holds the lock."""
         if self._sorting:
             return

@@ -320,12 +320,12 @@ def test_a_layer_that_is_settled_is_resident(held: bool) -> None:
         view = slot.tensor(0, (PAGE,), (1,), 1, 8) if held else None
         if held:
             with pytest.raises(BallonetError, match="cannot be exchanged"):
-                it.ring.settle(1)
+                it.ring.make_resident(1)
             assert it.ring.own.layers == (0, 1)
             assert holds(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
         del view
         before = it.core.pages()["weights"]
-        it.ring.settle(1)
+        it.ring.make_resident(1)
         assert it.ring.own.layers == (0,)
         assert it.on_host() == {0}
         assert holds(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
@@ -361,7 +361,7 @@ def test_the_core_takes_own_slots_and_copies_nothing() -> None:
 def test_weights_go_to_the_host_once_and_anew_after_they_were_resident() -> None:
     with model([2, 3], range(2), 1) as it:
         it.arrange([])
-        it.ring.settle(1)
+        it.ring.make_resident(1)
         for n in range(1, 3):
             for _ in range(4):
                 it.arrange([1])
@@ -369,7 +369,7 @@ def test_weights_go_to_the_host_once_and_anew_after_they_were_resident() -> None
                 assert it.take(1) == 3
                 assert it.core.device.snapshot()["copied"]["weights_d2h"] == 3 * n * PAGE
             it.arrange([])
-            it.ring.settle(1)
+            it.ring.make_resident(1)
             it.core.device.check()
 
 
@@ -410,7 +410,7 @@ def test_a_failure_anywhere_in_a_change_leaves_layers_that_are_right(function: s
                 it.arrange(streamed)
             with suppress(BallonetError, PoolExhausted):
                 for layer in it.ring.own.layers:
-                    it.ring.settle(layer)
+                    it.ring.make_resident(layer)
             it.core.device.check()
             assert all(it.shows_right(layer) for layer in it.layers)
         assert not pending(function)

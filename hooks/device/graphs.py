@@ -190,7 +190,7 @@ _loosened: deque[weakref.ref[Model]] = deque()  # of which a graph is gone
 
 class _Graphs(captures.Listener):
     def begins(self, graph: Any, pool: object) -> None:
-        settle()
+        tell_of_dropped()
         before = _records.get(id(graph))
         if before is None:
             Finalizer(graph, partial(_drop, id(graph)), _leave)
@@ -220,7 +220,7 @@ class _Graphs(captures.Listener):
         else:  # it holds what it held, which torch does not replace
             _records[id(graph)] = record.before
             record.close()
-            settle()
+            tell_of_dropped()
 
     def replaying(self, graph: Any) -> AbstractContextManager[object]:
         record = _records.get(id(graph))
@@ -232,7 +232,7 @@ class _Graphs(captures.Listener):
 
     def reset(self, graph: Any) -> None:
         _drop(id(graph))
-        settle()
+        tell_of_dropped()
 
 
 _listener = _Graphs()
@@ -297,7 +297,7 @@ def leases(group: Group) -> int:
     return sum(each.capturing and any(group is mine for _, mine in each._groups) for each in list(_records.values()))
 
 
-def settle() -> None:
+def tell_of_dropped() -> None:
     """Models hear of graphs that are gone. Called before each forward of any of them."""
     for _ in range(len(_loosened)):
         reference = _loosened.popleft()
@@ -321,7 +321,7 @@ def _managed() -> list[Model]:
 def _include(record: Record, other: Record) -> None:
     record.include(other)
     _loosened.extend(reference for reference, _, _ in list(record._models.values()))
-    settle()
+    tell_of_dropped()
 
 
 def _drop(key: int) -> None:

@@ -221,7 +221,7 @@ class ElasticLayer(DynamicLayer):
         twin.__dict__.update(state, **dict.fromkeys(_THERE))
         if self.elastic:
             with self._held():
-                twin._settle(self._tokens())
+                twin._keep(self._tokens())
         return twin
 
     def _held(self) -> AbstractContextManager[object]:
@@ -282,9 +282,9 @@ class ElasticLayer(DynamicLayer):
         if self.get_seq_length():
             with self._held():
                 keys, values = self._tokens()
-                self._settle((change(keys), change(values)))
+                self._keep((change(keys), change(values)))
 
-    def _settle(self, tokens: Pair) -> None:
+    def _keep(self, tokens: Pair) -> None:
         """Holds these tokens from now on: in a new place, or where that cannot be as they are."""
         keys, values = tokens
         if not keys.shape[0] or not self._fill(Shape.of(keys, values), keys.shape[2], tokens):

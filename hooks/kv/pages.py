@@ -89,10 +89,10 @@ class KVPages:
 
     @property
     def unsettled(self) -> bool:
-        """Do its addresses not show, for the moment, what the tokens are? See `settle`."""
+        """Do its addresses not show, for the moment, what the tokens are? See `show`."""
         return self._extent is not None and self._extent.mover.unsettled
 
-    def settle(self) -> None:
+    def show(self) -> None:
         """Before anyone but the layer that is about to run reads tokens, or writes what was there before: its addresses
         show them, for as long as no layer of the cache appends. On any thread. BallonetError where the layer flies
         while another thread uses the cache, or a CUDA graph is being captured; DriverError."""
@@ -137,7 +137,7 @@ class KVPages:
 
     def hollow(self, before: int, first: int) -> None:
         """Gives the pages of the pieces [before, first) back, which are full, while those behind them stay."""
-        self.settle()
+        self.show()
         if self._extent is not None:
             with GroupLease(self._group):
                 self._extent.hollow(first, self.stream)
@@ -195,7 +195,7 @@ class KVPages:
         """The layers are about to have no more tokens than that, or to write behind them."""
         if self._extent is not None and (full := self._full(lengths)) < self._extent.full:
             if self._extent.touches(full):
-                self.settle()
+                self.show()
             with GroupLease(self._group):
                 self._extent.lower(full, self.stream)
             self._count(self._extent)

@@ -236,9 +236,9 @@ class KVRange:
         return shown
 
     def pair(self, place: int) -> Pair:
-        """The layer's keys, [batch, heads, length, k_dim], and values. Raises as `KVPages.settle`."""
+        """The layer's keys, [batch, heads, length, k_dim], and values. Raises as `KVPages.show`."""
         if self.pages.unsettled:
-            _settle(self.pages)
+            _show_pages(self.pages)
         return self._tensors.pair((self._mapped or self._open()).flat, place, self._latest[place].length)
 
     def cut(self, place: int, length: int, then: int = 0) -> None:
@@ -278,7 +278,7 @@ class KVRange:
     def part(self, place: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The layer's keys and values of the tokens [start, end), by a tensor of their own, on any thread.
         BallonetError where some of them have no page (any more), or fly while another thread uses the cache."""
-        self.pages.settle()
+        self.pages.show()
         self.device.note_stream(self.pages.stream)
         geometry = self.geometry
         first, last = start * geometry.token_bytes // geometry.page, geometry.pieces(end)
@@ -419,5 +419,5 @@ class KVRange:
 
 
 @torch.compiler.disable(reason="pages of this KV cache are on their way from the host, which a graph cannot wait for")  # type: ignore[untyped-decorator]
-def _settle(pages: KVPages) -> None:
-    pages.settle()
+def _show_pages(pages: KVPages) -> None:
+    pages.show()

@@ -5,7 +5,7 @@ Note [Copies that are kept]
     Note [Leaving and coming back]): so its weights go there once. That lasts while pages have been short not long ago
     (`Pages.scarce`), and no longer than host pages are ample: such copies have no more of them than are free beside.
     Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is resident again
-    (`settle`), and the next time that it leaves it is copied anew.
+    (`make_resident`), and the next time that it leaves it is copied anew.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Arrangement:
             for first, count in spans(part)
         ]
 
-    def to_settle(self, scarce: bool) -> tuple[int, ...]:
+    def returned(self, scarce: bool) -> tuple[int, ...]:
         """The layers whose copies on the host are to be given up now. `scarce`: were pages short not long ago? See Note
         [Copies that are kept]."""
         own = self._weights.ring.own
@@ -90,15 +90,15 @@ class Arrangement:
         pages = accumulate((self.pages[layer] for layer in layers), initial=0)
         return tuple(layer for layer, before in zip(layers, pages, strict=False) if before < over)
 
-    def settle(self, layers: Iterable[int], tell: Callable[[int], None]) -> None:
-        """Makes layers resident that have come back: `tell(host pages)` hears of each. Raises as `Ring.settle`."""
+    def make_resident(self, layers: Iterable[int], tell: Callable[[int], None]) -> None:
+        """Makes layers resident that have come back. `tell(host pages)` hears of each. Raises as the ring's method."""
         self._passes.close()
         try:
             for layer in layers:
                 each = self._weights.ring.layer(layer)
                 parts = () if each is None else each.parts
                 copied = sum(part.count for part in parts if part.backing.file is None)
-                self._weights.ring.settle(layer)
+                self._weights.ring.make_resident(layer)
                 tell(copied)
         finally:
             self._bind()

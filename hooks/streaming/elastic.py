@@ -131,7 +131,7 @@ class Elastic:
         """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
         captured, and cannot be."""
         self.captured.here = True
-        graphs.settle()
+        graphs.tell_of_dropped()
         if self._pace.capturing():
             graphs.noticed(self.captured)
             self._pace.begin(None)
@@ -187,7 +187,7 @@ class Elastic:
 
     def report(self) -> Report:
         """What streams, why, and what it costs."""
-        graphs.settle()
+        graphs.tell_of_dropped()
         self.timings.learn()
         weights, last = self._weights, self.timings.last
         why = "" if self.decision is None else self.decision.why
@@ -239,8 +239,8 @@ class Elastic:
                 with self.captured.lock:
                     if decision.plan != plan:
                         self._change(decision.plan)
-                    if ready := self.arrangement.to_settle(self._governor.pages.scarce):
-                        self._settle(ready)
+                    if ready := self.arrangement.returned(self._governor.pages.scarce):
+                        self._make_resident(ready)
             except WeightsFileChanged:
                 raise
             except (PoolExhausted, ManageError):
@@ -249,7 +249,7 @@ class Elastic:
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):
             if (back := self._weights.ring.own.layers) and not self.captured.here and not self._turns.sections:
-                self._settle(back)
+                self._make_resident(back)
 
     def _measure_link(self) -> None:
         """See governors.py, Note [The link of a model that runs]. Where it cannot be it is tried again later."""
@@ -262,10 +262,10 @@ class Elastic:
             with self._governor.changing(self):
                 self.arrangement.arrange(plan)
 
-    def _settle(self, layers: Iterable[int]) -> None:
+    def _make_resident(self, layers: Iterable[int]) -> None:
         """Notes that these have come back, and are resident again."""
         with self._governor.changing(self) if self._governed else nullcontext():
-            self.arrangement.settle(
+            self.arrangement.make_resident(
                 layers, lambda pages: self._governor.events.decided("host copies", "revert", pages, what=self.name)
             )
 

@@ -95,13 +95,13 @@ class MoveIn:
                         self._before[id(tensor)] = tensor.data
                 pairs.extend(zip(span.tensors, span.over(flat), strict=True))
                 del flat
-        self._loader.settle(but=running)  # what the step before it copied is there
+        self._loader.wait(but=running)  # what the step before it copied is there
         self._progress(sum(span.nbytes for _, _, span in step))
 
     def undo(self, step: Step, out: Callable[[Step], None]) -> None:
         """`out` takes a step to torch's memory."""
         with suppress(DriverError, WeightsFileChanged):
-            self._loader.settle()
+            self._loader.wait()
         from_files = [each for each in step if all(id(tensor) in self._before for tensor in each[2].tensors)]
         for _, _, span in from_files:
             for tensor in span.tensors:

@@ -49,7 +49,7 @@ class Exchange:
                 and self._known.pages.unused >= pages
             ):
                 return
-            owed = self._settle(now)
+            owed = self._dues(now)
         if owed:
             self._take_back(owed, found.name)
 
@@ -65,7 +65,7 @@ class Exchange:
             if len(self._known.clients.models) < 2:
                 return
             self._known.hear()
-            owed = self._settle(self._known.clock())
+            owed = self._dues(self._known.clock())
         if owed:
             self._take_back(owed, "reserves")
 
@@ -80,9 +80,9 @@ class Exchange:
     def spare(self, now: float) -> None:
         """Now and then: reserves that were not used for long enough are others'. The caller holds the lock."""
         if len(self._known.clients.models) > 1 and self._known.lending.is_due(now):
-            self._settle(now)
+            self._dues(now)
 
-    def _settle(self, now: float) -> Mapping[int, int]:
+    def _dues(self, now: float) -> Mapping[int, int]:
         """Reserves are what they are by now: what is due? The caller holds the lock."""
         uses = self._known.clients.uses(now)
         for use, pages in self._known.lending.look(uses, now, self._known.pages.total):

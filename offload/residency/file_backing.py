@@ -194,7 +194,7 @@ class FileLoader:
             self._running.append(self._transfer.copy(copies, after=self._stream, owner="weights", to="device"))
         return twin.registered
 
-    def settle(self, but: int = 0) -> None:
+    def wait(self, but: int = 0) -> None:
         """Waits for all copies but the last `but`. WeightsFileChanged, DriverError."""
         done = self._running[: len(self._running) - but]
         del self._running[: len(done)]
@@ -208,7 +208,7 @@ class FileLoader:
     def finish(self, keep: Iterable[FileBacking]) -> None:
         """All bytes are there, and were what the files held at the beginning; of the files only what `keep` copies from
         is still registered. WeightsFileChanged, DriverError."""
-        self.settle()
+        self.wait()
         self._check()
         self._twins.keep(keep)
 

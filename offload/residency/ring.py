@@ -17,7 +17,7 @@ Note [Leaving and coming back]
     the host and gets a slot of its own. So its weights go to the host once, however often it leaves and comes back;
     what is written meanwhile is written on the host and copied to the slot as to any other, and its addresses are not
     touched. The core may take an own slot as it takes a resident layer, and need not copy anything for it. Only
-    `settle` makes a layer resident again, which gives up the copy on the host: the pages of its slot come to its
+    `make_resident` makes a layer resident again, which gives up the copy on the host: the pages of its slot come to its
     addresses in one step. A failure leaves every layer resident or on the host, and the ring usable: it says what
     streams.
 """
@@ -196,7 +196,7 @@ class Ring:
         for part in each.parts if each is not None else ():
             part.backing.reveal(spans(part))
 
-    def settle(self, layer: int) -> None:
+    def make_resident(self, layer: int) -> None:
         """A layer that has come back is resident again, and its copy on the host is given up. Nobody shows what is in
         slots. ManageError where addresses cannot be exchanged now; WeightsFileChanged, DriverError."""
         found = self.own.get(layer)
