@@ -213,7 +213,7 @@ class ElasticLayer(DynamicLayer):
         return home.part(self._place, start, end)
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Tokens that the range is missing. See range.py, Note [Hollow]. The caller holds a lease."""
+        """Tokens that the range is missing. See range.py, Note [Released prefix]. The caller holds a lease."""
         cast(KVRange, self._home).write(self._place, start, keys, values)
 
     def _twin(self, state: dict[str, Any]) -> Self:

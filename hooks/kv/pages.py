@@ -135,18 +135,18 @@ class KVPages:
         if self._extent is not None:
             self._extent.drop(first, end)
 
-    def hollow(self, before: int, first: int) -> None:
+    def release_prefix(self, before: int, first: int) -> None:
         """Gives the pages of the pieces [before, first) back, which are full, while those behind them stay."""
         self.show()
         if self._extent is not None:
             with GroupLease(self._group):
-                self._extent.hollow(first, self.stream)
+                self._extent.release_prefix(first, self.stream)
         for start, count in self._geometry.runs(before, first):
             self.home.retire(start, count)
         if self._extent is not None:
             self._extent.drop(before, first)
 
-    def fill(self, first: int, tokens: int) -> None:
+    def map_prefix(self, first: int, tokens: int) -> None:
         """Backs the pieces [0, first), which hold so many tokens, again. torch.OutOfMemoryError, DriverError."""
         runs = self._geometry.runs(0, first)
         for start, count in runs:  # what a call that was interrupted has backed
@@ -156,9 +156,9 @@ class KVPages:
         except PoolExhausted as error:
             find_room(self._device, self._tier, self.home, runs, error, tokens)
         if self._extent is not None:
-            self._extent.filling(first)
+            self._extent.prefix_mapped(first)
 
-    def is_filled(self) -> None:
+    def prefix_restored(self) -> None:
         """Marks pages as filled."""
         if self._tier is not None and self._extent is not None:
             self._tier.turns.stream = self.stream

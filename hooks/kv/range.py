@@ -26,10 +26,10 @@ Note [Interrupts]
     pieces under them are mapped at any time. What else may be mapped is remembered before it is (`_most`); mapping and
     retiring it again does no harm. The tensor over it is replaced in one assignment, or made again where it is missing.
 
-Note [Hollow]
+Note [Released prefix]
     A cache that is kept for later, and begins with tokens that another one holds as well, gives the pages of those back
-    (`hollow`): whole pages only, as a token may lie on two. It has nothing to show then but `part`s behind them. Before
-    it is used again these tokens are written anew (`filling`).
+    (`release_prefix`): whole pages only, as a token may lie on two. It has nothing to show then but `part`s behind
+    them. Before it is used again these tokens are written anew (`restoring_prefix`).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class KVRange:
         self._joined = 0  # places given out; one that was left is not given out again
         self._left: set[int] = set()
         self._most = 0  # pieces that may be mapped, from the start of the range
-        self._first = 0  # pieces that have no page, from the start of the range: see Note [Hollow]
+        self._first = 0  # pieces that have no page, from the start of the range: see Note [Released prefix]
         self._mapped: _Mapped | None = None
         self._open()
 
@@ -292,38 +292,37 @@ class KVRange:
 
     @property
     def missing(self) -> int:
-        """Tokens, from the first one on, that the range has lost: see Note [Hollow]."""
+        """Tokens, from the first one on, that the range has lost: see Note [Released prefix]."""
         return -(-self._first * self.geometry.page // self.geometry.token_bytes)
 
-    def hollow(self, tokens: int) -> None:
-        """Gives the pages back on which there is nothing but the first so many tokens. See Note [Hollow]."""
+    def release_prefix(self, tokens: int) -> None:
+        """Gives the pages back on which there is nothing but the first so many tokens. See Note [Released prefix]."""
         first = tokens * self.geometry.token_bytes // self.geometry.page
         if first > self._first:
             self._drop()
             before, self._first = self._first, first
             self._open()
-            self.pages.hollow(before, first)
+            self.pages.release_prefix(before, first)
 
     @property
-    def refillable(self) -> bool:
+    def prefix_restorable(self) -> bool:
         """Does nobody look at what it gave up any more?"""
         return self.pages.reachable(0, self._first)
 
     @contextmanager
-    def filling(self) -> Iterator[int]:
-        """Has pages again where it was hollow; within it whoever calls writes the tokens, as many as it says, to them
-        (`write`), and at the end the range is whole. torch.OutOfMemoryError, DriverError; it is then as hollow as
-        before."""
+    def restoring_prefix(self) -> Iterator[int]:
+        """Backs the released prefix again; within it the caller writes the tokens, as many as it says, to its pages
+        (`write`). torch.OutOfMemoryError, DriverError; the prefix is then released as before."""
         first = self._first
         with GroupLease(self.group):
             try:
-                self.pages.fill(first, self.missing)
+                self.pages.map_prefix(first, self.missing)
                 yield self.missing
             except BaseException:
-                self.pages.hollow(0, first)
+                self.pages.release_prefix(0, first)
                 raise
         self._first = 0
-        self.pages.is_filled()
+        self.pages.prefix_restored()
         self._open()
         for each in range(self._joined):
             self._show(each)

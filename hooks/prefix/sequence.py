@@ -188,7 +188,7 @@ class CachedSequence:
     def share_prefix_pages(self, tokens: int) -> None:
         """Gives back the pages of the first tokens, which another sequence has, as far as they are whole."""
         for each in self.kv_ranges:
-            each.hollow(tokens)
+            each.release_prefix(tokens)
 
     # -- see Note [Order]
 
@@ -270,9 +270,9 @@ def fill_in(sequence: CachedSequence, runs: Sequence[Run]) -> None:
             kv_range = layer.home if sequence.holds(number) else None
             if kv_range is None or not kv_range.missing:
                 continue
-            if not kv_range.refillable:
+            if not kv_range.prefix_restorable:
                 raise Gone(sequence)
-            with kv_range.filling() as missing:
+            with kv_range.restoring_prefix() as missing:
                 for run in runs:
                     if run.start < (end := min(run.end, missing)):
                         layer.write(run.start, *run.source.part(number, run.start, end))

@@ -141,7 +141,7 @@ class KVExtent:
                 self.backing.release(*run)
                 self.restless = True
 
-    def hollow(self, first: int, stream: int) -> None:
+    def release_prefix(self, first: int, stream: int) -> None:
         """The pieces before that one are about to lose their pages, and the others not. The caller holds a lease."""
         with self._lock:
             self.first = first
@@ -149,7 +149,7 @@ class KVExtent:
             self.mover.saving.dirty(0, first, stream)
             self.mover.states.move_run(Event.RECALL, 0, first)
 
-    def filling(self, first: int) -> None:
+    def prefix_mapped(self, first: int) -> None:
         """The pieces before that one have pages again, of the device, or where it had none of the peer or the host.
         They are not offered before their bytes are there."""
         self.mover.look_for_host_pages(0, first)

@@ -262,8 +262,8 @@ def test_what_is_copied_behind_waits_for_whoever_wrote_it(
         for layer in (elastic, stock):
             layer.reorder_cache(torch.tensor([1, 0]))
     else:
-        elastic.home.hollow(60)
-        with elastic.home.filling() as missing:
+        elastic.home.release_prefix(60)
+        with elastic.home.restoring_prefix() as missing:
             elastic.write(0, stock.keys[:, :, :missing], stock.values[:, :, :missing])
             stream[0] = 7
     stream[0] = 0
