@@ -17,11 +17,11 @@ from streamed import interval_of, is_managed, page_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LAYERS = 16
+LAYERS = {"cuda": 16, "cpu": 16, "tiny": 4}
 PEERS = ("stock", "resident", "interval 4", "interval 1")
 LIMITS = {"interval 4": 1.25, "interval 1": 2.0}  # times stock's calls
 HELD = 256  # tokens
-TOKENS = 24  # of each generate()
+TOKENS = {"cuda": 24, "cpu": 24, "tiny": 8}  # of each generate()
 WARM = 4
 
 
@@ -34,14 +34,14 @@ def main() -> None:
     for name in PEERS:
         calls, ours = counted[name]
         times = Figure.of([calls / counted["stock"][0]])
-        over = (taken[name].median - taken["stock"].median) / LAYERS * 1e3
+        over = (taken[name].median - taken["stock"].median) / LAYERS[chosen.kind] * 1e3
         if name in LIMITS:
             times = times.at_most(LIMITS[name])
         rows.append([name, calls, ours, times, taken[name], Figure.of([over])])
     report(
         chosen,
         "calls",
-        f"Python per decoded token, {describe_few(chosen, LAYERS)}",
+        f"Python per decoded token, {describe_few(chosen, LAYERS[chosen.kind])}",
         ["peer", "calls", "ballonet's", "times stock's", "ms", "us per layer over stock"],
         rows,
     )
@@ -56,13 +56,13 @@ def functions(name: str, chosen: Options) -> Functions:
     torch.set_num_threads(1)
     if is_managed(name):
         ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
-    model = build(few(chosen, LAYERS), chosen.device)
+    model = build(few(chosen, LAYERS[chosen.kind]), chosen.device)
     if is_managed(name):
         ballonet.manage(model, interval=interval_of(name))
-    return {"calls": lambda: calls(name, model, chosen.device), "ms": lambda: ms(name, model, chosen.device)}
+    return {"calls": lambda: calls(name, model, chosen), "ms": lambda: ms(name, model, chosen)}
 
 
-def calls(peer: str, model: PreTrainedModel, device: str) -> tuple[int, int]:
+def calls(peer: str, model: PreTrainedModel, chosen: Options) -> tuple[int, int]:
     """Python's calls of a step, all and ballonet's: the median by the first."""
     all_of_them, ours = [0], [0]
 
@@ -80,7 +80,7 @@ def calls(peer: str, model: PreTrainedModel, device: str) -> tuple[int, int]:
 
     sys.setprofile(count)
     try:
-        generated(peer, model, device, note)
+        generated(peer, model, chosen, note)
     finally:
         sys.setprofile(None)
     for (first, first_ours), (last, last_ours) in zip(marks[WARM:], marks[WARM + 1 :], strict=False):
@@ -88,19 +88,20 @@ def calls(peer: str, model: PreTrainedModel, device: str) -> tuple[int, int]:
     return sorted(found)[len(found) // 2]
 
 
-def ms(peer: str, model: PreTrainedModel, device: str) -> float:
+def ms(peer: str, model: PreTrainedModel, chosen: Options) -> float:
     """Milliseconds of a step."""
-    times = generated(peer, model, device, int)
+    times = generated(peer, model, chosen, int)
     return (times[-1] - times[WARM]) / (len(times) - 1 - WARM) * 1e3
 
 
-def generated(peer: str, model: PreTrainedModel, device: str, note: Any) -> list[float]:
+def generated(peer: str, model: PreTrainedModel, chosen: Options, note: Any) -> list[float]:
     """When each token of a generate() was there; `note` is called after each."""
     from generating import Clock, timed
     from llama import filled
 
+    device = chosen.device
     cache = filled("ballonet" if is_managed(peer) else peer, model.config, 1, HELD, device)
-    return timed(model, cache, (1, HELD), device, TOKENS, Clock(lambda: synchronize(device), note)).times
+    return timed(model, cache, (1, HELD), device, TOKENS[chosen.kind], Clock(lambda: synchronize(device), note)).times
 
 
 if __name__ == "__main__":
