@@ -15,9 +15,9 @@ import ballonet
 from ballonet.allocator.errors import BudgetInUse
 
 from .. import models
-from .scene import Place, everywhere, play
+from .scene import Place, scene
 from .stock import differences
-from .test_weights_streaming import small_layers, streams_here
+from .test_weights_streaming import small_layers
 
 PAGES = 512
 TOKENS = 24
@@ -56,7 +56,8 @@ def given() -> int:
     return sum(verbs[verb].pages for verbs in of_levers for verb in ("pull", "obey") if verb in verbs)
 
 
-def a_budget_that_is_too_small(place: Place) -> None:
+@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
+def test_a_budget_that_is_too_small(place: Place) -> None:
     """A budget shrinks from one `generate()` to the next, as far as it may, or is refused, or leaves no page to compute
     with; and is then what it was."""
     model, inputs = speaker(place)
@@ -82,12 +83,6 @@ def a_budget_that_is_too_small(place: Place) -> None:
         ballonet.set_budget(PAGES * place.page)
         for _ in range(2):
             say()
-
-
-@everywhere
-def test_a_budget_that_is_too_small(kind: str) -> None:
-    streams_here(kind)
-    play(a_budget_that_is_too_small, kind, pages=PAGES, host_pages=PAGES)
 
 
 class Shrinks(StoppingCriteria):
@@ -120,7 +115,8 @@ class Shrinks(StoppingCriteria):
             thread.join()
 
 
-def a_budget_that_shrinks_meanwhile(place: Place) -> None:
+@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
+def test_a_budget_that_shrinks_meanwhile(place: Place) -> None:
     """By another thread, while a `generate()` runs: its tokens are the same, and what was promised holds."""
     model, inputs = speaker(place)
     expected = models.generate(model, "greedy", inputs, TOKENS)
@@ -143,14 +139,10 @@ def a_budget_that_shrinks_meanwhile(place: Place) -> None:
             del found
 
 
-@everywhere
-def test_a_budget_that_shrinks_meanwhile(kind: str) -> None:
-    streams_here(kind)
-    play(a_budget_that_shrinks_meanwhile, kind, pages=PAGES, host_pages=PAGES)
-
-
-def several_models_and_threads(place: Place, rounds: int) -> None:
+@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
+def test_several_models_and_threads(place: Place) -> None:
     """Three models speak at once in a pool in which only some of their caches fit. Of one, pages move by chaos too."""
+    rounds = 2 if place.cuda else 1
     spoken = [speaker(place) for _ in range(3)]
     expected = [models.generate(model, "greedy", inputs, TOKENS) for model, inputs in spoken]
     wrong: list[str] = []
@@ -184,9 +176,3 @@ def several_models_and_threads(place: Place, rounds: int) -> None:
         ballonet.set_budget(PAGES * place.page)
         for each in managed:
             each.release()
-
-
-@everywhere
-def test_several_models_and_threads(kind: str) -> None:
-    streams_here(kind)
-    play(several_models_and_threads, kind, pages=PAGES, host_pages=PAGES, rounds=2 if kind == "cuda" else 1)

@@ -16,7 +16,7 @@ import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import BudgetInUse
 
-from .scene import Place, play
+from .scene import Place, scene
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,8 @@ def others(place: Place) -> list[torch.Tensor]:
     return [torch.full((place.page // 4,), 7, dtype=torch.int32, device="cuda") for _ in range(6)]
 
 
-def forwards(place: Place) -> None:
+@scene(only="cuda", pages=96)
+def test_forwards(place: Place) -> None:
     """A tree with branches: two modules, two shapes, in changing orders, with outputs that live on."""
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
@@ -71,7 +72,8 @@ def forwards(place: Place) -> None:
     assert place.pages("activations") <= before
 
 
-def training(place: Place) -> None:
+@scene(only="cuda", pages=96)
+def test_training(place: Place) -> None:
     """Forward and backward as graphs: the same losses as eager."""
 
     def losses(wrap: Callable[[Any], Any]) -> list[float]:
@@ -93,7 +95,8 @@ def training(place: Place) -> None:
     assert recorded() >= 2
 
 
-def graphed_callables(place: Place) -> None:
+@scene(only="cuda", pages=96)
+def test_graphed_callables(place: Place) -> None:
     """torch.cuda.make_graphed_callables: forward and backward share a pool, and replay among other allocations."""
     torch.manual_seed(2)
     module = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).cuda()
@@ -107,7 +110,9 @@ def graphed_callables(place: Place) -> None:
         assert all(tensor.eq(7).all().item() for tensor in live)
 
 
-def static_cache(place: Place, managed: bool) -> None:
+@scene(only="cuda", pages=128, host_pages=96)
+@pytest.mark.parametrize("managed", [False, True])
+def test_static_cache(place: Place, managed: bool) -> None:
     """generate(cache_implementation="static"), which transformers compiles: stock's tokens, also when weights of the
     model have to leave the device between two calls."""
     torch.manual_seed(3)
@@ -160,13 +165,3 @@ def shrink(place: Place) -> None:
     """Asks for the room of a layer."""
     torch.cuda.empty_cache()
     ballonet.set_budget((place.device.snapshot()["created"] - 2) * place.page, timeout="20s")
-
-
-@pytest.mark.parametrize("scene", [forwards, training, graphed_callables])
-def test_compiled(scene: Callable[[Place], None]) -> None:
-    play(scene, "cuda", pages=96)
-
-
-@pytest.mark.parametrize("managed", [False, True])
-def test_static_cache(managed: bool) -> None:
-    play(static_cache, "cuda", pages=128, host_pages=96, managed=managed)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from .scene import Captured, Place, everywhere, play
+from .scene import Captured, Place, everywhere, play, scene
 from .stress import threads_and_streams
 
 
@@ -20,7 +20,8 @@ def test_threads_and_streams(kind: str) -> None:
         play(threads_and_streams, kind, pages=64, threads=2, operations=150, largest=2**16)
 
 
-def running_out(place: Place) -> None:
+@scene()
+def test_running_out(place: Place) -> None:
     """An allocation beyond the budget is torch's own error, says what to do, and harms nothing."""
     nbytes = place.device.budget
     kept = torch.full((1000,), 7, dtype=torch.int32, device=place.kind)
@@ -47,12 +48,8 @@ def fill(place: Place, blocks: list[torch.Tensor]) -> None:
         blocks.append(torch.full((place.page,), 1, dtype=torch.uint8, device=place.kind))
 
 
-@everywhere
-def test_running_out(kind: str) -> None:
-    play(running_out, kind)
-
-
-def kv_takes_what_activations_left(place: Place) -> None:
+@scene()
+def test_kv_takes_what_activations_left(place: Place) -> None:
     """Pages that lie idle in the heap become KV without being asked for, and come back."""
     budget = place.device.budget // place.page
     torch.full((place.device.budget - 2 * place.page,), 1, dtype=torch.uint8, device=place.kind)
@@ -64,11 +61,6 @@ def kv_takes_what_activations_left(place: Place) -> None:
     held.close()
     again = torch.full((place.device.budget * 5 // 32,), 3, dtype=torch.int32, device=place.kind)
     assert again.eq(3).all().item()
-
-
-@everywhere
-def test_kv_takes_what_activations_left(kind: str) -> None:
-    play(kv_takes_what_activations_left, kind)
 
 
 def graphs_keep_their_memory(place: Place, rounds: int, size: int) -> None:
@@ -115,7 +107,8 @@ def test_graphs_keep_their_memory(kind: str) -> None:
         play(graphs_keep_their_memory, kind, pages=128, rounds=12, size=96)
 
 
-def statistics_are_torchs(place: Place) -> None:
+@scene(only="cuda")
+def test_statistics_are_torchs(place: Place) -> None:
     """torch's own questions about memory are answered with the pool's numbers."""
     kept = torch.ones(2**20, device="cuda")
     stats = torch.cuda.memory_stats()
@@ -136,8 +129,3 @@ def statistics_are_torchs(place: Place) -> None:
     torch.empty(10, device="cuda")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == calls + 1
     assert kept.sum().item() == 2**20
-
-
-@pytest.mark.gpu
-def test_statistics_are_torchs() -> None:
-    play(statistics_are_torchs, "cuda")

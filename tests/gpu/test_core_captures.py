@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 
 from ballonet.allocator._native import Transfer
 
-from .scene import Place, everywhere, over, play
+from .scene import Place, over, scene
 
 
-def a_capture_and_a_copy(place: Place, pieces: int) -> None:
+@scene()
+def test_a_capture_and_a_copy(place: Place) -> None:
     """What is captured reads what a copy brings that was submitted meanwhile and is waited for by the host: the capture
     goes on, and its graph waits for nothing."""
+    pieces = 4
     source, target = place.range(pieces), place.range(pieces)
     words = pieces * place.page // 4
     given, read = over(source, torch.int32, words), over(target, torch.int32, words)
@@ -54,23 +55,10 @@ def a_capture_and_a_copy(place: Place, pieces: int) -> None:
         graph.replay()
         del graph
     assert found.eq(7).all().item()
-    del given, read
-    source.close()
-    target.close()
-    place.device.reap(wait=True)
 
 
-@everywhere
-def test_a_capture_and_a_copy(kind: str) -> None:
-    play(a_capture_and_a_copy, kind, pieces=4)
-
-
-@pytest.mark.gpu
-def test_nothing_is_looked_at_once_a_capture_may_begin() -> None:
-    play(announced, "cuda")
-
-
-def announced(place: Place) -> None:
+@scene(only="cuda")
+def test_nothing_is_looked_at_once_a_capture_may_begin(place: Place) -> None:
     """A thread that begins a capture says from what memory first: from then on no event is recorded for pages that wait
     to be unmapped, as it might be on its stream."""
     held = place.range(1)
@@ -82,4 +70,3 @@ def announced(place: Place) -> None:
         assert held.backing(0) == "retiring"
     place.device.reap(wait=True)
     assert held.backing(0) == "none"
-    held.close()

@@ -16,16 +16,17 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from .scene import Place, play
+from .scene import Place, scene
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
 
 
-def snapshot_adds_up(place: Place) -> None:
+@scene(only="cuda")
+def test_snapshot_adds_up(place: Place) -> None:
     """The snapshot lists what the statistics count, block by block, pages of ranges included."""
     kept = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (100, 3 * MIB, 700, 5 * MIB)]
-    held = place.range(3)
+    place.range(3)
     del kept[1]
     torch.cuda.synchronize()
     segments, stats = torch.cuda.memory_snapshot(), torch.cuda.memory_stats()
@@ -38,10 +39,10 @@ def snapshot_adds_up(place: Place) -> None:
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
     addresses = {b["address"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated"}
     assert {tensor.data_ptr() for tensor in kept} <= addresses
-    held.close()
 
 
-def history_is_recorded(place: Place) -> None:
+@scene(only="cuda")
+def test_history_is_recorded(place: Place) -> None:
     """Who allocated what, when it went, and what pages came and went for it."""
 
     def allocates() -> torch.Tensor:
@@ -68,7 +69,8 @@ def history_is_recorded(place: Place) -> None:
     assert not torch.cuda.memory._snapshot()["device_traces"][0]
 
 
-def fractions_and_observers(place: Place) -> None:
+@scene(only="cuda")
+def test_fractions_and_observers(place: Place) -> None:
     """A fraction refuses new pages, whoever asked to be told of it is told, and nothing else is harmed."""
     total = torch.cuda.get_device_properties(0).total_memory
     told: list[tuple[int, int]] = []
@@ -84,7 +86,8 @@ def fractions_and_observers(place: Place) -> None:
     assert torch.ones(8 * MIB, device="cuda").sum().item() == 8 * MIB == 8 * kept.sum().item()
 
 
-def pools_of_the_user(place: Place) -> None:
+@scene(only="cuda")
+def test_pools_of_the_user(place: Place) -> None:
     """torch.cuda.MemPool(): memory of its own, counted, and given back with the pool."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -117,7 +120,8 @@ def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, out
 
 
-def checkpoints_of_graphs(place: Place) -> None:
+@scene(only="cuda")
+def test_checkpoints_of_graphs(place: Place) -> None:
     """What inductor's graph trees do (torch.compile, mode="reduce-overhead"): tensors of a replay are taken for what
     lived when the capture ended, and come back with deleters."""
     given = torch.ones(MIB, device="cuda")
@@ -141,7 +145,8 @@ def checkpoints_of_graphs(place: Place) -> None:
         torch._C._cuda_getCheckpointState(device, (0, 10**6))
 
 
-def accelerator_and_profiler(place: Place) -> None:
+@scene(only="cuda")
+def test_accelerator_and_profiler(place: Place) -> None:
     """torch.accelerator asks the same allocator, and the profiler hears of each block."""
     kept = torch.ones(MIB, device="cuda")
     assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() >= kept.nbytes
@@ -157,7 +162,8 @@ def accelerator_and_profiler(place: Place) -> None:
     assert ("[memory]", -4 * MIB) in told, told
 
 
-def plots_are_drawn(place: Place) -> None:
+@scene(only="cuda")
+def test_plots_are_drawn(place: Place) -> None:
     """torch's own readers of a snapshot understand it: its text, its plots, its files."""
     torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
     kept = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
@@ -173,7 +179,8 @@ def plots_are_drawn(place: Place) -> None:
     assert f"{torch.cuda.memory_allocated() / MIB:.0f}" in torch.cuda.memory_summary()
 
 
-def pinned_memory_is_torchs_own(place: Place) -> None:
+@scene(only="cuda")
+def test_pinned_memory_is_torchs_own(place: Place) -> None:
     """Pinned tensors copy without waiting, in both directions, and torch counts them."""
     pinned = torch.arange(MIB, dtype=torch.float32).pin_memory()
     assert pinned.is_pinned()
@@ -185,7 +192,8 @@ def pinned_memory_is_torchs_own(place: Place) -> None:
     assert torch.equal(back, pinned)
 
 
-def sharing_is_refused(place: Place) -> None:
+@scene(only="cuda")
+def test_sharing_is_refused(place: Place) -> None:
     """What another process cannot have is refused with what to do."""
     tensor = torch.ones(10, device="cuda")
     with pytest.raises(RuntimeError, match="cudaIpc: copy the tensor to the CPU"):
@@ -193,7 +201,8 @@ def sharing_is_refused(place: Place) -> None:
     assert tensor.sum().item() == 10
 
 
-def other_processes_and_devices(place: Place) -> None:
+@scene(only="cuda")
+def test_other_processes_and_devices(place: Place) -> None:
     """What another process shares is refused with what to do; another device's tensors are copied, and not made."""
     with pytest.raises(RuntimeError, match="send the tensor through the CPU"):
         torch.UntypedStorage._new_shared_cuda(0, b"x" * 64, 1024, 0, b"", 0, b"", False)
@@ -209,22 +218,3 @@ def other_processes_and_devices(place: Place) -> None:
     there.copy_(here)
     torch.cuda.synchronize(1)
     assert torch.equal(torch.zeros(1024, device="cuda").copy_(there), here)
-
-
-@pytest.mark.parametrize(
-    "scene",
-    [
-        snapshot_adds_up,
-        history_is_recorded,
-        fractions_and_observers,
-        pools_of_the_user,
-        checkpoints_of_graphs,
-        accelerator_and_profiler,
-        plots_are_drawn,
-        pinned_memory_is_torchs_own,
-        other_processes_and_devices,
-        sharing_is_refused,
-    ],
-)
-def test_torch_has_what_it_asks_for(scene: Callable[[Place], None]) -> None:
-    play(scene, "cuda")

@@ -10,14 +10,14 @@ from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.layer_stream import Choice, Way
 
 from .hold import held_copies
-from .scene import Lane, Place, everywhere, play
+from .scene import Lane, Place, scene
 from .test_kv_stream import AWAY, LAYERS, Cache
-from .test_weights_streaming import streams_here
 
 IN_PLACE = Choice(Way.ZERO_COPY, AWAY, 0, 0, 0.0, 0.0, 0.0)
 
 
-def up_and_down(place: Place, rounds: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=64, peer="auto", peer_pages=12)
+def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> None:
     """The older pages of each layer leave for the peer, those that find no room there for the host; then some go on to
     the host, once copies have passed that run beside attention; then all come home."""
     shown = place.device.snapshot()
@@ -28,7 +28,7 @@ def up_and_down(place: Place, rounds: int) -> None:
         patch.setattr(Governor, "restorable_pages", lambda *args: 0)
         cache, lanes = Cache(place), [place.lane() for _ in range(2)]
         before: Lane | None = None
-        for _ in range(rounds):
+        for _ in range(3):
             for home in cache.homes:
                 assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
             near = cache.tier.client.near
@@ -55,11 +55,3 @@ def up_and_down(place: Place, rounds: int) -> None:
         copied = place.device.snapshot()["copied"]
         assert min(copied["kv_d2p"], copied["kv_p2d"], copied["kv_p2h"], copied["kv_d2h"]) > 0
         cache.finish()
-
-
-@everywhere
-@pytest.mark.parametrize("peer", ["same", "auto"])
-def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(kind: str, peer: str) -> None:
-    """`auto`: to another device, where there is one."""
-    streams_here(kind)
-    play(up_and_down, kind, pages=256, host_pages=64, peer=peer, peer_pages=12, rounds=4)

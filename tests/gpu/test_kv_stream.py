@@ -20,8 +20,7 @@ from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
 
 from .hold import Hold, held_copies
-from .scene import Lane, Place, everywhere, play
-from .test_weights_streaming import streams_here
+from .scene import Lane, Place, scene
 
 LAYERS = 4
 PAGES = 8  # of each layer
@@ -119,9 +118,11 @@ def decided() -> Iterator[None]:
         yield
 
 
-def through_slots(place: Place, steps: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_layers_take_turns_in_slots(place: Place) -> None:
     """Layers take turns in slots; streams change between iterations, and in some of them between layers. In one
     more no copy to a slot begins before all is launched."""
+    steps = 30 if place.cuda else 6
     with torch.no_grad(), decided():
         cache = Cache(place)
         for home in cache.homes:
@@ -147,12 +148,6 @@ def through_slots(place: Place, steps: int) -> None:
         cache.finish()
 
 
-@everywhere
-def test_layers_take_turns_in_slots(kind: str) -> None:
-    streams_here(kind)
-    play(through_slots, kind, pages=256, host_pages=64, steps=30 if kind == "cuda" else 6)
-
-
 @contextmanager
 def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
     """What comes home gets pages at once, and its bytes once the hold is released that is in the list then: by itself
@@ -171,10 +166,12 @@ def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
             yield holds
 
 
-def plan_restore(place: Place, rounds: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_pages_come_home_while_layers_compute(place: Place) -> None:
     """Pages come home while the layers compute, one after the other. In most rounds somebody holds what a layer has
     shown, and reads it on a stream that waits for nobody; copies to the host go on beside it. In the first rounds what
     comes home is late."""
+    rounds = 10 if place.cuda else 3
     with torch.no_grad(), decided():
         cache = Cache(place)
         elsewhere, computing = place.lane(), place.lane()
@@ -209,9 +206,3 @@ def plan_restore(place: Place, rounds: int) -> None:
                 cache.tier.client.write_behind(LAYERS)
             computing.lead()
         cache.finish()
-
-
-@everywhere
-def test_pages_come_home_while_layers_compute(kind: str) -> None:
-    streams_here(kind)
-    play(plan_restore, kind, pages=256, host_pages=64, rounds=10 if kind == "cuda" else 3)

@@ -8,20 +8,12 @@ from typing import Any, Final, Literal
 import pytest
 import torch
 
-import ballonet
-from ballonet.allocator import install
-from ballonet.offload.governor.governor import Governor
 from ballonet.offload.governor.kv_read_plan import KVReadPlan
 
-from .. import models
-from ..kv.pressure import two_thirds
 from ..tuned import tuning
-from .scene import Place, everywhere, play
-from .stock import differences
+from .scene import Place, scene
 from .test_balloon_tokens import spilling as spilling
-from .test_kv_slots import LARGE
 from .test_kv_stream import LAYERS, Cache, decided
-from .test_weights_streaming import streams_here
 
 When = Literal["before", "after"]  # attention is launched
 POISON: Final = 0xFF  # not a number, in every type
@@ -107,8 +99,11 @@ class Interrupted(Cache):
         raise AssertionError(self.tier.client.streamed)
 
 
-def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_slots_are_taken_while_a_layer_is_read(place: Place, when: When) -> None:
     """Of each layer in turn; what others had in the slot is right as well."""
+    rounds = 3 if place.cuda else 2
     with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
         cache = Interrupted(place, when)
         for home in cache.homes:
@@ -122,99 +117,3 @@ def taken_while_a_layer_is_read(place: Place, when: When, rounds: int) -> None:
                     cache.update(number)
         assert len(cache.operator.taken) == rounds * LAYERS
         cache.finish()
-
-
-@everywhere
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_slots_are_taken_while_a_layer_is_read(kind: str, when: When) -> None:
-    streams_here(kind)
-    rounds = 3 if kind == "cuda" else 2
-    play(taken_while_a_layer_is_read, kind, pages=256, host_pages=128, when=when, rounds=rounds)
-
-
-TOKENS = 48
-KEPT = 3  # tokens for which an operator needs its pages
-
-
-class Decoding:
-    """A model whose attention an operator interrupts, in one layer after the other, whenever that layer reads a
-    slot. It keeps its pages for some tokens, in which what was taken is read in place."""
-
-    def __init__(self, place: Place, model: Any, when: When) -> None:
-        self.operator = Operator(place)
-        self.layers: list[int] = []  # in which it did
-        self._place = place
-        self._when = when
-        self._cache: Any = None
-        self._number: int | None = None  # of the layer that is to be interrupted
-        self._left = 0
-        models.before_each_forward(model, self._begin)
-        for number, layer in enumerate(model.model.layers):
-            layer.self_attn.register_forward_pre_hook(lambda *_, number=number: self._enter(number))
-
-    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """In the place of torch's attention."""
-        number, self._number = self._number, None
-        due = number is not None and self._cache.layers[number].home.pages._extent.mover.in_slot
-        if due and self._when == "before":
-            self._interrupt(number)
-        found = _attention(*args, **kwargs)
-        if due and self._when == "after":
-            self._interrupt(number)
-        return found
-
-    def _begin(self, step: int, cache: Any) -> None:
-        self._cache = cache if step else None
-        if step == 1:
-            assert all(layer.home.pages.displace(0) for layer in cache.layers)
-        self._left -= 1
-        if self.operator.holds and self._left <= 0:
-            self.operator.give_back()
-
-    def _enter(self, number: int) -> None:
-        if self._cache is None or self.operator.holds or number != len(self.layers) % LARGE["num_hidden_layers"]:
-            return
-        if self._cache.layers[number].home.pages._extent.mover.in_slot:
-            self._number = number
-            self._place.sleep()
-
-    def _interrupt(self, number: int | None) -> None:
-        assert number is not None
-        self.operator.take(self._cache.layers[number].home.pages._tier.client.way)
-        self.layers.append(number)
-        self._left = KEPT
-
-
-_attention = torch.nn.functional.scaled_dot_product_attention
-
-
-def taken_in_a_forward(place: Place, when: When) -> None:
-    """Two thirds of each layer's pages fly, and nothing comes home."""
-    length = 1200 if place.cuda else 100  # several pages of each layer
-    dtype = torch.bfloat16 if place.cuda else torch.float32
-    with pytest.MonkeyPatch.context() as patch:
-        with install.stock():
-            model = models.build("llama", **LARGE, max_position_embeddings=4096).to(place.kind, dtype)
-            inputs = {name: each.to(place.kind) for name, each in models.prompts(3, length).items()}
-            expected = models.generate(model, "greedy", inputs, TOKENS)
-        place.synchronize()
-        place.empty_cache()
-        decoding = Decoding(place, model, when)
-        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", decoding.attend)
-        patch.setattr(KVReadPlan, "_choose", two_thirds)
-        patch.setattr(Governor, "restorable_pages", lambda *_: 0)
-        with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
-            found = models.generate(model, "greedy", inputs, TOKENS)
-        if decoding.operator.holds:
-            decoding.operator.give_back()
-        assert not differences(found, expected)
-        assert len(set(decoding.layers)) == LARGE["num_hidden_layers"]
-        place.device.check()
-
-
-@everywhere
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_slots_are_taken_in_the_middle_of_a_forward(kind: str, when: When) -> None:
-    streams_here(kind)
-    pages = 256 if kind == "cuda" else 512
-    play(taken_in_a_forward, kind, pages=pages, host_pages=pages, when=when)

@@ -16,12 +16,13 @@ from ballonet.offload.record import link
 from ballonet.offload.record.record import Point
 
 from ..models import build, generate, prompts
-from .scene import Captured, Place, everywhere, play
+from .scene import Captured, Place, scene
 
 HERE = Point("decode", 1, 100)
 
 
-def stalls_are_told_from_work(place: Place) -> None:
+@scene()
+def test_stalls_are_told_from_work(place: Place) -> None:
     """On a GPU the stream works for half a second, and then waits for one that works twice as long."""
     pace, lane = Pace(marks_of(place.device)), place.lane()
     for _ in range(3):
@@ -46,12 +47,8 @@ def stalls_are_told_from_work(place: Place) -> None:
             assert 0.25 < found.seconds / found.total < 0.75
 
 
-@everywhere
-def test_stalls_are_told_from_work(kind: str) -> None:
-    play(stalls_are_told_from_work, kind)
-
-
-def captures_are_left_alone(place: Place) -> None:
+@scene()
+def test_captures_are_left_alone(place: Place) -> None:
     """What is captured is not timed, and whoever drains meanwhile, on any thread, breaks no capture."""
     pace = Pace(marks_of(place.device))
     numbers = torch.zeros(100, device=place.kind)
@@ -77,12 +74,8 @@ def captures_are_left_alone(place: Place) -> None:
     assert shown.eq(1).all().item()
 
 
-@everywhere
-def test_captures_are_left_alone(kind: str) -> None:
-    play(captures_are_left_alone, kind)
-
-
-def a_managed_model_tells_its_times(place: Place) -> None:
+@scene(pages=256)
+def test_a_managed_model_tells_its_times(place: Place) -> None:
     model = build("llama").to(place.kind)
     inputs = {name: tensor.to(place.kind) for name, tensor in prompts(2, 9).items()}
     with ballonet.manage(model) as managed:
@@ -98,12 +91,8 @@ def a_managed_model_tells_its_times(place: Place) -> None:
         assert [each.between is None for each in heard] == [True, True, False, False]
 
 
-@everywhere
-def test_a_managed_model_tells_its_times(kind: str) -> None:
-    play(a_managed_model_tells_its_times, kind, pages=256)
-
-
-def the_link_has_a_speed(place: Place) -> None:
+@scene()
+def test_the_link_has_a_speed(place: Place) -> None:
     """And nothing of what measured it stays."""
     before = place.device.snapshot()
     found = [link.measure(place.device) for _ in range(3)]
@@ -119,12 +108,8 @@ def the_link_has_a_speed(place: Place) -> None:
     assert after["copied"]["weights_d2h"] == before["copied"]["weights_d2h"]
 
 
-@everywhere
-def test_the_link_has_a_speed(kind: str) -> None:
-    play(the_link_has_a_speed, kind)
-
-
-def in_use_until_the_device_is_done(place: Place) -> None:
+@scene()
+def test_in_use_until_the_device_is_done(place: Place) -> None:
     """A forward that was launched long ago, by the host's clock, runs still: its model is not idle."""
     now = 0.0
     marks = marks_of(place.device)
@@ -139,8 +124,3 @@ def in_use_until_the_device_is_done(place: Place) -> None:
     place.synchronize()
     now = 200.0
     assert activity.last(now) < now
-
-
-@everywhere
-def test_in_use_until_the_device_is_done(kind: str) -> None:
-    play(in_use_until_the_device_is_done, kind)

@@ -26,9 +26,9 @@ from ballonet.offload.governor.reclaim_list import ReclaimList
 from ballonet.testing import chaos_of
 
 from .. import models
-from .scene import Place, everywhere, play
+from .scene import Place, scene
 from .test_balloon_tokens import spilling as spilling
-from .test_weights_streaming import small_layers, streams_here
+from .test_weights_streaming import small_layers
 
 PAGES = 1024
 HOST_PAGES = 1024
@@ -204,8 +204,10 @@ def exchanges() -> Iterator[list[tuple[int, int, int]]]:
         yield found
 
 
+@scene(needs_host=True, pages=PAGES, host_pages=HOST_PAGES)
+@pytest.mark.parametrize("chaos", [None, 3])
 @small_layers()  # who has none that may stream is nobody's client, and lends nothing
-def takes_its_pages_back(place: Place, chaos: int | None) -> None:
+def test_a_model_takes_its_pages_back(place: Place, chaos: int | None) -> None:
     """Each of them is once the one that comes back. What the other keeps yet is right, and what it lost it computes
     again; each time on another stream than before."""
     pair = Pair(place, chaos)
@@ -237,15 +239,9 @@ def takes_its_pages_back(place: Place, chaos: int | None) -> None:
     pair.finish()
 
 
-@everywhere
-@pytest.mark.parametrize("chaos", [None, 3])
-def test_a_model_takes_its_pages_back(kind: str, chaos: int | None) -> None:
-    streams_here(kind)
-    play(takes_its_pages_back, kind, PAGES, HOST_PAGES, chaos=chaos)
-
-
+@scene(needs_host=True, pages=PAGES, host_pages=HOST_PAGES)
 @small_layers()
-def at_once(place: Place) -> None:
+def test_models_that_lend_while_both_talk(place: Place) -> None:
     """Both talk at the same time, on streams of their own, and each begins conversations for which it needs the
     other's pages."""
     pair = Pair(place)
@@ -269,12 +265,6 @@ def at_once(place: Place) -> None:
     pair.finish()
 
 
-@everywhere
-def test_models_that_lend_while_both_talk(kind: str) -> None:
-    streams_here(kind)
-    play(at_once, kind, PAGES, HOST_PAGES)
-
-
 def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
     """Some tokens of all pages that are kept of these conversations: the current stream reads them all. When this
     returns nobody says any more that they are in use."""
@@ -287,8 +277,10 @@ def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
     return found
 
 
+@scene(needs_host=True, pages=PAGES, host_pages=HOST_PAGES)
+@pytest.mark.parametrize("forgotten", [False, True])
 @small_layers()
-def while_kernels_read(place: Place, forgotten: bool) -> None:
+def test_pages_that_kernels_read_change_hands(place: Place, forgotten: bool) -> None:
     """What a stream has been given to read is what was there, whoever has the page by the time that it does.
     `forgotten`: keys go, and then pages, as where the host has no bytes of them; else keys stay, and lead there."""
     pair = Pair(place)
@@ -314,10 +306,3 @@ def while_kernels_read(place: Place, forgotten: bool) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
     del found, right
     pair.finish()
-
-
-@everywhere
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_pages_that_kernels_read_change_hands(kind: str, forgotten: bool) -> None:
-    streams_here(kind)
-    play(while_kernels_read, kind, PAGES, HOST_PAGES, forgotten=forgotten)

@@ -13,8 +13,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy.layer_stream import split
 from ballonet.offload.policy.lending import Unit, block_bytes, unit
 
-from .scene import Place, everywhere, play
-from .test_weights_streaming import streams_here
+from .scene import Place, everywhere, play, scene
 
 LAYERS = 4
 DEVICE, HOST = 32, 64  # pages
@@ -54,7 +53,8 @@ class Cache:
                     assert bool((found[0, :, start:end] == right[:, None]).all())
 
 
-def goes_to_the_limit(place: Place) -> None:
+@scene(needs_host=True, pages=DEVICE, host_pages=HOST)
+def test_a_cache_goes_to_the_limit(place: Place) -> None:
     """A cache grows until it is refused: it stores no less than Eq. 1-5 say, and no more than there are pages."""
     heads, dim = (8, 128) if place.cuda else (2, 64)
     cache = Cache(place, LAYERS, heads, dim)
@@ -72,12 +72,6 @@ def goes_to_the_limit(place: Place) -> None:
     alone, streamed = (split(LAYERS, place.page, free, lent).blocks for lent in ([], [HOST * place.page]))
     assert alone < streamed <= pieces <= (DEVICE + HOST) // LAYERS
     cache.check()
-
-
-@everywhere
-def test_a_cache_goes_to_the_limit(kind: str) -> None:
-    streams_here(kind)
-    play(goes_to_the_limit, kind, pages=DEVICE, host_pages=HOST)
 
 
 CALLS = 5  # for a page: released, made, unmapped, mapped, opened
@@ -112,7 +106,8 @@ def resized(place: Place, pieces: int, by: int) -> tuple[int, int]:
     return found, sum(after.values()) - sum(moved.values())
 
 
-def resizing(place: Place) -> None:
+@scene(pages=200)
+def test_resizing_costs_the_same_whatever_there_is(place: Place) -> None:
     """Pages go from one cache to another: some calls of the driver for each, whatever else the caches hold, and no
     copy."""
     for pieces in (4, 40, 4, 40):
@@ -120,11 +115,6 @@ def resizing(place: Place) -> None:
         assert 0 < calls <= 2 * CALLS
         assert moved == 0
         gc.collect()
-
-
-@everywhere
-def test_resizing_costs_the_same_whatever_there_is(kind: str) -> None:
-    play(resizing, kind, pages=200)
 
 
 LWM = {"layers": 32, "heads": 32}  # of 128 elements, 2 bytes each

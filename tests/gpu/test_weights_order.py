@@ -16,13 +16,15 @@ from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device import governors
 
 from .. import models
-from .scene import ROOT, Captured, Lane, Place, everywhere, play
+from .scene import ROOT, Captured, Lane, Place, everywhere, play, scene
 from .stock import TOKENS, differences, questions
 from .test_weights_streaming import LAYERS, small_layers, streams_here, tiny, to_host
 
 
-def models_in_turns(place: Place, rounds: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_models_in_turns_and_a_forward_that_breaks_off(place: Place) -> None:
     """Two models with slots of their own, a few tokens of each in turn; one is broken off in the middle of a layer."""
+    rounds = 6 if place.cuda else 2
     both = [tiny("llama", place), tiny("llama", place, layers=LAYERS - 2)]
     inputs = questions("llama", place.kind)
     expected = [models.generate(model, "greedy", inputs, TOKENS) for model in both]
@@ -42,14 +44,10 @@ def models_in_turns(place: Place, rounds: int) -> None:
                 assert not differences(models.generate(model, "greedy", inputs, TOKENS), right)
 
 
-@everywhere
-def test_models_in_turns_and_a_forward_that_breaks_off(kind: str) -> None:
-    streams_here(kind)
-    play(models_in_turns, kind, pages=256, host_pages=128, rounds=6 if kind == "cuda" else 2)
-
-
-def graphs_of_resident_layers(place: Place, steps: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_graphs_of_resident_layers(place: Place) -> None:
     """Layers between two that stream are captured and replayed; the tokens are those of the same model uncaptured."""
+    steps = 12
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from graphed import GraphedDecode
 
@@ -83,12 +81,6 @@ def graphs_of_resident_layers(place: Place, steps: int) -> None:
             assert managed.report().kept == (), "the graphs are gone"
 
 
-@everywhere
-def test_graphs_of_resident_layers(kind: str) -> None:
-    streams_here(kind)
-    play(graphs_of_resident_layers, kind, pages=256, host_pages=128, steps=12)
-
-
 def exhaust(place: Place) -> bool:
     """Every page that can be had is, for a moment; False where somebody had none left to give."""
     filler = place.device.reserve(place.device.budget, "kv", place.device.group())
@@ -104,8 +96,10 @@ def exhaust(place: Place) -> bool:
     return bool(place.device.snapshot()["reclaimed"] > before)
 
 
-def graphs_while_pages_run_out(place: Place, steps: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_graphs_while_pages_run_out(place: Place) -> None:
     """A whole model in a graph, with the default interval: its layers stay, for whatever other threads need pages."""
+    steps = 200 if place.cuda else 5
     model = tiny("llama", place, layers=2 * LAYERS)
     ids = questions("llama", place.kind)["input_ids"]
 
@@ -182,13 +176,8 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
         assert managed.report().streamed
 
 
-@everywhere
-def test_graphs_while_pages_run_out(kind: str) -> None:
-    streams_here(kind)
-    play(graphs_while_pages_run_out, kind, pages=256, host_pages=128, steps=200 if kind == "cuda" else 5)
-
-
-def caches_in_graphs(place: Place) -> None:
+@scene(pages=256)
+def test_caches_in_graphs(place: Place) -> None:
     """What a capture makes of a cache is the graph's; what it reads of one that was there stays for as long as it."""
     model = tiny("llama", place)
     ids = questions("llama", place.kind)["input_ids"]
@@ -221,11 +210,6 @@ def caches_in_graphs(place: Place) -> None:
             else:
                 assert torch.equal(later.outputs[0], right_step)
         del whole, later
-
-
-@everywhere
-def test_caches_in_graphs(kind: str) -> None:
-    play(caches_in_graphs, kind, pages=256)
 
 
 def much_to_compute(place: Place, length: int, rounds: int) -> None:
