@@ -12,18 +12,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from transformers import DynamicCache
 
 import ballonet
 from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.chaos import Chaos
 from ballonet.offload.governor.exchange import Exchange
 from ballonet.offload.governor.lend import Lending, Lent
 from ballonet.offload.governor.reclaim_list import ReclaimList
-from ballonet.testing import chaos_of
 
 from .. import models
 from .scene import Place, scene
@@ -31,7 +28,6 @@ from .test_balloon_tokens import spilling as spilling
 from .test_weights_streaming import small_layers
 
 PAGES = 1024
-HOST_PAGES = 1024
 LANES = 8  # pages for what is free and partly used: each stream has its own of these
 TOKENS = 4  # of an answer
 MOST = 16  # conversations that one model begins until the pool is full
@@ -51,13 +47,13 @@ class Asked(NamedTuple):
 class Speaker:
     """A managed model that keeps prefixes, and all that it was asked, by conversation."""
 
-    def __init__(self, place: Place, name: str, chaos: int | None) -> None:
+    def __init__(self, place: Place, name: str) -> None:
         hidden, dim, length = (256, 256, 4096) if place.cuda else (64, 16, 4096)
         sizes = {"hidden_size": hidden, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": dim}
         layers = LAYERS["cuda" if place.cuda else "cpu"][name]
         model = models.build(name, num_hidden_layers=layers, max_position_embeddings=length, **sizes)
         self.model = model.to(place.kind)
-        self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True, chaos=chaos)
+        self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True)
         self.asked: dict[int, list[Asked]] = defaultdict(list)
         self.pages = 0  # of the KV of a first turn
         self._place = place
@@ -119,15 +115,14 @@ class Pair:
     """Two models in a budget in which both can answer at once, and that holds few of the prefixes that they keep. A
     reserve that is not used is lent at once."""
 
-    def __init__(self, place: Place, chaos: int | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self.speakers = [Speaker(place, name, chaos) for name in ("llama", "qwen2")]
+        self.speakers = [Speaker(place, name) for name in ("llama", "qwen2")]
         governors.of(place.device)._known.lending = Lending(0.0)
         weights = budget = self._quiet()
         for speaker in self.speakers:
             place.device.reset_peaks()
-            with calm():
-                speaker.begin()
+            speaker.begin()
             speaker.pages = speaker.here
             budget += place.device.snapshot()["physical_peak"] // place.page - weights
             speaker.store.clear()
@@ -153,8 +148,7 @@ class Pair:
         worker.store.clear()
         talks = []
         for _ in range(MOST):
-            with calm():
-                talks.append(borrower.begin())
+            talks.append(borrower.begin())
             if self.unused < worker.pages:
                 assert worker.lent.lent >= worker.lent.unit > 1
                 return talks
@@ -171,13 +165,6 @@ class Pair:
         ballonet.set_budget(PAGES * self._place.page)
         for speaker in self.speakers:
             speaker.compare()
-
-
-@contextmanager
-def calm() -> Iterator[None]:
-    """Without chaos: with it little of what is kept would be on the device."""
-    with mock.patch.object(Chaos, "act"), mock.patch.object(Chaos, "pull"):
-        yield
 
 
 def pulled() -> int:
@@ -204,30 +191,53 @@ def exchanges() -> Iterator[list[tuple[int, int, int]]]:
         yield found
 
 
-@scene(needs_host=True, pages=PAGES, host_pages=HOST_PAGES)
-@pytest.mark.parametrize("chaos", [None, 3])
+def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
+    """Some tokens of all pages that are kept of these conversations: the current stream reads them all. When this
+    returns nobody says any more that they are in use."""
+    store, found = borrower.store, []
+    for asked in (borrower.asked[talk][-1] for talk in talks):
+        ids = [*asked.prompt, *asked.answer]
+        with store.read(ids, store.identity(), 0, len(ids) - 1) as parts:
+            for layer in () if parts is None else parts.layers:
+                found += [each[:, :, ::64].clone() for each in parts(layer)]
+    return found
+
+
+@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
 @small_layers()  # who has none that may stream is nobody's client, and lends nothing
-def test_a_model_takes_its_pages_back(place: Place, chaos: int | None) -> None:
-    """Each of them is once the one that comes back. What the other keeps yet is right, and what it lost it computes
-    again; each time on another stream than before."""
-    pair = Pair(place, chaos)
-    lanes = [place.lane() for _ in range(3)]
-    for borrower, worker in (pair.speakers, pair.speakers[::-1]):
+@torch.no_grad()
+def test_a_model_takes_its_pages_back(place: Place) -> None:
+    """Each of them is once the one that comes back, while a stream reads what the other keeps: it reads what was there.
+    What the other keeps yet is right, and what it lost it computes again; each time on another stream than before.
+    At first keys stay, and lead to the host; then keys go, and then pages, as where the host has no bytes of them."""
+    pair, lanes = Pair(place), [place.lane() for _ in range(4)]
+    for forgotten, (borrower, worker) in enumerate((pair.speakers, pair.speakers[::-1])):
         talks = pair.fill(borrower, worker)
-        before, here = pulled(), borrower.here
-        with lanes[0](), exchanges() as found:
+        lanes[3].follow()
+        with lanes[3]():
+            right = read(borrower, talks)
+            assert right
+            place.synchronize()
             place.sleep()
+            shown = read(borrower, talks)
+        before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
+        with lanes[0](), exchanges() as found, ExitStack() as stack:
+            if forgotten:
+                stack.enter_context(mock.patch.object(ReclaimList, "candidates", return_value=[]))
             back = worker.begin()
         place.device.check()
+        assert found
+        assert all(after >= needed for needed, _, after in found), f"needed, free before, free after: {found}"
+        assert pulled() > before
         assert borrower.here < here
-        if chaos is None:  # which takes and brings back pages as well
-            assert found
-            assert all(after >= needed for needed, _, after in found), f"needed, free before, free after: {found}"
-            assert pulled() > before
-            assert worker.lent.reserve >= worker.pages
-            assert worker.here > 0
+        assert borrower.store.counts.evicted > evicted or not forgotten
+        assert worker.lent.reserve >= worker.pages
+        assert worker.here > 0
+        lanes[3].lead()
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(shown, right, strict=True))
+        del shown, right
         for number, talk in enumerate(talks):
-            with lanes[(number + 1) % len(lanes)]():
+            with lanes[(number + 1) % 3]():
                 place.sleep()
                 borrower.ask(talk, 40)
         with lanes[1]():
@@ -235,11 +245,10 @@ def test_a_model_takes_its_pages_back(place: Place, chaos: int | None) -> None:
         place.device.check()
     for speaker in pair.speakers:
         assert any(each.reused for asked in speaker.asked.values() for each in asked), "all was computed again"
-        assert chaos_of(speaker.managed) is None or chaos_of(speaker.managed).moved["kv_device"] > 0
     pair.finish()
 
 
-@scene(needs_host=True, pages=PAGES, host_pages=HOST_PAGES)
+@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
 @small_layers()
 def test_models_that_lend_while_both_talk(place: Place) -> None:
     """Both talk at the same time, on streams of their own, and each begins conversations for which it needs the
@@ -262,47 +271,4 @@ def test_models_that_lend_while_both_talk(place: Place) -> None:
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(talk, (borrower, worker)))
     assert pulled() > before
-    pair.finish()
-
-
-def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
-    """Some tokens of all pages that are kept of these conversations: the current stream reads them all. When this
-    returns nobody says any more that they are in use."""
-    store, found = borrower.store, []
-    for asked in (borrower.asked[talk][-1] for talk in talks):
-        ids = [*asked.prompt, *asked.answer]
-        with store.read(ids, store.identity(), 0, len(ids) - 1) as parts:
-            for layer in () if parts is None else parts.layers:
-                found += [each[:, :, ::64].clone() for each in parts(layer)]
-    return found
-
-
-@scene(needs_host=True, pages=PAGES, host_pages=HOST_PAGES)
-@pytest.mark.parametrize("forgotten", [False, True])
-@small_layers()
-def test_pages_that_kernels_read_change_hands(place: Place, forgotten: bool) -> None:
-    """What a stream has been given to read is what was there, whoever has the page by the time that it does.
-    `forgotten`: keys go, and then pages, as where the host has no bytes of them; else keys stay, and lead there."""
-    pair = Pair(place)
-    borrower, worker = pair.speakers
-    talks = pair.fill(borrower, worker)
-    lane = place.lane()
-    lane.follow()
-    with torch.no_grad(), lane():
-        right = read(borrower, talks)
-        assert right
-        place.synchronize()
-        place.sleep()
-        found = read(borrower, talks)
-    before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
-    with ExitStack() as stack:
-        if forgotten:
-            stack.enter_context(mock.patch.object(ReclaimList, "candidates", return_value=[]))
-        worker.begin()
-    assert pulled() > before
-    assert borrower.here < here
-    assert borrower.store.counts.evicted > evicted or not forgotten
-    lane.lead()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
-    del found, right
     pair.finish()
