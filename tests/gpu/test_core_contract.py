@@ -23,6 +23,30 @@ MIB = 2**20
 
 
 @scene(only="cuda")
+def test_statistics_are_torchs(place: Place) -> None:
+    """torch's own questions about memory are answered with the pool's numbers."""
+    kept = torch.ones(2**20, device="cuda")
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() >= 2**22
+    assert torch.cuda.memory_reserved() == place.device.snapshot()["created"] * place.page
+    assert torch.cuda.max_memory_reserved() >= torch.cuda.memory_reserved() >= torch.cuda.memory_allocated()
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    free, total = torch.cuda.mem_get_info()
+    assert free <= place.device.budget < total
+    held = place.range(8)
+    assert torch.cuda.mem_get_info()[0] == free - 8 * place.page
+    assert torch.cuda.memory_allocated() >= stats["allocated_bytes.all.current"] + 8 * place.page
+    held.close()
+    place.device.reap(wait=True)
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+    calls = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.empty(10, device="cuda")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == calls + 1
+    assert kept.sum().item() == 2**20
+
+
+@scene(only="cuda")
 def test_snapshot_adds_up(place: Place) -> None:
     """The snapshot lists what the statistics count, block by block, pages of ranges included."""
     kept = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (100, 3 * MIB, 700, 5 * MIB)]
@@ -43,7 +67,7 @@ def test_snapshot_adds_up(place: Place) -> None:
 
 @scene(only="cuda")
 def test_history_is_recorded(place: Place) -> None:
-    """Who allocated what, when it went, and what pages came and went for it."""
+    """Who allocated what, when it went, and what pages came and went for it; torch's own readers understand it."""
 
     def allocates() -> torch.Tensor:
         return torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
@@ -53,6 +77,13 @@ def test_history_is_recorded(place: Place) -> None:
     address = tensor.data_ptr()
     live = [b for s in torch.cuda.memory_snapshot() for b in s["blocks"] if b["address"] == address]
     assert "allocates" in str(live[0]["frames"])
+    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+        torch.cuda.memory._dump_snapshot(file.name)
+        with Path(file.name).open("rb") as dumped:
+            snapshot = pickle.load(dumped)
+    assert re.search(r" = seg_\d+\[\d+:4\.0MiB\]", _memory_viz.trace(snapshot)), "no allocation in its segment"
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert len(plot(snapshot)) > 1000
     side = torch.cuda.Stream()
     tensor.record_stream(side)
     del tensor
@@ -163,47 +194,11 @@ def test_accelerator_and_profiler(place: Place) -> None:
 
 
 @scene(only="cuda")
-def test_plots_are_drawn(place: Place) -> None:
-    """torch's own readers of a snapshot understand it: its text, its plots, its files."""
-    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
-    kept = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
-    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
-        torch.cuda.memory._dump_snapshot(file.name)
-        with Path(file.name).open("rb") as dumped:
-            snapshot = pickle.load(dumped)
-    assert re.search(r" = seg_\d+\[\d+:4\.0MiB\]", _memory_viz.trace(snapshot)), "no allocation in its segment"
-    assert "4.0MiB" in _memory_viz.segsum(snapshot)
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
-        assert len(plot(snapshot)) > 1000
-    assert kept.sum().item() == 4 * MIB
-    assert f"{torch.cuda.memory_allocated() / MIB:.0f}" in torch.cuda.memory_summary()
-
-
-@scene(only="cuda")
-def test_pinned_memory_is_torchs_own(place: Place) -> None:
-    """Pinned tensors copy without waiting, in both directions, and torch counts them."""
-    pinned = torch.arange(MIB, dtype=torch.float32).pin_memory()
-    assert pinned.is_pinned()
-    there = pinned.to("cuda", non_blocking=True)
-    assert torch.cuda.host_memory_stats()["active_bytes.current"] >= pinned.nbytes
-    back = torch.empty_like(pinned, pin_memory=True)
-    back.copy_(there, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(back, pinned)
-
-
-@scene(only="cuda")
-def test_sharing_is_refused(place: Place) -> None:
-    """What another process cannot have is refused with what to do."""
-    tensor = torch.ones(10, device="cuda")
-    with pytest.raises(RuntimeError, match="cudaIpc: copy the tensor to the CPU"):
-        tensor.untyped_storage()._share_cuda_()
-    assert tensor.sum().item() == 10
-
-
-@scene(only="cuda")
 def test_other_processes_and_devices(place: Place) -> None:
-    """What another process shares is refused with what to do; another device's tensors are copied, and not made."""
+    """What cannot be shared with another process is refused with what to do; another device's tensors are copied, and
+    not made."""
+    with pytest.raises(RuntimeError, match="cudaIpc: copy the tensor to the CPU"):
+        torch.ones(10, device="cuda").untyped_storage()._share_cuda_()
     with pytest.raises(RuntimeError, match="send the tensor through the CPU"):
         torch.UntypedStorage._new_shared_cuda(0, b"x" * 64, 1024, 0, b"", 0, b"", False)
     if torch.cuda.device_count() < 2:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .scene import Place, everywhere, play, program, run
+from .scene import Place, Pool, program, run
 from .stock import few_tokens
 from .stress import threads_and_streams
 
@@ -24,12 +24,13 @@ def everything_small(place: Place) -> None:
     few_tokens(place, tokens=16)
 
 
-@everywhere
-def test_everything_small(kind: str) -> None:
-    if kind == "cpu":
-        play(everything_small, kind)
-        return
-    tool = compute_sanitizer()
+@pytest.mark.gpu
+def test_everything_small() -> None:
+    tools = [
+        shutil.which("compute-sanitizer"),
+        *map(str, sorted(Path("/usr/local").glob("cuda*/**/compute-sanitizer"))),
+    ]
+    tool = next((each for each in tools if each and Path(each).is_file()), None)
     if tool is None:
         pytest.skip("compute-sanitizer is not on this machine")
     memcheck = [tool, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9", sys.executable, "-c"]
@@ -39,14 +40,4 @@ def test_everything_small(kind: str) -> None:
         pytest.skip(f"compute-sanitizer takes more than {TRIAL_SECONDS} s for one kernel here")
     if trial.returncode:
         pytest.skip(f"compute-sanitizer cannot run torch here: {(trial.stdout + trial.stderr)[-600:]}")
-    run([*memcheck, program(everything_small, "cuda", 128, 32)], SECONDS)
-
-
-def compute_sanitizer() -> str | None:
-    """Where the tool is: in PATH, or with a CUDA toolkit."""
-    found = shutil.which("compute-sanitizer")
-    if found is not None:
-        return found
-    folders = sorted(Path("/usr/local").glob("cuda*"))
-    tools = [folder / part / "compute-sanitizer" for folder in folders for part in ("bin", "compute-sanitizer")]
-    return next((str(tool) for tool in tools if tool.is_file()), None)
+    run([*memcheck, program(everything_small, "cuda", Pool(128))], SECONDS)
