@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import CompileConfig
 
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import BudgetInUse
 
+from .. import models
 from .scene import Place, scene
 
 pytestmark = pytest.mark.gpu
@@ -95,61 +95,32 @@ def test_training(place: Place) -> None:
     assert recorded() >= 2
 
 
-@scene(only="cuda", pages=96)
-def test_graphed_callables(place: Place) -> None:
-    """torch.cuda.make_graphed_callables: forward and backward share a pool, and replay among other allocations."""
-    torch.manual_seed(2)
-    module = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).cuda()
-    given = torch.randn(4, 32, device="cuda", requires_grad=True)
-    wanted = torch.autograd.grad(module(given).sum(), [given, *module.parameters()])
-    graphed = torch.cuda.make_graphed_callables(module, (torch.randn(4, 32, device="cuda", requires_grad=True),))
-    for _ in range(3):
-        live = others(place)
-        got = torch.autograd.grad(graphed(given).sum(), [given, *module.parameters()])
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(wanted, got, strict=True))
-        assert all(tensor.eq(7).all().item() for tensor in live)
-
-
 @scene(only="cuda", pages=128, host_pages=96)
-@pytest.mark.parametrize("managed", [False, True])
-def test_static_cache(place: Place, managed: bool) -> None:
+def test_static_cache(place: Place) -> None:
     """generate(cache_implementation="static"), which transformers compiles: stock's tokens, also when weights of the
     model have to leave the device between two calls."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=10,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    model: Any = LlamaForCausalLM(config).eval().to("cuda")
-    ids = torch.randint(1, 128, (2, 9), device="cuda")
-    compiling = CompileConfig(backend="cudagraphs", mode=None)  # type: ignore[arg-type]
+    model = models.build("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=10).to("cuda")
+    inputs = {name: each.to("cuda") for name, each in models.prompts(2, 9).items()}
+    compiling = CompileConfig(backend="cudagraphs", mode=None)
 
     def generate(**options: Any) -> list[list[int]]:
-        out = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
-        tokens: list[list[int]] = out.tolist()
-        return tokens
+        found = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
+        return found.tolist()
 
     def static() -> list[list[int]]:
         return generate(cache_implementation="static", compile_config=compiling)
 
+    def shrink() -> None:
+        """Asks for the room of a layer."""
+        torch.cuda.empty_cache()
+        ballonet.set_budget((place.device.snapshot()["created"] - 2) * place.page, timeout="20s")
+
     stock = generate()
-    if not managed:
-        assert [static(), static()] == [stock, stock]
-        assert recorded() >= 1
-        return
     ballonet.manage(model)
     budget, weights = runtime.require().budget, place.pages("weights")
     for _ in range(20):  # twins are made in the background, by a thread that must leave the compiler's state alone
         with contextlib.suppress(BudgetInUse):
-            shrink(place)
+            shrink()
             break
         assert generate() == stock
     assert place.pages("weights") < weights
@@ -157,11 +128,5 @@ def test_static_cache(place: Place, managed: bool) -> None:
     assert [static(), static()] == [stock, stock]
     assert recorded() >= 1
     with contextlib.suppress(BudgetInUse):  # layers that its graphs read stay
-        shrink(place)
+        shrink()
     assert static() == stock
-
-
-def shrink(place: Place) -> None:
-    """Asks for the room of a layer."""
-    torch.cuda.empty_cache()
-    ballonet.set_budget((place.device.snapshot()["created"] - 2) * place.page, timeout="20s")
