@@ -21,9 +21,7 @@ from .test_weights_streaming import small_layers
 
 PAGES = 512
 TOKENS = 24
-FEWEST = 4  # pages of a pool
 MORE = 2  # pages that a budget has beyond what is taken at most
-GIVEN = ("idle KV", "running KV", "idle weights", "hidden weights", "stalling weights", "spill")  # by whom
 
 
 @pytest.fixture(autouse=True)
@@ -47,42 +45,6 @@ def smallest(place: Place, say: Any) -> int:
     say()
     pages: int = place.device.snapshot()["physical_peak"] // place.page
     return pages
-
-
-def given() -> int:
-    """Pages that were given so far by what was in use."""
-    events = ballonet.stats().events
-    of_levers = [events[lever] for lever in GIVEN if lever in events]
-    return sum(verbs[verb].pages for verbs in of_levers for verb in ("pull", "obey") if verb in verbs)
-
-
-@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
-def test_a_budget_that_is_too_small(place: Place) -> None:
-    """A budget shrinks from one `generate()` to the next, as far as it may, or is refused, or leaves no page to compute
-    with; and is then what it was."""
-    model, inputs = speaker(place)
-    expected = models.generate(model, "greedy", inputs, TOKENS)
-
-    def say() -> None:
-        assert not differences(models.generate(model, "greedy", inputs, TOKENS), expected)
-        gc.collect()
-
-    with small_layers(), ballonet.manage(model):
-        say()
-        before, least = given(), smallest(place, say)
-        for eighths in (7, 4, 2, 1):
-            budget = max(FEWEST, least * eighths // 8)
-            try:
-                ballonet.set_budget(budget * place.page)
-                say()
-            except (BudgetInUse, torch.OutOfMemoryError):
-                break
-            assert sum(ballonet.stats().pages.values()) <= budget
-        assert eighths < 4
-        assert given() > before, "nothing has given a page, so the budget was never too small"
-        ballonet.set_budget(PAGES * place.page)
-        for _ in range(2):
-            say()
 
 
 class Shrinks(StoppingCriteria):

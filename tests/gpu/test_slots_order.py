@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import ballonet
-from ballonet.allocator._native import Transfer
+from ballonet.allocator._native import Done, Transfer
 
 from .hold import Hold, held, held_copies
 from .scene import Place, over, scene
@@ -26,6 +26,13 @@ def made(place: Place) -> tuple[Any, torch.Tensor]:
 def answer(model: Any, ids: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model(ids, use_cache=False).logits
     return logits
+
+
+def another_copy(place: Place) -> Done:
+    """Of pages of its own, which waits for nothing but the copies before it."""
+    one, other = place.range(1), place.range(1)
+    copies = [(one.address, other.address, place.page)]
+    return Transfer(place.device).copy(copies, after=place.lane().handle, owner="kv", to="device")
 
 
 @scene(needs_host=True, pages=256, host_pages=128)
@@ -51,10 +58,8 @@ def test_copies_wait_for_layers(place: Place) -> None:
     model, ids = made(place)
     right, lane = answer(model, ids), place.lane()
     lane.follow()
-    aside = place.lane()
-    one, other = place.range(1), place.range(1)
     holds: list[Hold] = []
-    for layer in range(LAYERS - 2):  # which another one follows in its slot
+    for layer in range(2):  # which another one follows in its slot
         with small_layers(), ballonet.manage(model, interval=1):
             with lane():
                 answer(model, ids)
@@ -63,8 +68,7 @@ def test_copies_wait_for_layers(place: Place) -> None:
             with lane():
                 found = answer(model, ids)
             handle.remove()
-            copies = [(one.address, other.address, place.page)]
-            done = Transfer(place.device).copy(copies, after=aside.handle, owner="kv", to="device")
+            done = another_copy(place)
             holds[-1].keeps(done.passed)
             holds[-1].close()
             lane.lead()
@@ -79,8 +83,6 @@ def test_copies_wait_for_every_reader(place: Place) -> None:
     model, ids = made(place)
     right = answer(model, ids)
     late, early = sorted((place.lane(), place.lane()), key=lambda lane: lane.handle)
-    aside = place.lane()
-    one, other = place.range(1), place.range(1)
     with small_layers(), ballonet.manage(model, interval=LAYERS // 2) as managed:
         layer, _ = managed.report().streamed
         for lane in (late, early):
@@ -97,8 +99,7 @@ def test_copies_wait_for_every_reader(place: Place) -> None:
             answer(model, ids)
             model.model.layers[layer].mlp.down_proj.weight.data.mul_(1.5)
             answer(model, ids)
-        copies = [(one.address, other.address, place.page)]
-        done = Transfer(place.device).copy(copies, after=aside.handle, owner="kv", to="device")
+        done = another_copy(place)
         holds[0].keeps(done.passed)
         holds[0].close()
         late.lead()
