@@ -219,6 +219,7 @@ class Pool:
     host_pages: int = 32  # where the device can map them
     peer: str = "none"
     peer_pages: int = 1
+    spill: bool = False
 
 
 def scene(*, only: str = "", needs_host: bool = False, **pool: Any) -> Callable[[Callable[..., None]], Any]:
@@ -310,6 +311,7 @@ def act(scene: Callable[..., None], kind: str, pool: Pool, arguments: dict[str, 
         host_budget=pool.host_pages * page,
         peer=pool.peer,
         peer_budget=pool.peer_pages * page,
+        spill=pool.spill,
         device=kind,
     )
     device = runtime.require()

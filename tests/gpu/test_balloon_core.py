@@ -11,12 +11,11 @@ import ballonet
 
 from .. import models
 from .scene import Place, scene
-from .test_balloon_tokens import spilling as spilling
 
 PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
 
 
-@scene(needs_host=True, pages=64, host_pages=128)
+@scene(needs_host=True, spill=True, pages=64, host_pages=128)
 def test_what_is_spilled_computes_the_same(place: Place) -> None:
     """A block beyond the budget lies on host pages: slow, and valid; freed, it leaves nothing there."""
     count = 24 * place.page // 4
@@ -35,7 +34,7 @@ def test_what_is_spilled_computes_the_same(place: Place) -> None:
     assert ballonet.stats().spilled == 0
 
 
-@scene(pages=256)
+@scene(spill=True, pages=256)
 def test_requests_come_to_call_the_driver_no_more(place: Place) -> None:
     """Served one after the other, they find the pages of those before them where they were; and no more than 50 MB, or
     a page, are ever mapped ahead."""
@@ -64,7 +63,7 @@ def test_requests_come_to_call_the_driver_no_more(place: Place) -> None:
     assert max(ahead) <= max(place.page, 50_000_000)
 
 
-@scene(only="cuda", pages=64, host_pages=128)
+@scene(only="cuda", spill=True, pages=64, host_pages=128)
 def test_a_capture_pulls_no_lever(place: Place) -> None:
     """What does not fit while a graph is captured is refused, with everything where it was; afterwards it fits."""
     model = models.build("llama", hidden_size=256).to(place.kind)

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-import pytest
 import torch
 from transformers import StoppingCriteria
 
@@ -22,12 +21,6 @@ from .test_weights_streaming import small_layers
 PAGES = 512
 TOKENS = 24
 MORE = 2  # pages that a budget has beyond what is taken at most
-
-
-@pytest.fixture(autouse=True)
-def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is by default, and in a process of its own."""
-    monkeypatch.setenv("BALLONET_SPILL", "1")
 
 
 def speaker(place: Place) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -68,7 +61,7 @@ class Shrinks(StoppingCriteria):
             ballonet.set_budget(budget)
 
 
-@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
+@scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
 def test_a_budget_that_shrinks_meanwhile(place: Place) -> None:
     """By other threads, while a `generate()` runs: its tokens are the same, and what was promised holds."""
     model, inputs = speaker(place)
@@ -92,7 +85,7 @@ def test_a_budget_that_shrinks_meanwhile(place: Place) -> None:
             del found
 
 
-@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
+@scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
 def test_several_models_and_threads(place: Place) -> None:
     """Three models speak at once in a pool in which only some of their caches fit. Of one, pages move by chaos too."""
     spoken = [speaker(place) for _ in range(3)]

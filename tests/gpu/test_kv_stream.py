@@ -1,14 +1,15 @@
-"""A KV cache in use whose pages are on the host: what is copied to where attention reads waits for those who read
-before, and who reads waits for what is copied, whatever streams they are on."""
+"""A KV cache in use whose pages are on the host, or on a peer: what is copied to where attention reads waits for those
+who read before, and who reads waits for what is copied, whatever streams they are on, and whoever takes the slots."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final, Literal
 from unittest import mock
 
+import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
@@ -16,9 +17,11 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
+from ballonet.offload.governor.kv_read_plan import KVReadPlan
 from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
 
+from ..tuned import tuning
 from .hold import Hold, held_copies
 from .scene import Lane, Place, scene
 
@@ -26,6 +29,11 @@ LAYERS = 4
 PAGES = 8  # of each layer
 AWAY = 6  # of these
 LEFT = 40  # tokens for which there is room in the last one
+IN_SLOTS = Choice(Way.STREAMED, AWAY, 2, 0, 0.0, 0.0, 0.0)  # of which there are two
+IN_PLACE = Choice(Way.ZERO_COPY, AWAY, 0, 0, 0.0, 0.0, 0.0)
+When = Literal["before", "after"]  # attention is launched
+POISON: Final = 0xFF  # not a number, in every type
+SPARE: Final = 16  # free pages that are not asked for at once; whoever compares afterwards has them
 
 
 def oldest(tensors: Any) -> list[torch.Tensor]:
@@ -108,9 +116,8 @@ class Cache:
 
 
 @contextmanager
-def decided() -> Iterator[None]:
-    """Nothing comes home by itself, and what is away takes turns in two slots."""
-    choice = Choice(Way.STREAMED, AWAY, 2, 0, 0.0, 0.0, 0.0)
+def decided(choice: Choice = IN_SLOTS) -> Iterator[None]:
+    """Nothing comes home by itself. `choice`: how what is away is read."""
     with (
         mock.patch.object(kv_read_plan, "choose", return_value=choice),
         mock.patch.object(Governor, "restorable_pages", return_value=0),
@@ -205,4 +212,142 @@ def test_pages_come_home_while_layers_compute(place: Place) -> None:
                     cache.check(number, drawn[number], *found.pop(0))
                 cache.tier.client.write_behind(LAYERS)
             computing.lead()
+        cache.finish()
+
+
+@scene(needs_host=True, pages=256, host_pages=64, peer="auto", peer_pages=12)
+def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> None:
+    """The older pages of each layer leave for the peer, those that find no room there for the host; then some go on to
+    the host, once copies have passed that run beside attention; then all come home."""
+    shown = place.device.snapshot()
+    assert shown["peer"], place.device.peer_refused
+    room = shown["peer_budget"] // place.page
+    with torch.no_grad(), decided(IN_PLACE):
+        cache, lanes = Cache(place), [place.lane() for _ in range(2)]
+        before: Lane | None = None
+        for _ in range(3):
+            for home in cache.homes:
+                assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+            near = cache.tier.client.near
+            with held_copies(place, "host") as hold:
+                cache.tier.client.demote(room // 4)
+                cache.tier.client.write_behind(0)
+                assert hold.released or cache.tier.client.leaving == min(near, room // 4), (
+                    "it did not wait for the copies"
+                )
+            for lane in lanes:
+                for number in range(LAYERS):
+                    lane.follow(before)
+                    with lane():
+                        cache.update(number)
+                    before = lane
+            assert before is not None
+            before.lead()
+            place.device.synchronize()
+            cache.tier.client.write_behind(0)
+            assert cache.tier.client.leaving == 0
+            assert cache.tier.client.near == near - min(near, room // 4)
+            assert cache.tier.restore(AWAY * LAYERS, cache.homes[0].pages.stream) == AWAY * LAYERS
+        assert near < room <= AWAY * LAYERS
+        copied = place.device.snapshot()["copied"]
+        assert min(copied["kv_d2p"], copied["kv_p2d"], copied["kv_p2h"], copied["kv_d2h"]) > 0
+        cache.finish()
+
+
+class Operator:
+    """Allocates, in the middle of whatever this thread does, until it has half of the pages of the slots of a cache,
+    every other time three quarters; and writes there at once, on a stream that waits for nobody."""
+
+    def __init__(self, place: Place) -> None:
+        self.taken: list[int] = []  # pages of slots, each time
+        self._place = place
+        self._lane = place.lane()
+        self._held: list[torch.Tensor] = []
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held)
+
+    def take(self, way: KVReadPlan) -> None:
+        device, before = self._place.device, in_slots(way)
+        left = before // (4 if len(self.taken) % 2 else 2)
+        spilled = device.snapshot()["spilled"]
+        assert before > 2, "of each slot the last page is nobody's, and goes first"
+        self._allocate(max(1, device.available - SPARE))
+        while in_slots(way) > left:
+            assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were slots"
+            self._allocate(1)
+        del self._held[1 : SPARE + 1]
+        self.taken.append(before - in_slots(way))
+        device.check()
+
+    def give_back(self) -> None:
+        """Nobody has written to what it has."""
+        self._place.synchronize()
+        assert all(bool(each[::61].eq(POISON).all()) for each in self._held), "somebody took it for a slot"
+        self._held.clear()
+        self._place.empty_cache()
+
+    def _allocate(self, pages: int) -> None:
+        with self._lane():
+            size = pages * self._place.page
+            self._held.append(torch.full((size,), POISON, dtype=torch.uint8, device=self._place.kind))
+
+
+def in_slots(way: KVReadPlan) -> int:
+    """Pages that they have."""
+    return sum(each.range.backed for each in way._slots._slots)
+
+
+class Interrupted(Cache):
+    """Layers in whose attention an operator may need pages: before or after the kernels that read are launched."""
+
+    def __init__(self, place: Place, when: When) -> None:
+        self.operator = Operator(place)
+        self._when = when
+        self._due = False
+        super().__init__(place)
+
+    def interrupted(self, number: int) -> None:
+        """As `update`, with the operator. What comes before it is slow to begin, so that nothing has arrived yet."""
+        self._place.sleep()
+        self._due = True
+        self.update(number)
+        self._due = False
+        self.operator.give_back()
+
+    def compare(self, found: Any, right: Any) -> None:
+        if self._due and self._when == "before":
+            self.operator.take(self.tier.client.way)
+        super().compare(found, right)
+        if self._due and self._when == "after":
+            self.operator.take(self.tier.client.way)
+
+    def fly(self) -> None:
+        """Iterations until all layers do."""
+        for _ in range(16):
+            for number in range(LAYERS):
+                self.update(number)
+            if all(home.pages._extent.mover.in_slot for home in self.homes):
+                return
+        raise AssertionError(self.tier.client.streamed)
+
+
+@scene(needs_host=True, spill=True, pages=256, host_pages=128)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_slots_are_taken_while_a_layer_is_read(place: Place, when: When) -> None:
+    """Of each layer in turn; what others had in the slot is right as well."""
+    rounds = 3 if place.cuda else 2
+    with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
+        cache = Interrupted(place, when)
+        for home in cache.homes:
+            assert home.pages.displace(0)
+        for step in range(rounds * LAYERS):
+            cache.fly()
+            for number in range(LAYERS):
+                if number == step % LAYERS:
+                    cache.interrupted(number)
+                else:
+                    cache.update(number)
+        assert len(cache.operator.taken) == rounds * LAYERS
         cache.finish()

@@ -23,7 +23,6 @@ from ballonet.offload.governor.reclaim_list import ReclaimList
 
 from .. import models
 from .scene import Lane, Place, scene
-from .test_balloon_tokens import spilling as spilling
 from .test_weights_streaming import small_layers
 
 PAGES = 1024
@@ -176,7 +175,7 @@ def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
     return found
 
 
-@scene(needs_host=True, pages=PAGES, host_pages=PAGES)
+@scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
 @small_layers()  # who has none that may stream is nobody's client, and lends nothing
 @torch.no_grad()
 def test_models_take_their_pages_back(place: Place) -> None:

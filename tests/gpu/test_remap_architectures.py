@@ -118,9 +118,8 @@ def tokens_are_stocks(place: Place, names: tuple[str, ...]) -> None:
 
 @everywhere
 @pytest.mark.parametrize("first", range(0, len(NAMES), AT_ONCE))
-def test_tokens_are_stocks(kind: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_stocks(kind: str, first: int) -> None:
     if kind == "cpu" and first:
         pytest.skip("tests/test_generate_equivalence.py has all of them for a CPU")
     names = NAMES[first : first + AT_ONCE] if kind == "cuda" else FEW
-    monkeypatch.setenv("BALLONET_SPILL", "1")
-    play(tokens_are_stocks, kind, pages=256, host_pages=256, names=names)
+    play(tokens_are_stocks, kind, pages=256, host_pages=256, spill=True, names=names)
