@@ -251,8 +251,12 @@ def play(scene: Callable[..., None], kind: str, /, **arguments: Any) -> None:
     if kind == "cpu":
         act(scene, kind, pool, arguments)
         return
-    code = program(scene, kind, pool, **arguments)
-    if "SIMGPU_HOME" in os.environ:
+    execute(program(scene, kind, pool, **arguments), kind)
+
+
+def execute(code: str, kind: str) -> None:
+    """Runs Python in a process of its own; fails with what it said. A real driver is not forked."""
+    if kind == "cpu" or "SIMGPU_HOME" in os.environ:
         run_forked(code)
     else:
         run([sys.executable, "-c", code])

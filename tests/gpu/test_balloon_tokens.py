@@ -15,8 +15,7 @@ from ballonet.allocator.errors import BudgetInUse
 
 from .. import models
 from .scene import Place, scene
-from .stock import differences
-from .test_weights_streaming import small_layers
+from .stock import differences, small_layers
 
 PAGES = 512
 TOKENS = 24

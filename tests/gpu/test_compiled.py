@@ -72,29 +72,6 @@ def test_forwards(place: Place) -> None:
     assert place.pages("activations") <= before
 
 
-@scene(only="cuda", pages=96)
-def test_training(place: Place) -> None:
-    """Forward and backward as graphs: the same losses as eager."""
-
-    def losses(wrap: Callable[[Any], Any]) -> list[float]:
-        torch.manual_seed(1)
-        module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).cuda()
-        optimizer, call, said = torch.optim.SGD(module.parameters(), 0.05), wrap(module), []
-        for step in range(8):
-            torch.compiler.cudagraph_mark_step_begin()
-            given = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
-            loss = call(given).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            said.append(loss.item())
-            others(place)
-        return said
-
-    assert losses(compiled) == pytest.approx(losses(lambda module: module), abs=1e-6)
-    assert recorded() >= 2
-
-
 @scene(only="cuda", pages=128, host_pages=96)
 def test_static_cache(place: Place) -> None:
     """generate(cache_implementation="static"), which transformers compiles: stock's tokens, also when weights of the

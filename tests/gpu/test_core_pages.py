@@ -9,30 +9,6 @@ from .scene import Captured, Place, over, scene
 
 
 @scene()
-def test_aliases_are_read_in_stream_order(place: Place) -> None:
-    """Written through one address, read through the other by the next kernel of the stream, and of another stream."""
-    rounds = 400 if place.cuda else 20
-    slot, layer = place.range(2, "weights"), place.range(2, "weights", mapped=False)
-    layer.alias(0, slot, 0, 2)
-    words = place.page // 4
-    one, other = over(slot, torch.int32, 2 * words), over(layer, torch.int32, 2 * words)
-    counted = torch.arange(2 * words, dtype=torch.int32, device=place.kind)
-    wrong = torch.zeros((), dtype=torch.int64, device=place.kind)
-    reader = place.lane()
-    for step in range(rounds):
-        writes, reads = (one, other) if step % 2 else (other, one)
-        torch.add(counted, step, out=writes)
-        if step % 4 < 2:
-            wrong += (reads != counted + step).sum()
-            continue
-        reader.follow()
-        with reader():
-            wrong += (reads != counted + step).sum()
-        reader.lead()
-    assert wrong.item() == 0
-
-
-@scene()
 def test_pages_change_beside_a_kernel(place: Place) -> None:
     """Mapping and retiring do not wait for a running kernel; moving waits for every stream that may use the page.
 

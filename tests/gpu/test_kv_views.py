@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.policy.geometry import INT32, longest
 
-from .scene import PAGES, Place, device_bytes, everywhere, play
+from .scene import PAGES, Place, device_bytes, play
 
 BATCH, HEADS, DIM = 8, 8, 128
 
@@ -47,14 +47,12 @@ def the_last_token_is_found(place: Place, tokens: int, dtype: str) -> None:
     assert torch.allclose(found.float(), right.float(), rtol=0, atol=1e-3 if kind == torch.float32 else 1e-2)
 
 
-@everywhere
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_last_token_is_found(kind: str, dtype: str) -> None:
-    tokens, pages = 100, 512
-    if kind == "cuda":
-        tokens = longest(BATCH, HEADS, DIM, DIM, getattr(torch, dtype).itemsize)
-        pages = 30 * 512  # 30 GiB
-        most = device_bytes() * 3 // 4 // PAGES[kind]
-        if most < pages:  # no index gets as far there: as many tokens as the device holds
-            tokens, pages = tokens * most // pages // 16, most // 16
-    play(the_last_token_is_found, kind, pages=pages, tokens=tokens, dtype=dtype)
+def test_the_last_token_is_found(dtype: str) -> None:
+    tokens = longest(BATCH, HEADS, DIM, DIM, getattr(torch, dtype).itemsize)
+    pages = 30 * 512  # 30 GiB
+    most = device_bytes() * 3 // 4 // PAGES["cuda"]
+    if most < pages:  # no index gets as far there: as many tokens as the device holds
+        tokens, pages = tokens * most // pages // 16, most // 16
+    play(the_last_token_is_found, "cuda", pages=pages, tokens=tokens, dtype=dtype)

@@ -15,8 +15,7 @@ from ballonet.hooks.device import streams
 
 from .hold import held, meanwhile
 from .scene import Captured, Place, scene
-from .stock import questions
-from .test_weights_streaming import tiny
+from .stock import questions, tiny
 
 SHORT = 0.5  # seconds in which a thread comes to where it should not
 

@@ -23,7 +23,7 @@ from ballonet.offload.governor.reclaim_list import ReclaimList
 
 from .. import models
 from .scene import Lane, Place, scene
-from .test_weights_streaming import small_layers
+from .stock import small_layers
 
 PAGES = 1024
 LANES = 8  # pages for what is free and partly used: each stream has its own of these

@@ -23,8 +23,7 @@ from ..architectures import ARCHITECTURES
 from ..architectures.encoder_decoders import ENCODER_DECODERS
 from ..architectures.multimodal import MULTIMODAL
 from .scene import Place, everywhere, play
-from .stock import differences
-from .test_weights_streaming import small_layers
+from .stock import differences, small_layers
 
 OTHERS = ENCODER_DECODERS | MULTIMODAL  # of which no prefix is kept: what an encoder gave is not among the tokens
 NAMES = (*[name for name in ARCHITECTURES if name not in OTHERS][::3], *list(OTHERS)[::5])
@@ -33,6 +32,15 @@ FEW = ("llama", "mixtral", "qwen3_next")  # on the stand-in, where others have t
 TOKENS = 8
 
 Lever = Callable[[Place, Any], contextlib.AbstractContextManager[Callable[[], bool]]]
+
+
+@contextlib.contextmanager
+def streaming(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
+    """Every layer that can comes through slots; no weight goes back to the host."""
+    with small_layers(), ballonet.manage(model, interval=1) as managed:
+        before = ballonet.stats().copied.weights_d2h
+        yield lambda: managed.report().link_bytes > 0
+        assert ballonet.stats().copied.weights_d2h == before
 
 
 @contextlib.contextmanager
@@ -74,7 +82,12 @@ def prefix(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
         yield lambda: managed.prefixes is not None and managed.prefixes.counts.hits > 0
 
 
-LEVERS: dict[str, Lever] = {"streaming and chaos": streaming_and_chaos, "spill": spill, "prefix": prefix}
+LEVERS: dict[str, Lever] = {
+    "streaming": streaming,
+    "streaming and chaos": streaming_and_chaos,
+    "spill": spill,
+    "prefix": prefix,
+}
 
 
 def ways(name: str, lever: str) -> tuple[str, ...]:

@@ -11,8 +11,7 @@ import ballonet
 
 from .. import models
 from .scene import Place, scene
-from .stock import differences, questions
-from .test_weights_streaming import small_layers, tiny
+from .stock import differences, questions, small_layers, tiny
 
 LAYERS = 8  # of which a model may stream a quarter where nothing was measured
 TOKENS = 4

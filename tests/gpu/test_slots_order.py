@@ -12,8 +12,7 @@ from ballonet.allocator._native import Done, Transfer
 
 from .hold import Hold, held, held_copies
 from .scene import Place, over, scene
-from .stock import questions
-from .test_weights_streaming import LAYERS, small_layers, tiny
+from .stock import LAYERS, questions, small_layers, tiny
 
 PAGES = 4
 
