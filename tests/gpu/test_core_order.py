@@ -6,12 +6,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator._native import Done, Lease, Transfer
 
+from .hold import meanwhile
 from .scene import UINT8, Captured, Place, over, scene
 
 PIECES = 4
@@ -203,28 +205,18 @@ class Counting:
 
 def beside(place: Place, act: Callable[[Counting], bool]) -> None:
     """`act` says whether it did what it is to do, which the lease of another thread forbids."""
-    counting, inside, tried, acted = Counting(place), threading.Event(), threading.Event(), False
-
-    def elsewhere() -> None:
-        nonlocal acted
-        inside.wait()
-        try:
-            acted = act(counting)
-        finally:
-            tried.set()
+    counting, inside = Counting(place), threading.Event()
 
     def between(number: int) -> bool:
         if number == 8:
             inside.set()
-        return not tried.is_set()
+        return not acted.done()
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    counting.forward(5000, between)
-    inside.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        acted = threads.submit(lambda: inside.wait(60) and act(counting))
+        counting.forward(5000, between)
     counting.check()
-    assert not acted, "another thread's lease was not asked for"
+    assert acted.result() is False, "another thread's lease was not asked for"
     counting.forward(12)
     assert act(counting), "beside what was launched before it waits"
     counting.forward(3)
@@ -296,29 +288,28 @@ def test_pages_and_blocks(place: Place) -> None:
 @scene()
 def test_given_up_beside_moves(place: Place) -> None:
     """One thread gives pages up and maps others without a lease; another one is moving them at that moment."""
-    group, stop, moves, tried, at = place.device.group(), threading.Event(), 0, 0, 0
+    group, moves, tried, at = place.device.group(), 0, 0, 0
     held = place.device.reserve(PIECES * place.page, "kv", group)
     held.map(0, PIECES)
 
-    def elsewhere() -> None:
+    def move() -> None:
         nonlocal moves, tried, at
-        while not stop.is_set():
-            for at in range(PIECES):
-                moves += held.move(at, "device")
-                tried += 1
+        at = tried % PIECES
+        moves += held.move(at, "device")
+        tried += 1
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    try:
+    def until(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while tried < count and time.monotonic() < deadline:
+            time.sleep(0.0001)
+
+    with meanwhile(move):
         for step in range(100):
-            before = tried
-            while tried == before and thread.is_alive():
-                time.sleep(0.0001)
+            until(tried + 1)
             piece, before = at, tried  # which has just begun to move
             time.sleep(step % 10 * 0.0003)
             held.retire(piece, 1)
-            while tried < before + 2 and thread.is_alive():  # what was being moved has been
-                time.sleep(0.0001)
+            until(before + 2)  # what was being moved has been
             assert held.backing(piece) in ("retiring", "none"), "a page that was given up is back"
             held.map(piece, 1)
             lease = Lease()
@@ -328,7 +319,4 @@ def test_given_up_beside_moves(place: Place) -> None:
             assert bytes_there.eq(step % 251).all().item()
             del bytes_there
             lease.close()
-    finally:
-        stop.set()
-        thread.join()
     assert moves
