@@ -8,15 +8,13 @@ import ctypes
 import pickle
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from .scene import Place, scene
+from .scene import Captured, Place, scene
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
@@ -139,29 +137,17 @@ def test_pools_of_the_user(place: Place) -> None:
         torch.cuda.MemPool(torch.cuda.memory._get_current_allocator()._allocator)
 
 
-def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = work()
-    return graph, out
-
-
 @scene(only="cuda")
 def test_checkpoints_of_graphs(place: Place) -> None:
     """What inductor's graph trees do (torch.compile, mode="reduce-overhead"): tensors of a replay are taken for what
     lived when the capture ended, and come back with deleters."""
     given = torch.ones(MIB, device="cuda")
-    graph, outputs = captured(lambda: (given + 1, given * 3))
-    pool, device = graph.pool(), 0
-    pointers = {tensor.data_ptr() for tensor in outputs}
+    graph = Captured(place, lambda: (given + 1, given * 3))
+    pool, device = graph.pool, 0
+    pointers = {tensor.data_ptr() for tensor in graph.outputs}
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, pointers)
     state = torch._C._cuda_getCheckpointState(device, pool)
-    del outputs
+    del graph.outputs
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
     torch._C._cuda_setCheckpointPoolState(device, state, [], [])
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, pointers)
@@ -170,7 +156,7 @@ def test_checkpoints_of_graphs(place: Place) -> None:
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
     with pytest.raises(RuntimeError, match="invalid device pointer"):
         torch._C._cuda_cudaCachingAllocator_raw_delete(next(iter(pointers)))
-    graph.replay()
+    graph.launch()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="no memory pool"):
         torch._C._cuda_getCheckpointState(device, (0, 10**6))

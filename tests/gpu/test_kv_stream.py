@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, Final, Literal
 from unittest import mock
 
-import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
@@ -16,7 +15,6 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.governor.governor import Governor
-from ballonet.offload.governor.kv_read_plan import KVReadPlan
 from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
 
@@ -249,74 +247,58 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> 
         cache.finish()
 
 
-class Operator:
-    """Allocates, in the middle of whatever this thread does, until it has half of the pages of the slots of a cache,
-    every other time three quarters; and writes there at once, on a stream that waits for nobody."""
+class Interrupted(Cache):
+    """Layers in whose attention an operator needs pages, before or after the kernels that read are launched. It
+    allocates until it has half of the pages of the slots, every other time three quarters, and writes there at once, on
+    a stream that waits for nobody."""
 
     def __init__(self, place: Place) -> None:
-        self.taken: list[int] = []  # pages of slots, each time
-        self._place = place
+        self.taken = 0  # times
         self._lane = place.lane()
         self._held: list[torch.Tensor] = []
+        self._when: When | None = None
+        super().__init__(place)
 
-    @property
-    def holds(self) -> bool:
-        return bool(self._held)
-
-    def take(self, way: KVReadPlan) -> None:
-        device, before = self._place.device, in_slots(way)
-        left = before // (4 if len(self.taken) % 2 else 2)
-        spilled = device.snapshot()["spilled"]
-        assert before > 2, "of each slot the last page is nobody's, and goes first"
-        self._allocate(max(1, device.available - SPARE))
-        while in_slots(way) > left:
-            assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were slots"
-            self._allocate(1)
-        del self._held[1 : SPARE + 1]
-        self.taken.append(before - in_slots(way))
-        device.check()
-
-    def give_back(self) -> None:
-        """Nobody has written to what it has."""
+    def interrupted(self, number: int, when: When) -> None:
+        """As `update`, with the operator. What comes before it is slow to begin, so that nothing has arrived yet."""
+        self._place.sleep()
+        self._when = when
+        self.update(number)
+        self._when = None
         self._place.synchronize()
         assert all(bool(each[::61].eq(POISON).all()) for each in self._held), "somebody took it for a slot"
         self._held.clear()
         self._place.empty_cache()
 
+    def compare(self, found: Any, right: Any) -> None:
+        if self._when == "before":
+            self._take()
+        super().compare(found, right)
+        if self._when == "after":
+            self._take()
+
+    @property
+    def in_slots(self) -> int:
+        """Pages that they have."""
+        return sum(each.range.backed for each in self.tier.client.way._slots._slots)
+
+    def _take(self) -> None:
+        device, before = self._place.device, self.in_slots
+        left = before // (4 if self.taken % 2 else 2)
+        spilled = device.snapshot()["spilled"]
+        assert before > 2, "of each slot the last page is nobody's, and goes first"
+        self._allocate(max(1, device.available - SPARE))
+        while self.in_slots > left:
+            assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were slots"
+            self._allocate(1)
+        del self._held[1 : SPARE + 1]
+        self.taken += 1
+        device.check()
+
     def _allocate(self, pages: int) -> None:
         with self._lane():
             size = pages * self._place.page
             self._held.append(torch.full((size,), POISON, dtype=torch.uint8, device=self._place.kind))
-
-
-def in_slots(way: KVReadPlan) -> int:
-    """Pages that they have."""
-    return sum(each.range.backed for each in way._slots._slots)
-
-
-class Interrupted(Cache):
-    """Layers in whose attention an operator may need pages: before or after the kernels that read are launched."""
-
-    def __init__(self, place: Place, when: When) -> None:
-        self.operator = Operator(place)
-        self._when = when
-        self._due = False
-        super().__init__(place)
-
-    def interrupted(self, number: int) -> None:
-        """As `update`, with the operator. What comes before it is slow to begin, so that nothing has arrived yet."""
-        self._place.sleep()
-        self._due = True
-        self.update(number)
-        self._due = False
-        self.operator.give_back()
-
-    def compare(self, found: Any, right: Any) -> None:
-        if self._due and self._when == "before":
-            self.operator.take(self.tier.client.way)
-        super().compare(found, right)
-        if self._due and self._when == "after":
-            self.operator.take(self.tier.client.way)
 
     def fly(self) -> None:
         """Iterations until all layers do."""
@@ -329,20 +311,19 @@ class Interrupted(Cache):
 
 
 @scene(needs_host=True, spill=True, pages=256, host_pages=128)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_slots_are_taken_while_a_layer_is_read(place: Place, when: When) -> None:
+def test_slots_are_taken_while_a_layer_is_read(place: Place) -> None:
     """Of each layer in turn; what others had in the slot is right as well."""
-    rounds = 3 if place.cuda else 2
+    times = 4 * LAYERS
     with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
-        cache = Interrupted(place, when)
+        cache = Interrupted(place)
         for home in cache.homes:
             assert home.pages.displace(0)
-        for step in range(rounds * LAYERS):
+        for time in range(times):
             cache.fly()
             for number in range(LAYERS):
-                if number == step % LAYERS:
-                    cache.interrupted(number)
+                if number == time % LAYERS:
+                    cache.interrupted(number, "after" if time % 8 < LAYERS else "before")
                 else:
                     cache.update(number)
-        assert len(cache.operator.taken) == rounds * LAYERS
+        assert cache.taken == times
         cache.finish()

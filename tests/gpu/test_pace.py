@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -58,9 +58,8 @@ def test_captures_are_left_alone(place: Place) -> None:
         pace.begin(HERE)
         numbers.add_(1)
         pace.end()
-        other = threading.Thread(target=drain)
-        other.start()
-        other.join()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(drain).result()
         return (numbers,)
 
     captured = Captured(place, work)

@@ -3,7 +3,7 @@ other threads for who copies."""
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -85,17 +85,11 @@ def test_other_threads_move_nothing_that_is_copied(place: Place) -> None:
     stored = Stored(place)
     home = stored.layer.home
     assert home is not None
-    moves = 0
-
-    def elsewhere() -> None:
-        nonlocal moves
-        moves = sum(home.range.move(piece, "device") for piece in range(2))
 
     def tried() -> int:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        return moves
+        """Pages that another thread moves."""
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(lambda: sum(home.range.move(piece, "device") for piece in range(2))).result()
 
     with reading([Run(stored.sequence, 0, stored.tokens)]):
         keys, values = stored.sequence.part(0, 0, stored.tokens)
