@@ -41,7 +41,7 @@ def not_compiled(implementation: str) -> AbstractContextManager[Any]:
 
 
 def test_no_attention_of_transformers_is_forgotten() -> None:
-    """flash_*: tests/gpu/test_kv_attention.py. paged: of continuous batching, which has a cache of its own."""
+    """flash_*: tests/gpu/test_kv_tokens.py. paged: of continuous batching, which has a cache of its own."""
     known = {"eager", "sdpa", "flex_attention"}
     others = {name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith(("flash_", "paged|"))}
     assert others | {"eager"} == known

@@ -58,7 +58,7 @@ ELLM = (
             "test_core_events.py::test_pages_go_to_the_cache_and_back",
             "test_core_events.py::test_what_is_found_without_effort_is_no_event",
         ),
-        ("gpu/test_balloon_tokens.py::test_a_budget_that_is_too_small", "figure:oom"),
+        ("gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile", "figure:oom"),
     ),
     Row(
         "pre-map, late unmap: the next page is mapped ahead, and unmapping is off the critical path",
@@ -79,7 +79,7 @@ ELLM = (
             "kv/test_tiers.py::test_many_rows_read_copies_of_what_is_away",
             "kv/test_generate.py::test_tokens_are_those_of_stock",
         ),
-        ("gpu/test_balloon_tokens.py::test_a_budget_that_is_too_small", "figure:context", "figure:recover"),
+        ("gpu/test_balloon_tokens.py::test_a_budget_that_shrinks_meanwhile", "figure:context", "figure:recover"),
     ),
 )
 LADDER = (  # of the design, not of a paper
@@ -133,7 +133,7 @@ SELECT_N = (
             "test_tables.py::test_interval_streams_the_last_of_every_i_layers",
             "streaming/test_streaming.py::test_tokens_equal_stock",
         ),
-        ("gpu/test_weights_streaming.py::test_tokens_at_every_interval", "figure:streaming"),
+        ("gpu/test_remap_architectures.py::test_tokens_are_stocks", "figure:streaming"),
     ),
     Row(
         "the record: powers of two, phases apart, a 2 ms grid; conservative; a file that is reused",
@@ -213,7 +213,7 @@ ONEIROS = (
             "test_schedule.py::test_the_simulator_agrees_with_the_closed_forms",
             "test_ring.py::test_every_number_of_layers_and_slots",
         ),
-        ("gpu/test_weights_streaming.py::test_tokens_at_every_interval", "figure:streaming"),
+        ("gpu/test_remap_architectures.py::test_tokens_are_stocks", "figure:streaming"),
     ),
     Row(
         "one direction: weights are never copied back",
@@ -254,7 +254,7 @@ SWIFTCACHE = (
         (
             "gpu/test_kv_stream.py::test_layers_take_turns_in_slots",
             "gpu/test_kv_slots.py::test_tokens_are_stocks",
-            "gpu/test_kv_taken.py::test_slots_are_taken_in_the_middle_of_a_forward",
+            "gpu/test_kv_stream.py::test_slots_are_taken_while_a_layer_is_read",
             "figure:kv_stream",
         ),
     ),
@@ -282,8 +282,7 @@ SWIFTCACHE = (
             "prefix/test_lend.py::test_random_lending_while_all_generate",
         ),
         (
-            "gpu/test_prefix_lending.py::test_a_model_takes_its_pages_back",
-            "gpu/test_prefix_lending.py::test_models_that_lend_while_both_talk",
+            "gpu/test_prefix_lending.py::test_models_take_their_pages_back",
             "figure:lending",
         ),
     ),
@@ -294,7 +293,7 @@ SWIFTCACHE = (
             "kv/test_peer.py::test_tokens_are_those_of_stock_while_pages_go_all_ways",
             "test_core_peer.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own",
         ),
-        ("gpu/test_kv_peer.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home", "figure:prefix"),
+        ("gpu/test_kv_stream.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home", "figure:prefix"),
     ),
     Row(
         "prefix reuse: what is stored is the same cache held by hand, to the bit",
@@ -306,7 +305,6 @@ SWIFTCACHE = (
         ),
         (
             "gpu/test_prefix.py::test_conversations_while_pages_move",
-            "gpu/test_prefix.py::test_prefixes_that_left_the_device",
             "figure:prefix",
         ),
     ),

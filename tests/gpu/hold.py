@@ -1,12 +1,13 @@
-"""Streams, and copies, that go on only once a scene says so: whoever does not wait for them is early in any case."""
+"""Streams, copies and threads that go on until a scene says so: whoever does not wait for them is early in any case."""
 
 from __future__ import annotations
 
 import ctypes
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from threading import Timer
+from threading import Event, Timer
 from typing import Any
 
 from ballonet.allocator._native import Transfer
@@ -99,3 +100,21 @@ def held_copies(place: Place, to: Any) -> Iterator[Hold]:
     for each in ranges:
         each.close()
     place.device.reap()
+
+
+@contextmanager
+def meanwhile(act: Callable[[], object]) -> Iterator[None]:
+    """Another thread acts again and again until the block ends. What it raises is raised there."""
+    stop = Event()
+
+    def acts() -> None:
+        while not stop.is_set():
+            act()
+
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(acts)
+        try:
+            yield
+        finally:
+            stop.set()
+    done.result()

@@ -4,25 +4,25 @@ torch changes its CUDA allocator once per process, so on a GPU every scene has a
 runs in the process of the tests, which puts torch's allocator back afterwards. A scene that works on both shows here
 that its own code is right, and on the GPU that the GPU is.
 
-    def something_holds(place: Place) -> None: ...
-
-    @everywhere
-    def test_something_holds(kind: str) -> None:
-        play(something_holds, kind, pages=64)
+    @scene(pages=128)
+    def test_something_holds(place: Place) -> None: ...
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
+import inspect
+import math
 import os
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 import ballonet
-from ballonet.allocator import runtime
+from ballonet.allocator import _native, runtime
 from ballonet.allocator._native import Device, Range
 
 from ..pool import take_out
@@ -55,15 +55,17 @@ tests.__path__ = [{str(ROOT / "tests")!r}]
 
 FORKS = Forks(PRELUDE, ROOT)  # the processes of scenes on a simulated GPU
 
-everywhere = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+CPU, CUDA = pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)
+everywhere = pytest.mark.parametrize("kind", [CPU, CUDA])
 
 
 class Lane:
-    """A stream that the pool knows of; on a CPU, where an operator is complete when it returns, nothing."""
+    """A stream; on a CPU, where an operator is complete when it returns, nothing."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, known: bool = True) -> None:
+        """`known`: to the pool, before it has been used."""
         self.stream: Any = torch.cuda.Stream() if device.kind == "cuda" else None
-        if self.stream is not None:
+        if self.stream is not None and known:
             device.note_stream(self.stream.cuda_stream)
 
     @contextlib.contextmanager
@@ -166,8 +168,13 @@ class Place:
             made.map(0, pieces)
         return made
 
-    def lane(self) -> Lane:
-        return Lane(self.device)
+    def lane(self, known: bool = True) -> Lane:
+        return Lane(self.device, known)
+
+    @property
+    def current(self) -> int:
+        """The handle of the current stream; 0 on a CPU."""
+        return torch.cuda.current_stream().cuda_stream if self.cuda else 0
 
     def pages(self, owner: str) -> int:
         count: int = self.device.snapshot()["pages"][owner]
@@ -200,46 +207,65 @@ def device_bytes() -> int:
 
 def over(held: Range, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """A tensor of that shape at the start of the range, over exactly the pages that it needs."""
-    count = 1
-    for size in shape:
-        count *= size
-    nbytes = count * dtype.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     return from_dlpack(held.tensor(0, (nbytes,), (1,), *UINT8)).view(dtype).view(shape)
 
 
-def play(
-    scene: Callable[..., None],
-    kind: str,
-    pages: int = 64,
-    host_pages: int = 32,
-    peer: str = "none",
-    peer_pages: int = 1,
-    **arguments: Any,
-) -> None:
-    """Runs the scene under a pool of so many pages, with such a peer; fails with what it said. `arguments` go to the
-    scene."""
+@dataclass(frozen=True)
+class Pool:
+    """What a scene's pool has."""
+
+    pages: int = 64
+    host_pages: int = 32  # where the device can map them
+    peer: str = "none"
+    peer_pages: int = 1
+    spill: bool = False
+
+
+def scene(*, only: str = "", needs_host: bool = False, **pool: Any) -> Callable[[Callable[..., None]], Any]:
+    """Makes a test of a scene: on the stand-in and on a GPU, or on the `only` kind of both. `pool`: fields of Pool.
+    `needs_host`: it is skipped where the device maps no host pages. Its other parameters are the test's."""
+
+    def made(played: Callable[..., None]) -> Any:
+        def test(kind: str, **arguments: Any) -> None:
+            if needs_host and kind == "cuda" and not _native.probe("libcuda.so.1", 0)["host_pages"]:
+                pytest.skip("this device cannot map host pages")
+            play(played, kind, **pool, **arguments)
+
+        functools.update_wrapper(test, played, updated=())
+        parameters = [each for name, each in inspect.signature(played).parameters.items() if name != "place"]
+        kind = inspect.Parameter("kind", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        found = vars(test)
+        found["__signature__"] = inspect.Signature([kind, *parameters])
+        found["scene"] = played  # for a process of its own, which finds it by the name of the test
+        found["pytestmark"] = getattr(played, "pytestmark", [])
+        kinds = [each for each in (CPU, CUDA) if only in ("", each.values[0])]
+        return pytest.mark.parametrize("kind", kinds)(test)
+
+    return made
+
+
+def play(scene: Callable[..., None], kind: str, /, **arguments: Any) -> None:
+    """Runs the scene under a pool; fails with what it said. `arguments`: fields of Pool, and what goes to the scene."""
+    pool = Pool(**{each.name: arguments.pop(each.name) for each in fields(Pool) if each.name in arguments})
     if kind == "cpu":
-        act(scene, kind, pages, host_pages, arguments, peer, peer_pages)
+        act(scene, kind, pool, arguments)
         return
-    code = program(scene, kind, pages, host_pages, peer, peer_pages, **arguments)
-    if "SIMGPU_HOME" in os.environ:
+    execute(program(scene, kind, pool, **arguments), kind)
+
+
+def execute(code: str, kind: str) -> None:
+    """Runs Python in a process of its own; fails with what it said. A real driver is not forked."""
+    if kind == "cpu" or "SIMGPU_HOME" in os.environ:
         run_forked(code)
     else:
         run([sys.executable, "-c", code])
 
 
-def program(
-    scene: Callable[..., None],
-    kind: str,
-    pages: int,
-    host_pages: int,
-    peer: str = "none",
-    peer_pages: int = 1,
-    **arguments: Any,
-) -> str:
+def program(scene: Callable[..., None], kind: str, pool: Pool, **arguments: Any) -> str:
     """Python that runs the scene."""
-    call = (scene.__module__, scene.__name__, kind, pages, host_pages, arguments, peer, peer_pages)
-    return f"{PRELUDE}from tests.gpu.scene import enter; enter(*{call!r})"
+    call = (scene.__module__, scene.__name__, kind, arguments)
+    return f"{PRELUDE}from tests.gpu.scene import Pool, enter; enter(*{call!r}, {pool!r})"
 
 
 def environment() -> dict[str, str]:
@@ -273,29 +299,23 @@ def judge(status: int | None, said: str, seconds: float) -> None:
     assert status == 0, f"{ending}\n{said[-TAIL:]}"
 
 
-def enter(module: str, name: str, *rest: Any) -> None:
+def enter(module: str, name: str, kind: str, arguments: dict[str, Any], pool: Pool) -> None:
     """In the process of its own: finds the scene and runs it."""
-    act(getattr(importlib.import_module(module), name), *rest)
+    found = getattr(importlib.import_module(module), name)
+    act(getattr(found, "scene", found), kind, pool, arguments)
 
 
-def act(
-    scene: Callable[..., None],
-    kind: str,
-    pages: int,
-    host_pages: int,
-    arguments: dict[str, Any],
-    peer: str = "none",
-    peer_pages: int = 1,
-) -> None:
+def act(scene: Callable[..., None], kind: str, pool: Pool, arguments: dict[str, Any]) -> None:
     page, threads = PAGES[kind], torch.get_num_threads()
     if kind == "cpu":
         torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(
-        pages * page,
+        pool.pages * page,
         page_size=page,
-        host_budget=host_pages * page,
-        peer=peer,
-        peer_budget=peer_pages * page,
+        host_budget=pool.host_pages * page,
+        peer=pool.peer,
+        peer_budget=pool.peer_pages * page,
+        spill=pool.spill,
         device=kind,
     )
     device = runtime.require()
@@ -304,12 +324,13 @@ def act(
         scene(Place(kind, device), **arguments)
         gc.collect()
         device.synchronize()
+        device.reap(wait=True)
         device.check()
         left = device.snapshot()
         assert left["pages"]["weights"] == left["pages"]["kv"] == 0, (
             f"pages that nothing uses any more: {left['pages']}"
         )
-        assert left["created"] <= pages
+        assert left["created"] <= pool.pages
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # they hold tensors, and the pool would stay for the next test
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,16 @@ import ballonet
 from ballonet.testing import chaos_of
 
 from .. import models
+from ..tuned import tuning
 from .scene import Place
 
 TOKENS = 12
+LAYERS = 6  # of tiny models
+small_layers = partial(tuning, weights={"large": 2**11})  # within it the layers of tiny models may stream
+
+
+def tiny(name: str, place: Place, layers: int = LAYERS) -> Any:
+    return models.build(name, num_hidden_layers=layers).to(place.kind)
 
 
 def questions(name: str, kind: str) -> dict[str, Any]:

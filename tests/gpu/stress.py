@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-import threading
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
 from .scene import Lane, Place
 
+MOST = 40  # tensors that a thread holds
 
-@dataclass
-class Held:
+
+class Held(NamedTuple):
     """A tensor filled with a number of its own, and the lane that filled it."""
 
     tensor: torch.Tensor
@@ -23,31 +24,26 @@ class Held:
 class Worker:
     """A thread that allocates on its own lanes, fills, hands to another lane, verifies and frees."""
 
-    def __init__(self, place: Place, number: int, lanes: int, largest: int) -> None:
+    def __init__(self, place: Place, number: int, largest: int) -> None:
         self._place = place
         self._random = random.Random(number)
         self._next = number << 20
         self._largest = largest
-        self._lanes = [place.lane() for _ in range(lanes)]
-        self._wrong = [torch.zeros((), dtype=torch.int64, device=place.kind) for _ in range(lanes)]
+        self._lanes = [place.lane() for _ in range(3)]
+        self._wrong = [torch.zeros((), dtype=torch.int64, device=place.kind) for _ in self._lanes]
         self._held: list[Held] = []
         self._wrong_on_host = 0
-        self.full = 0
-        self.error: BaseException | None = None
 
-    def work(self, operations: int, most: int) -> None:
-        try:
-            for _ in range(operations):
-                if len(self._held) == most or (self._held and self._random.random() < 0.45):
-                    self.free(self._held.pop(self._random.randrange(len(self._held))))
-                else:
-                    self.take()
-            while self._held:
-                self.free(self._held.pop())
-        except BaseException as error:
-            self.error = error
+    def work(self, operations: int) -> None:
+        for _ in range(operations):
+            if len(self._held) == MOST or (self._held and self._random.random() < 0.45):
+                self._free(self._held.pop(self._random.randrange(len(self._held))))
+            else:
+                self._take()
+        while self._held:
+            self._free(self._held.pop())
 
-    def take(self) -> None:
+    def _take(self) -> None:
         lane = self._random.choice(self._lanes)
         count = int(2 ** self._random.uniform(0, self._largest.bit_length() - 1))
         self._next += 1
@@ -55,14 +51,13 @@ class Worker:
             with lane():
                 tensor = torch.full((count,), self._next, dtype=torch.int32, device=self._place.kind)
         except torch.OutOfMemoryError:
-            self.full += 1
             for held in self._held[::2]:
-                self.free(held)
+                self._free(held)
             del self._held[::2]
             return
         self._held.append(Held(tensor, self._next, lane))
 
-    def free(self, held: Held) -> None:
+    def _free(self, held: Held) -> None:
         """Verifies on a lane of its choice, tells the allocator of it, and lets go before that is done."""
         chosen = self._random.randrange(len(self._lanes))
         reader = self._lanes[chosen]
@@ -72,7 +67,6 @@ class Worker:
             try:
                 self._wrong[chosen] += (held.tensor != held.number).sum()
             except torch.OutOfMemoryError:  # no room even for the comparison
-                self.full += 1
                 self._wrong_on_host += int((held.tensor.cpu() != held.number).sum())
         if reader is not held.lane:
             reader.uses(held.tensor)
@@ -84,20 +78,14 @@ class Worker:
 def threads_and_streams(place: Place, threads: int, operations: int, largest: int) -> None:
     """Blocks of 4 bytes to several pages, freed while other streams still read them, near the budget."""
     before = place.device.snapshot()["heap"]["live"]
-    workers = [Worker(place, number, lanes=3, largest=largest) for number in range(1, threads + 1)]
+    workers = [Worker(place, number, largest) for number in range(1, threads + 1)]
     place.synchronize()
-    running = [threading.Thread(target=worker.work, args=(operations, 40)) for worker in workers]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
+    with ThreadPoolExecutor(threads) as running:
+        list(running.map(Worker.work, workers, [operations] * threads))
     place.synchronize()
-    for worker in workers:
-        assert worker.error is None, worker.error
-        assert worker.wrong() == 0, "a block held what another had written"
-    heap = place.device.snapshot()["heap"]
-    assert heap["allocations"] > threads * operations // 4
-    del workers, worker, running, thread
+    assert not any(worker.wrong() for worker in workers), "a block held what another had written"
+    assert place.device.snapshot()["heap"]["allocations"] > threads * operations // 4
+    workers.clear()
     place.device.check()
     place.device.trim()
     assert place.device.snapshot()["heap"]["live"] <= before + 4096

@@ -10,13 +10,13 @@ import torch
 import ballonet
 
 from .. import models
-from .scene import Place, everywhere, play
-from .test_balloon_tokens import spilling as spilling
-from .test_kv_views import PAGE_CALLS
-from .test_weights_streaming import streams_here
+from .scene import Place, scene
+
+PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
 
 
-def what_is_spilled_computes_the_same(place: Place) -> None:
+@scene(needs_host=True, spill=True, pages=64, host_pages=128)
+def test_what_is_spilled_computes_the_same(place: Place) -> None:
     """A block beyond the budget lies on host pages: slow, and valid; freed, it leaves nothing there."""
     count = 24 * place.page // 4
     held = [torch.full((count,), number, dtype=torch.float32, device=place.kind) for number in range(4)]
@@ -34,13 +34,8 @@ def what_is_spilled_computes_the_same(place: Place) -> None:
     assert ballonet.stats().spilled == 0
 
 
-@everywhere
-def test_what_is_spilled_computes_the_same(kind: str) -> None:
-    streams_here(kind)
-    play(what_is_spilled_computes_the_same, kind, pages=64, host_pages=128)
-
-
-def requests_come_to_call_the_driver_no_more(place: Place) -> None:
+@scene(spill=True, pages=256)
+def test_requests_come_to_call_the_driver_no_more(place: Place) -> None:
     """Served one after the other, they find the pages of those before them where they were; and no more than 50 MB, or
     a page, are ever mapped ahead."""
     model = models.build("llama", hidden_size=256, max_position_embeddings=4096).to(place.kind)
@@ -68,12 +63,8 @@ def requests_come_to_call_the_driver_no_more(place: Place) -> None:
     assert max(ahead) <= max(place.page, 50_000_000)
 
 
-@everywhere
-def test_requests_come_to_call_the_driver_no_more(kind: str) -> None:
-    play(requests_come_to_call_the_driver_no_more, kind, pages=256)
-
-
-def a_capture_pulls_no_lever(place: Place) -> None:
+@scene(only="cuda", spill=True, pages=64, host_pages=128)
+def test_a_capture_pulls_no_lever(place: Place) -> None:
     """What does not fit while a graph is captured is refused, with everything where it was; afterwards it fits."""
     model = models.build("llama", hidden_size=256).to(place.kind)
     inputs = {name: each.to(place.kind) for name, each in models.prompts(2, 16).items()}
@@ -95,8 +86,3 @@ def a_capture_pulls_no_lever(place: Place) -> None:
         held.fill_(1)
         assert held[:: place.page].sum().item() == free + 8
         del held
-
-
-@pytest.mark.gpu
-def test_a_capture_pulls_no_lever() -> None:
-    play(a_capture_pulls_no_lever, "cuda", pages=64, host_pages=128)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-import threading
-import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
-import pytest
 import torch
 from transformers import StoppingCriteria
 
@@ -15,21 +14,12 @@ import ballonet
 from ballonet.allocator.errors import BudgetInUse
 
 from .. import models
-from .scene import Place, everywhere, play
-from .stock import differences
-from .test_weights_streaming import small_layers, streams_here
+from .scene import Place, scene
+from .stock import differences, small_layers
 
 PAGES = 512
 TOKENS = 24
-FEWEST = 4  # pages of a pool
 MORE = 2  # pages that a budget has beyond what is taken at most
-GIVEN = ("idle KV", "running KV", "idle weights", "hidden weights", "stalling weights", "spill")  # by whom
-
-
-@pytest.fixture(autouse=True)
-def spilling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is by default, and in a process of its own."""
-    monkeypatch.setenv("BALLONET_SPILL", "1")
 
 
 def speaker(place: Place) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -49,93 +39,44 @@ def smallest(place: Place, say: Any) -> int:
     return pages
 
 
-def given() -> int:
-    """Pages that were given so far by what was in use."""
-    events = ballonet.stats().events
-    of_levers = [events[lever] for lever in GIVEN if lever in events]
-    return sum(verbs[verb].pages for verbs in of_levers for verb in ("pull", "obey") if verb in verbs)
-
-
-def a_budget_that_is_too_small(place: Place) -> None:
-    """A budget shrinks from one `generate()` to the next, as far as it may, or is refused, or leaves no page to compute
-    with; and is then what it was."""
-    model, inputs = speaker(place)
-    expected = models.generate(model, "greedy", inputs, TOKENS)
-
-    def say() -> None:
-        assert not differences(models.generate(model, "greedy", inputs, TOKENS), expected)
-        gc.collect()
-
-    with small_layers(), ballonet.manage(model):
-        say()
-        before, least = given(), smallest(place, say)
-        for eighths in (7, 4, 2, 1):
-            budget = max(FEWEST, least * eighths // 8)
-            try:
-                ballonet.set_budget(budget * place.page)
-                say()
-            except (BudgetInUse, torch.OutOfMemoryError):
-                break
-            assert sum(ballonet.stats().pages.values()) <= budget
-        assert eighths < 4
-        assert given() > before, "nothing has given a page, so the budget was never too small"
-        ballonet.set_budget(PAGES * place.page)
-        for _ in range(2):
-            say()
-
-
-@everywhere
-def test_a_budget_that_is_too_small(kind: str) -> None:
-    streams_here(kind)
-    play(a_budget_that_is_too_small, kind, pages=PAGES, host_pages=PAGES)
-
-
 class Shrinks(StoppingCriteria):
     """Never stops anything; has another thread change the budget while tokens come."""
 
-    def __init__(self, budgets: list[int]) -> None:
+    def __init__(self, budgets: list[int], threads: ThreadPoolExecutor) -> None:
         """`budgets`: bytes; one every few tokens."""
         self._budgets = budgets
-        self._threads: list[threading.Thread] = []
+        self._threads = threads
         self._tokens = 0
-        self.met: list[int] = []
-        self.refused = 0
+        self.set: list[Future[None]] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         self._tokens += 1
         if self._tokens % 4 == 0 and self._budgets:
-            self._threads.append(threading.Thread(target=self._set, args=(self._budgets.pop(0),)))
-            self._threads[-1].start()
+            self.set.append(self._threads.submit(self._set, self._budgets.pop(0)))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     def _set(self, budget: int) -> None:
-        try:
+        with suppress(BudgetInUse):  # not every page has a twin yet, or a newer call has another wish
             ballonet.set_budget(budget)
-            self.met.append(budget)
-        except BudgetInUse:  # not every page has a twin yet, or a newer call has another wish
-            self.refused += 1
-
-    def finish(self) -> None:
-        for thread in self._threads:
-            thread.join()
 
 
-def a_budget_that_shrinks_meanwhile(place: Place) -> None:
-    """By another thread, while a `generate()` runs: its tokens are the same, and what was promised holds."""
+@scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
+def test_a_budget_that_shrinks_meanwhile(place: Place) -> None:
+    """By other threads, while a `generate()` runs: its tokens are the same, and what was promised holds."""
     model, inputs = speaker(place)
     expected = models.generate(model, "greedy", inputs, TOKENS)
     with small_layers(), ballonet.manage(model):
-        for less in (2, 4, 8):
+        for less in (2, 8):
             ballonet.set_budget(PAGES * place.page)
             models.generate(model, "greedy", inputs, TOKENS)
             least = smallest(place, lambda: models.generate(model, "greedy", inputs, TOKENS))
             gc.collect()
             ballonet.set_budget(least * place.page)
             budgets = [(least - less) * place.page, least * place.page, (least - 2 * less) * place.page]
-            shrinking = Shrinks(budgets)
-            found = models.generate(model, "greedy", inputs, TOKENS, stopping_criteria=[shrinking])
-            shrinking.finish()
-            assert len(shrinking.met) + shrinking.refused == 3
+            with ThreadPoolExecutor(3) as threads:
+                shrinking = Shrinks(budgets, threads)
+                found = models.generate(model, "greedy", inputs, TOKENS, stopping_criteria=[shrinking])
+            assert [each.result() for each in shrinking.set] == [None] * 3
             assert not differences(found, expected), f"less {less}"
             place.synchronize()
             device = place.device.snapshot()
@@ -143,27 +84,17 @@ def a_budget_that_shrinks_meanwhile(place: Place) -> None:
             del found
 
 
-@everywhere
-def test_a_budget_that_shrinks_meanwhile(kind: str) -> None:
-    streams_here(kind)
-    play(a_budget_that_shrinks_meanwhile, kind, pages=PAGES, host_pages=PAGES)
-
-
-def several_models_and_threads(place: Place, rounds: int) -> None:
+@scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
+def test_several_models_and_threads(place: Place) -> None:
     """Three models speak at once in a pool in which only some of their caches fit. Of one, pages move by chaos too."""
     spoken = [speaker(place) for _ in range(3)]
     expected = [models.generate(model, "greedy", inputs, TOKENS) for model, inputs in spoken]
-    wrong: list[str] = []
 
     def speak(number: int) -> None:
-        try:
-            model, inputs = spoken[number]
-            for _ in range(rounds):
-                found = models.generate(model, "greedy", inputs, TOKENS)
-                if said := differences(found, expected[number]):
-                    wrong.append(f"model {number}: {said}")
-        except BaseException as error:
-            wrong.append(f"model {number}: {error!r}\n{traceback.format_exc()}")
+        model, inputs = spoken[number]
+        for _ in range(2 if place.cuda else 1):
+            found = models.generate(model, "greedy", inputs, TOKENS)
+            assert not differences(found, expected[number]), f"model {number}"
 
     with small_layers():
         managed = [
@@ -172,21 +103,11 @@ def several_models_and_threads(place: Place, rounds: int) -> None:
         ]
         least = smallest(place, lambda: speak(0))
         ballonet.set_budget((least + MORE) * place.page)
-        threads = [threading.Thread(target=speak, args=(number,)) for number in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not wrong, "\n".join(wrong)
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(speak, range(3)))
         gc.collect()
         place.synchronize()
         place.device.check()
         ballonet.set_budget(PAGES * place.page)
         for each in managed:
             each.release()
-
-
-@everywhere
-def test_several_models_and_threads(kind: str) -> None:
-    streams_here(kind)
-    play(several_models_and_threads, kind, pages=PAGES, host_pages=PAGES, rounds=2 if kind == "cuda" else 1)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import CompileConfig
 
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import BudgetInUse
 
-from .scene import Place, play
+from .. import models
+from .scene import Place, scene
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,8 @@ def others(place: Place) -> list[torch.Tensor]:
     return [torch.full((place.page // 4,), 7, dtype=torch.int32, device="cuda") for _ in range(6)]
 
 
-def forwards(place: Place) -> None:
+@scene(only="cuda", pages=96)
+def test_forwards(place: Place) -> None:
     """A tree with branches: two modules, two shapes, in changing orders, with outputs that live on."""
     torch.manual_seed(0)
     first = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()).cuda()
@@ -71,80 +72,32 @@ def forwards(place: Place) -> None:
     assert place.pages("activations") <= before
 
 
-def training(place: Place) -> None:
-    """Forward and backward as graphs: the same losses as eager."""
-
-    def losses(wrap: Callable[[Any], Any]) -> list[float]:
-        torch.manual_seed(1)
-        module = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).cuda()
-        optimizer, call, said = torch.optim.SGD(module.parameters(), 0.05), wrap(module), []
-        for step in range(8):
-            torch.compiler.cudagraph_mark_step_begin()
-            given = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
-            loss = call(given).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            said.append(loss.item())
-            others(place)
-        return said
-
-    assert losses(compiled) == pytest.approx(losses(lambda module: module), abs=1e-6)
-    assert recorded() >= 2
-
-
-def graphed_callables(place: Place) -> None:
-    """torch.cuda.make_graphed_callables: forward and backward share a pool, and replay among other allocations."""
-    torch.manual_seed(2)
-    module = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 8)).cuda()
-    given = torch.randn(4, 32, device="cuda", requires_grad=True)
-    wanted = torch.autograd.grad(module(given).sum(), [given, *module.parameters()])
-    graphed = torch.cuda.make_graphed_callables(module, (torch.randn(4, 32, device="cuda", requires_grad=True),))
-    for _ in range(3):
-        live = others(place)
-        got = torch.autograd.grad(graphed(given).sum(), [given, *module.parameters()])
-        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(wanted, got, strict=True))
-        assert all(tensor.eq(7).all().item() for tensor in live)
-
-
-def static_cache(place: Place, managed: bool) -> None:
+@scene(only="cuda", pages=128, host_pages=96)
+def test_static_cache(place: Place) -> None:
     """generate(cache_implementation="static"), which transformers compiles: stock's tokens, also when weights of the
     model have to leave the device between two calls."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=10,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=None,
-        initializer_range=0.2,
-    )
-    model: Any = LlamaForCausalLM(config).eval().to("cuda")
-    ids = torch.randint(1, 128, (2, 9), device="cuda")
-    compiling = CompileConfig(backend="cudagraphs", mode=None)  # type: ignore[arg-type]
+    model = models.build("llama", hidden_size=256, intermediate_size=1024, num_hidden_layers=10).to("cuda")
+    inputs = {name: each.to("cuda") for name, each in models.prompts(2, 9).items()}
+    compiling = CompileConfig(backend="cudagraphs", mode=None)
 
     def generate(**options: Any) -> list[list[int]]:
-        out = model.generate(ids, max_new_tokens=6, do_sample=False, **options)
-        tokens: list[list[int]] = out.tolist()
-        return tokens
+        found = model.generate(**inputs, max_new_tokens=6, min_new_tokens=6, do_sample=False, **options)
+        return found.tolist()
 
     def static() -> list[list[int]]:
         return generate(cache_implementation="static", compile_config=compiling)
 
+    def shrink() -> None:
+        """Asks for the room of a layer."""
+        torch.cuda.empty_cache()
+        ballonet.set_budget((place.device.snapshot()["created"] - 2) * place.page, timeout="20s")
+
     stock = generate()
-    if not managed:
-        assert [static(), static()] == [stock, stock]
-        assert recorded() >= 1
-        return
     ballonet.manage(model)
     budget, weights = runtime.require().budget, place.pages("weights")
     for _ in range(20):  # twins are made in the background, by a thread that must leave the compiler's state alone
         with contextlib.suppress(BudgetInUse):
-            shrink(place)
+            shrink()
             break
         assert generate() == stock
     assert place.pages("weights") < weights
@@ -152,21 +105,5 @@ def static_cache(place: Place, managed: bool) -> None:
     assert [static(), static()] == [stock, stock]
     assert recorded() >= 1
     with contextlib.suppress(BudgetInUse):  # layers that its graphs read stay
-        shrink(place)
+        shrink()
     assert static() == stock
-
-
-def shrink(place: Place) -> None:
-    """Asks for the room of a layer."""
-    torch.cuda.empty_cache()
-    ballonet.set_budget((place.device.snapshot()["created"] - 2) * place.page, timeout="20s")
-
-
-@pytest.mark.parametrize("scene", [forwards, training, graphed_callables])
-def test_compiled(scene: Callable[[Place], None]) -> None:
-    play(scene, "cuda", pages=96)
-
-
-@pytest.mark.parametrize("managed", [False, True])
-def test_static_cache(managed: bool) -> None:
-    play(static_cache, "cuda", pages=128, host_pages=96, managed=managed)

@@ -7,20 +7,21 @@ from functools import partial
 import pytest
 import torch
 
-from .scene import Captured, Place, everywhere, play
+from .scene import Captured, Place, scene
 from .stress import threads_and_streams
 
 
-@everywhere
-def test_threads_and_streams(kind: str) -> None:
-    if kind == "cuda":
+@scene(pages=128)
+def test_threads_and_streams(place: Place) -> None:
+    if place.cuda:
         # 24 streams hold a page of small blocks and one of large ones each, whatever they free
-        play(threads_and_streams, kind, pages=128, threads=8, operations=1500, largest=2**21)
+        threads_and_streams(place, threads=8, operations=1500, largest=2**21)
     else:
-        play(threads_and_streams, kind, pages=64, threads=2, operations=150, largest=2**16)
+        threads_and_streams(place, threads=2, operations=150, largest=2**17)
 
 
-def running_out(place: Place) -> None:
+@scene()
+def test_running_out(place: Place) -> None:
     """An allocation beyond the budget is torch's own error, says what to do, and harms nothing."""
     nbytes = place.device.budget
     kept = torch.full((1000,), 7, dtype=torch.int32, device=place.kind)
@@ -36,6 +37,13 @@ def running_out(place: Place) -> None:
         assert most.eq(2).all().item()
         del most
     assert place.pages("activations") > 32
+    held = place.range(60)  # pages that lie idle in the heap become KV without being asked for, and come back
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(8 * place.page, dtype=torch.uint8, device=place.kind)
+    held.close()
+    again = torch.full((nbytes * 5 // 32,), 3, dtype=torch.int32, device=place.kind)
+    assert again.eq(3).all().item()
+    del again
     place.empty_cache()
     assert place.pages("activations") + place.pages("free") < 8
     assert kept.eq(7).all().item()
@@ -47,33 +55,11 @@ def fill(place: Place, blocks: list[torch.Tensor]) -> None:
         blocks.append(torch.full((place.page,), 1, dtype=torch.uint8, device=place.kind))
 
 
-@everywhere
-def test_running_out(kind: str) -> None:
-    play(running_out, kind)
-
-
-def kv_takes_what_activations_left(place: Place) -> None:
-    """Pages that lie idle in the heap become KV without being asked for, and come back."""
-    budget = place.device.budget // place.page
-    torch.full((place.device.budget - 2 * place.page,), 1, dtype=torch.uint8, device=place.kind)
-    assert place.pages("activations") >= budget - 2
-    held = place.range(budget - 4)
-    assert place.pages("kv") == budget - 4
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(8 * place.page, dtype=torch.uint8, device=place.kind)
-    held.close()
-    again = torch.full((place.device.budget * 5 // 32,), 3, dtype=torch.int32, device=place.kind)
-    assert again.eq(3).all().item()
-
-
-@everywhere
-def test_kv_takes_what_activations_left(kind: str) -> None:
-    play(kv_takes_what_activations_left, kind)
-
-
-def graphs_keep_their_memory(place: Place, rounds: int, size: int) -> None:
+@scene(pages=512)  # cuBLAS takes 32 MiB for each stream
+def test_graphs_keep_their_memory(place: Place) -> None:
     """Graphs, two of which share a pool, are replayed among allocations that would take any page they could get."""
     torch.manual_seed(0)
+    rounds, size = (60, 512) if place.cuda else (12, 96)
     x = torch.randn(size, size, device=place.kind)
 
     def powers(count: int) -> tuple[torch.Tensor, ...]:
@@ -105,39 +91,3 @@ def graphs_keep_their_memory(place: Place, rounds: int, size: int) -> None:
     place.synchronize()
     place.empty_cache()
     assert place.pages("activations") < before
-
-
-@everywhere
-def test_graphs_keep_their_memory(kind: str) -> None:
-    if kind == "cuda":  # cuBLAS takes 32 MiB for each stream
-        play(graphs_keep_their_memory, kind, pages=512, rounds=60, size=512)
-    else:
-        play(graphs_keep_their_memory, kind, pages=128, rounds=12, size=96)
-
-
-def statistics_are_torchs(place: Place) -> None:
-    """torch's own questions about memory are answered with the pool's numbers."""
-    kept = torch.ones(2**20, device="cuda")
-    stats = torch.cuda.memory_stats()
-    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() >= 2**22
-    assert torch.cuda.memory_reserved() == place.device.snapshot()["created"] * place.page
-    assert torch.cuda.max_memory_reserved() >= torch.cuda.memory_reserved() >= torch.cuda.memory_allocated()
-    assert "Allocated memory" in torch.cuda.memory_summary()
-    free, total = torch.cuda.mem_get_info()
-    assert free <= place.device.budget < total
-    held = place.range(8)
-    assert torch.cuda.mem_get_info()[0] == free - 8 * place.page
-    assert torch.cuda.memory_allocated() >= stats["allocated_bytes.all.current"] + 8 * place.page
-    held.close()
-    place.device.reap(wait=True)
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.reset_accumulated_memory_stats()
-    calls = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.empty(10, device="cuda")
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == calls + 1
-    assert kept.sum().item() == 2**20
-
-
-@pytest.mark.gpu
-def test_statistics_are_torchs() -> None:
-    play(statistics_are_torchs, "cuda")

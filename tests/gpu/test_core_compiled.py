@@ -12,8 +12,6 @@ import torch
 
 from ballonet.allocator import companion, cuda_headers
 
-from ..compilations import compile_it_at_once
-
 pytestmark = pytest.mark.gpu
 
 # {change}: what is missing here. {warnings}: how often install() says so. {raised}: of memory that runs out.
@@ -90,7 +88,3 @@ def test_it_is_compiled_with_the_headers_of_pips_torch(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(str(tmp_path))
     assert cuda_headers.find(cuda) == (pips, "")
     assert companion.build(tmp_path / "cache", companion.TORCH_ALLOCATOR).is_file()
-
-
-def test_two_processes_compile_it_at_once(tmp_path: Path) -> None:
-    compile_it_at_once("TORCH_ALLOCATOR", tmp_path)

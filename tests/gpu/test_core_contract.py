@@ -8,24 +8,47 @@ import ctypes
 import pickle
 import re
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from .scene import Place, play
+from .scene import Captured, Place, scene
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
 
 
-def snapshot_adds_up(place: Place) -> None:
+@scene(only="cuda")
+def test_statistics_are_torchs(place: Place) -> None:
+    """torch's own questions about memory are answered with the pool's numbers."""
+    kept = torch.ones(2**20, device="cuda")
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.current"] == torch.cuda.memory_allocated() >= 2**22
+    assert torch.cuda.memory_reserved() == place.device.snapshot()["created"] * place.page
+    assert torch.cuda.max_memory_reserved() >= torch.cuda.memory_reserved() >= torch.cuda.memory_allocated()
+    assert "Allocated memory" in torch.cuda.memory_summary()
+    free, total = torch.cuda.mem_get_info()
+    assert free <= place.device.budget < total
+    held = place.range(8)
+    assert torch.cuda.mem_get_info()[0] == free - 8 * place.page
+    assert torch.cuda.memory_allocated() >= stats["allocated_bytes.all.current"] + 8 * place.page
+    held.close()
+    place.device.reap(wait=True)
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+    calls = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.empty(10, device="cuda")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == calls + 1
+    assert kept.sum().item() == 2**20
+
+
+@scene(only="cuda")
+def test_snapshot_adds_up(place: Place) -> None:
     """The snapshot lists what the statistics count, block by block, pages of ranges included."""
     kept = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (100, 3 * MIB, 700, 5 * MIB)]
-    held = place.range(3)
+    place.range(3)
     del kept[1]
     torch.cuda.synchronize()
     segments, stats = torch.cuda.memory_snapshot(), torch.cuda.memory_stats()
@@ -38,11 +61,11 @@ def snapshot_adds_up(place: Place) -> None:
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
     addresses = {b["address"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated"}
     assert {tensor.data_ptr() for tensor in kept} <= addresses
-    held.close()
 
 
-def history_is_recorded(place: Place) -> None:
-    """Who allocated what, when it went, and what pages came and went for it."""
+@scene(only="cuda")
+def test_history_is_recorded(place: Place) -> None:
+    """Who allocated what, when it went, and what pages came and went for it; torch's own readers understand it."""
 
     def allocates() -> torch.Tensor:
         return torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
@@ -52,6 +75,13 @@ def history_is_recorded(place: Place) -> None:
     address = tensor.data_ptr()
     live = [b for s in torch.cuda.memory_snapshot() for b in s["blocks"] if b["address"] == address]
     assert "allocates" in str(live[0]["frames"])
+    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
+        torch.cuda.memory._dump_snapshot(file.name)
+        with Path(file.name).open("rb") as dumped:
+            snapshot = pickle.load(dumped)
+    assert re.search(r" = seg_\d+\[\d+:4\.0MiB\]", _memory_viz.trace(snapshot)), "no allocation in its segment"
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert len(plot(snapshot)) > 1000
     side = torch.cuda.Stream()
     tensor.record_stream(side)
     del tensor
@@ -68,7 +98,8 @@ def history_is_recorded(place: Place) -> None:
     assert not torch.cuda.memory._snapshot()["device_traces"][0]
 
 
-def fractions_and_observers(place: Place) -> None:
+@scene(only="cuda")
+def test_fractions_and_observers(place: Place) -> None:
     """A fraction refuses new pages, whoever asked to be told of it is told, and nothing else is harmed."""
     total = torch.cuda.get_device_properties(0).total_memory
     told: list[tuple[int, int]] = []
@@ -84,7 +115,8 @@ def fractions_and_observers(place: Place) -> None:
     assert torch.ones(8 * MIB, device="cuda").sum().item() == 8 * MIB == 8 * kept.sum().item()
 
 
-def pools_of_the_user(place: Place) -> None:
+@scene(only="cuda")
+def test_pools_of_the_user(place: Place) -> None:
     """torch.cuda.MemPool(): memory of its own, counted, and given back with the pool."""
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -105,28 +137,17 @@ def pools_of_the_user(place: Place) -> None:
         torch.cuda.MemPool(torch.cuda.memory._get_current_allocator()._allocator)
 
 
-def captured(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = work()
-    return graph, out
-
-
-def checkpoints_of_graphs(place: Place) -> None:
+@scene(only="cuda")
+def test_checkpoints_of_graphs(place: Place) -> None:
     """What inductor's graph trees do (torch.compile, mode="reduce-overhead"): tensors of a replay are taken for what
     lived when the capture ended, and come back with deleters."""
     given = torch.ones(MIB, device="cuda")
-    graph, outputs = captured(lambda: (given + 1, given * 3))
-    pool, device = graph.pool(), 0
-    pointers = {tensor.data_ptr() for tensor in outputs}
+    graph = Captured(place, lambda: (given + 1, given * 3))
+    pool, device = graph.pool, 0
+    pointers = {tensor.data_ptr() for tensor in graph.outputs}
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, pointers)
     state = torch._C._cuda_getCheckpointState(device, pool)
-    del outputs
+    del graph.outputs
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
     torch._C._cuda_setCheckpointPoolState(device, state, [], [])
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, pointers)
@@ -135,13 +156,14 @@ def checkpoints_of_graphs(place: Place) -> None:
     assert torch._C._cuda_checkPoolLiveAllocations(device, pool, set())
     with pytest.raises(RuntimeError, match="invalid device pointer"):
         torch._C._cuda_cudaCachingAllocator_raw_delete(next(iter(pointers)))
-    graph.replay()
+    graph.launch()
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError, match="no memory pool"):
         torch._C._cuda_getCheckpointState(device, (0, 10**6))
 
 
-def accelerator_and_profiler(place: Place) -> None:
+@scene(only="cuda")
+def test_accelerator_and_profiler(place: Place) -> None:
     """torch.accelerator asks the same allocator, and the profiler hears of each block."""
     kept = torch.ones(MIB, device="cuda")
     assert torch.accelerator.memory_allocated() == torch.cuda.memory_allocated() >= kept.nbytes
@@ -157,44 +179,12 @@ def accelerator_and_profiler(place: Place) -> None:
     assert ("[memory]", -4 * MIB) in told, told
 
 
-def plots_are_drawn(place: Place) -> None:
-    """torch's own readers of a snapshot understand it: its text, its plots, its files."""
-    torch.cuda.memory._record_memory_history("all", context="all", stacks="python")
-    kept = torch.ones(4 * MIB, dtype=torch.uint8, device="cuda")
-    with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
-        torch.cuda.memory._dump_snapshot(file.name)
-        with Path(file.name).open("rb") as dumped:
-            snapshot = pickle.load(dumped)
-    assert re.search(r" = seg_\d+\[\d+:4\.0MiB\]", _memory_viz.trace(snapshot)), "no allocation in its segment"
-    assert "4.0MiB" in _memory_viz.segsum(snapshot)
-    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
-        assert len(plot(snapshot)) > 1000
-    assert kept.sum().item() == 4 * MIB
-    assert f"{torch.cuda.memory_allocated() / MIB:.0f}" in torch.cuda.memory_summary()
-
-
-def pinned_memory_is_torchs_own(place: Place) -> None:
-    """Pinned tensors copy without waiting, in both directions, and torch counts them."""
-    pinned = torch.arange(MIB, dtype=torch.float32).pin_memory()
-    assert pinned.is_pinned()
-    there = pinned.to("cuda", non_blocking=True)
-    assert torch.cuda.host_memory_stats()["active_bytes.current"] >= pinned.nbytes
-    back = torch.empty_like(pinned, pin_memory=True)
-    back.copy_(there, non_blocking=True)
-    torch.cuda.synchronize()
-    assert torch.equal(back, pinned)
-
-
-def sharing_is_refused(place: Place) -> None:
-    """What another process cannot have is refused with what to do."""
-    tensor = torch.ones(10, device="cuda")
+@scene(only="cuda")
+def test_other_processes_and_devices(place: Place) -> None:
+    """What cannot be shared with another process is refused with what to do; another device's tensors are copied, and
+    not made."""
     with pytest.raises(RuntimeError, match="cudaIpc: copy the tensor to the CPU"):
-        tensor.untyped_storage()._share_cuda_()
-    assert tensor.sum().item() == 10
-
-
-def other_processes_and_devices(place: Place) -> None:
-    """What another process shares is refused with what to do; another device's tensors are copied, and not made."""
+        torch.ones(10, device="cuda").untyped_storage()._share_cuda_()
     with pytest.raises(RuntimeError, match="send the tensor through the CPU"):
         torch.UntypedStorage._new_shared_cuda(0, b"x" * 64, 1024, 0, b"", 0, b"", False)
     if torch.cuda.device_count() < 2:
@@ -209,22 +199,3 @@ def other_processes_and_devices(place: Place) -> None:
     there.copy_(here)
     torch.cuda.synchronize(1)
     assert torch.equal(torch.zeros(1024, device="cuda").copy_(there), here)
-
-
-@pytest.mark.parametrize(
-    "scene",
-    [
-        snapshot_adds_up,
-        history_is_recorded,
-        fractions_and_observers,
-        pools_of_the_user,
-        checkpoints_of_graphs,
-        accelerator_and_profiler,
-        plots_are_drawn,
-        pinned_memory_is_torchs_own,
-        other_processes_and_devices,
-        sharing_is_refused,
-    ],
-)
-def test_torch_has_what_it_asks_for(scene: Callable[[Place], None]) -> None:
-    play(scene, "cuda")

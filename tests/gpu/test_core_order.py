@@ -6,14 +6,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from ballonet.allocator._native import Done, Lease, Range, Transfer
+from ballonet.allocator._native import Done, Lease, Transfer
 
-from .scene import UINT8, Captured, Place, everywhere, over, play
+from .hold import meanwhile
+from .scene import UINT8, Captured, Place, over, scene
 
 PIECES = 4
 
@@ -22,23 +23,10 @@ def words(place: Place) -> int:
     return PIECES * place.page // 4
 
 
-def number(place: Place) -> int:
-    """The handle of the current stream."""
-    return torch.cuda.current_stream().cuda_stream if place.cuda else 0
-
-
-def finish(place: Place, *ranges: Range) -> None:
-    place.synchronize()
-    for each in ranges:
-        each.close()
-    place.device.reap(wait=True)
-
-
 class Link:
     """Two ranges, the second of which lies on the host if it can, and copies between them."""
 
     def __init__(self, place: Place) -> None:
-        self._place = place
         self.here, self.there = place.range(PIECES), place.range(PIECES, mapped=False)
         (self.there.map_host if place.device.host_pages else self.there.map)(0, PIECES)
         self.near, self.far = (over(each, torch.int32, words(place)) for each in (self.here, self.there))
@@ -55,10 +43,6 @@ class Link:
         copies = [(self.there.address, self.here.address, self.here.nbytes)] * times
         return self._transfer.copy(copies, after=after, owner="kv", to="host")
 
-    def finish(self) -> None:
-        del self.near, self.far
-        finish(self._place, self.here, self.there)
-
 
 def a_copy_waits_for_who_reads(place: Place) -> None:
     """What a copy overwrites was read by work that is slow."""
@@ -67,11 +51,11 @@ def a_copy_waits_for_who_reads(place: Place) -> None:
     with reader():
         place.sleep()
         read.copy_(link.near)
-        done = link.fetch(number(place))
+        done = link.fetch(place.current)
     done.wait()
+    assert done.passed(), "the host did not wait for the copy"
     assert read.eq(1).all().item(), "the copy did not wait for who reads what it overwrites"
     assert link.near.eq(2).all().item()
-    link.finish()
 
 
 def a_copy_of_all_waits_for_all(place: Place) -> None:
@@ -82,7 +66,6 @@ def a_copy_of_all_waits_for_all(place: Place) -> None:
         link.near.fill_(3)
     link.send(None).wait()
     assert link.far.eq(3).all().item()
-    link.finish()
 
 
 def who_reads_waits_for_a_copy(place: Place) -> None:
@@ -92,27 +75,14 @@ def who_reads_waits_for_a_copy(place: Place) -> None:
     with writer():
         place.sleep()
         link.far.fill_(3)
-        done = link.fetch(number(place))
+        done = link.fetch(place.current)
     with reader():
-        done.before(number(place))
+        done.before(place.current)
         read.copy_(link.near)
     assert place.kind == "cpu" or not done.passed(), "a copy is said to be done before it has begun"
     reader.lead()
     assert read.eq(3).all().item(), "the stream did not wait for the copy"
     assert done.passed()
-    link.finish()
-
-
-def the_host_waits_for_a_copy(place: Place) -> None:
-    """Asks whether it has passed, and finds that it has."""
-    link, writer = Link(place), place.lane()
-    with writer():
-        place.sleep()
-        done = link.fetch(number(place))
-    done.wait()
-    assert done.passed(), "the host did not wait for the copy"
-    assert link.near.eq(2).all().item()
-    link.finish()
 
 
 def copies_of_one_direction_keep_their_order(place: Place) -> None:
@@ -123,13 +93,11 @@ def copies_of_one_direction_keep_their_order(place: Place) -> None:
     place.synchronize()
     with writer():
         place.sleep()
-        link.fetch(number(place))
+        link.fetch(place.current)
     copies = [(link.here.address, other.address, other.nbytes)]
-    Transfer(place.device).copy(copies, after=number(place), owner="kv", to="device").wait()
+    Transfer(place.device).copy(copies, after=place.current, owner="kv", to="device").wait()
     place.synchronize()
     assert link.near.eq(5).all().item(), "the first one came last"
-    link.finish()
-    finish(place, other)
 
 
 def pages_wait_for_a_copy(place: Place) -> None:
@@ -139,14 +107,13 @@ def pages_wait_for_a_copy(place: Place) -> None:
     for copy, gone in ((link.fetch, link.here), (link.send, link.there)):
         with writer():
             place.sleep()
-            done = copy(number(place), 16)
+            done = copy(place.current, 16)
         gone.retire(0, 1)
         while not done.passed():
             place.device.reap()
             place.device.free_memory()  # raises where the device has failed
         place.device.reap(wait=True)
         (gone.map if gone is link.here or not place.device.host_pages else gone.map_host)(0, 1)
-    finish(place, link.here, link.there)
 
 
 def pages_wait_for_streams_of_copies(place: Place) -> None:
@@ -154,9 +121,9 @@ def pages_wait_for_streams_of_copies(place: Place) -> None:
     link = Link(place)
     seen = torch.empty_like(link.near)
     place.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
+    with place.lane(known=False)():
         place.sleep()
-        link.fetch(number(place)).before(number(place))
+        link.fetch(place.current).before(place.current)
         seen.copy_(link.near)
         place.sleep()
         seen.copy_(link.near)
@@ -166,47 +133,27 @@ def pages_wait_for_streams_of_copies(place: Place) -> None:
     place.device.reap()
     place.synchronize()
     assert seen.eq(2).all().item()
-    link.near = over(link.there, torch.int32, words(place))
-    link.finish()
 
 
-def pages_wait_for_streams_of_blocks(place: Place) -> None:
-    """A stream that only allocates is known by that: a page that it reads does not leave before."""
-    held = place.range(1)
-    given = over(held, torch.int32, place.page // 4)
-    given.fill_(7)
+def pages_wait_for_streams(place: Place, recorded: bool) -> None:
+    """A page that a stream reads does not leave before. The stream is known only by what it has allocated, or by a
+    tensor over the page that says so, as any tensor does."""
+    held, lane = place.range(1), place.lane(known=False)
+    given = over(held, torch.int32, place.page // 4).fill_(7)
+    seen = torch.empty_like(given)
     place.synchronize()
-    lane = torch.cuda.Stream() if place.cuda else None
-    with torch.cuda.stream(lane):
-        seen = torch.empty_like(given)
+    with lane():
+        if not recorded:
+            seen = torch.empty_like(given)
         place.sleep()
         seen.copy_(given)
+    if recorded:
+        lane.uses(given)
     del given
     held.retire(0, 1)
     assert place.device.reap() == 0 or not place.cuda
     place.synchronize()
     assert seen.eq(7).all().item()
-    finish(place, held)
-
-
-def pages_wait_for_recorded_streams(place: Place) -> None:
-    """A tensor over a range is used on a stream that the pool does not know, and says so as any tensor does."""
-    held = place.range(1)
-    given = over(held, torch.int32, place.page // 4)
-    given.fill_(7)
-    seen = torch.empty_like(given)
-    place.synchronize()
-    if place.cuda:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            place.sleep()
-            seen.copy_(given)
-        given.record_stream(stream)
-    del given
-    held.retire(0, 1)
-    assert place.device.reap() == 0 or not place.cuda
-    place.synchronize()
-    finish(place, held)
 
 
 def blocks_wait_for_recorded_streams(place: Place) -> None:
@@ -255,47 +202,34 @@ class Counting:
         self._lane.lead()
         assert self._counter.eq(self._launched).all().item(), "a launch counted in pages that were gone"
 
-    def finish(self) -> None:
-        self.check()
-        del self._counter
-        finish(self._place, self.home, self.twin)
-
 
 def beside(place: Place, act: Callable[[Counting], bool]) -> None:
     """`act` says whether it did what it is to do, which the lease of another thread forbids."""
-    counting, inside, tried, acted = Counting(place), threading.Event(), threading.Event(), False
-
-    def elsewhere() -> None:
-        nonlocal acted
-        inside.wait()
-        try:
-            acted = act(counting)
-        finally:
-            tried.set()
+    counting, inside = Counting(place), threading.Event()
 
     def between(number: int) -> bool:
         if number == 8:
             inside.set()
-        return not tried.is_set()
+        return not acted.done()
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    counting.forward(5000, between)
-    inside.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        acted = threads.submit(lambda: inside.wait(60) and act(counting))
+        counting.forward(5000, between)
     counting.check()
-    assert not acted, "another thread's lease was not asked for"
+    assert acted.result() is False, "another thread's lease was not asked for"
     counting.forward(12)
     assert act(counting), "beside what was launched before it waits"
     counting.forward(3)
-    counting.finish()
+    counting.check()
 
 
-def moves_beside_a_forward(place: Place) -> None:
+@scene()
+def test_moves_beside_a_forward(place: Place) -> None:
     beside(place, lambda counting: counting.home.move(1, "device"))
 
 
-def pages_taken_beside_a_forward(place: Place) -> None:
+@scene()
+def test_pages_taken_beside_a_forward(place: Place) -> None:
     def take(counting: Counting) -> bool:
         place.device.publish([(1, counting.group, [(counting.home, 0, PIECES, counting.twin, 0, [])])])
         return place.device.take([1]) == PIECES
@@ -303,7 +237,8 @@ def pages_taken_beside_a_forward(place: Place) -> None:
     beside(place, take)
 
 
-def captures_go_on(place: Place) -> None:
+@scene()
+def test_captures_go_on(place: Place) -> None:
     """While one stream is captured pages and blocks are given up and looked after, and copies wait for what others do:
     the capture ends well, and its graph does what was captured. What was given up leaves afterwards."""
     link, aside, held = Link(place), place.lane(), place.range(2)
@@ -320,7 +255,7 @@ def captures_go_on(place: Place) -> None:
             assert place.device.reap() == 0, "what may belong to a graph was looked at"
             assert not held.move(0, "device")
             with aside():
-                link.fetch(number(place))
+                link.fetch(place.current)
         return (doubled + 1,)
 
     captured = Captured(place, work)
@@ -331,57 +266,50 @@ def captures_go_on(place: Place) -> None:
     place.synchronize()
     place.device.reap(wait=True)
     assert held.backing(1) == ("none" if place.cuda else "device")
-    finish(place, held)
-    link.finish()
 
 
-def copies(place: Place) -> None:
+@scene()
+def test_copies(place: Place) -> None:
     a_copy_waits_for_who_reads(place)
     a_copy_of_all_waits_for_all(place)
     who_reads_waits_for_a_copy(place)
-    the_host_waits_for_a_copy(place)
     copies_of_one_direction_keep_their_order(place)
 
 
-def pages_and_blocks(place: Place) -> None:
-    pages_wait_for_streams_of_blocks(place)
+@scene()
+def test_pages_and_blocks(place: Place) -> None:
+    pages_wait_for_streams(place, recorded=False)
     pages_wait_for_streams_of_copies(place)
-    pages_wait_for_recorded_streams(place)
+    pages_wait_for_streams(place, recorded=True)
     blocks_wait_for_recorded_streams(place)
     pages_wait_for_a_copy(place)
 
 
-@everywhere
-@pytest.mark.parametrize("scene", [copies, pages_and_blocks, captures_go_on])
-def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
-    play(scene, kind)
-
-
-def given_up_beside_moves(place: Place) -> None:
+@scene()
+def test_given_up_beside_moves(place: Place) -> None:
     """One thread gives pages up and maps others without a lease; another one is moving them at that moment."""
-    group, stop, moves, tried, at = place.device.group(), threading.Event(), 0, 0, 0
+    group, moves, tried, at = place.device.group(), 0, 0, 0
     held = place.device.reserve(PIECES * place.page, "kv", group)
     held.map(0, PIECES)
 
-    def elsewhere() -> None:
+    def move() -> None:
         nonlocal moves, tried, at
-        while not stop.is_set():
-            for at in range(PIECES):
-                moves += held.move(at, "device")
-                tried += 1
+        at = tried % PIECES
+        moves += held.move(at, "device")
+        tried += 1
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    try:
+    def until(count: int) -> None:
+        deadline = time.monotonic() + 60
+        while tried < count and time.monotonic() < deadline:
+            time.sleep(0.0001)
+
+    with meanwhile(move):
         for step in range(100):
-            before = tried
-            while tried == before and thread.is_alive():
-                time.sleep(0.0001)
+            until(tried + 1)
             piece, before = at, tried  # which has just begun to move
             time.sleep(step % 10 * 0.0003)
             held.retire(piece, 1)
-            while tried < before + 2 and thread.is_alive():  # what was being moved has been
-                time.sleep(0.0001)
+            until(before + 2)  # what was being moved has been
             assert held.backing(piece) in ("retiring", "none"), "a page that was given up is back"
             held.map(piece, 1)
             lease = Lease()
@@ -391,14 +319,4 @@ def given_up_beside_moves(place: Place) -> None:
             assert bytes_there.eq(step % 251).all().item()
             del bytes_there
             lease.close()
-    finally:
-        stop.set()
-        thread.join()
     assert moves
-    finish(place, held)
-
-
-@everywhere
-@pytest.mark.parametrize("scene", [moves_beside_a_forward, pages_taken_beside_a_forward, given_up_beside_moves])
-def test_a_lease_keeps_pages_where_they_are(kind: str, scene: Callable[[Place], None]) -> None:
-    play(scene, kind)

@@ -3,27 +3,28 @@ threads for who leases it, the memory of a graph for its replays."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 
 import pytest
 import torch
 
+from ballonet.allocator._native import Range
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 
-from .hold import Hold, held_copies
-from .scene import Captured, Lane, Place, everywhere, play
+from .hold import Hold, held_copies, meanwhile
+from .scene import Captured, Place, scene
 from .test_kv_stream import AWAY, LAYERS, LEFT, PAGES, Cache, decided
-from .test_weights_streaming import streams_here
 
 LONG = 60.0  # seconds, after which a thread hangs
 
 
-def a_copy_behind_waits_for_who_writes(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_a_copy_behind_waits_for_who_writes(place: Place) -> None:
     """Tokens are on their way when their pages are full, and are copied behind; later nothing more is copied. Pages are
     dirty for as long as copies have not begun."""
     lane = place.lane()
@@ -52,7 +53,8 @@ def a_copy_behind_waits_for_who_writes(place: Place) -> None:
         cache.finish()
 
 
-def who_writes_again_waits_for_the_copy(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_who_writes_again_waits_for_the_copy(place: Place) -> None:
     """Full pages are being copied behind when tokens on them are forgotten, and others come there."""
     lane = place.lane()
     with torch.no_grad(), decided():
@@ -73,38 +75,36 @@ def who_writes_again_waits_for_the_copy(place: Place) -> None:
         cache.finish()
 
 
-class Unknown(Lane):
-    """A stream that the pool does not know of yet."""
+def keeps(place: Place, pages: Range) -> None:
+    """Whoever looks, this thread or the one in the background."""
+    for _ in range(20 if place.cuda else 0):
+        place.device.reap()
+        assert pages.backing(0) == "retiring", "a page was given back while it was written"
+        time.sleep(0.01)
 
-    def __init__(self, place: Place) -> None:
-        self.stream = torch.cuda.Stream() if place.cuda else None
 
-
-def pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
     """Appends and allocates nothing: the pages of a cache that is dropped meanwhile leave after what it was given."""
     layer = ElasticLayer(CacheRanges())
     with torch.no_grad():
         new = torch.randn(2, 8, 4 * place.page // (2 * 2 * 8 * 128 * 4), 128, device=place.kind)
         seen = torch.empty_like(new)
         place.synchronize()
-        with closing(Hold(place, Unknown(place))) as hold:
+        with closing(Hold(place, place.lane(known=False))) as hold:
             with hold.lane():
                 seen.copy_(layer.update(new, new)[0])
             assert layer.home is not None
             pages = layer.home.range
             layer.reset()
             del layer
-            for _ in range(20 if place.cuda else 0):  # whoever looks, this thread or the one in the background
-                place.device.reap()
-                assert pages.backing(0) == "retiring", "a page was given back while it was written"
-                time.sleep(0.01)
+            keeps(place, pages)
     place.synchronize()
     assert torch.equal(seen, new)
-    del pages
-    place.device.reap(wait=True)
 
 
-def pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
     """As above, of a layer that is not the first one of its forward, and runs on a stream of its own."""
     ranges = CacheRanges()
     layers = [ElasticLayer(ranges) for _ in range(2)]
@@ -116,7 +116,7 @@ def pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
             each.update(one, one)
         lease.close()
         place.synchronize()
-        with closing(Hold(place, Unknown(place))) as hold:
+        with closing(Hold(place, place.lane(known=False))) as hold:
             lease = ForwardLease().open()
             layers[0].update(one, one)
             assert ranges.tier is not None
@@ -127,17 +127,13 @@ def pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
             assert layers[1].home is not None
             pages = layers[1].home.range
             layers.pop().reset()
-            for _ in range(20 if place.cuda else 0):
-                place.device.reap()
-                assert pages.backing(0) == "retiring", "a page was given back while it was written"
-                time.sleep(0.01)
+            keeps(place, pages)
     place.synchronize()
     assert torch.equal(seen, one.expand_as(seen))
-    del pages
-    place.device.reap(wait=True)
 
 
-def a_replay_keeps_its_memory(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_a_replay_keeps_its_memory(place: Place) -> None:
     """A graph is replayed on a stream that nothing else has used, and dropped before that is done."""
     x, seen = (torch.zeros(place.page // 2, device=place.kind) for _ in range(2))
 
@@ -151,7 +147,7 @@ def a_replay_keeps_its_memory(place: Place) -> None:
     captured = Captured(place, work)
     seen.zero_()
     place.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
+    with place.lane(known=False)():
         for _ in range(4):
             place.sleep()
         captured.launch()
@@ -161,38 +157,20 @@ def a_replay_keeps_its_memory(place: Place) -> None:
     assert seen.eq(8).all().item()
 
 
-@everywhere
-@pytest.mark.parametrize(
-    "scene",
-    [
-        a_copy_behind_waits_for_who_writes,
-        who_writes_again_waits_for_the_copy,
-        pages_wait_for_a_stream_that_only_appends,
-        pages_wait_for_a_later_layer_of_a_forward,
-        a_replay_keeps_its_memory,
-    ],
-)
-def test_somebody_is_slow(kind: str, scene: Callable[[Place], None]) -> None:
-    streams_here(kind)
-    play(scene, kind, pages=256, host_pages=64)
-
-
-def pages_move_meanwhile(place: Place, rounds: int, forwards: bool) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+@pytest.mark.parametrize("forwards", [True, False])
+def test_a_lease_keeps_pages_where_they_are(place: Place, forwards: bool) -> None:
     """While one thread uses a cache, in forwards or by itself, another one moves its pages whenever it may."""
     with torch.no_grad(), decided():
-        cache, stop, moved = Cache(place), threading.Event(), threading.Event()
+        cache, moved, steps = Cache(place), threading.Event(), itertools.count()
 
-        def elsewhere() -> None:
-            step = 0
-            while not stop.is_set():
-                step += 1
-                if cache.homes[step % LAYERS].range.move(step % AWAY, "device"):
-                    moved.set()
+        def move() -> None:
+            step = next(steps)
+            if cache.homes[step % LAYERS].range.move(step % AWAY, "device"):
+                moved.set()
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        try:
-            for _ in range(rounds):
+        with meanwhile(move):
+            for _ in range(12 if place.cuda else 3):
                 lease = ForwardLease()
                 if forwards:
                     lease.open()
@@ -202,14 +180,4 @@ def pages_move_meanwhile(place: Place, rounds: int, forwards: bool) -> None:
                 lease.close()
                 if forwards:
                     assert moved.wait(LONG), "nothing moves between two forwards"
-        finally:
-            stop.set()
-            thread.join()
         cache.finish()
-
-
-@everywhere
-@pytest.mark.parametrize("forwards", [True, False])
-def test_a_lease_keeps_pages_where_they_are(kind: str, forwards: bool) -> None:
-    streams_here(kind)
-    play(pages_move_meanwhile, kind, pages=256, host_pages=64, rounds=12 if kind == "cuda" else 3, forwards=forwards)

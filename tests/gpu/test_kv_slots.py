@@ -18,15 +18,16 @@ from ballonet.offload.residency import kv_slots
 from .. import models
 from ..kv.pressure import two_thirds
 from ..tuned import tuning
-from .scene import Place, everywhere, play
+from .scene import Place, scene
 from .stock import differences
-from .test_weights_streaming import streams_here
 
 TOKENS = 30
 LARGE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 
-def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
+@scene(needs_host=True, pages=2048, host_pages=1024)
+@pytest.mark.parametrize(("mode", "chunk"), [("beam", None), ("greedy", 20)])
+def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
     """Two thirds of each layer's pages fly; pages leave and come home all the while."""
     length = 500 if place.cuda else 25  # several pages of each layer
     dtype = torch.bfloat16 if place.cuda else torch.float32
@@ -63,10 +64,3 @@ def tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         assert not differences(found, expected)
         assert loads > 3
         place.device.check()
-
-
-@everywhere
-@pytest.mark.parametrize(("mode", "chunk"), [("greedy", None), ("beam", None), ("greedy", 20)])
-def test_tokens_are_stocks(kind: str, mode: str, chunk: int | None) -> None:
-    streams_here(kind)
-    play(tokens_are_stocks, kind, pages=2048, host_pages=1024, mode=mode, chunk=chunk)

@@ -1,12 +1,11 @@
-"""A KV cache in use whose pages are on the host: what is copied to where attention reads waits for those who read
-before, and who reads waits for what is copied, whatever streams they are on."""
+"""A KV cache in use whose pages are on the host, or on a peer: what is copied to where attention reads waits for those
+who read before, and who reads waits for what is copied, whatever streams they are on, and whoever takes the slots."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final, Literal
 from unittest import mock
 
 import torch
@@ -19,14 +18,19 @@ from ballonet.offload.governor.governor import Governor
 from ballonet.offload.policy.layer_stream import Choice, Way
 from ballonet.offload.residency.kv_extent import KVExtent
 
+from ..tuned import tuning
 from .hold import Hold, held_copies
-from .scene import Lane, Place, everywhere, play
-from .test_weights_streaming import streams_here
+from .scene import Lane, Place, scene
 
 LAYERS = 4
 PAGES = 8  # of each layer
 AWAY = 6  # of these
 LEFT = 40  # tokens for which there is room in the last one
+IN_SLOTS = Choice(Way.STREAMED, AWAY, 2, 0, 0.0, 0.0, 0.0)  # of which there are two
+IN_PLACE = Choice(Way.ZERO_COPY, AWAY, 0, 0, 0.0, 0.0, 0.0)
+When = Literal["before", "after"]  # attention is launched
+POISON: Final = 0xFF  # not a number, in every type
+SPARE: Final = 16  # free pages that are not asked for at once; whoever compares afterwards has them
 
 
 def oldest(tensors: Any) -> list[torch.Tensor]:
@@ -102,16 +106,11 @@ class Cache:
         for elastic, stock in self.pairs:
             assert torch.equal(elastic.keys, stock.keys)
             assert torch.equal(elastic.values, stock.values)
-            elastic.reset()
-        self.pairs.clear()
-        gc.collect()
-        self._place.device.reap(wait=True)
 
 
 @contextmanager
-def decided() -> Iterator[None]:
-    """Nothing comes home by itself, and what is away takes turns in two slots."""
-    choice = Choice(Way.STREAMED, AWAY, 2, 0, 0.0, 0.0, 0.0)
+def decided(choice: Choice = IN_SLOTS) -> Iterator[None]:
+    """Nothing comes home by itself. `choice`: how what is away is read."""
     with (
         mock.patch.object(kv_read_plan, "choose", return_value=choice),
         mock.patch.object(Governor, "restorable_pages", return_value=0),
@@ -119,9 +118,11 @@ def decided() -> Iterator[None]:
         yield
 
 
-def through_slots(place: Place, steps: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_layers_take_turns_in_slots(place: Place) -> None:
     """Layers take turns in slots; streams change between iterations, and in some of them between layers. In one
     more no copy to a slot begins before all is launched."""
+    steps = 30 if place.cuda else 6
     with torch.no_grad(), decided():
         cache = Cache(place)
         for home in cache.homes:
@@ -147,12 +148,6 @@ def through_slots(place: Place, steps: int) -> None:
         cache.finish()
 
 
-@everywhere
-def test_layers_take_turns_in_slots(kind: str) -> None:
-    streams_here(kind)
-    play(through_slots, kind, pages=256, host_pages=64, steps=30 if kind == "cuda" else 6)
-
-
 @contextmanager
 def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
     """What comes home gets pages at once, and its bytes once the hold is released that is in the list then: by itself
@@ -171,10 +166,12 @@ def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
             yield holds
 
 
-def plan_restore(place: Place, rounds: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=64)
+def test_pages_come_home_while_layers_compute(place: Place) -> None:
     """Pages come home while the layers compute, one after the other. In most rounds somebody holds what a layer has
     shown, and reads it on a stream that waits for nobody; copies to the host go on beside it. In the first rounds what
     comes home is late."""
+    rounds = 10 if place.cuda else 3
     with torch.no_grad(), decided():
         cache = Cache(place)
         elsewhere, computing = place.lane(), place.lane()
@@ -211,7 +208,122 @@ def plan_restore(place: Place, rounds: int) -> None:
         cache.finish()
 
 
-@everywhere
-def test_pages_come_home_while_layers_compute(kind: str) -> None:
-    streams_here(kind)
-    play(plan_restore, kind, pages=256, host_pages=64, rounds=10 if kind == "cuda" else 3)
+@scene(needs_host=True, pages=256, host_pages=64, peer="auto", peer_pages=12)
+def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> None:
+    """The older pages of each layer leave for the peer, those that find no room there for the host; then some go on to
+    the host, once copies have passed that run beside attention; then all come home."""
+    shown = place.device.snapshot()
+    assert shown["peer"], place.device.peer_refused
+    room = shown["peer_budget"] // place.page
+    with torch.no_grad(), decided(IN_PLACE):
+        cache, lanes = Cache(place), [place.lane() for _ in range(2)]
+        before: Lane | None = None
+        for _ in range(3):
+            for home in cache.homes:
+                assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+            near = cache.tier.client.near
+            with held_copies(place, "host") as hold:
+                cache.tier.client.demote(room // 4)
+                cache.tier.client.write_behind(0)
+                assert hold.released or cache.tier.client.leaving == min(near, room // 4), (
+                    "it did not wait for the copies"
+                )
+            for lane in lanes:
+                for number in range(LAYERS):
+                    lane.follow(before)
+                    with lane():
+                        cache.update(number)
+                    before = lane
+            assert before is not None
+            before.lead()
+            place.device.synchronize()
+            cache.tier.client.write_behind(0)
+            assert cache.tier.client.leaving == 0
+            assert cache.tier.client.near == near - min(near, room // 4)
+            assert cache.tier.restore(AWAY * LAYERS, cache.homes[0].pages.stream) == AWAY * LAYERS
+        assert near < room <= AWAY * LAYERS
+        copied = place.device.snapshot()["copied"]
+        assert min(copied["kv_d2p"], copied["kv_p2d"], copied["kv_p2h"], copied["kv_d2h"]) > 0
+        cache.finish()
+
+
+class Interrupted(Cache):
+    """Layers in whose attention an operator needs pages, before or after the kernels that read are launched. It
+    allocates until it has half of the pages of the slots, every other time three quarters, and writes there at once, on
+    a stream that waits for nobody."""
+
+    def __init__(self, place: Place) -> None:
+        self.taken = 0  # times
+        self._lane = place.lane()
+        self._held: list[torch.Tensor] = []
+        self._when: When | None = None
+        super().__init__(place)
+
+    def interrupted(self, number: int, when: When) -> None:
+        """As `update`, with the operator. What comes before it is slow to begin, so that nothing has arrived yet."""
+        self._place.sleep()
+        self._when = when
+        self.update(number)
+        self._when = None
+        self._place.synchronize()
+        assert all(bool(each[::61].eq(POISON).all()) for each in self._held), "somebody took it for a slot"
+        self._held.clear()
+        self._place.empty_cache()
+
+    def compare(self, found: Any, right: Any) -> None:
+        if self._when == "before":
+            self._take()
+        super().compare(found, right)
+        if self._when == "after":
+            self._take()
+
+    @property
+    def in_slots(self) -> int:
+        """Pages that they have."""
+        return sum(each.range.backed for each in self.tier.client.way._slots._slots)
+
+    def _take(self) -> None:
+        device, before = self._place.device, self.in_slots
+        left = before // (4 if self.taken % 2 else 2)
+        spilled = device.snapshot()["spilled"]
+        assert before > 2, "of each slot the last page is nobody's, and goes first"
+        self._allocate(max(1, device.available - SPARE))
+        while self.in_slots > left:
+            assert device.snapshot()["spilled"] == spilled, "it got pages of the host, and there were slots"
+            self._allocate(1)
+        del self._held[1 : SPARE + 1]
+        self.taken += 1
+        device.check()
+
+    def _allocate(self, pages: int) -> None:
+        with self._lane():
+            size = pages * self._place.page
+            self._held.append(torch.full((size,), POISON, dtype=torch.uint8, device=self._place.kind))
+
+    def fly(self) -> None:
+        """Iterations until all layers do."""
+        for _ in range(16):
+            for number in range(LAYERS):
+                self.update(number)
+            if all(home.pages._extent.mover.in_slot for home in self.homes):
+                return
+        raise AssertionError(self.tier.client.streamed)
+
+
+@scene(needs_host=True, spill=True, pages=256, host_pages=128)
+def test_slots_are_taken_while_a_layer_is_read(place: Place) -> None:
+    """Of each layer in turn; what others had in the slot is right as well."""
+    times = 4 * LAYERS
+    with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
+        cache = Interrupted(place)
+        for home in cache.homes:
+            assert home.pages.displace(0)
+        for time in range(times):
+            cache.fly()
+            for number in range(LAYERS):
+                if number == time % LAYERS:
+                    cache.interrupted(number, "after" if time % 8 < LAYERS else "before")
+                else:
+                    cache.update(number)
+        assert cache.taken == times
+        cache.finish()

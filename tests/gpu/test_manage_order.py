@@ -8,119 +8,41 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 
 import ballonet
-from ballonet.allocator.errors import ModelInUse
 from ballonet.hooks.device import streams
 
-from .hold import held
-from .scene import Captured, Place, everywhere, play
-from .stock import questions
-from .test_weights_streaming import tiny
+from .hold import held, meanwhile
+from .scene import Captured, Place, scene
+from .stock import questions, tiny
 
-ROUNDS = 3
-SHORT = 1.0  # seconds in which a thread comes to where it should not
+SHORT = 0.5  # seconds in which a thread comes to where it should not
 
 
-def launched_before(place: Place) -> None:
-    """What was launched before weights change memory reads them where they were, whoever gets that memory."""
-    model = tiny("llama", place)
-    ids = questions("llama", place.kind)["input_ids"]
-    lane = place.lane()
-    lane.follow()
-
-    def launch() -> torch.Tensor:
-        with torch.no_grad(), lane():
-            place.sleep()
-            logits: torch.Tensor = model(ids, use_cache=False).logits
-        return logits
-
-    def memory_is_taken() -> list[torch.Tensor]:
-        sizes = [each.numel() for each in model.parameters()]
-        return [torch.full((size,), 1e9, device=place.kind) for size in sizes]
-
-    right = launch()
-    place.synchronize()
-    for _ in range(ROUNDS):
-        first = launch()
-        with ballonet.manage(model):
-            taken = memory_is_taken()
-            lane.lead()
-            assert torch.equal(first, right), "manage() did not wait for a forward"
-            second = launch()
-        taken += memory_is_taken()
-        lane.lead()
-        assert torch.equal(second, right), "release() did not wait for a forward"
-        del first, second, taken
-
-
-def no_page_is_given_back(place: Place) -> None:
-    """The same of weights that share a page with others, so that nobody waits until it can be unmapped."""
+@scene(pages=256)
+def test_weights_change_memory_after_who_reads_them(place: Place) -> None:
+    """Also of weights that share a page with others, so that nobody waits until it can be unmapped."""
     model = tiny("llama", place, layers=1)
     ballonet.manage(model).release()  # what is done once is done
-    weight = model.model.norm.weight
-    seen = torch.zeros_like(weight)
-    place.synchronize()
-    place.device.trim()
-    with held(place) as hold:
-        with hold.lane():
-            seen.copy_(weight)
-        hold.release_soon()
-        managed = ballonet.manage(model)
-        assert hold.released, "manage() did not wait for who reads the weights"
-    managed.release()
-    assert torch.equal(seen, weight)
-
-
-@everywhere
-@pytest.mark.parametrize("scene", [launched_before, no_page_is_given_back])
-def test_weights_change_memory_after_what_was_launched(kind: str, scene: Callable[[Place], None]) -> None:
-    play(scene, kind, pages=256)
-
-
-def beside_forwards(place: Place, rounds: int) -> None:
-    """Another thread runs the model all the while."""
-    model = tiny("llama", place)
-    ids = questions("llama", place.kind)["input_ids"]
-    wrong, stop, failed = 0, threading.Event(), []
-    with torch.no_grad():
-        right = model(ids, use_cache=False).logits.clone()
-    place.synchronize()
-    lane = place.lane()
-    lane.follow()
-
-    def elsewhere() -> None:
-        nonlocal wrong
-        try:
-            with torch.no_grad(), lane():
-                while not stop.is_set():
-                    wrong += not torch.equal(model(ids, use_cache=False).logits, right)
-                    stop.wait(0.001)
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    try:
-        for _ in range(rounds):
-            managed = ballonet.manage(model)
-            taken = [torch.full_like(each, 1e9) for each in model.parameters()]
-            while not managed.report().released:
-                with contextlib.suppress(ModelInUse):
-                    managed.release()
-            del taken
-    finally:
-        stop.set()
-        thread.join()
-    assert not failed, failed
-    assert not wrong
-
-
-@everywhere
-def test_forwards_wait_while_weights_change_memory(kind: str) -> None:
-    play(beside_forwards, kind, pages=256, rounds=8 if kind == "cuda" else 3)
+    right = model.model.norm.weight.clone()
+    managed: Any = None
+    for _ in range(2):
+        weight = model.model.norm.weight
+        seen = torch.zeros_like(weight)
+        place.synchronize()
+        place.device.trim()
+        with held(place) as hold:
+            with hold.lane():
+                seen.copy_(weight.detach())
+            del weight
+            hold.release_soon()
+            if managed is None:
+                managed = ballonet.manage(model)
+            else:
+                managed.release()
+            assert hold.released, "manage() or release() did not wait for who reads the weights"
+        assert torch.equal(seen, right)
 
 
 class Paused:
@@ -162,31 +84,34 @@ def changing(act: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-@torch.no_grad()
-def begins_meanwhile(place: Place) -> None:
-    """A forward that begins while weights change memory begins when they have."""
-    model, began = tiny("llama", place), list[bool]()
-    ids = questions("llama", place.kind)["input_ids"]
-    right = model(ids, use_cache=False).logits
-    forwards: list[Paused] = []
+def asked(place: Place, layers: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """A model, what it is asked, and what it answers."""
+    model, ids = tiny("llama", place, layers=layers), questions("llama", place.kind)["input_ids"]
+    return model, ids, model(ids, use_cache=False).logits
 
-    def meanwhile() -> None:
+
+@scene(pages=256)
+@torch.no_grad()
+def test_a_forward_begins_when_weights_have_changed_memory(place: Place) -> None:
+    model, ids, right = asked(place, layers=1)
+    forwards, began = list[Paused](), list[bool]()
+
+    def begin() -> None:
         if not forwards:
             forwards.append(Paused(model, ids, 0))
             began.append(forwards[0].there.wait(SHORT))
 
-    with changing(meanwhile), ballonet.manage(model):
+    with changing(begin), ballonet.manage(model):
         assert torch.equal(forwards[0].go_on(), right)
     assert began == [False], "a forward began while weights changed memory"
 
 
+@scene(pages=256)
 @torch.no_grad()
-def runs_already(place: Place) -> None:
-    """Weights change memory once a forward has ended that runs already, whatever layer it is at."""
-    model = tiny("llama", place, layers=3)
-    ids = questions("llama", place.kind)["input_ids"]
-    right = model(ids, use_cache=False).logits
-    for layer in range(3):
+def test_weights_change_memory_when_a_forward_has_ended(place: Place) -> None:
+    """Whatever layer it is at."""
+    model, ids, right = asked(place, layers=2)
+    for layer in range(2):
         forward, begins = Paused(model, ids, layer), threading.Event()
         forward.there.wait()
         with changing(begins.set):
@@ -200,13 +125,12 @@ def runs_already(place: Place) -> None:
         assert not began, f"weights changed memory while layer {layer} was about to run"
 
 
+@scene(pages=256)
 @torch.no_grad()
-def pages_stay(place: Place) -> None:
-    """While a forward runs, whatever layer it is at, no other thread moves pages of its weights."""
-    model = tiny("llama", place, layers=3)
-    ids = questions("llama", place.kind)["input_ids"]
+def test_pages_stay_while_a_forward_runs(place: Place) -> None:
+    """Whatever layer it is at, no other thread moves pages of its weights."""
+    model, ids, right = asked(place, layers=3)
     with ballonet.manage(model, interval=None) as managed:
-        right = model(ids, use_cache=False).logits
         ranges = list(managed._weights.all_ranges())
 
         def moves() -> int:
@@ -221,30 +145,26 @@ def pages_stay(place: Place) -> None:
         assert moves() == sum(held.pieces for held in ranges)
 
 
-@everywhere
-@pytest.mark.parametrize("scene", [begins_meanwhile, runs_already, pages_stay])
-def test_a_forward_is_held_open(kind: str, scene: Callable[[Place], None]) -> None:
-    play(scene, kind, pages=256)
-
-
-def captured(model: Any, place: Place) -> Captured:
+def captured(model: Any, place: Place) -> tuple[Captured, torch.Tensor]:
+    """A forward in a graph, and what it answers."""
     ids = questions("llama", place.kind)["input_ids"]
 
     def work() -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             return (model(ids, use_cache=False).logits,)
 
-    return Captured(place, work)
+    graph = Captured(place, work)
+    return graph, graph.replay()[0]
 
 
-def replayed_before(place: Place) -> None:
-    """A replay on a stream that nothing else has used runs while its model is released."""
+@scene(pages=256)
+def test_a_model_is_released_after_what_was_replayed(place: Place) -> None:
+    """On a stream that nothing else has used."""
     model = tiny("llama", place)
     managed = ballonet.manage(model)
-    graph = captured(model, place)
-    right = graph.replay()[0]
+    graph, right = captured(model, place)
     place.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream() if place.cuda else None):
+    with place.lane(known=False)():
         place.sleep()
         graph.launch()
     managed.release()
@@ -253,37 +173,20 @@ def replayed_before(place: Place) -> None:
     assert torch.equal(graph.outputs[0], right)
 
 
-def replayed_beside(place: Place, rounds: int) -> None:
+@scene(pages=256)
+def test_weights_stay_where_they_are_in_a_replay(place: Place) -> None:
     """While one thread replays a graph of a model another one moves pages of its weights whenever it may."""
-    model = tiny("llama", place)
+    model, moves = tiny("llama", place), 0
     with ballonet.manage(model) as managed:
-        graph = captured(model, place)
-        right = graph.replay()[0]
-        ranges, stop, moves = list(managed._weights.all_ranges()), threading.Event(), 0
+        graph, right = captured(model, place)
+        ranges = list(managed._weights.all_ranges())
 
-        def elsewhere() -> None:
+        def move() -> None:
             nonlocal moves
-            while not stop.is_set():
-                for held in ranges:
-                    moves += sum(held.move(piece, "device") for piece in range(held.pieces))
+            moves += sum(held.move(piece, "device") for held in ranges for piece in range(held.pieces))
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        try:
-            same = [torch.equal(graph.replay()[0], right) for _ in range(rounds)]
-        finally:
-            stop.set()
-            thread.join()
+        with meanwhile(move):
+            same = [torch.equal(graph.replay()[0], right) for _ in range(60 if place.cuda else 3)]
         assert all(same)
         assert moves
         del graph
-
-
-@everywhere
-def test_a_model_is_released_after_what_was_replayed(kind: str) -> None:
-    play(replayed_before, kind, pages=256)
-
-
-@everywhere
-def test_weights_stay_where_they_are_in_a_replay(kind: str) -> None:
-    play(replayed_beside, kind, pages=256, rounds=60 if kind == "cuda" else 3)

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-import ballonet
 from ballonet.hooks.device.marks import marks_of
-from ballonet.hooks.managed import pace_of
 from ballonet.hooks.measure.pace import Pace
 from ballonet.offload.governor.activity import Activity, Progress
 from ballonet.offload.record import link
 from ballonet.offload.record.record import Point
 
-from ..models import build, generate, prompts
-from .scene import Captured, Place, everywhere, play
+from .scene import Captured, Place, scene
 
 HERE = Point("decode", 1, 100)
 
 
-def stalls_are_told_from_work(place: Place) -> None:
+@scene()
+def test_stalls_are_told_from_work(place: Place) -> None:
     """On a GPU the stream works for half a second, and then waits for one that works twice as long."""
     pace, lane = Pace(marks_of(place.device)), place.lane()
     for _ in range(3):
@@ -46,12 +44,8 @@ def stalls_are_told_from_work(place: Place) -> None:
             assert 0.25 < found.seconds / found.total < 0.75
 
 
-@everywhere
-def test_stalls_are_told_from_work(kind: str) -> None:
-    play(stalls_are_told_from_work, kind)
-
-
-def captures_are_left_alone(place: Place) -> None:
+@scene()
+def test_captures_are_left_alone(place: Place) -> None:
     """What is captured is not timed, and whoever drains meanwhile, on any thread, breaks no capture."""
     pace = Pace(marks_of(place.device))
     numbers = torch.zeros(100, device=place.kind)
@@ -64,9 +58,8 @@ def captures_are_left_alone(place: Place) -> None:
         pace.begin(HERE)
         numbers.add_(1)
         pace.end()
-        other = threading.Thread(target=drain)
-        other.start()
-        other.join()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(drain).result()
         return (numbers,)
 
     captured = Captured(place, work)
@@ -77,54 +70,20 @@ def captures_are_left_alone(place: Place) -> None:
     assert shown.eq(1).all().item()
 
 
-@everywhere
-def test_captures_are_left_alone(kind: str) -> None:
-    play(captures_are_left_alone, kind)
-
-
-def a_managed_model_tells_its_times(place: Place) -> None:
-    model = build("llama").to(place.kind)
-    inputs = {name: tensor.to(place.kind) for name, tensor in prompts(2, 9).items()}
-    with ballonet.manage(model) as managed:
-        with pace_of(managed).listening() as heard:
-            generate(model, "greedy", inputs, 4)
-            place.synchronize()
-            pace_of(managed).drain()
-        assert [each.point for each in heard] == [
-            Point("prefill", 2, 9),
-            *(Point("decode", 2, length) for length in (9, 10, 11)),
-        ]
-        assert all(0 < each.seconds <= each.total for each in heard)
-        assert [each.between is None for each in heard] == [True, True, False, False]
-
-
-@everywhere
-def test_a_managed_model_tells_its_times(kind: str) -> None:
-    play(a_managed_model_tells_its_times, kind, pages=256)
-
-
-def the_link_has_a_speed(place: Place) -> None:
+@scene(needs_host=True)
+def test_the_link_has_a_speed(place: Place) -> None:
     """And nothing of what measured it stays."""
     before = place.device.snapshot()
-    found = [link.measure(place.device) for _ in range(3)]
-    if not place.device.host_pages:
-        assert found == [None] * 3
-        return
-    speeds = [each for each in found if each is not None]
-    assert len(speeds) == 3
-    if place.cuda and "SIMGPU_HOME" not in os.environ:  # the simulated one copies as fast as it finds a core
-        assert min(speeds) > 1e9
+    speed = link.measure(place.device)
+    assert speed is not None
+    assert speed > (1e9 if place.cuda and "SIMGPU_HOME" not in os.environ else 0)  # simulated: as fast as a core is
     after = place.device.snapshot()
     assert after["pages"]["weights"] == before["pages"]["weights"]
     assert after["copied"]["weights_d2h"] == before["copied"]["weights_d2h"]
 
 
-@everywhere
-def test_the_link_has_a_speed(kind: str) -> None:
-    play(the_link_has_a_speed, kind)
-
-
-def in_use_until_the_device_is_done(place: Place) -> None:
+@scene()
+def test_in_use_until_the_device_is_done(place: Place) -> None:
     """A forward that was launched long ago, by the host's clock, runs still: its model is not idle."""
     now = 0.0
     marks = marks_of(place.device)
@@ -139,8 +98,3 @@ def in_use_until_the_device_is_done(place: Place) -> None:
     place.synchronize()
     now = 200.0
     assert activity.last(now) < now
-
-
-@everywhere
-def test_in_use_until_the_device_is_done(kind: str) -> None:
-    play(in_use_until_the_device_is_done, kind)

@@ -1,15 +1,15 @@
-"""Conversations go on from what is stored, with the tokens of a cache that is held by hand: turns, batches, chaos,
-streams, threads, graphs of pages that left and came back, and another process that finds them in files."""
+"""Conversations go on from what is stored, with the tokens of a cache that is held by hand: turns, chaos, streams,
+threads, pages that left and came back, and another process that finds them in files."""
 
 from __future__ import annotations
 
-import gc
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -19,10 +19,9 @@ from ballonet.hooks.prefix import saving
 from ballonet.offload.residency.prefix_file import Saved
 
 from .. import models
-from .scene import Captured, Place, everywhere, play
+from .scene import Captured, Place, everywhere, play, scene
 
 PAGES = 512
-HOST_PAGES = 512
 TOKENS = 8  # of an answer
 Ids = list[int]
 
@@ -77,126 +76,6 @@ def compare(found: list[list[Ids]], wanted: list[list[Ids]]) -> None:
             assert answer == right, f"conversation {talk}, turn {turn}: {answer}, by hand {right}"
 
 
-def reused(managed: ballonet.Managed) -> int:
-    assert managed.prefixes is not None
-    return managed.prefixes.counts.hits
-
-
-def finish(place: Place, managed: ballonet.Managed) -> None:
-    """Nothing is left behind."""
-    place.synchronize()
-    place.device.check()
-    managed.release()
-    gc.collect()
-
-
-def conversations(place: Place) -> None:
-    """Three of them, turn about."""
-    model, seeds = speaker(place), range(3)
-    wanted = expected(model, place, seeds)
-    managed = ballonet.manage(model, prefix_cache=True, chaos=3)
-    talks = [Talk(model, place, seed) for seed in seeds]
-    turns = [[talk.turn(count) for talk in talks] for count in words(place)]
-    compare([list(each) for each in zip(*turns, strict=True)], wanted)
-    assert reused(managed) >= 3 * words(place)[0], "the first turn was computed again"
-    finish(place, managed)
-
-
-@everywhere
-def test_conversations_while_pages_move(kind: str) -> None:
-    play(conversations, kind, PAGES, HOST_PAGES)
-
-
-def a_batch(place: Place) -> None:
-    """Prompts that go on from different conversations, padded on the left. Kernels round a batch otherwise than one
-    prompt: only the first token of each answer is compared with that of the conversation alone, in float32."""
-    model = speaker(place).float()
-    first = words(place)[0]
-    talks = [Talk(model, place, seed, DynamicCache(config=model.config)) for seed in range(2)]
-    wanted = [[talk.turn(count) for count in (first + seed, 9)] for seed, talk in enumerate(talks)]
-    managed = ballonet.manage(model, prefix_cache=True)
-    for seed in range(2):
-        talk = Talk(model, place, seed)
-        assert talk.turn(first + seed) == wanted[seed][0]
-    prompts = [talk.said[:-TOKENS] for talk in talks]
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[models.PAD] * (longest - len(each)) + each for each in prompts], device=place.kind)
-    mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in prompts], device=place.kind)
-    before = reused(managed)
-    settings = {"do_sample": False, "max_new_tokens": TOKENS, "min_new_tokens": TOKENS}
-    found = model.generate(ids, attention_mask=mask, **settings)[:, longest:].tolist()
-    assert reused(managed) - before >= 2 * first
-    assert found[0][0] == wanted[0][1][0]
-    assert found[1][0] == wanted[1][1][0]
-    finish(place, managed)
-
-
-@everywhere
-def test_a_batch_of_different_prefixes(kind: str) -> None:
-    play(a_batch, kind, PAGES, HOST_PAGES)
-
-
-def on_lanes(place: Place) -> None:
-    """Each turn on another stream than the one before, with work that is still running when the turn begins."""
-    model, seeds = speaker(place), range(2)
-    wanted = expected(model, place, seeds)
-    managed = ballonet.manage(model, prefix_cache=True)
-    talks, lanes = [Talk(model, place, seed) for seed in seeds], [place.lane() for _ in range(3)]
-    found: list[list[Ids]] = [[] for _ in seeds]
-    for turn, count in enumerate(words(place)):
-        for number, talk in enumerate(talks):
-            lane = lanes[(turn + number) % len(lanes)]
-            with lane():
-                if turn % 2:
-                    place.sleep()
-                found[number].append(talk.turn(count))
-    compare(found, wanted)
-    finish(place, managed)
-
-
-@everywhere
-def test_turns_on_different_streams(kind: str) -> None:
-    play(on_lanes, kind, PAGES, HOST_PAGES)
-
-
-def at_once(place: Place) -> None:
-    """Threads that talk at the same time, two of them about the same."""
-    model, seeds = speaker(place), range(2)
-    wanted = expected(model, place, seeds)
-    managed = ballonet.manage(model, prefix_cache=True)
-
-    def speak(number: int) -> list[Ids]:
-        talk = Talk(model, place, seeds[number % 2])
-        return [talk.turn(count) for count in words(place)]
-
-    with ThreadPoolExecutor(3) as threads:
-        found = list(threads.map(speak, range(3)))
-    compare(found, [wanted[number % 2] for number in range(3)])
-    finish(place, managed)
-
-
-@everywhere
-def test_threads_that_talk_at_once(kind: str) -> None:
-    play(at_once, kind, PAGES, HOST_PAGES)
-
-
-def and_away(place: Place) -> None:
-    """Between the turns the budget is so low that what is stored leaves the device."""
-    model, seeds = speaker(place), range(2)
-    wanted = expected(model, place, seeds)
-    managed = ballonet.manage(model, interval=None, prefix_cache=True)
-    talks = [Talk(model, place, seed) for seed in seeds]
-    found: list[list[Ids]] = [[] for _ in seeds]
-    for count in words(place):
-        for number, talk in enumerate(talks):
-            found[number].append(talk.turn(count))
-        place.empty_cache()
-        squeeze(place)
-    compare(found, wanted)
-    assert ballonet.stats().copied.kv_d2h > 0, "nothing had to leave"
-    finish(place, managed)
-
-
 def squeeze(place: Place) -> None:
     """The budget is as small as it can be for a moment."""
     pages = sum(ballonet.stats().pages.values())
@@ -209,66 +88,80 @@ def squeeze(place: Place) -> None:
         ballonet.set_budget(PAGES * place.page)
 
 
-@everywhere
-def test_prefixes_that_left_the_device(kind: str) -> None:
-    play(and_away, kind, PAGES, HOST_PAGES)
+@scene(pages=PAGES, host_pages=PAGES)
+@pytest.mark.parametrize("chaos", [None, 3])
+def test_conversations_while_pages_move(place: Place, chaos: int | None) -> None:
+    """Turn about, each turn on another stream than the one before, with work that is still running when it begins.
+    Without chaos all that is stored leaves the device after each turn."""
+    model, seeds = speaker(place), range(3)
+    wanted = expected(model, place, seeds)
+    managed = ballonet.manage(model, interval=None, prefix_cache=True, chaos=chaos)
+    talks, lanes = [Talk(model, place, seed) for seed in seeds], [place.lane() for _ in range(3)]
+    found: list[list[Ids]] = [[] for _ in seeds]
+    for turn, count in enumerate(words(place)):
+        for number, talk in enumerate(talks):
+            with lanes[(turn + number + turn // 3) % len(lanes)]():
+                if turn % 2:
+                    place.sleep()
+                found[number].append(talk.turn(count))
+        if chaos is None:
+            place.empty_cache()
+            squeeze(place)
+    compare(found, wanted)
+    assert managed.prefixes is not None
+    assert managed.prefixes.counts.hits >= 3 * words(place)[0], "the first turn was computed again"
+    assert chaos or ballonet.stats().copied.kv_d2h > 0, "nothing had to leave"
 
 
-def beside_captures(place: Place, folder: str) -> None:
-    """What is stored is read and written behind while graphs are captured, in the mode that forbids other threads
-    most."""
-    model = speaker(place)
-    wanted = expected(model, place, range(1))
-    managed = ballonet.manage(model, prefix_cache=True, prefix_dir=folder)
-    prefixes = managed.prefixes
-    assert prefixes is not None
-    talk, ones = Talk(model, place, 0), torch.ones(64, device=place.kind)
-    found: list[Ids] = []
-    for count in words(place):
-        found.append(talk.turn(count))
-        deadline, written = time.monotonic() + 60, False
-        while not written:
-            assert time.monotonic() < deadline
-            captured = Captured(place, lambda: (ones * 3,))
-            written = prefixes.flush(0)
-            assert captured.replay()[0].eq(3).all().item()
-            del captured
-    compare([found], wanted)
-    assert list(Path(folder).iterdir())
-    del prefixes
-    finish(place, managed)
+@scene(pages=PAGES, host_pages=PAGES)
+def test_threads_that_talk_at_once(place: Place) -> None:
+    """Threads that talk at the same time, two of them about the same."""
+    model, seeds = speaker(place), range(2)
+    wanted = expected(model, place, seeds)
+    ballonet.manage(model, prefix_cache=True)
 
+    def speak(number: int) -> list[Ids]:
+        talk = Talk(model, place, seeds[number % 2])
+        return [talk.turn(count) for count in words(place)]
 
-@everywhere
-def test_files_are_written_while_graphs_are_captured(kind: str, tmp_path: Path) -> None:
-    play(beside_captures, kind, PAGES, HOST_PAGES, folder=str(tmp_path))
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(speak, range(3)))
+    compare(found, [wanted[number % 2] for number in range(3)])
 
 
 def in_files(place: Place, folder: str, again: bool) -> None:
     """One process writes, another one with the same model reads, to memory that the device copies from at full
-    speed."""
+    speed. What is stored is read and written behind while graphs are captured, in the mode that forbids other threads
+    most."""
     model, pinned = speaker(place), list[bool]()
     wanted = expected(model, place, range(1))
-    managed = ballonet.manage(model, prefix_cache=True, prefix_dir=folder)
+    prefixes = ballonet.manage(model, prefix_cache=True, prefix_dir=folder).prefixes
+    assert prefixes is not None
 
     class Noted(saving.FileRun):
         def __init__(self, saved: Saved, *rest: Any) -> None:
             pinned.extend(torch.frombuffer(each.data, dtype=torch.uint8).is_pinned() for each in saved.tensors.values())
             super().__init__(saved, *rest)
 
-    talk = Talk(model, place, 0)
+    talk, ones = Talk(model, place, 0), torch.ones(64, device=place.kind)
+    found: list[Ids] = []
     with patch.object(saving, "FileRun", Noted):
-        compare([[talk.turn(count) for count in words(place)]], wanted)
+        for count in words(place):
+            found.append(talk.turn(count))
+            deadline, written = time.monotonic() + 60, False
+            while not written:
+                assert time.monotonic() < deadline
+                captured = Captured(place, lambda: (ones * 3,))
+                written = prefixes.flush(0)
+                assert captured.replay()[0].eq(3).all().item()
+                del captured
+    compare([found], wanted)
     assert pinned.count(place.cuda) == len(pinned)
-    assert bool(pinned) == again
-    assert managed.prefixes is not None
-    assert managed.prefixes.flush(60)
-    assert (managed.prefixes.counts.on_disk >= 256) == again
+    assert bool(pinned) == (prefixes.counts.on_disk >= 256) == again
     assert list(Path(folder).iterdir())
-    finish(place, managed)
 
 
 @everywhere
 def test_another_process_goes_on_from_files(kind: str, tmp_path: Path) -> None:
     for again in (False, True):
-        play(in_files, kind, PAGES, HOST_PAGES, folder=str(tmp_path), again=again)
+        play(in_files, kind, pages=PAGES, host_pages=PAGES, folder=str(tmp_path), again=again)

@@ -6,32 +6,26 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
 from unittest import mock
 
-import pytest
 import torch
 from transformers import DynamicCache
 
 import ballonet
 from ballonet.hooks.device import governors
 from ballonet.hooks.prefix.store import PrefixStore
-from ballonet.offload.governor.chaos import Chaos
-from ballonet.offload.governor.exchange import Exchange
-from ballonet.offload.governor.lend import Lending, Lent
+from ballonet.offload.governor.lend import Lending
 from ballonet.offload.governor.reclaim_list import ReclaimList
-from ballonet.testing import chaos_of
 
 from .. import models
-from .scene import Place, everywhere, play
-from .test_balloon_tokens import spilling as spilling
-from .test_weights_streaming import small_layers, streams_here
+from .scene import Lane, Place, scene
+from .stock import small_layers
 
 PAGES = 1024
-HOST_PAGES = 1024
 LANES = 8  # pages for what is free and partly used: each stream has its own of these
 TOKENS = 4  # of an answer
 MOST = 16  # conversations that one model begins until the pool is full
@@ -51,13 +45,13 @@ class Asked(NamedTuple):
 class Speaker:
     """A managed model that keeps prefixes, and all that it was asked, by conversation."""
 
-    def __init__(self, place: Place, name: str, chaos: int | None) -> None:
+    def __init__(self, place: Place, name: str) -> None:
         hidden, dim, length = (256, 256, 4096) if place.cuda else (64, 16, 4096)
         sizes = {"hidden_size": hidden, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": dim}
         layers = LAYERS["cuda" if place.cuda else "cpu"][name]
         model = models.build(name, num_hidden_layers=layers, max_position_embeddings=length, **sizes)
         self.model = model.to(place.kind)
-        self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True, chaos=chaos)
+        self.managed = ballonet.manage(self.model, interval=None, prefix_cache=True)
         self.asked: dict[int, list[Asked]] = defaultdict(list)
         self.pages = 0  # of the KV of a first turn
         self._place = place
@@ -72,10 +66,6 @@ class Speaker:
     def here(self) -> int:
         """Pages of the device under what it keeps."""
         return self.store.contents.index.device_pages
-
-    @property
-    def lent(self) -> Lent:
-        return self.managed.report().lending
 
     def ask(self, talk: int, words: int) -> None:
         """So many new tokens, in that conversation, on the current stream."""
@@ -97,12 +87,11 @@ class Speaker:
         for talk, asked in self.asked.items():
             cache = DynamicCache(config=self.model.config)
             for turn, each in enumerate(asked):
-                if each.reused:
-                    more = cache.get_seq_length() - each.reused
-                    assert more >= 0
-                    if more:
-                        cache.crop(-more)
-                else:
+                more = cache.get_seq_length() - each.reused
+                assert more >= 0
+                if each.reused and more:
+                    cache.crop(-more)
+                elif more:
                     cache = DynamicCache(config=self.model.config)
                 right = self._answer(each.prompt, past_key_values=cache)
                 assert each.answer == right, f"conversation {talk}, turn {turn}: {each.answer}, by hand {right}"
@@ -119,15 +108,14 @@ class Pair:
     """Two models in a budget in which both can answer at once, and that holds few of the prefixes that they keep. A
     reserve that is not used is lent at once."""
 
-    def __init__(self, place: Place, chaos: int | None = None) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
-        self.speakers = [Speaker(place, name, chaos) for name in ("llama", "qwen2")]
+        self.speakers = [Speaker(place, name) for name in ("llama", "qwen2")]
         governors.of(place.device)._known.lending = Lending(0.0)
         weights = budget = self._quiet()
         for speaker in self.speakers:
             place.device.reset_peaks()
-            with calm():
-                speaker.begin()
+            speaker.begin()
             speaker.pages = speaker.here
             budget += place.device.snapshot()["physical_peak"] // place.page - weights
             speaker.store.clear()
@@ -142,23 +130,19 @@ class Pair:
         self._place.empty_cache()
         return sum(count for owner, count in self._place.device.snapshot()["pages"].items() if owner != "free")
 
-    @property
-    def unused(self) -> int:
-        """Pages that nobody has, or has in blocks that are free."""
-        return governors.of(self._place.device).pages.unused
-
     def fill(self, borrower: Speaker, worker: Speaker) -> list[int]:
         """One keeps so many prefixes that what is free is less than the other, which keeps none, needs for one. Returns
         its conversations."""
         worker.store.clear()
         talks = []
         for _ in range(MOST):
-            with calm():
-                talks.append(borrower.begin())
-            if self.unused < worker.pages:
-                assert worker.lent.lent >= worker.lent.unit > 1
+            talks.append(borrower.begin())
+            unused = governors.of(self._place.device).pages.unused
+            if unused < worker.pages:
+                lent = worker.managed.report().lending
+                assert lent.lent >= lent.unit > 1
                 return talks
-        raise AssertionError(f"{MOST} conversations of {borrower.pages} pages, and {self.unused} pages are free")
+        raise AssertionError(f"{MOST} conversations of {borrower.pages} pages, and {unused} pages are free")
 
     def finish(self) -> None:
         """Nothing is left behind, and all that was said was right."""
@@ -173,106 +157,10 @@ class Pair:
             speaker.compare()
 
 
-@contextmanager
-def calm() -> Iterator[None]:
-    """Without chaos: with it little of what is kept would be on the device."""
-    with mock.patch.object(Chaos, "act"), mock.patch.object(Chaos, "pull"):
-        yield
-
-
 def pulled() -> int:
     """Pages that were taken back so far."""
     found = ballonet.stats().events.get("lend", {})
     return sum(found[verb].pages for verb in ("pull", "obey") if verb in found)
-
-
-@contextmanager
-def exchanges() -> Iterator[list[tuple[int, int, int]]]:
-    """Whenever a cache that is about to grow finds too few pages: how many it needs, how many nobody has, and how many
-    nobody has once it has been told that it may grow."""
-    found: list[tuple[int, int, int]] = []
-    needs = Exchange.needs
-
-    def watched(self: Exchange, number: int, pages: int) -> None:
-        unused = self._known.pages
-        before = unused.unused
-        needs(self, number, pages)
-        if before < pages:
-            found.append((pages, before, unused.unused))
-
-    with mock.patch.object(Exchange, "needs", watched):
-        yield found
-
-
-@small_layers()  # who has none that may stream is nobody's client, and lends nothing
-def takes_its_pages_back(place: Place, chaos: int | None) -> None:
-    """Each of them is once the one that comes back. What the other keeps yet is right, and what it lost it computes
-    again; each time on another stream than before."""
-    pair = Pair(place, chaos)
-    lanes = [place.lane() for _ in range(3)]
-    for borrower, worker in (pair.speakers, pair.speakers[::-1]):
-        talks = pair.fill(borrower, worker)
-        before, here = pulled(), borrower.here
-        with lanes[0](), exchanges() as found:
-            place.sleep()
-            back = worker.begin()
-        place.device.check()
-        assert borrower.here < here
-        if chaos is None:  # which takes and brings back pages as well
-            assert found
-            assert all(after >= needed for needed, _, after in found), f"needed, free before, free after: {found}"
-            assert pulled() > before
-            assert worker.lent.reserve >= worker.pages
-            assert worker.here > 0
-        for number, talk in enumerate(talks):
-            with lanes[(number + 1) % len(lanes)]():
-                place.sleep()
-                borrower.ask(talk, 40)
-        with lanes[1]():
-            worker.ask(back, 40)
-        place.device.check()
-    for speaker in pair.speakers:
-        assert any(each.reused for asked in speaker.asked.values() for each in asked), "all was computed again"
-        assert chaos_of(speaker.managed) is None or chaos_of(speaker.managed).moved["kv_device"] > 0
-    pair.finish()
-
-
-@everywhere
-@pytest.mark.parametrize("chaos", [None, 3])
-def test_a_model_takes_its_pages_back(kind: str, chaos: int | None) -> None:
-    streams_here(kind)
-    play(takes_its_pages_back, kind, PAGES, HOST_PAGES, chaos=chaos)
-
-
-@small_layers()
-def at_once(place: Place) -> None:
-    """Both talk at the same time, on streams of their own, and each begins conversations for which it needs the
-    other's pages."""
-    pair = Pair(place)
-    borrower, worker = pair.speakers
-    pair.fill(borrower, worker)
-    before = pulled()
-
-    def talk(speaker: Speaker) -> None:
-        lane = place.lane()
-        lane.follow()
-        with lane():
-            for _ in range(3):
-                begun = speaker.begin()
-                speaker.ask(begun, 40)
-                speaker.ask(begun - 1, 40)
-        lane.lead()
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(talk, (borrower, worker)))
-    assert pulled() > before
-    pair.finish()
-
-
-@everywhere
-def test_models_that_lend_while_both_talk(kind: str) -> None:
-    streams_here(kind)
-    play(at_once, kind, PAGES, HOST_PAGES)
 
 
 def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
@@ -287,37 +175,57 @@ def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:
     return found
 
 
-@small_layers()
-def while_kernels_read(place: Place, forgotten: bool) -> None:
-    """What a stream has been given to read is what was there, whoever has the page by the time that it does.
-    `forgotten`: keys go, and then pages, as where the host has no bytes of them; else keys stay, and lead there."""
-    pair = Pair(place)
-    borrower, worker = pair.speakers
-    talks = pair.fill(borrower, worker)
-    lane = place.lane()
-    lane.follow()
-    with torch.no_grad(), lane():
-        right = read(borrower, talks)
-        assert right
-        place.synchronize()
-        place.sleep()
-        found = read(borrower, talks)
-    before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
-    with ExitStack() as stack:
-        if forgotten:
-            stack.enter_context(mock.patch.object(ReclaimList, "candidates", return_value=[]))
-        worker.begin()
+@scene(needs_host=True, spill=True, pages=PAGES, host_pages=PAGES)
+@small_layers()  # who has none that may stream is nobody's client, and lends nothing
+@torch.no_grad()
+def test_models_take_their_pages_back(place: Place) -> None:
+    """Each of them is once the one that comes back, while a stream reads what the other keeps: it reads what was there.
+    What the other keeps yet is right, and what it lost it computes again; each time on another stream than before.
+    At first keys stay, and lead to the host; then keys go, and then pages, as where the host has no bytes of them. At
+    the end both begin conversations at the same time."""
+    pair, lanes = Pair(place), [place.lane() for _ in range(4)]
+    for forgotten, (borrower, worker) in enumerate((pair.speakers, pair.speakers[::-1])):
+        talks = pair.fill(borrower, worker)
+        lanes[3].follow()
+        with lanes[3]():
+            right = read(borrower, talks)
+            assert right
+            place.synchronize()
+            place.sleep()
+            shown = read(borrower, talks)
+        before, here, evicted = pulled(), borrower.here, borrower.store.counts.evicted
+        with lanes[0](), ExitStack() as stack:
+            if forgotten:
+                stack.enter_context(mock.patch.object(ReclaimList, "candidates", return_value=[]))
+            back = worker.begin()
+        place.device.check()
+        assert pulled() > before
+        assert borrower.here < here
+        assert borrower.store.counts.evicted > evicted or not forgotten
+        assert worker.here > 0
+        lanes[3].lead()
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(shown, right, strict=True))
+        del shown, right
+        for number, talk in enumerate(talks):
+            with lanes[number % 3]():
+                place.sleep()
+                borrower.ask(talk, 40)
+        with lanes[1]():
+            worker.ask(back, 40)
+        place.device.check()
+    for speaker in pair.speakers:
+        assert any(each.reused for asked in speaker.asked.values() for each in asked), "all was computed again"
+    pair.fill(*pair.speakers)
+    before = pulled()
+
+    def converse(speaker: Speaker, lane: Lane) -> None:
+        with lane():
+            for _ in range(2):
+                begun = speaker.begin()
+                speaker.ask(begun, 40)
+                speaker.ask(begun - 1, 40)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(converse, pair.speakers, lanes))
     assert pulled() > before
-    assert borrower.here < here
-    assert borrower.store.counts.evicted > evicted or not forgotten
-    lane.lead()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, right, strict=True))
-    del found, right
     pair.finish()
-
-
-@everywhere
-@pytest.mark.parametrize("forgotten", [False, True])
-def test_pages_that_kernels_read_change_hands(kind: str, forgotten: bool) -> None:
-    streams_here(kind)
-    play(while_kernels_read, kind, PAGES, HOST_PAGES, forgotten=forgotten)

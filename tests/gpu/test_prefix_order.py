@@ -3,10 +3,8 @@ other threads for who copies."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 
 from ballonet.hooks.forward.lease import ForwardLease
@@ -15,7 +13,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix.sequence import CachedSequence, Run, copy_in, reading
 
 from .hold import held
-from .scene import Place, everywhere, play
+from .scene import Place, scene
 
 
 class Stored:
@@ -48,7 +46,8 @@ class Stored:
         assert torch.equal(copy.values, torch.cat([-self.new] * times, dim=2))
 
 
-def who_copies_waits_for_who_wrote(place: Place) -> None:
+@scene(pages=256)
+def test_who_copies_waits_for_who_wrote(place: Place) -> None:
     stored, reader = Stored(place), place.lane()
     stored.copied()  # what is done once is done
     place.synchronize()
@@ -63,7 +62,8 @@ def who_copies_waits_for_who_wrote(place: Place) -> None:
     stored.check(copy, 2)
 
 
-def who_goes_on_waits_for_who_copied(place: Place) -> None:
+@scene(pages=256)
+def test_who_goes_on_waits_for_who_copied(place: Place) -> None:
     stored, writer = Stored(place), place.lane()
     with held(place) as hold:
         with hold.lane():
@@ -80,21 +80,16 @@ def who_goes_on_waits_for_who_copied(place: Place) -> None:
     stored.check(copy, 1)
 
 
-def other_threads_move_nothing_that_is_copied(place: Place) -> None:
+@scene(pages=256)
+def test_other_threads_move_nothing_that_is_copied(place: Place) -> None:
     stored = Stored(place)
     home = stored.layer.home
     assert home is not None
-    moves = 0
-
-    def elsewhere() -> None:
-        nonlocal moves
-        moves = sum(home.range.move(piece, "device") for piece in range(2))
 
     def tried() -> int:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-        return moves
+        """Pages that another thread moves."""
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(lambda: sum(home.range.move(piece, "device") for piece in range(2))).result()
 
     with reading([Run(stored.sequence, 0, stored.tokens)]):
         keys, values = stored.sequence.part(0, 0, stored.tokens)
@@ -103,12 +98,3 @@ def other_threads_move_nothing_that_is_copied(place: Place) -> None:
     assert tried() == 2
     del keys, values
     stored.check(stored.copied(), 1)
-
-
-@everywhere
-@pytest.mark.parametrize(
-    "scene",
-    [who_copies_waits_for_who_wrote, who_goes_on_waits_for_who_copied, other_threads_move_nothing_that_is_copied],
-)
-def test_prefixes_are_used_in_order(kind: str, scene: Callable[[Place], None]) -> None:
-    play(scene, kind, pages=256)

@@ -23,8 +23,7 @@ from ..architectures import ARCHITECTURES
 from ..architectures.encoder_decoders import ENCODER_DECODERS
 from ..architectures.multimodal import MULTIMODAL
 from .scene import Place, everywhere, play
-from .stock import differences
-from .test_weights_streaming import small_layers, streams_here
+from .stock import differences, small_layers
 
 OTHERS = ENCODER_DECODERS | MULTIMODAL  # of which no prefix is kept: what an encoder gave is not among the tokens
 NAMES = (*[name for name in ARCHITECTURES if name not in OTHERS][::3], *list(OTHERS)[::5])
@@ -36,17 +35,12 @@ Lever = Callable[[Place, Any], contextlib.AbstractContextManager[Callable[[], bo
 
 
 @contextlib.contextmanager
-def chaos(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
-    """Pages of weights and KV move between layers, to the host and back. Yields: has anything moved?"""
-    with ballonet.manage(model, chaos=5) as managed:
-        yield lambda: chaos_of(managed) is not None and chaos_of(managed).moved["weights"] > 0
-
-
-@contextlib.contextmanager
 def streaming(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
-    """Every layer that can comes through slots."""
+    """Every layer that can comes through slots; no weight goes back to the host."""
     with small_layers(), ballonet.manage(model, interval=1) as managed:
-        yield lambda: bool(managed.report().streamed) and managed.report().link_bytes > 0
+        before = ballonet.stats().copied.weights_d2h
+        yield lambda: managed.report().link_bytes > 0
+        assert ballonet.stats().copied.weights_d2h == before
 
 
 @contextlib.contextmanager
@@ -89,7 +83,6 @@ def prefix(place: Place, model: Any) -> Iterator[Callable[[], bool]]:
 
 
 LEVERS: dict[str, Lever] = {
-    "chaos": chaos,
     "streaming": streaming,
     "streaming and chaos": streaming_and_chaos,
     "spill": spill,
@@ -114,17 +107,17 @@ def answers(model: Any, name: str, way: str, place: Place) -> models.Output:
     return models.generate(model, mode, {"input_ids": more, "attention_mask": torch.ones_like(more)}, TOKENS)
 
 
-def tokens_are_stocks(place: Place, names: tuple[str, ...], levers: tuple[str, ...]) -> None:
+def tokens_are_stocks(place: Place, names: tuple[str, ...]) -> None:
     wrong: list[str] = []
-    pulled: dict[str, list[bool]] = {lever: [] for lever in levers}
+    pulled: dict[str, list[bool]] = {lever: [] for lever in LEVERS}
     for name in names:
         model = models.build(name).to(place.kind)
         expected = {
-            way: answers(model, name, way, place) for way in {way for each in levers for way in ways(name, each)}
+            way: answers(model, name, way, place) for way in {way for each in LEVERS for way in ways(name, each)}
         }
-        for lever in levers:
+        for lever, pull in LEVERS.items():
             if wanted := ways(name, lever):
-                with LEVERS[lever](place, model) as moved:
+                with pull(place, model) as moved:
                     for way in wanted:
                         if said := differences(answers(model, name, way, place), expected[way]):
                             wrong.append(f"{name}, {way}, {lever}: {said}")
@@ -137,14 +130,9 @@ def tokens_are_stocks(place: Place, names: tuple[str, ...], levers: tuple[str, .
 
 
 @everywhere
-@pytest.mark.parametrize("spills", [False, True])
 @pytest.mark.parametrize("first", range(0, len(NAMES), AT_ONCE))
-def test_tokens_are_stocks(kind: str, first: int, spills: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams_here(kind)
+def test_tokens_are_stocks(kind: str, first: int) -> None:
     if kind == "cpu" and first:
         pytest.skip("tests/test_generate_equivalence.py has all of them for a CPU")
     names = NAMES[first : first + AT_ONCE] if kind == "cuda" else FEW
-    if spills:
-        monkeypatch.setenv("BALLONET_SPILL", "1")
-    levers = tuple(lever for lever in LEVERS if (lever == "spill") == spills)
-    play(tokens_are_stocks, kind, pages=256, host_pages=256, names=names, levers=levers)
+    play(tokens_are_stocks, kind, pages=256, host_pages=256, spill=True, names=names)

@@ -10,18 +10,19 @@ import torch
 import ballonet
 
 from .. import models
-from .scene import Place, everywhere, play
-from .stock import differences, questions
-from .test_weights_streaming import small_layers, streams_here, tiny
+from .scene import Place, scene
+from .stock import differences, questions, small_layers, tiny
 
 LAYERS = 8  # of which a model may stream a quarter where nothing was measured
 TOKENS = 4
 STEP = 2  # pages by which the budget shrinks
 
 
-def pages_of_layers_go_to_a_cache(place: Place, rows: int) -> None:
+@scene(needs_host=True, pages=512, host_pages=256)
+def test_pages_of_layers_go_to_a_cache(place: Place) -> None:
     """The budget shrinks little by little until somebody gives. Nothing is copied before, tokens are the same in all
     that follows, and no weight goes to the host twice, but where its copy there was given up."""
+    rows = 32 if place.cuda else 4
     three = [tiny("llama", place, layers=LAYERS) for _ in range(3)]
     inputs = questions("llama", place.kind)
     many = {name: torch.cat([each] * rows) for name, each in inputs.items()}
@@ -60,9 +61,3 @@ def pages_of_layers_go_to_a_cache(place: Place, rows: int) -> None:
         made = found.copied.weights_d2h // found.page_size
         assert made <= found.host_pages + given_up, "a twin was made twice"
         assert sum(found.pages.values()) <= pages
-
-
-@everywhere
-def test_pages_of_layers_go_to_a_cache(kind: str) -> None:
-    streams_here(kind)
-    play(pages_of_layers_go_to_a_cache, kind, pages=512, host_pages=256, rows=32 if kind == "cuda" else 4)

@@ -3,19 +3,16 @@ that was made ahead for who writes on the host, new pages for who reads the addr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 import ballonet
-from ballonet.allocator._native import Transfer
+from ballonet.allocator._native import Done, Transfer
 
 from .hold import Hold, held, held_copies
-from .scene import Place, everywhere, over, play
-from .stock import questions
-from .test_weights_streaming import LAYERS, small_layers, streams_here, tiny
+from .scene import Place, over, scene
+from .stock import LAYERS, questions, small_layers, tiny
 
 PAGES = 4
 
@@ -30,7 +27,15 @@ def answer(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def layers_wait_for_their_copies(place: Place) -> None:
+def another_copy(place: Place) -> Done:
+    """Of pages of its own, which waits for nothing but the copies before it."""
+    one, other = place.range(1), place.range(1)
+    copies = [(one.address, other.address, place.page)]
+    return Transfer(place.device).copy(copies, after=place.lane().handle, owner="kv", to="device")
+
+
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_layers_wait_for_their_copies(place: Place) -> None:
     model, ids = made(place)
     right, lane = answer(model, ids), place.lane()
     lane.follow()
@@ -46,15 +51,14 @@ def layers_wait_for_their_copies(place: Place) -> None:
         assert torch.equal(found, right)
 
 
-def copies_wait_for_layers(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_copies_wait_for_layers(place: Place) -> None:
     """A layer computes late: no copy overtakes it that comes after one to its slot."""
     model, ids = made(place)
     right, lane = answer(model, ids), place.lane()
     lane.follow()
-    aside = place.lane()
-    one, other = place.range(1), place.range(1)
     holds: list[Hold] = []
-    for layer in range(LAYERS - 2):  # which another one follows in its slot
+    for layer in range(2):  # which another one follows in its slot
         with small_layers(), ballonet.manage(model, interval=1):
             with lane():
                 answer(model, ids)
@@ -63,25 +67,21 @@ def copies_wait_for_layers(place: Place) -> None:
             with lane():
                 found = answer(model, ids)
             handle.remove()
-            copies = [(one.address, other.address, place.page)]
-            done = Transfer(place.device).copy(copies, after=aside.handle, owner="kv", to="device")
+            done = another_copy(place)
             holds[-1].keeps(done.passed)
             holds[-1].close()
             lane.lead()
             assert torch.equal(found, right), f"layer {layer} was overwritten before it computed"
             done.wait()
-    one.close()
-    other.close()
 
 
-def copies_wait_for_every_reader(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_copies_wait_for_every_reader(place: Place) -> None:
     """Two layers have a slot each, which two streams read one after the other, the first of them late. Then one of the
     layers is written to, and copied again."""
     model, ids = made(place)
     right = answer(model, ids)
     late, early = sorted((place.lane(), place.lane()), key=lambda lane: lane.handle)
-    aside = place.lane()
-    one, other = place.range(1), place.range(1)
     with small_layers(), ballonet.manage(model, interval=LAYERS // 2) as managed:
         layer, _ = managed.report().streamed
         for lane in (late, early):
@@ -98,19 +98,17 @@ def copies_wait_for_every_reader(place: Place) -> None:
             answer(model, ids)
             model.model.layers[layer].mlp.down_proj.weight.data.mul_(1.5)
             answer(model, ids)
-        copies = [(one.address, other.address, place.page)]
-        done = Transfer(place.device).copy(copies, after=aside.handle, owner="kv", to="device")
+        done = another_copy(place)
         holds[0].keeps(done.passed)
         holds[0].close()
         late.lead()
         assert torch.equal(found, right), "a layer was copied again while a stream read it"
         done.wait()
         place.synchronize()
-    one.close()
-    other.close()
 
 
-def what_is_written_is_copied_again(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_what_is_written_is_copied_again(place: Place) -> None:
     """Somebody who holds weights writes to them between two passes, in a way that nobody counts."""
     model, ids = made(place)
     stock, _ = made(place)
@@ -124,7 +122,8 @@ def what_is_written_is_copied_again(place: Place) -> None:
                 assert torch.equal(answer(model, ids), answer(stock, ids)), f"layer {layer} is what it was before"
 
 
-def addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
     """Addresses that lead to the host get pages with the same bytes, while slow work reads there."""
     group = place.device.group()
     home, twin, spare = (place.device.reserve(PAGES * place.page, "weights", group) for _ in range(3))
@@ -145,23 +144,3 @@ def addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
     hold.lane.lead()
     assert seen.eq(7).all().item()
     assert shown.eq(7).all().item()
-    del shown
-    for each in (home, twin, spare):
-        each.close()
-    place.device.reap(wait=True)
-
-
-@everywhere
-@pytest.mark.parametrize(
-    "scene",
-    [
-        layers_wait_for_their_copies,
-        copies_wait_for_layers,
-        copies_wait_for_every_reader,
-        what_is_written_is_copied_again,
-        addresses_that_get_pages_wait_for_who_reads,
-    ],
-)
-def test_slots_are_used_in_order(kind: str, scene: Callable[[Place], None]) -> None:
-    streams_here(kind)
-    play(scene, kind, pages=256, host_pages=128)

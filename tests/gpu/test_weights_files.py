@@ -20,10 +20,12 @@ from ballonet.offload.residency.weights_file import WeightsFile
 
 from .. import weights
 from ..models import build
-from .scene import Place, everywhere, over, play
+from .scene import Place, over, scene
 
 
-def a_layer_comes_from_its_file(place: Place, first: int) -> None:
+@scene()
+@pytest.mark.parametrize("first", [96, 240])
+def test_a_layer_comes_from_its_file(place: Place, first: int) -> None:
     """Wherever its data begins, in pieces that are registered alone; and nothing faults when the file is cut short."""
     sizes = {"a": 3 * place.page + 512, "b": place.page, "gap": 300, "c": 2 * place.page + 7}
     with tempfile.TemporaryDirectory() as folder:
@@ -63,13 +65,8 @@ def a_layer_comes_from_its_file(place: Place, first: int) -> None:
         slot.close()
 
 
-@everywhere
-@pytest.mark.parametrize("first", [96, 240])
-def test_a_layer_comes_from_its_file(kind: str, first: int) -> None:
-    play(a_layer_comes_from_its_file, kind, first=first)
-
-
-def a_model_is_found_in_its_files(place: Place) -> None:
+@scene()
+def test_a_model_is_found_in_its_files(place: Place) -> None:
     """What is compared is compared on the device."""
     with tempfile.TemporaryDirectory() as folder:
         build("llama").save_pretrained(folder, max_shard_size="100KB")
@@ -83,8 +80,3 @@ def a_model_is_found_in_its_files(place: Place) -> None:
             model.get_parameter(changed)[-1, -1] += 1
         assert set(weights_files.find(model).left) == unsaved | {changed}
         assert place.device.snapshot()["copied"] == moved
-
-
-@everywhere
-def test_a_model_is_found_in_its_files(kind: str) -> None:
-    play(a_model_is_found_in_its_files, kind)

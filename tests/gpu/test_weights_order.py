@@ -6,8 +6,9 @@ import contextlib
 import gc
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from transformers import DynamicCache
 
@@ -15,40 +16,13 @@ import ballonet
 from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.device import governors
 
-from .. import models
-from .scene import ROOT, Captured, Lane, Place, everywhere, play
-from .stock import TOKENS, differences, questions
-from .test_weights_streaming import LAYERS, small_layers, streams_here, tiny, to_host
+from .hold import meanwhile
+from .scene import ROOT, Captured, Lane, Place, scene
+from .stock import LAYERS, questions, small_layers, tiny
 
 
-def models_in_turns(place: Place, rounds: int) -> None:
-    """Two models with slots of their own, a few tokens of each in turn; one is broken off in the middle of a layer."""
-    both = [tiny("llama", place), tiny("llama", place, layers=LAYERS - 2)]
-    inputs = questions("llama", place.kind)
-    expected = [models.generate(model, "greedy", inputs, TOKENS) for model in both]
-    broken = both[0].model.layers[3].mlp
-
-    def fail(*_: object) -> None:
-        raise ValueError("as it should")
-
-    with small_layers(), ballonet.manage(both[0], interval=2), ballonet.manage(both[1], interval=1):
-        for step in range(rounds):
-            if step % 2:
-                handle = broken.register_forward_pre_hook(fail)
-                with pytest.raises(ValueError, match="as it should"):
-                    both[0](**inputs)
-                handle.remove()
-            for model, right in zip(both, expected, strict=True):
-                assert not differences(models.generate(model, "greedy", inputs, TOKENS), right)
-
-
-@everywhere
-def test_models_in_turns_and_a_forward_that_breaks_off(kind: str) -> None:
-    streams_here(kind)
-    play(models_in_turns, kind, pages=256, host_pages=128, rounds=6 if kind == "cuda" else 2)
-
-
-def graphs_of_resident_layers(place: Place, steps: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_graphs_of_resident_layers(place: Place) -> None:
     """Layers between two that stream are captured and replayed; the tokens are those of the same model uncaptured."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from graphed import GraphedDecode
@@ -56,55 +30,43 @@ def graphs_of_resident_layers(place: Place, steps: int) -> None:
     sys.path.remove(str(ROOT / "benchmarks"))
     model = tiny("llama", place)
 
-    def decode(streamed: tuple[int, ...]) -> list[torch.Tensor]:
+    def decode(streamed: tuple[int, ...], steps: int = 8) -> torch.Tensor:
         torch.manual_seed(5)
         with GraphedDecode(model, streamed, 2, 16, steps + 1) as decoding:
             found = [decoding.step() for _ in range(steps)]
             assert all(run.captured == place.cuda for run in decoding.runs)
-            return [each.cpu() for each in found]
+            return torch.cat(found).cpu()
 
-    every_layer = tuple(range(LAYERS))
-    expected = decode(every_layer)
-    assert len(torch.cat(expected).unique()) > 1
+    expected = decode(tuple(range(LAYERS)))
+    assert len(expected.unique()) > 1
     with small_layers():
-        for interval in (3, 2):
-            with ballonet.manage(model, interval=interval) as managed:
-                with torch.no_grad():
-                    model(expected[0].to(place.kind))  # once before the first capture
-                before = to_host()
-                for found, right in zip(decode(managed.report().streamed), expected, strict=True):
-                    assert torch.equal(found, right), f"interval {interval}"
-                assert managed.report().link_bytes > 0
-                assert to_host() == before
+        with ballonet.manage(model, interval=3) as managed:
+            with torch.no_grad():
+                model(expected[:2].to(place.kind))  # once before the first capture
+            before = ballonet.stats().copied.weights_d2h
+            assert torch.equal(decode(managed.report().streamed), expected)
+            assert managed.report().link_bytes > 0
+            assert ballonet.stats().copied.weights_d2h == before
         with ballonet.manage(model) as managed:
-            for found, right in zip(decode(()), expected, strict=True):
-                assert torch.equal(found, right), "with the default interval"
+            assert torch.equal(decode(()), expected), "with the default interval"
             gc.collect()
             assert managed.report().kept == (), "the graphs are gone"
-
-
-@everywhere
-def test_graphs_of_resident_layers(kind: str) -> None:
-    streams_here(kind)
-    play(graphs_of_resident_layers, kind, pages=256, host_pages=128, steps=12)
 
 
 def exhaust(place: Place) -> bool:
     """Every page that can be had is, for a moment; False where somebody had none left to give."""
     filler = place.device.reserve(place.device.budget, "kv", place.device.group())
     before = place.device.snapshot()["reclaimed"]
-    try:
+    with contextlib.suppress(PoolExhausted):
         for piece in range(filler.pieces):
             filler.map(piece, 1)
-    except PoolExhausted:
-        pass
-    finally:
-        filler.close()
-        place.device.reap(wait=True)
+    filler.close()
+    place.device.reap(wait=True)
     return bool(place.device.snapshot()["reclaimed"] > before)
 
 
-def graphs_while_pages_run_out(place: Place, steps: int) -> None:
+@scene(needs_host=True, pages=256, host_pages=128)
+def test_graphs_while_pages_run_out(place: Place) -> None:
     """A whole model in a graph, with the default interval: its layers stay, for whatever other threads need pages."""
     model = tiny("llama", place, layers=2 * LAYERS)
     ids = questions("llama", place.kind)["input_ids"]
@@ -133,19 +95,13 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
         captured = Captured(place, work)
         assert torch.equal(captured.replay()[0], right)
         assert managed.report().kept == (tuple(range(2 * LAYERS)) if place.cuda else ())
-        if place.cuda:
-            assert not place.device.published
-        stop, memory = threading.Event(), threading.Lock()  # held by whoever needs pages
+        assert not place.cuda or not place.device.published
+        memory, lanes = threading.Lock(), [place.lane() for _ in range(2)]  # held by whoever needs pages
 
-        def elsewhere() -> None:
-            while not stop.is_set():
-                with memory:
-                    exhaust(place)
-                stop.wait(0.001)
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        lanes = [place.lane() for _ in range(2)]
+        def need() -> None:
+            with memory:
+                exhaust(place)
+            time.sleep(0.001)
 
         def launch(lane: Lane, graph: Captured) -> None:
             lane.follow()
@@ -153,25 +109,19 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
                 graph.launch()
             lane.lead()
 
-        try:
-            for step in range(steps):
+        with meanwhile(need), ThreadPoolExecutor(1) as strangers:
+            for step in range(200 if place.cuda else 5):
                 captured.outputs[0].zero_()
                 if step % 4:
                     launch(lanes[step % 2], captured)
                 else:  # on a thread that has never run the model; its current stream is this one's
-                    other = threading.Thread(target=launch, args=(lanes[0], captured))
-                    other.start()
-                    other.join()
+                    strangers.submit(launch, lanes[0], captured).result()
                 with memory:
                     assert torch.equal(captured.outputs[0], right), "while another thread takes what it can"
-        finally:
-            stop.set()
-            thread.join()
         for _ in range(2):
             assert torch.equal(work()[0], eager)
             assert torch.equal(captured.replay()[0], right)
-        if place.cuda:
-            assert managed.report().streamed == ()
+        assert not place.cuda or managed.report().streamed == ()
         del captured
         gc.collect()
         prepare()
@@ -182,30 +132,21 @@ def graphs_while_pages_run_out(place: Place, steps: int) -> None:
         assert managed.report().streamed
 
 
-@everywhere
-def test_graphs_while_pages_run_out(kind: str) -> None:
-    streams_here(kind)
-    play(graphs_while_pages_run_out, kind, pages=256, host_pages=128, steps=200 if kind == "cuda" else 5)
-
-
-def caches_in_graphs(place: Place) -> None:
+@scene(pages=256)
+@torch.no_grad()
+def test_caches_in_graphs(place: Place) -> None:
     """What a capture makes of a cache is the graph's; what it reads of one that was there stays for as long as it."""
     model = tiny("llama", place)
     ids = questions("llama", place.kind)["input_ids"]
 
     def begin() -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():
-            return (model(ids, use_cache=True).logits,)
+        return (model(ids, use_cache=True).logits,)
 
     def step(cache: DynamicCache) -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = model(ids[:, :1], past_key_values=cache).logits
-        return logits
+        return model(ids[:, :1], past_key_values=cache).logits
 
     def filled(tokens: torch.Tensor) -> DynamicCache:
-        with torch.no_grad():
-            cache: DynamicCache = model(tokens, use_cache=True).past_key_values
-        return cache
+        return model(tokens, use_cache=True).past_key_values
 
     right, right_step = begin()[0].clone(), step(filled(ids)).clone()
     with small_layers(), ballonet.manage(model):
@@ -216,37 +157,5 @@ def caches_in_graphs(place: Place) -> None:
             step(filled(ids.flip(1)))  # caches of others come and go where those were
             gc.collect()
             assert torch.equal(whole.replay()[0], right)
-            if place.cuda:
-                assert torch.equal(later.replay()[0], right_step)
-            else:
-                assert torch.equal(later.outputs[0], right_step)
+            assert torch.equal(later.replay()[0] if place.cuda else later.outputs[0], right_step)
         del whole, later
-
-
-@everywhere
-def test_caches_in_graphs(kind: str) -> None:
-    play(caches_in_graphs, kind, pages=256)
-
-
-def much_to_compute(place: Place, length: int, rounds: int) -> None:
-    """A long prompt: each layer computes for longer than the next takes to come, so copies wait for slots."""
-    model = tiny("llama", place)
-    prompt = torch.randint(2, models.VOCABULARY, (4, length), generator=torch.Generator().manual_seed(2)).to(place.kind)
-
-    def answer() -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = model(prompt, use_cache=False).logits
-        return logits.sum(-1).cpu()
-
-    right = answer()
-    with small_layers(), ballonet.manage(model, interval=1) as managed:
-        for _ in range(rounds):
-            assert torch.equal(answer(), right)
-        assert managed.report().link_bytes > 0
-
-
-@everywhere
-def test_much_to_compute(kind: str) -> None:
-    streams_here(kind)
-    cuda = kind == "cuda"
-    play(much_to_compute, kind, pages=1024 if cuda else 256, host_pages=128, length=4096 if cuda else 64, rounds=5)
