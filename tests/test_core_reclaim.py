@@ -183,16 +183,6 @@ def test_what_lies_idle_goes_first() -> None:
         assert keys(core) == [1]
 
 
-def test_who_moves_a_page_finds_none_and_takes_nothing() -> None:
-    with opened(budget=2) as core:
-        one = layer(core)
-        core.device.publish([one.entry(1)])
-        kv = core.range(1)
-        kv.map_host(0, 1)
-        assert not kv.move(0, "device")
-        assert keys(core) == []
-
-
 def test_a_request_that_nothing_could_meet_takes_nothing() -> None:
     with opened(budget=6) as core:
         one, kept = layer(core), layer(core)
@@ -204,30 +194,6 @@ def test_a_request_that_nothing_could_meet_takes_nothing() -> None:
         assert one.place == kept.place == "device"
         core.range(4).map(0, 4)
         assert keys(core) == [1]
-
-
-def test_a_lower_budget_takes_what_it_can() -> None:
-    with opened(budget=8) as core:
-        layers = [layer(core, value=value) for value in (1, 5)]
-        core.range(4).map(0, 4)
-        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
-        core.device.set_budget(7 * PAGE)
-        assert keys(core) == [0]
-        assert (core.created(), physical()) == (7, 7 * PAGE)  # one of them is free
-        core.device.set_budget(4 * PAGE)
-        assert keys(core) == [1]
-        assert physical() == 4 * PAGE
-        assert all(one.intact() for one in layers)
-
-
-def test_a_clean_twin_costs_no_copy() -> None:
-    with opened(budget=2) as core:
-        one = layer(core).clean()
-        core.device.publish([one.entry(1)])
-        made = all_calls(lambda: core.range(2).map(0, 2))
-        assert keys(core) == [1]
-        assert one.intact()
-        assert (d2h(core), made.get("cuMemcpyAsync", 0)) == (0, 0)
 
 
 def test_a_twin_is_made_from_the_pages_themselves_and_only_where_it_lacks_them() -> None:
@@ -260,21 +226,6 @@ def test_a_layer_that_comes_back_and_is_taken_again_costs_one_copy_in_all() -> N
             assert one.home.own(0, 2)
             fill(one.home, one.value)
         assert d2h(core) == 2 * PAGE
-
-
-def test_tensors_at_home_show_the_same_bytes_at_the_same_address() -> None:
-    with opened(budget=4) as core:
-        one = layer(core)
-        tensor = from_dlpack(one.home.tensor(0, (2 * PAGE,), (1,), 1, 8))
-        before, address = tensor.clone(), tensor.data_ptr()
-        core.device.publish([one.entry(1)])
-        core.range(4).map(0, 3)
-        assert keys(core) == [1]
-        assert torch.equal(tensor, before)
-        assert tensor.data_ptr() == address
-        tensor[0] = 99
-        assert ctypes.string_at(one.twin.address, 1) == b"\x63"
-        del tensor
 
 
 @pytest.fixture

@@ -60,7 +60,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simu
 def gpu(start: Callable[..., Simulated]) -> Iterator[Simulated]:
     device = start()
     yield device
-    device.ok("cuCtxSynchronize")
+    device.clear()
     free, total = device.memory()
     assert (free, device.counts().reports, device.failures) == (total, 0, [])
     device.finish()
