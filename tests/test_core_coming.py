@@ -21,7 +21,6 @@ from .core import (
     arm,
     behind,
     calls,
-    capturing,
     disarm,
     eventually,
     holds,
@@ -386,24 +385,6 @@ def attempts(work: Callable[[], object]) -> None:
         work()
     except (BallonetError, PoolExhausted):
         work()
-
-
-def test_nothing_is_made_while_a_stream_is_captured(tmp_path: Path) -> None:
-    path, set_capturing = capturing(tmp_path)
-    with opened(path=path) as core:
-        core.stream()
-        set_capturing(1)
-        layers = Layers(core, 3)
-        before = calls()
-        eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
-        settled(core)
-        assert [calls()[name] for name in ("cuMemCreate", "cuMemMap", "cuMemAddressReserve")] == [
-            before[name] for name in ("cuMemCreate", "cuMemMap", "cuMemAddressReserve")
-        ]
-        assert ahead(core) == 0
-        set_capturing(0)
-        eventually(lambda: ahead(core) == 6)
-        layers.close()
 
 
 SLOW = """
