@@ -131,14 +131,6 @@ def live_and_end() -> Life:
     return life
 
 
-def test_without_a_fault_nothing_is_refused() -> None:
-    clean()
-    before = faults_fired()
-    assert live_and_end().done
-    assert faults_fired() == before
-    assert physical() == physical("host") == 0
-
-
 def life_calls() -> dict[str, int]:
     clean()
     live_and_end()

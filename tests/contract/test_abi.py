@@ -1,15 +1,9 @@
-"""`driver_abi.h`, and the structures of the simulated runtime, against NVIDIA's own words.
-
-Those are the headers of a toolkit, where there is one: two programs, one per header, print what they see line by line:
-sizes, offsets, constants, symbols, sizes of parameters. And the Python bindings (cuda-bindings), which need neither a
-toolkit nor a driver to say the same.
-"""
+"""`driver_abi.h`, and the structures of the simulated runtime, against NVIDIA's Python bindings and headers."""
 
 import ctypes
 import glob
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -67,68 +61,11 @@ CONSTANTS = {
     "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID": "kAttributeHostNumaId",
     "CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED": "kAttributeHostNumaVirtualMemory",
 }
-TYPES = ["CUresult", "CUdevice", "CUdeviceptr", "CUmemGenericAllocationHandle", "CUcontext", "CUstream", "CUevent"]
-FIELDS = {
-    "CUmemLocation": ["type", "id"],
-    "CUmemAllocationProp": ["type", "requestedHandleTypes", "location", "win32HandleMetaData"]
-    + [f"allocFlags.{name}" for name in ("compressionType", "gpuDirectRDMACapable", "usage", "reserved")],
-    "CUmemAccessDesc": ["location", "flags"],
-}
 
 
 def cuda_header() -> Path | None:
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), *sorted(glob.glob("/usr/local/cuda*"))]
     return next((found for home in homes if home and (found := Path(home) / "include" / "cuda.h").exists()), None)
-
-
-def layout_lines() -> list[str]:
-    """C++ statements that print layouts; the same text serves both headers."""
-    lines = [f'show("sizeof {name}", sizeof({name}));' for name in [*TYPES, *FIELDS]]
-    for struct, fields in FIELDS.items():
-        for name in fields:
-            lines.append(
-                f'show("{struct}.{name}", offsetof({struct}, {name}), sizeof({struct}::{name.split(".")[0]}));'
-            )
-    return lines
-
-
-def printed(folder: Path, name: str, header: Path, statements: list[str]) -> list[str]:
-    """Compiles a program that includes `header` and runs the statements; returns the lines that it prints."""
-    source = folder / f"{name}.cpp"
-    source.write_text(
-        f'#include "{header}"\n'
-        "#include <cstddef>\n#include <iostream>\n"
-        "#define TEXT_(x) #x\n#define TEXT(x) TEXT_(x)\n"
-        "template <class... N> void show(const char* what, N... numbers) {\n"
-        '  std::cout << what; ((std::cout << " " << static_cast<long long>(numbers)), ...); std::cout << "\\n";\n}\n'
-        "template <class R, class... A> void show_parameters(const char* what, R (*)(A...)) {\n"
-        "  show(what, sizeof(A)...);\n}\n"
-        "int main() {\n  " + "\n  ".join(statements) + "\n}\n"
-    )
-    program = folder / name
-    compiler = os.environ.get("CXX", "g++")
-    subprocess.run([compiler, "-std=c++17", "-o", str(program), str(source)], check=True, timeout=120)
-    return subprocess.run([str(program)], check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-
-
-def test_the_abi_is_that_of_cuda_h(tmp_path: Path) -> None:
-    header = cuda_header()
-    if header is None:
-        pytest.skip("no cuda.h in CUDA_HOME, CUDA_PATH or /usr/local/cuda*/include")
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("no C++ compiler")
-    assert set(CONSTANTS.values()) == set(re.findall(r"\b(k[A-Z]\w+) = ", HEADER.read_text()))
-    functions = declared("BALLONET_DRIVER_FUNCTIONS")
-    theirs = layout_lines() + [f'show("{name}", {name});' for name in CONSTANTS]
-    theirs += [f"show_parameters(TEXT({name}), static_cast<decltype(&{name})>(nullptr));" for name in functions]
-    ours = layout_lines() + [f'show("{name}", ballonet::cuda::{mine});' for name, mine in CONSTANTS.items()]
-    ours.append(
-        "#define X(name, symbol, ...) show_parameters(symbol, static_cast<CUresult (*)(__VA_ARGS__)>(nullptr));"
-    )
-    ours.append("BALLONET_DRIVER_FUNCTIONS(X)")
-    expected = printed(tmp_path, "theirs", header, theirs)
-    assert len(expected) > len(CONSTANTS) + len(functions)
-    assert printed(tmp_path, "ours", HEADER, ours) == expected
 
 
 WIDE = (
@@ -154,6 +91,7 @@ def test_the_abi_is_that_of_nvidia_s_bindings() -> None:
     theirs = {name: int(value) for each in enums for name, value in each.__members__.items()}
     theirs |= {name: value for name, value in vars(driver).items() if name in CONSTANTS and isinstance(value, int)}
     ours = {name: int(value) for name, value in re.findall(r"\b(k[A-Z]\w+) = (\d+)", HEADER.read_text())}
+    assert set(CONSTANTS.values()) == set(ours)
     assert {name: ours[mine] for name, mine in CONSTANTS.items()} == {name: theirs[name] for name in CONSTANTS}
 
     declarations = (Path(driver.__file__).parent / "cydriver.pxd").read_text()
