@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,10 @@ from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 from .core import (
     PAGE,
     Core,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
     arm,
+    backings,
     behind,
     calls,
     capturing,
@@ -32,7 +34,6 @@ from .core import (
     opened,
     page_calls,
     physical,
-    shim,
     write,
 )
 
@@ -49,15 +50,6 @@ def threads() -> int:
         except OSError:  # it has ended since
             continue
     return names.count(THREAD)
-
-
-def ahead(core: Core) -> int:
-    pages: int = core.device.snapshot()["ahead"]
-    return pages
-
-
-def backings(some: _native.Range) -> list[str]:
-    return [some.backing(piece) for piece in range(some.pieces)]
 
 
 # -- the thread -------------------------------------------------------------------------------------------------------
@@ -157,35 +149,13 @@ def test_while_a_stream_is_captured_the_thread_does_nothing(tmp_path: Path) -> N
         eventually(lambda: backings(later) == ["none"] * 4)
 
 
-# The next event that is recorded becomes part of a graph, until it is recorded again.
-CAPTURED = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-static int next;
-static void* captured;
-void capture_next(void) { next = 1; }
-int cuEventRecord(void* event, void* stream) {
-  if (next) { next = 0; captured = event; return 0; }
-  if (event == captured) captured = 0;
-  return ((int (*)(void*, void*))dlsym(RTLD_NEXT, "cuEventRecord"))(event, stream);
-}
-int cuEventQuery(void* event) {
-  return event == captured ? 907 : ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventQuery"))(event);
-}
-int cuEventSynchronize(void* event) {
-  return event == captured ? 907 : ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventSynchronize"))(event);
-}
-"""
-
-
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_event_that_a_capture_took_is_recorded_anew(tmp_path: Path, waits: bool) -> None:
-    path = shim(tmp_path, CAPTURED)
-    with opened(path=path) as core:
+def test_an_event_that_a_capture_took_is_recorded_anew(gate: Gate, waits: bool) -> None:
+    with opened(path=gate.path) as core:
         core.stream()
         some = core.range(4, "weights")
         some.map(0, 4)
-        ctypes.CDLL(path).capture_next()
+        gate.library.capture_next(0)
         some.retire(0, 4)
         if waits:
             core.device.reap(wait=True)
@@ -248,11 +218,11 @@ def test_what_was_mapped_ahead_is_claimed_without_the_driver() -> None:
         some.map_ahead(2, 3)
         core.device.reap(wait=True)
         assert backings(some) == ["device", "device", "kept", "kept", "kept", "none"]
-        assert (some.backed, ahead(core), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
+        assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
         pages = [some.page(piece) for piece in (2, 3)]
         assert page_calls(lambda: some.map(2, 2)) == {}
         assert [some.page(piece) for piece in (2, 3)] == pages
-        assert (some.backed, ahead(core), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
+        assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
         write(some.address, 7, 4 * PAGE)
         assert physical() == 5 * PAGE
         assert len(maps(some.address, 5 * PAGE)) == 1  # neighbours in address are neighbours in the pool
@@ -266,7 +236,7 @@ def test_nothing_is_taken_from_anybody() -> None:
         other.map(0, 4)
         some.map_ahead(0, 8)
         core.device.reap(wait=True)
-        assert ahead(core) == 2
+        assert core.ahead() == 2
         assert core.pages()["activations"] == 2
         assert backings(some)[:3] == ["kept", "kept", "none"]
 
@@ -277,11 +247,11 @@ def test_whoever_needs_pages_gets_those_mapped_ahead_after_all_others() -> None:
         some.map_ahead(0, 4)
         core.device.reap(wait=True)
         assert "cuMemUnmap" not in page_calls(lambda: other.map(0, 8))  # new pages
-        assert ahead(core) == 4
+        assert core.ahead() == 4
         assert page_calls(lambda: other.map(8, 1))["cuMemUnmap"] == 1
         assert backings(some) == ["kept", "kept", "kept", "none"]  # the last one first
         other.map(9, 3)
-        assert (ahead(core), core.pages()["weights"]) == (0, 12)
+        assert (core.ahead(), core.pages()["weights"]) == (0, 12)
         assert all(one.place is None for one in maps(some.address, some.nbytes))
         with pytest.raises(PoolExhausted):
             some.map(0, 1)
@@ -294,7 +264,7 @@ def test_the_heap_gets_them_too() -> None:
         some.map_ahead(0, 6)
         core.device.reap(wait=True)
         block = core.device.allocate(7 * PAGE)
-        assert ahead(core) <= 1
+        assert core.ahead() <= 1
         core.device.deallocate(block)
 
 
@@ -319,14 +289,14 @@ def test_no_more_is_mapped_ahead_than_fifty_megabytes() -> None:
         some, other = core.range(4), core.range(4)
         some.map_ahead(0, 4)
         core.device.reap(wait=True)
-        assert ahead(core) == 50_000_000 // page == 2
+        assert core.ahead() == 50_000_000 // page == 2
         other.map_ahead(0, 1)
         core.device.reap(wait=True)
-        assert ahead(core) == 2
+        assert core.ahead() == 2
         some.map(0, 1)
         other.map_ahead(0, 4)
         core.device.reap(wait=True)
-        assert (ahead(core), backings(other)[0]) == (2, "kept")
+        assert (core.ahead(), backings(other)[0]) == (2, "kept")
 
 
 def test_retiring_gives_up_what_was_mapped_ahead_and_makes_room_for_more() -> None:
@@ -335,12 +305,12 @@ def test_retiring_gives_up_what_was_mapped_ahead_and_makes_room_for_more() -> No
         some, other = core.range(2), core.range(2)
         some.map_ahead(0, 1)
         core.device.reap(wait=True)
-        assert ahead(core) == 1
+        assert core.ahead() == 1
         some.retire(0, 2)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
         other.map_ahead(0, 1)
         core.device.reap(wait=True)
-        assert (ahead(core), backings(other)) == (1, ["kept", "none"])
+        assert (core.ahead(), backings(other)) == (1, ["kept", "none"])
 
 
 def test_bad_requests_are_refused() -> None:
@@ -355,7 +325,7 @@ def test_bad_requests_are_refused() -> None:
             core.range(4, "weights").map_ahead(0, 1)
         some.map_ahead(4, 0)
         core.device.reap(wait=True)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"])

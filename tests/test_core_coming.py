@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +16,10 @@ from ballonet.allocator.errors import BallonetError, PoolExhausted
 from .core import (
     PAGE,
     Core,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
     arm,
+    backings,
     behind,
     calls,
     disarm,
@@ -28,7 +29,6 @@ from .core import (
     opened,
     page_calls,
     physical,
-    shim,
     write,
 )
 
@@ -62,16 +62,6 @@ class Layers:
             each.close()
 
 
-def ahead(core: Core) -> int:
-    pages: int = core.device.snapshot()["ahead"]
-    return pages
-
-
-def kept(core: Core) -> int:
-    pages: int = core.device.snapshot()["kept"]
-    return pages
-
-
 def without_driver(core: Core, work: Callable[[], object]) -> None:
     """Its thread calls no driver for that; the background may, meanwhile, for what follows."""
     before = core.device.driver_ns()
@@ -83,10 +73,6 @@ def settled(core: Core) -> None:
     """What the background was asked for is done, as far as it can be."""
     core.device.reap(wait=True)
     core.device.check()
-
-
-def backings(some: _native.Range) -> list[str]:
-    return [some.backing(piece) for piece in range(some.pieces)]
 
 
 def closed(core: Core, *sizes: tuple[int, int]) -> None:
@@ -103,7 +89,7 @@ def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> N
     with opened() as core:
         layers = Layers(core, 4)
         settled(core)
-        assert (ahead(core), core.created()) == (9, 12)
+        assert (core.ahead(), core.created()) == (9, 12)
         for index in (1, 2, 3):
             without_driver(core, layers.add)
             some = layers.ranges[index]
@@ -113,7 +99,7 @@ def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> N
             assert len(maps(some.address, 3 * PAGE)) == 1  # neighbours in address are neighbours in the pool
             settled(core)
         assert [holds(layers.ranges[index].address, index, 3 * PAGE) for index in (1, 2, 3)] == [True] * 3
-        assert (ahead(core), kept(core), physical()) == (0, 0, 12 * PAGE)
+        assert (core.ahead(), core.kept(), physical()) == (0, 0, 12 * PAGE)
         layers.close()
 
 
@@ -123,7 +109,7 @@ def test_the_thread_hears_of_it_and_its_calls_are_counted_apart() -> None:
         behind_before = core.device.snapshot()["background_calls"]["cuMemCreate"]
         layers = Layers(core, 4)
         before = core.device.driver_ns()
-        eventually(lambda: ahead(core) == 9)  # nobody waits for it
+        eventually(lambda: core.ahead() == 9)  # nobody waits for it
         assert core.device.driver_ns() == before
         assert calls()["cuMemCreate"] == created + 12
         assert core.device.snapshot()["background_calls"]["cuMemCreate"] == behind_before + 9
@@ -149,21 +135,21 @@ def test_no_more_is_mapped_ahead_than_fifty_megabytes_or_a_page(page: int, most:
         layers = Layers(core, 4, mapped=1, pieces=2)
         for index in (1, 2, 3):
             settled(core)
-            assert ahead(core) == min(most, 4 - index)
+            assert core.ahead() == min(most, 4 - index)
             assert layers.add().backing(0) == "kept"
             layers.map(index)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
         layers.close()
 
 
 def test_what_a_range_takes_makes_room_for_the_next_by_itself() -> None:
     with opened(page=2**25, budget=3) as core:
         layers = Layers(core, 3, mapped=1, pieces=1)
-        eventually(lambda: ahead(core) == 1)
+        eventually(lambda: core.ahead() == 1)
         layers.add()
-        assert ahead(core) == 1
+        assert core.ahead() == 1
         layers.map(1)
-        eventually(lambda: ahead(core) == 1)
+        eventually(lambda: core.ahead() == 1)
         layers.close()
 
 
@@ -171,14 +157,14 @@ def test_no_more_is_made_than_the_budget_allows_and_whoever_needs_pages_gets_the
     with opened(budget=5) as core:
         layers = Layers(core, 3)
         settled(core)
-        assert (ahead(core), physical()) == (2, 5 * PAGE)
+        assert (core.ahead(), physical()) == (2, 5 * PAGE)
         other = core.range(2, "weights")
         assert page_calls(lambda: other.map(0, 2)) == {"cuMemUnmap": 2, "cuMemMap": 2, "cuMemSetAccess": 1}
         settled(core)
-        assert (ahead(core), physical()) == (0, 5 * PAGE)
+        assert (core.ahead(), physical()) == (0, 5 * PAGE)
         other.close()
         settled(core)
-        assert (ahead(core), physical()) == (2, 5 * PAGE)  # it has not given up
+        assert (core.ahead(), physical()) == (2, 5 * PAGE)  # it has not given up
         layers.add()
         with pytest.raises(PoolExhausted):
             layers.map(1)
@@ -193,7 +179,7 @@ def test_the_heap_moves_its_own_idle_pages_before_it_counts_on_them() -> None:
         core.device.deallocate(core.device.allocate(8 * PAGE))
         before = core.created()
         block = core.device.allocate(8 * PAGE, stream)  # not beside the first one
-        assert (core.created(), ahead(core)) == (before, 9)
+        assert (core.created(), core.ahead()) == (before, 9)
         core.device.deallocate(block)
         layers.close()
 
@@ -203,13 +189,13 @@ def test_they_go_after_all_others() -> None:
         closed(core, (2, 2))
         layers = Layers(core, 2)  # whose addresses are longer: it takes the pages
         settled(core)
-        assert (ahead(core), kept(core), core.created()) == (3, 0, 6)
+        assert (core.ahead(), core.kept(), core.created()) == (3, 0, 6)
         closed(core, (2, 2))
         other = core.range(8, "weights")
         other.map(0, 5)  # those of the slot, and new ones
-        assert (ahead(core), core.created()) == (3, 11)
+        assert (core.ahead(), core.created()) == (3, 11)
         other.map(5, 1)
-        assert ahead(core) == 2
+        assert core.ahead() == 2
         layers.close()
 
 
@@ -218,7 +204,7 @@ def test_pages_of_slots_that_are_too_short_serve_before_new_ones_are_made() -> N
         closed(core, (2, 2), (2, 2), (2, 2))
         layers = Layers(core, 2)
         settled(core)
-        assert (ahead(core), kept(core), physical()) == (3, 0, 6 * PAGE)
+        assert (core.ahead(), core.kept(), physical()) == (3, 0, 6 * PAGE)
         layers.close()
 
 
@@ -231,7 +217,7 @@ def test_where_there_are_slots_nothing_is_done() -> None:
             layers.add()
             without_driver(core, lambda index=index: layers.map(index))
         settled(core)
-        assert (ahead(core), physical()) == (0, 16 * PAGE)
+        assert (core.ahead(), physical()) == (0, 16 * PAGE)
         layers.close()
 
 
@@ -244,7 +230,7 @@ def test_slots_of_those_that_were_there_before_belong_to_everybody() -> None:
         other = core.range(6, "weights")
         other.map(0, 6)
         settled(core)  # what is missing now is made anew
-        assert (ahead(core), core.created()) == (6, 18)
+        assert (core.ahead(), core.created()) == (6, 18)
         layers.close()
 
 
@@ -253,7 +239,7 @@ def test_a_slot_that_has_too_few_pages_gets_more() -> None:
         closed(core, (PIECES, 1), (PIECES, 3))
         layers = Layers(core, 2)
         settled(core)
-        assert (ahead(core), kept(core), core.created()) == (2, 1, 6)
+        assert (core.ahead(), core.kept(), core.created()) == (2, 1, 6)
         layers.add()
         without_driver(core, lambda: layers.map(1))
         layers.close()
@@ -266,7 +252,7 @@ def test_a_lower_budget_and_a_trim_take_all_of_it_and_no_more_is_made(shrink: st
         settled(core)
         assert physical() == 12 * PAGE
         core.device.set_budget(3 * PAGE) if shrink == "budget" else core.device.trim()
-        assert (physical(), ahead(core)) == (3 * PAGE, 0)
+        assert (physical(), core.ahead()) == (3 * PAGE, 0)
         core.device.set_budget(16 * PAGE)
         settled(core)
         assert physical() == 3 * PAGE
@@ -279,10 +265,10 @@ def test_once_the_first_range_is_gone_what_was_promised_is_like_any_slot() -> No
         settled(core)
         layers.close()
         settled(core)
-        assert (ahead(core), kept(core), core.pages()["free"]) == (0, 9, 9)
+        assert (core.ahead(), core.kept(), core.pages()["free"]) == (0, 9, 9)
         again = Layers(core, 3)
         settled(core)
-        assert (ahead(core), core.created()) == (0, 9)
+        assert (core.ahead(), core.created()) == (0, 9)
         again.close()
 
 
@@ -291,7 +277,7 @@ def test_the_newest_is_served() -> None:
         one, other = Layers(core, 5), Layers(core, 2, mapped=2)
         settled(core)
         # What was made for the first cache may serve the other one.
-        assert kept(core) + ahead(core) >= 2
+        assert core.kept() + core.ahead() >= 2
         other.add()
         without_driver(core, lambda: other.map(1))
         for _ in range(4):
@@ -310,18 +296,18 @@ def test_what_grows_in_step_is_mapped_ahead_too() -> None:
             layers.add()
             layers.map(index)
         settled(core)
-        assert (ahead(core), core.created()) == (0, 9)
+        assert (core.ahead(), core.created()) == (0, 9)
         layers.ranges[0].map(3, 2)
         for some in layers.ranges[1:]:
             settled(core)
             assert backings(some) == ["device"] * 3 + ["kept"] * 2 + ["none"]
             without_driver(core, lambda some=some: some.map(3, 2))
         settled(core)
-        assert (ahead(core), core.created()) == (0, 15)
+        assert (core.ahead(), core.created()) == (0, 15)
         layers.ranges[1].close()  # then nobody follows the first
         layers.ranges[0].map(5, 1)
         settled(core)
-        assert (ahead(core), backings(layers.ranges[2])[5]) == (0, "none")
+        assert (core.ahead(), backings(layers.ranges[2])[5]) == (0, "none")
         layers.close()
 
 
@@ -334,11 +320,11 @@ def test_only_ranges_of_the_same_size_and_group_that_want_a_slot_are_those() -> 
             core.device.reserve(PIECES * PAGE, "kv", layers.group, reuse=False),
             core.device.reserve(PIECES * PAGE, "weights", layers.group),
         ]
-        assert ahead(core) == 3
+        assert core.ahead() == 3
         taken.append(core.device.reserve(PIECES * PAGE, "kv", core.device.group(), expected=3 * PAGE))
         assert taken[-1].backing(0) == "kept"  # another cache may have it; then one more is made
         settled(core)
-        assert ahead(core) == 6
+        assert core.ahead() == 6
         assert layers.add().backing(2) == "kept"
         for some in taken:
             some.close()
@@ -365,7 +351,7 @@ def test_a_fault_ends_it_and_nobody_hears_of_it(function: str, nth: int) -> None
         arm(function, nth)
         attempts(lambda: followers.map(0, 3))
         settled(core)
-        assert ahead(core) == (0 if (function, nth) in BEHIND else 9)
+        assert core.ahead() == (0 if (function, nth) in BEHIND else 9)
         for index in (2, 3, 4):
             attempts(lambda index=index: index < len(layers.ranges) or layers.add())
             attempts(lambda index=index: layers.map(index))
@@ -376,7 +362,7 @@ def test_a_fault_ends_it_and_nobody_hears_of_it(function: str, nth: int) -> None
         disarm()
         layers.close()
         settled(core)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
 
 
 def attempts(work: Callable[[], object]) -> None:
@@ -387,26 +373,11 @@ def attempts(work: Callable[[], object]) -> None:
         work()
 
 
-SLOW = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <unistd.h>
-static int slow;
-void set_slow(int now) { slow = now; }
-int cuMemCreate(void* handle, unsigned long size, void* place, unsigned long long flags) {
-  if (slow) usleep(100000);
-  return ((int (*)(void*, unsigned long, void*, unsigned long long))dlsym(RTLD_NEXT, "cuMemCreate"))(
-      handle, size, place, flags);
-}
-"""
-
-
-def test_a_child_has_what_was_there_and_makes_no_more(tmp_path: Path) -> None:
-    path = shim(tmp_path, SLOW)
-    with opened(path=path) as core:
+def test_a_child_has_what_was_there_and_makes_no_more(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         layers = Layers(core, 4)
         settled(core)
-        ctypes.CDLL(path).set_slow(1)
+        gate.library.set_slow(1)
         again = Layers(core, 4, mapped=5)
         before = calls()["cuMemCreate"]
         eventually(lambda: calls()["cuMemCreate"] > before)  # the thread is in the driver, and holds the lock
@@ -418,7 +389,7 @@ def test_a_child_has_what_was_there_and_makes_no_more(tmp_path: Path) -> None:
             core.device.reap()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        ctypes.CDLL(path).set_slow(0)
+        gate.library.set_slow(0)
         layers.close()
         again.close()
 
@@ -454,4 +425,4 @@ def test_several_threads_whose_layers_come_at_once() -> None:
                 worker.join(0.01)
         assert failures == []
         settled(core)
-        assert (ahead(core), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)
+        assert (core.ahead(), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)
