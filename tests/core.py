@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,23 @@ def eventually(holds_now: Callable[[], bool], seconds: float = 60.0) -> None:
     while not holds_now():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def refused(work: Callable[[], object]) -> None:
+    """There are no pages for it."""
+    with pytest.raises(PoolExhausted):
+        work()
+
+
+def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) -> None:
+    """Runs `work` in a thread for each argument, and checks the device meanwhile. It raises what one of them raised."""
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(work, each) for each in arguments]
+        while not all(each.done() for each in running):
+            core.device.check()
+            wait(running, timeout=0.01)
+        for each in running:
+            each.result()
 
 
 def page_calls(work: Callable[[], object]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ballonet.allocator import _native
 
-from .core import PAGE, Core, behind, holds, opened, physical, write
+from .core import PAGE, Core, behind, opened, physical
 from .test_core_ranges import tensor
 
 
@@ -30,23 +30,6 @@ def test_a_piece_goes_with_its_last_tensor_and_the_others_stay() -> None:
         some.close()
         core.device.reap(wait=True)
         assert core.pages()["weights"] == 0
-
-
-def test_a_piece_under_a_tensor_moves_and_can_be_looked_at_again() -> None:
-    with opened() as core:
-        some = reserved(core, 1)
-        some.map(0, 1)
-        seen = tensor(some, 0)
-        write(some.address, 5)
-        page = some.page(0)
-        assert some.move(0, "device")
-        assert some.page(0) != page
-        assert holds(some.address, 5)
-        again = tensor(some, 0)
-        del seen
-        assert some.backed == 1
-        del again
-        assert some.backed == 0
 
 
 def test_a_group_counts_the_tensors_that_went() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +28,8 @@ from .core import (
     opened,
     page_calls,
     physical,
+    refused,
+    together,
     write,
 )
 
@@ -103,19 +104,6 @@ def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> N
         layers.close()
 
 
-def test_the_thread_hears_of_it_and_its_calls_are_counted_apart() -> None:
-    with opened() as core:
-        created = calls()["cuMemCreate"]
-        behind_before = core.device.snapshot()["background_calls"]["cuMemCreate"]
-        layers = Layers(core, 4)
-        before = core.device.driver_ns()
-        eventually(lambda: core.ahead() == 9)  # nobody waits for it
-        assert core.device.driver_ns() == before
-        assert calls()["cuMemCreate"] == created + 12
-        assert core.device.snapshot()["background_calls"]["cuMemCreate"] == behind_before + 9
-        layers.close()
-
-
 def test_many_pages_side_by_side_are_opened_by_one_call() -> None:
     with opened(budget=64) as core:
         some = core.range(16)
@@ -166,8 +154,7 @@ def test_no_more_is_made_than_the_budget_allows_and_whoever_needs_pages_gets_the
         settled(core)
         assert (core.ahead(), physical()) == (2, 5 * PAGE)  # it has not given up
         layers.add()
-        with pytest.raises(PoolExhausted):
-            layers.map(1)
+        refused(lambda: layers.map(1))
         layers.close()
 
 
@@ -396,33 +383,22 @@ def test_a_child_has_what_was_there_and_makes_no_more(gate: Gate) -> None:
 
 def test_several_threads_whose_layers_come_at_once() -> None:
     with opened(budget=96) as core:
-        failures: list[BaseException] = []
 
         def work(seed: int) -> None:
-            random_of = random.Random(seed)
-            try:
-                for turn in range(12):
-                    count, mapped = random_of.randint(2, 5), random_of.randint(1, 4)
-                    layers = Layers(core, count, mapped)
-                    for index in range(1, count - random_of.randint(0, 1)):  # the last one may never come
-                        layers.add()
-                        layers.map(index)
-                    for index, some in enumerate(layers.ranges):
-                        write(some.address, turn + index, mapped * PAGE)
-                    for index, some in enumerate(layers.ranges):
-                        assert holds(some.address, turn + index, mapped * PAGE)
-                    layers.close()
-            except BaseException as failure:
-                failures.append(failure)
+            drawn = random.Random(seed)
+            for turn in range(12):
+                count, mapped = drawn.randint(2, 5), drawn.randint(1, 4)
+                layers = Layers(core, count, mapped)
+                for index in range(1, count - drawn.randint(0, 1)):  # the last one may never come
+                    layers.add()
+                    layers.map(index)
+                for index, some in enumerate(layers.ranges):
+                    write(some.address, turn + index, mapped * PAGE)
+                for index, some in enumerate(layers.ranges):
+                    assert holds(some.address, turn + index, mapped * PAGE)
+                layers.close()
 
-        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            while worker.is_alive():
-                core.device.check()
-                assert physical() <= 96 * PAGE
-                worker.join(0.01)
-        assert failures == []
+        together(core, work, range(4))
         settled(core)
+        assert physical() <= 96 * PAGE
         assert (core.ahead(), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)

@@ -16,7 +16,6 @@ from ..simgpu.build import build_device
 from .driver import (
     DEVICE,
     HOST,
-    INVALID_HANDLE,
     NOT_READY,
     NOT_SUPPORTED,
     OUT_OF_MEMORY,
@@ -129,14 +128,6 @@ def test_the_legacy_stream_and_blocking_streams_wait_for_each_other(gpu: Simulat
         assert seen == ["free", "second", "first"]
 
 
-def test_the_legacy_stream_does_not_wait_for_non_blocking_ones(gpu: Simulated) -> None:
-    gate = Gate()
-    with gpu.stream() as free:
-        gpu.launch(free, gate)
-        gpu.ok("cuStreamSynchronize", LEGACY)  # returns
-        gate.opened.set()
-
-
 def test_each_thread_has_a_default_stream_of_its_own(gpu: Simulated) -> None:
     seen: list[str] = []
     gate = Gate()
@@ -155,51 +146,6 @@ def test_each_thread_has_a_default_stream_of_its_own(gpu: Simulated) -> None:
     gate.opened.set()
     gpu.ok("cuStreamSynchronize", LEGACY)
     assert seen == ["other", "legacy"]
-
-
-def test_what_was_queued_outlives_its_stream(gpu: Simulated) -> None:
-    seen: list[str] = []
-    gate = Gate()
-    made = ctypes.c_void_p()
-    gpu.ok("cuStreamCreate", ctypes.byref(made), 1)
-    gpu.launch(made.value or 0, gate)
-    gpu.launch(made.value or 0, lambda: seen.append("done"))
-    gpu.ok("cuStreamDestroy", made)
-    assert gpu.launch(made.value or 0, lambda: None) == INVALID_HANDLE
-    gate.opened.set()
-    gpu.ok("cuCtxSynchronize")
-    assert seen == ["done"]
-
-
-def test_a_kernels_context_is_dropped_once(gpu: Simulated) -> None:
-    dropped: list[str] = []
-    with gpu.stream() as stream:
-        gpu.launch(stream, lambda: None, drop=lambda: dropped.append("ran"))
-        gpu.ok("cuStreamSynchronize", stream)
-        gpu.launch(stream, lambda: None)  # the worker has let go of the one before
-        gpu.ok("cuStreamSynchronize", stream)
-    assert gpu.launch(12345, lambda: None, drop=lambda: dropped.append("refused")) == INVALID_HANDLE
-    assert dropped == ["ran", "refused"]
-
-
-def test_events_tell_the_time_between_them(gpu: Simulated) -> None:
-    events = []
-    elapsed = ctypes.c_float()
-    with gpu.stream() as stream:
-        gpu.library.simgpu_set_delay(ctypes.c_uint64(20_000_000))
-        for _ in range(2):
-            event = ctypes.c_void_p()
-            gpu.ok("cuEventCreate", ctypes.byref(event), 0)
-            gpu.launch(stream, lambda: None)
-            gpu.ok("cuEventRecord", event, stream)
-            events.append(event)
-        assert gpu.call("cuEventElapsedTime", ctypes.byref(elapsed), *events) == NOT_READY
-        gpu.ok("cuStreamSynchronize", stream)
-        gpu.must("cuEventElapsedTime", ctypes.byref(elapsed), *events)
-        gpu.library.simgpu_set_delay(0)
-    assert elapsed.value >= 20  # ms: a delay is never shorter
-    for event in events:
-        gpu.ok("cuEventDestroy", event)
 
 
 # -- copies ----------------------------------------------------------------------------------------------------------
@@ -304,23 +250,6 @@ def test_an_external_event_is_recorded_by_each_replay(gpu: Simulated) -> None:
             gate.opened.set()
             gpu.ok("cuStreamSynchronize", other)
             assert gpu.result("cuEventQuery", event) == SUCCESS
-
-
-def test_launches_of_one_executable_do_not_overlap(gpu: Simulated) -> None:
-    seen: list[str] = []
-    gate = Gate()
-    with gpu.stream() as one, gpu.stream() as other:
-        gpu.must("cuStreamBeginCapture_v2", one, GLOBAL)
-        gpu.launch(one, lambda: (seen.append("begin"), gate(), seen.append("end")))
-        _, graph = gpu.end_capture(one)
-        with gpu.executable(graph) as executable:
-            gpu.must("cuGraphLaunch", executable, one)
-            gpu.must("cuGraphLaunch", executable, other)
-            assert gate.entered.wait(30)
-            assert gpu.call("cuStreamQuery", other) == NOT_READY
-            gate.opened.set()
-            gpu.ok("cuStreamSynchronize", other)
-    assert seen == ["begin", "end"] * 2
 
 
 def test_forked_work_has_to_be_joined(gpu: Simulated) -> None:
