@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError
 
-from .core import PAGE, arm, behind, holds, maps, opened, page_calls, refused, write
+from .core import (
+    EVENTS,
+    PAGE,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
+    arm,
+    behind,
+    holds,
+    maps,
+    opened,
+    page_calls,
+    refused,
+    write,
+)
 
-LONG = 1.0  # seconds a stream is kept busy where a test must see that something waits
+LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 
 
 def tensor(owner: _native.Range, first: int, count: int = 1) -> object:
@@ -57,17 +70,17 @@ def test_growth_of_the_heap_stays_one_memory_map() -> None:
             core.device.deallocate(block)
 
 
-def test_a_retired_page_goes_back_once_its_streams_have_passed() -> None:
-    with opened() as core:
-        stream = core.stream()
+def test_a_retired_page_goes_back_once_its_streams_have_passed(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         some = core.range(2)
         some.map(0, 2)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.retire(0, 1)
         assert some.backing(0) == "retiring"
         assert core.device.reap() == 0
         assert behind(some.address)[:2] == ("device", "rw-s")  # work that is still to come may touch it
         assert core.pages()["retiring"] == 1
+        gate.open()
         core.device.reap(wait=True)
         assert some.backing(0) == "none"
         assert behind(some.address)[:2] == (None, "---p")
@@ -75,18 +88,18 @@ def test_a_retired_page_goes_back_once_its_streams_have_passed() -> None:
         assert some.backing(1) == "device"
 
 
-def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables() -> None:
-    with opened() as core:
-        stream = core.stream()
+def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         some = core.range(3)
         some.map(0, 3)
         write(some.address, 9, 3 * PAGE)
         pages = [some.page(piece) for piece in range(3)]
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.retire(0, 3)
         assert page_calls(lambda: some.map(0, 3)) == {}
         assert [some.backing(piece) for piece in range(3)] == ["device"] * 3
         assert [some.page(piece) for piece in range(3)] == pages
+        gate.open()
         assert core.device.reap(wait=True) == 0
         assert holds(some.address, 9, 3 * PAGE)
 
@@ -121,12 +134,11 @@ def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
         assert [some.backing(piece) for piece in range(6)] == ["none"] * 6
 
 
-def test_a_page_that_never_got_access_is_not_taken_back_closed() -> None:
+def test_a_page_that_never_got_access_is_not_taken_back_closed(gate: Gate) -> None:
     """A mapping that fails half way leaves retiring pages that nobody can read; mapping again must open them."""
-    with opened() as core:
-        stream = core.stream()
+    with opened(path=gate.path) as core:
         some = core.range(2)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         arm("cuMemSetAccess")
         with pytest.raises(DriverError) as caught:
             some.map(0, 2)
@@ -135,6 +147,7 @@ def test_a_page_that_never_got_access_is_not_taken_back_closed() -> None:
         some.map(0, 2)
         assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
         write(some.address, 3, 2 * PAGE)
+        gate.open()
 
 
 def test_a_tensor_outlives_its_range_and_the_range_its_handle() -> None:
@@ -155,19 +168,19 @@ def test_a_tensor_outlives_its_range_and_the_range_its_handle() -> None:
         assert all(one.place is None and one.access != "---p" for one in maps(address, 3 * PAGE))
 
 
-def test_a_closed_range_gives_back_its_pages_and_then_its_addresses() -> None:
-    with opened() as core:
-        stream = core.stream()
+def test_a_closed_range_gives_back_its_pages_and_then_its_addresses(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         some = core.range(3, "weights")
         address = some.address
         some.map(0, 3)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.close()
         some.close()
         assert some.closed
         with pytest.raises(BallonetError, match="closed"):
             some.map(0, 1)
         assert behind(address, 3 * PAGE)[0] == "device"
+        gate.open()
         core.device.reap(wait=True)
         assert core.pages()["free"] == 3
         assert all(one.place is None for one in maps(address, 3 * PAGE))
@@ -224,27 +237,16 @@ def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
 
 
 def test_a_page_does_not_move_under_another_threads_lease() -> None:
-    with opened() as core:
+    with opened() as core, ThreadPoolExecutor(1) as another:
         group = core.device.group()
         some = core.range(1, "weights", group)
         some.map(0, 1)
-        entered, leave = threading.Event(), threading.Event()
-
-        def forward() -> None:
-            group.enter()
-            entered.set()
-            leave.wait()
-            group.leave()
-
-        thread = threading.Thread(target=forward)
-        thread.start()
-        entered.wait()
+        another.submit(group.enter).result()
         group.enter()
         assert group.leases == 2
         assert not some.move(0, "host")
         assert some.backing(0) == "device"
-        leave.set()
-        thread.join()
+        another.submit(group.leave).result()
         assert some.move(0, "host")  # this thread's own lease does not stand in its way
         group.leave()
         with pytest.raises(BallonetError, match="no lease"):

@@ -77,26 +77,13 @@ class Other:
     """Another thread, which does one thing after the other."""
 
     def __init__(self) -> None:
-        self._todo: Callable[[], object] | None = None
-        self._given, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self._given.acquire() and self._todo is not None:
-            self.result = self._todo()
-            self._done.release()
+        self._thread = ThreadPoolExecutor(1)
 
     def does(self, work: Callable[[], object]) -> object:
-        self._todo = work
-        self._given.release()
-        self._done.acquire()
-        return self.result
+        return self._thread.submit(work).result()
 
     def end(self) -> None:
-        self._todo = None
-        self._given.release()
-        self._thread.join()
+        self._thread.shutdown()
 
 
 @pytest.fixture
