@@ -20,7 +20,21 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import PAGE, Core, all_calls, arm, behind, capturing, disarm, holds, opened, physical, refused, write
+from .core import (
+    PAGE,
+    Core,
+    all_calls,
+    arm,
+    behind,
+    capturing,
+    disarm,
+    faulted,
+    holds,
+    opened,
+    physical,
+    refused,
+    write,
+)
 
 
 @dataclass
@@ -554,7 +568,7 @@ def test_a_fault_at_every_driver_call_of_a_take(times: int) -> None:
     assert min(made["cuMemcpyAsync"], made["cuStreamSynchronize"], made["cuMemSetAccess"]) >= 1
     failed = 0
     for function, count in made.items():
-        for ahead in range(1, count + 1):
+        for ahead in faulted(function, count):
             with opened(budget=3) as core:
                 taking = Taking(core)
                 for more in range(times):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ..core import maps
 from .driver import (
     DEVICE,
     HOST,
@@ -40,19 +41,6 @@ def memfd(driver: Driver, location: int = DEVICE) -> int:
 def existing(driver: Driver, location: int = DEVICE) -> int:
     """Bytes that exist, as the kernel counts them."""
     return os.fstat(memfd(driver, location)).st_blocks * 512
-
-
-def maps(address: int, nbytes: int) -> list[tuple[int, int, str, int, str]]:
-    """What the kernel has in [address, address + nbytes): (from, to, permissions, offset, name), clipped."""
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        span, permissions, offset, _, _, *name = line.split(maxsplit=5)
-        start, end = (int(number, 16) for number in span.split("-"))
-        if start < address + nbytes and end > address:
-            begin = max(start, address)
-            row = (begin, min(end, address + nbytes), permissions, int(offset, 16) + begin - start, " ".join(name))
-            found.append(row)
-    return found
 
 
 # -- life of the driver ------------------------------------------------------------------------------------------------
@@ -113,7 +101,7 @@ def test_the_lowest_free_offset_is_taken(standin: Driver) -> None:
 
     def offset_of(handle: int) -> int:
         standin.map(address, 2 * PAGE, handle)
-        offset = maps(address, 2 * PAGE)[0][3]
+        offset = maps(address, 2 * PAGE)[0].offset
         standin.unmap(address, 2 * PAGE)
         return offset
 
@@ -167,23 +155,23 @@ def test_neighbours_are_one_map_of_the_kernel(standin: Driver) -> None:
     address, handles = standin.reserve(count * PAGE), [standin.create(PAGE) for _ in range(count)]
     for i, handle in enumerate(handles):
         standin.map(address + i * PAGE, PAGE, handle)
-    ((_, _, permissions, _, name),) = maps(address, count * PAGE)
-    assert permissions == "rw-s"
-    assert "memfd:ballonet-device" in name
+    (one,) = maps(address, count * PAGE)
+    assert one.access == "rw-s"
+    assert "memfd:ballonet-device" in one.name
     standin.unmap(address, count * PAGE)
-    ((_, _, permissions, _, name),) = maps(address, count * PAGE)
-    assert (permissions, name) == ("---p", "")
+    (one,) = maps(address, count * PAGE)
+    assert (one.access, one.name) == ("---p", "")
 
 
 def test_mapped_without_access_is_inaccessible(standin: Driver) -> None:
     address, handle = standin.reserve(PAGE), standin.create(PAGE)
     standin.place(address, PAGE, handle)
-    assert maps(address, PAGE)[0][2] == "---s"
+    assert maps(address, PAGE)[0].access == "---s"
     data = ctypes.create_string_buffer(8)
     assert standin.result("cuMemcpyDtoH", data, address, 8) == INVALID_VALUE
     assert "cuMemSetAccess" in standin.violation()
     standin.access(address, PAGE)
-    assert maps(address, PAGE)[0][2] == "rw-s"
+    assert maps(address, PAGE)[0].access == "rw-s"
     standin.read(address, 8)
 
 
@@ -195,10 +183,10 @@ def test_unmapped_is_never_a_hole(standin: Driver) -> None:
     for i in (1, 3, 2):
         standin.unmap(address + i * PAGE, PAGE)
         rows = maps(address, 5 * PAGE)
-        assert (rows[0][0], rows[-1][1]) == (address, address + 5 * PAGE)
-        assert all(left[1] == right[0] for left, right in pairwise(rows))
+        assert (rows[0].begin, rows[-1].end) == (address, address + 5 * PAGE)
+        assert all(left.end == right.begin for left, right in pairwise(rows))
         (cell,) = maps(address + i * PAGE, PAGE)
-        assert (cell[2], cell[4]) == ("---p", "")
+        assert (cell.access, cell.name) == ("---p", "")
 
 
 def test_a_copy_from_host_to_host_needs_both_open_to_the_cpu(standin: Driver) -> None:
@@ -285,15 +273,15 @@ def test_one_direction_is_shared_and_two_are_not(standin: Driver) -> None:
     assert standin.result("cuEventQuery", large) == SUCCESS
 
 
-@pytest.mark.parametrize("location", [DEVICE, HOST])
-def test_only_the_link_is_slow(standin: Driver, location: int) -> None:
-    left, right = standin.page(PAGE, location), standin.page(PAGE, location)
-    there, here, (fast, slow) = standin.page(PAGE, HOST), standin.page(PAGE), standin.streams(2)
-    (crossed,) = standin.events(1)
+def test_only_the_link_is_slow(standin: Driver) -> None:
+    there, here = standin.page(PAGE, HOST), standin.page(PAGE)
+    (fast, slow), (crossed,) = standin.streams(2), standin.events(1)
+    pairs = [(standin.page(PAGE, place), standin.page(PAGE, place)) for place in (DEVICE, HOST)]
     standin.configure(latency_ns=SLOW)
     standin.ok("cuMemcpyAsync", here, there, PAGE, slow)
     standin.ok("cuEventRecord", crossed, slow)
-    standin.ok("cuMemcpyAsync", right, left, PAGE, fast)
+    for left, right in pairs:
+        standin.ok("cuMemcpyAsync", right, left, PAGE, fast)
     standin.ok("cuStreamSynchronize", fast)
     assert standin.result("cuEventQuery", crossed) == NOT_READY
 
