@@ -42,21 +42,14 @@ def test_says_what_it_is(driver: Driver) -> None:
     assert name.value
     free, seen = driver.memory()
     assert 0 < free <= seen <= total.value
-
-
-def test_names_its_results(driver: Driver) -> None:
-    name = ctypes.c_char_p()
-    driver.ok("cuGetErrorName", 2, ctypes.byref(name))
-    assert name.value == b"CUDA_ERROR_OUT_OF_MEMORY"
-    driver.ok("cuGetErrorString", 2, ctypes.byref(name))
-    assert name.value == b"out of memory"
-    assert driver.result("cuGetErrorName", 12345, ctypes.byref(name)) == INVALID_VALUE
-
-
-def test_primary_context_is_active_while_retained(driver: Driver) -> None:
     flags, active = ctypes.c_uint(), ctypes.c_int()
     driver.ok("cuDevicePrimaryCtxGetState", 0, ctypes.byref(flags), ctypes.byref(active))
-    assert active.value == 1
+    assert active.value == 1, "it is retained"
+    text = ctypes.c_char_p()
+    for function, said in (("cuGetErrorName", b"CUDA_ERROR_OUT_OF_MEMORY"), ("cuGetErrorString", b"out of memory")):
+        driver.ok(function, 2, ctypes.byref(text))
+        assert text.value == said
+    assert driver.result("cuGetErrorName", 12345, ctypes.byref(text)) == INVALID_VALUE
 
 
 def test_thread_without_a_context_is_refused(driver: Driver) -> None:
