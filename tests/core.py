@@ -15,7 +15,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,6 @@ def library() -> Path:
     return private_standin(Path(folder))
 
 
-CAPTURING = """
-static int capturing;
-void set_capturing(int now) { capturing = now; }
-int cuStreamIsCapturing(void* stream, int* status) { *status = capturing; return 0; }
-"""
-
-
 def shim(folder: Path, source: str) -> str:
     """The stand-in, but for the functions that this source has."""
     if shutil.which("gcc") is None:
@@ -58,10 +52,97 @@ def shim(folder: Path, source: str) -> str:
     return str(made)
 
 
+# A closed gate keeps whoever calls one of its functions, and no event has passed. The next event that is recorded may
+# become part of a graph until it is recorded again, or until the capture ends that begins with it.
+STEERED = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdatomic.h>
+#include <unistd.h>
+#define NEXT(name, type) ((type)dlsym(RTLD_NEXT, #name))
+typedef int (*OfEvent)(void*);
+struct prop { int type, handles, location, id; };
+static atomic_int closed, inside, interpreter, capturing, next, looked, slow;
+static _Atomic(void*) captured;
+void close_gate(int which) { closed = which; }
+int waiting(void) { return inside; }
+void need_interpreter(void) { interpreter = 1; }
+void set_slow(int now) { slow = now; }
+void set_capturing(int now) { capturing = now; if (!now) captured = 0; }
+void capture_next(int begins) { next = 1 + begins; }
+int looks(void) { return looked; }
+static void pass(int which) {
+  if (closed != which) return;
+  ++inside;
+  while (closed == which) usleep(200);
+  if (atomic_exchange(&interpreter, 0)) {
+    int (*ensure)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
+    void (*release)(int) = (void (*)(int))dlsym(RTLD_DEFAULT, "PyGILState_Release");
+    release(ensure());
+  }
+  --inside;
+}
+int cuStreamIsCapturing(void* stream, int* status) { *status = capturing; return 0; }
+int cuEventRecord(void* event, void* stream) {
+  if (next) {
+    captured = event;
+    capturing = next - 1;
+    next = 0;
+    if (!capturing) return 0;
+  } else if (event == captured) {
+    captured = 0;
+  }
+  return NEXT(cuEventRecord, int (*)(void*, void*))(event, stream);
+}
+int cuEventQuery(void* event) {
+  if (event == captured && event) { ++looked; return 907; }
+  return closed == 1 ? 600 : NEXT(cuEventQuery, OfEvent)(event);
+}
+int cuEventSynchronize(void* event) {
+  if (event == captured && event) return 907;
+  pass(1);
+  return NEXT(cuEventSynchronize, OfEvent)(event);
+}
+int cuStreamSynchronize(void* stream) { pass(2); return NEXT(cuStreamSynchronize, OfEvent)(stream); }
+int cuCtxSynchronize(void) { pass(4); return NEXT(cuCtxSynchronize, int (*)(void))(); }
+int cuMemCreate(void* handle, unsigned long size, struct prop* place, unsigned long long flags) {
+  if (place->location == 3) pass(3);
+  if (slow) usleep(100000);
+  return NEXT(cuMemCreate, int (*)(void*, unsigned long, void*, unsigned long long))(handle, size, place, flags);
+}
+"""
+EVENTS, COPIES, HOST = 1, 2, 3
+
+
+class Gate:
+    """A stand-in that a test steers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = shim(folder, STEERED)
+        self.library = ctypes.CDLL(self.path)
+
+    def close(self, which: int) -> None:
+        self.library.close_gate(which)
+
+    def open(self) -> None:
+        self.library.close_gate(0)
+
+    def waiting(self) -> int:
+        found: int = self.library.waiting()
+        return found
+
+
+@pytest.fixture(name="gate")
+def a_gate(tmp_path: Path) -> Iterator[Gate]:
+    made = Gate(tmp_path)
+    yield made
+    made.open()
+
+
 def capturing(folder: Path) -> tuple[str, Callable[[int], object]]:
     """A stand-in whose streams are being captured or not, as the function returned says."""
-    made = shim(folder, CAPTURING)
-    return made, ctypes.CDLL(made).set_capturing
+    made = Gate(folder)
+    return made.path, made.library.set_capturing
 
 
 @functools.cache
@@ -248,6 +329,16 @@ class Core:
         created: int = self.device.snapshot()["created"]
         return created
 
+    def ahead(self) -> int:
+        """Pages that are mapped before anybody asked for them."""
+        found: int = self.device.snapshot()["ahead"]
+        return found
+
+    def kept(self) -> int:
+        """Pages of closed ranges, which still lie behind their addresses."""
+        found: int = self.device.snapshot()["kept"]
+        return found
+
     def copied(self) -> dict[str, int]:
         """Bytes, of those ways on which there were any."""
         return {way: nbytes for way, nbytes in self.device.snapshot()["copied"].items() if nbytes}
@@ -303,12 +394,42 @@ def opened(page: int = PAGE, budget: int = 64, host_budget: int = 16, **options:
     assert not any(map(physical, PLACES))
 
 
+def backings(some: _native.Range) -> list[str]:
+    return [some.backing(piece) for piece in range(some.pieces)]
+
+
 def eventually(holds_now: Callable[[], bool], seconds: float = 60.0) -> None:
     """Waits until it does; for what a thread of the core's own does when it comes to it."""
     deadline = time.monotonic() + seconds
     while not holds_now():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def refused(work: Callable[[], object]) -> None:
+    """There are no pages for it."""
+    with pytest.raises(PoolExhausted):
+        work()
+
+
+def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) -> None:
+    """Runs `work` in a thread for each argument, and checks the device meanwhile. It raises what one of them raised."""
+    with ThreadPoolExecutor() as pool:
+        running = [pool.submit(work, each) for each in arguments]
+        while not all(each.done() for each in running):
+            core.device.check()
+            wait(running, timeout=0.01)
+        for each in running:
+            each.result()
+
+
+# Around every other call, always in the same way: a few of them are as good as all.
+AROUND = ("cuCtxSetCurrent", "cuCtxGetCurrent", "cuStreamIsCapturing", "cuThreadExchangeStreamCaptureMode")
+
+
+def faulted(function: str, count: int) -> range:
+    """Which of so many calls of the function to let fail."""
+    return range(1, count + 1, 5 if function in AROUND else 1)
 
 
 def page_calls(work: Callable[[], object]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -80,20 +81,11 @@ def test_what_is_refused(core: Core) -> None:
     view = layer.spare.tensor(0, (PAGE,), (1,), 1, 8)
     assert not layer.adopt(), "a tensor shows the page where it is"
     del view
-    lease, entered, go = Lease(), threading.Event(), threading.Event()
-
-    def hold() -> None:
-        lease.enter(layer.group)
-        entered.set()
-        go.wait(60)
-        lease.close()
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert entered.wait(60)
-    assert not layer.adopt(), "another thread uses it"
-    go.set()
-    thread.join(60)
+    lease = Lease()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(lease.enter, layer.group).result()
+        assert not layer.adopt(), "another thread uses it"
+        other.submit(lease.close).result()
     assert layer.adopt()
 
 

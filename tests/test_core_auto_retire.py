@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ballonet.allocator import _native
 
-from .core import PAGE, Core, behind, holds, opened, physical, write
+from .core import PAGE, Core, behind, opened, physical
 from .test_core_ranges import tensor
 
 
@@ -28,61 +28,6 @@ def test_a_piece_goes_with_its_last_tensor_and_the_others_stay() -> None:
         del second
         assert (some.backed, some.backing(3)) == (1, "device")  # nobody ever looked at the last one
         some.close()
-        core.device.reap(wait=True)
-        assert core.pages()["weights"] == 0
-
-
-def test_without_it_a_piece_stays_until_it_is_retired() -> None:
-    with opened() as core:
-        some = core.range(2, "weights")
-        some.map(0, 2)
-        seen = tensor(some, 0, 2)
-        del seen
-        assert some.backed == 2
-
-
-def test_a_piece_under_a_tensor_moves_and_can_be_looked_at_again() -> None:
-    with opened() as core:
-        some = reserved(core, 1)
-        some.map(0, 1)
-        seen = tensor(some, 0)
-        write(some.address, 5)
-        page = some.page(0)
-        assert some.move(0, "device")
-        assert some.page(0) != page
-        assert holds(some.address, 5)
-        again = tensor(some, 0)
-        del seen
-        assert some.backed == 1
-        del again
-        assert some.backed == 0
-
-
-def test_a_piece_that_went_is_taken_back_by_mapping_it_again() -> None:
-    with opened() as core:
-        some = reserved(core, 1)
-        some.map(0, 1)
-        page = some.page(0)
-        seen = tensor(some, 0)
-        core.occupy(core.stream(), 1.0)  # so that it cannot be unmapped yet
-        del seen
-        assert (some.backing(0), some.backed) == ("retiring", 0)
-        some.map(0, 1)
-        assert (some.backing(0), some.page(0)) == ("device", page)
-
-
-def test_a_closed_range_keeps_what_is_looked_at() -> None:
-    with opened() as core:
-        some = reserved(core, 2)
-        some.map(0, 2)
-        seen = tensor(some, 1)
-        write(some.address + PAGE, 3)
-        some.close()
-        core.device.reap(wait=True)
-        core.device.check()
-        assert core.pages()["weights"] == some.backed == 1
-        assert holds(some.address + PAGE, 3)
-        del seen
         core.device.reap(wait=True)
         assert core.pages()["weights"] == 0
 

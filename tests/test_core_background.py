@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -20,7 +17,10 @@ from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 from .core import (
     PAGE,
     Core,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
     arm,
+    backings,
     behind,
     calls,
     capturing,
@@ -34,7 +34,8 @@ from .core import (
     opened,
     page_calls,
     physical,
-    shim,
+    refused,
+    together,
     write,
 )
 
@@ -53,25 +54,7 @@ def threads() -> int:
     return names.count(THREAD)
 
 
-def ahead(core: Core) -> int:
-    pages: int = core.device.snapshot()["ahead"]
-    return pages
-
-
-def backings(some: _native.Range) -> list[str]:
-    return [some.backing(piece) for piece in range(some.pieces)]
-
-
 # -- the thread -------------------------------------------------------------------------------------------------------
-
-
-def test_a_device_has_a_thread_until_it_is_closed() -> None:
-    before = threads()
-    device = make()
-    eventually(lambda: threads() == before + 1)
-    device.close()
-    assert threads() == before
-    device.close()
 
 
 def test_a_device_that_is_dropped_takes_its_thread_along() -> None:
@@ -87,19 +70,6 @@ def test_a_device_that_is_dropped_takes_its_thread_along() -> None:
     assert physical() == 0
 
 
-def test_what_a_thread_of_the_program_would_have_to_wait_for_is_unmapped_by_itself() -> None:
-    with opened() as core:
-        stream = core.stream()
-        some = core.range(20, "weights")
-        some.map(0, 20)
-        core.occupy(stream, LONG)
-        some.retire(0, 20)
-        assert some.backing(0) == "retiring"
-        eventually(lambda: backings(some) == ["none"] * 20)  # nobody asks for it
-        assert all(one.place is None for one in maps(some.address, some.nbytes))
-        assert core.pages()["free"] == 20
-
-
 def test_unmapping_is_no_business_of_who_retires() -> None:
     with opened() as core:
         some = core.range(8, "weights")
@@ -109,17 +79,6 @@ def test_unmapping_is_no_business_of_who_retires() -> None:
         assert core.device.driver_ns() == before
         eventually(lambda: calls()["cuMemUnmap"] == unmapped + 8)
         assert core.device.driver_ns() == before
-
-
-def test_whoever_needs_pages_does_not_wait_for_the_thread() -> None:
-    with opened(budget=4) as core:
-        some, other = core.range(4, "weights"), core.range(4, "weights")
-        for _ in range(50):
-            some.map(0, 4)
-            some.retire(0, 4)
-            other.map(0, 4)  # these are the same pages
-            other.retire(0, 4)
-            core.device.check()
 
 
 def test_an_unmap_that_fails_is_done_again() -> None:
@@ -135,32 +94,20 @@ def test_an_unmap_that_fails_is_done_again() -> None:
 
 def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
     with opened(budget=48) as core:
-        failures: list[BaseException] = []
 
         def work(owner: _native.Owner) -> None:
-            try:
-                for turn in range(60):
-                    some = core.device.reserve(8 * PAGE, owner, core.device.group())
-                    if owner == "kv":
-                        some.map_ahead(2, 6)
-                    some.map(0, 4)
-                    write(some.address, turn, 4 * PAGE)
-                    some.retire(2, 1)
-                    assert holds(some.address, turn, 2 * PAGE)
-                    some.map(0, 8)
-                    assert holds(some.address, turn, 2 * PAGE)
-                    some.close()
-            except BaseException as failure:
-                failures.append(failure)
+            for turn in range(30):
+                some = core.device.reserve(8 * PAGE, owner, core.device.group())
+                if owner == "kv":
+                    some.map_ahead(2, 6)
+                some.map(0, 4)
+                write(some.address, turn, 4 * PAGE)
+                some.retire(2, 1)
+                some.map(0, 8)
+                assert holds(some.address, turn, 2 * PAGE)
+                some.close()
 
-        workers = [threading.Thread(target=work, args=(owner,)) for owner in ("kv", "kv", "weights", "activations")]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            while worker.is_alive():
-                core.device.check()
-                worker.join(0.01)
-        assert failures == []
+        together(core, work, ("kv", "kv", "weights", "activations"))
         core.device.reap(wait=True)
         assert core.pages()["retiring"] == 0
 
@@ -192,35 +139,13 @@ def test_while_a_stream_is_captured_the_thread_does_nothing(tmp_path: Path) -> N
         eventually(lambda: backings(later) == ["none"] * 4)
 
 
-# The next event that is recorded becomes part of a graph, until it is recorded again.
-CAPTURED = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-static int next;
-static void* captured;
-void capture_next(void) { next = 1; }
-int cuEventRecord(void* event, void* stream) {
-  if (next) { next = 0; captured = event; return 0; }
-  if (event == captured) captured = 0;
-  return ((int (*)(void*, void*))dlsym(RTLD_NEXT, "cuEventRecord"))(event, stream);
-}
-int cuEventQuery(void* event) {
-  return event == captured ? 907 : ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventQuery"))(event);
-}
-int cuEventSynchronize(void* event) {
-  return event == captured ? 907 : ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventSynchronize"))(event);
-}
-"""
-
-
 @pytest.mark.parametrize("waits", [True, False])
-def test_an_event_that_a_capture_took_is_recorded_anew(tmp_path: Path, waits: bool) -> None:
-    path = shim(tmp_path, CAPTURED)
-    with opened(path=path) as core:
+def test_an_event_that_a_capture_took_is_recorded_anew(gate: Gate, waits: bool) -> None:
+    with opened(path=gate.path) as core:
         core.stream()
         some = core.range(4, "weights")
         some.map(0, 4)
-        ctypes.CDLL(path).capture_next()
+        gate.library.capture_next(0)
         some.retire(0, 4)
         if waits:
             core.device.reap(wait=True)
@@ -265,40 +190,12 @@ SCENE = """
 )
 def test_a_process_ends_whatever_the_thread_does(bind: str, then: str) -> None:
     scene = textwrap.dedent(SCENE).format(bind=bind, then=then)
-    for _ in range(3):
+    for _ in range(2):
         ended = subprocess.run(
             [sys.executable, "-c", scene, str(library())], timeout=60, capture_output=True, text=True, check=False
         )
         assert ended.returncode in ((1, -2, 130) if "SIGINT" in then else (0,)), ended.stderr
         assert "terminate" not in ended.stderr
-
-
-SLOW = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <unistd.h>
-int cuMemUnmap(unsigned long long address, unsigned long size) {
-  usleep(100000);
-  return ((int (*)(unsigned long long, unsigned long))dlsym(RTLD_NEXT, "cuMemUnmap"))(address, size);
-}
-"""
-
-
-def test_a_fork_finds_no_lock_taken_by_the_thread(tmp_path: Path) -> None:
-    with opened(path=shim(tmp_path, SLOW)) as core:
-        some = core.range(3, "weights")
-        some.map(0, 3)
-        before = calls()["cuMemUnmap"]
-        some.retire(0, 3)
-        eventually(lambda: calls()["cuMemUnmap"] > before)  # it is in the driver, for a while, and holds the lock
-        if (child := os.fork()) == 0:
-            signal.alarm(30)  # kills a child that waits for a thread that it does not have
-            some.backing(0)
-            core.device.snapshot()
-            core.device.reap()
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        core.device.reap(wait=True)
 
 
 # -- ahead ------------------------------------------------------------------------------------------------------------
@@ -311,39 +208,14 @@ def test_what_was_mapped_ahead_is_claimed_without_the_driver() -> None:
         some.map_ahead(2, 3)
         core.device.reap(wait=True)
         assert backings(some) == ["device", "device", "kept", "kept", "kept", "none"]
-        assert (some.backed, ahead(core), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
+        assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (2, 3, 3, 2)
         pages = [some.page(piece) for piece in (2, 3)]
         assert page_calls(lambda: some.map(2, 2)) == {}
         assert [some.page(piece) for piece in (2, 3)] == pages
-        assert (some.backed, ahead(core), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
+        assert (some.backed, core.ahead(), core.pages()["free"], core.pages()["kv"]) == (4, 1, 1, 4)
         write(some.address, 7, 4 * PAGE)
         assert physical() == 5 * PAGE
         assert len(maps(some.address, 5 * PAGE)) == 1  # neighbours in address are neighbours in the pool
-
-
-def test_asking_takes_no_driver_call_and_the_thread_hears_it() -> None:
-    with opened() as core:
-        some = core.range(4)
-        before = core.device.driver_ns()
-        some.map_ahead(0, 4)
-        assert core.device.driver_ns() == before
-        eventually(lambda: ahead(core) == 4)  # nobody waits for it
-        assert core.device.driver_ns() == before
-        assert core.device.snapshot()["driver_ns"]["background"] > 0
-
-
-def test_a_piece_that_has_a_page_keeps_it() -> None:
-    with opened() as core:
-        stream = core.stream()
-        some = core.range(4)
-        some.map(1, 2)
-        write(some.address + PAGE, 3, 2 * PAGE)
-        core.occupy(stream, LONG)
-        some.retire(2, 1)
-        some.map_ahead(0, 4)
-        core.device.reap(wait=True)
-        assert backings(some) in (["kept", "device", "none", "kept"], ["kept", "device", "kept", "kept"])
-        assert holds(some.address + PAGE, 3)
 
 
 def test_nothing_is_taken_from_anybody() -> None:
@@ -354,7 +226,7 @@ def test_nothing_is_taken_from_anybody() -> None:
         other.map(0, 4)
         some.map_ahead(0, 8)
         core.device.reap(wait=True)
-        assert ahead(core) == 2
+        assert core.ahead() == 2
         assert core.pages()["activations"] == 2
         assert backings(some)[:3] == ["kept", "kept", "none"]
 
@@ -365,14 +237,13 @@ def test_whoever_needs_pages_gets_those_mapped_ahead_after_all_others() -> None:
         some.map_ahead(0, 4)
         core.device.reap(wait=True)
         assert "cuMemUnmap" not in page_calls(lambda: other.map(0, 8))  # new pages
-        assert ahead(core) == 4
+        assert core.ahead() == 4
         assert page_calls(lambda: other.map(8, 1))["cuMemUnmap"] == 1
         assert backings(some) == ["kept", "kept", "kept", "none"]  # the last one first
         other.map(9, 3)
-        assert (ahead(core), core.pages()["weights"]) == (0, 12)
+        assert (core.ahead(), core.pages()["weights"]) == (0, 12)
         assert all(one.place is None for one in maps(some.address, some.nbytes))
-        with pytest.raises(PoolExhausted):
-            some.map(0, 1)
+        refused(lambda: some.map(0, 1))
         core.device.check()
 
 
@@ -382,7 +253,7 @@ def test_the_heap_gets_them_too() -> None:
         some.map_ahead(0, 6)
         core.device.reap(wait=True)
         block = core.device.allocate(7 * PAGE)
-        assert ahead(core) <= 1
+        assert core.ahead() <= 1
         core.device.deallocate(block)
 
 
@@ -407,22 +278,14 @@ def test_no_more_is_mapped_ahead_than_fifty_megabytes() -> None:
         some, other = core.range(4), core.range(4)
         some.map_ahead(0, 4)
         core.device.reap(wait=True)
-        assert ahead(core) == 50_000_000 // page == 2
+        assert core.ahead() == 50_000_000 // page == 2
         other.map_ahead(0, 1)
         core.device.reap(wait=True)
-        assert ahead(core) == 2
+        assert core.ahead() == 2
         some.map(0, 1)
         other.map_ahead(0, 4)
         core.device.reap(wait=True)
-        assert (ahead(core), backings(other)[0]) == (2, "kept")
-
-
-def test_a_page_larger_than_that_is_still_mapped_ahead_alone() -> None:
-    with opened(page=2**26, budget=3) as core:
-        some = core.range(3)
-        some.map_ahead(0, 3)
-        core.device.reap(wait=True)
-        assert ahead(core) == 1
+        assert (core.ahead(), backings(other)[0]) == (2, "kept")
 
 
 def test_retiring_gives_up_what_was_mapped_ahead_and_makes_room_for_more() -> None:
@@ -431,24 +294,12 @@ def test_retiring_gives_up_what_was_mapped_ahead_and_makes_room_for_more() -> No
         some, other = core.range(2), core.range(2)
         some.map_ahead(0, 1)
         core.device.reap(wait=True)
-        assert ahead(core) == 1
+        assert core.ahead() == 1
         some.retire(0, 2)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
         other.map_ahead(0, 1)
         core.device.reap(wait=True)
-        assert (ahead(core), backings(other)) == (1, ["kept", "none"])
-
-
-def test_a_range_that_is_closed_meanwhile_is_left_alone() -> None:
-    with opened() as core:
-        group = core.device.group()
-        for _ in range(40):
-            some = core.device.reserve(4 * PAGE, "kv", group)
-            some.map_ahead(0, 4)
-            some.close()
-        core.device.reap(wait=True)
-        assert ahead(core) == 0
-        core.device.check()
+        assert (core.ahead(), backings(other)) == (1, ["kept", "none"])
 
 
 def test_bad_requests_are_refused() -> None:
@@ -463,21 +314,7 @@ def test_bad_requests_are_refused() -> None:
             core.range(4, "weights").map_ahead(0, 1)
         some.map_ahead(4, 0)
         core.device.reap(wait=True)
-        assert ahead(core) == 0
-
-
-def test_a_lower_budget_and_a_trim_take_all_of_it() -> None:
-    for shrink in (lambda device: device.set_budget(3 * PAGE), lambda device: device.trim()):
-        with opened(budget=16) as core:
-            some = core.range(8)
-            some.map(0, 2)
-            some.map_ahead(2, 6)
-            core.device.reap(wait=True)
-            assert physical() == 8 * PAGE
-            shrink(core.device)
-            assert physical() in (2 * PAGE, 3 * PAGE)
-            assert core.pages()["kv"] == 2
-            core.device.check()
+        assert core.ahead() == 0
 
 
 @pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"])

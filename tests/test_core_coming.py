@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import signal
-import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +15,12 @@ from ballonet.allocator.errors import BallonetError, PoolExhausted
 from .core import (
     PAGE,
     Core,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
     arm,
+    backings,
     behind,
     calls,
-    capturing,
     disarm,
     eventually,
     holds,
@@ -29,7 +28,8 @@ from .core import (
     opened,
     page_calls,
     physical,
-    shim,
+    refused,
+    together,
     write,
 )
 
@@ -63,16 +63,6 @@ class Layers:
             each.close()
 
 
-def ahead(core: Core) -> int:
-    pages: int = core.device.snapshot()["ahead"]
-    return pages
-
-
-def kept(core: Core) -> int:
-    pages: int = core.device.snapshot()["kept"]
-    return pages
-
-
 def without_driver(core: Core, work: Callable[[], object]) -> None:
     """Its thread calls no driver for that; the background may, meanwhile, for what follows."""
     before = core.device.driver_ns()
@@ -84,10 +74,6 @@ def settled(core: Core) -> None:
     """What the background was asked for is done, as far as it can be."""
     core.device.reap(wait=True)
     core.device.check()
-
-
-def backings(some: _native.Range) -> list[str]:
-    return [some.backing(piece) for piece in range(some.pieces)]
 
 
 def closed(core: Core, *sizes: tuple[int, int]) -> None:
@@ -104,7 +90,7 @@ def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> N
     with opened() as core:
         layers = Layers(core, 4)
         settled(core)
-        assert (ahead(core), core.created()) == (9, 12)
+        assert (core.ahead(), core.created()) == (9, 12)
         for index in (1, 2, 3):
             without_driver(core, layers.add)
             some = layers.ranges[index]
@@ -114,20 +100,7 @@ def test_those_that_follow_find_their_pages_mapped_and_no_others_are_made() -> N
             assert len(maps(some.address, 3 * PAGE)) == 1  # neighbours in address are neighbours in the pool
             settled(core)
         assert [holds(layers.ranges[index].address, index, 3 * PAGE) for index in (1, 2, 3)] == [True] * 3
-        assert (ahead(core), kept(core), physical()) == (0, 0, 12 * PAGE)
-        layers.close()
-
-
-def test_the_thread_hears_of_it_and_its_calls_are_counted_apart() -> None:
-    with opened() as core:
-        created = calls()["cuMemCreate"]
-        behind_before = core.device.snapshot()["background_calls"]["cuMemCreate"]
-        layers = Layers(core, 4)
-        before = core.device.driver_ns()
-        eventually(lambda: ahead(core) == 9)  # nobody waits for it
-        assert core.device.driver_ns() == before
-        assert calls()["cuMemCreate"] == created + 12
-        assert core.device.snapshot()["background_calls"]["cuMemCreate"] == behind_before + 9
+        assert (core.ahead(), core.kept(), physical()) == (0, 0, 12 * PAGE)
         layers.close()
 
 
@@ -150,21 +123,21 @@ def test_no_more_is_mapped_ahead_than_fifty_megabytes_or_a_page(page: int, most:
         layers = Layers(core, 4, mapped=1, pieces=2)
         for index in (1, 2, 3):
             settled(core)
-            assert ahead(core) == min(most, 4 - index)
+            assert core.ahead() == min(most, 4 - index)
             assert layers.add().backing(0) == "kept"
             layers.map(index)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
         layers.close()
 
 
 def test_what_a_range_takes_makes_room_for_the_next_by_itself() -> None:
     with opened(page=2**25, budget=3) as core:
         layers = Layers(core, 3, mapped=1, pieces=1)
-        eventually(lambda: ahead(core) == 1)
+        eventually(lambda: core.ahead() == 1)
         layers.add()
-        assert ahead(core) == 1
+        assert core.ahead() == 1
         layers.map(1)
-        eventually(lambda: ahead(core) == 1)
+        eventually(lambda: core.ahead() == 1)
         layers.close()
 
 
@@ -172,17 +145,16 @@ def test_no_more_is_made_than_the_budget_allows_and_whoever_needs_pages_gets_the
     with opened(budget=5) as core:
         layers = Layers(core, 3)
         settled(core)
-        assert (ahead(core), physical()) == (2, 5 * PAGE)
+        assert (core.ahead(), physical()) == (2, 5 * PAGE)
         other = core.range(2, "weights")
         assert page_calls(lambda: other.map(0, 2)) == {"cuMemUnmap": 2, "cuMemMap": 2, "cuMemSetAccess": 1}
         settled(core)
-        assert (ahead(core), physical()) == (0, 5 * PAGE)
+        assert (core.ahead(), physical()) == (0, 5 * PAGE)
         other.close()
         settled(core)
-        assert (ahead(core), physical()) == (2, 5 * PAGE)  # it has not given up
+        assert (core.ahead(), physical()) == (2, 5 * PAGE)  # it has not given up
         layers.add()
-        with pytest.raises(PoolExhausted):
-            layers.map(1)
+        refused(lambda: layers.map(1))
         layers.close()
 
 
@@ -194,7 +166,7 @@ def test_the_heap_moves_its_own_idle_pages_before_it_counts_on_them() -> None:
         core.device.deallocate(core.device.allocate(8 * PAGE))
         before = core.created()
         block = core.device.allocate(8 * PAGE, stream)  # not beside the first one
-        assert (core.created(), ahead(core)) == (before, 9)
+        assert (core.created(), core.ahead()) == (before, 9)
         core.device.deallocate(block)
         layers.close()
 
@@ -204,13 +176,13 @@ def test_they_go_after_all_others() -> None:
         closed(core, (2, 2))
         layers = Layers(core, 2)  # whose addresses are longer: it takes the pages
         settled(core)
-        assert (ahead(core), kept(core), core.created()) == (3, 0, 6)
+        assert (core.ahead(), core.kept(), core.created()) == (3, 0, 6)
         closed(core, (2, 2))
         other = core.range(8, "weights")
         other.map(0, 5)  # those of the slot, and new ones
-        assert (ahead(core), core.created()) == (3, 11)
+        assert (core.ahead(), core.created()) == (3, 11)
         other.map(5, 1)
-        assert ahead(core) == 2
+        assert core.ahead() == 2
         layers.close()
 
 
@@ -219,7 +191,7 @@ def test_pages_of_slots_that_are_too_short_serve_before_new_ones_are_made() -> N
         closed(core, (2, 2), (2, 2), (2, 2))
         layers = Layers(core, 2)
         settled(core)
-        assert (ahead(core), kept(core), physical()) == (3, 0, 6 * PAGE)
+        assert (core.ahead(), core.kept(), physical()) == (3, 0, 6 * PAGE)
         layers.close()
 
 
@@ -232,7 +204,7 @@ def test_where_there_are_slots_nothing_is_done() -> None:
             layers.add()
             without_driver(core, lambda index=index: layers.map(index))
         settled(core)
-        assert (ahead(core), physical()) == (0, 16 * PAGE)
+        assert (core.ahead(), physical()) == (0, 16 * PAGE)
         layers.close()
 
 
@@ -245,7 +217,7 @@ def test_slots_of_those_that_were_there_before_belong_to_everybody() -> None:
         other = core.range(6, "weights")
         other.map(0, 6)
         settled(core)  # what is missing now is made anew
-        assert (ahead(core), core.created()) == (6, 18)
+        assert (core.ahead(), core.created()) == (6, 18)
         layers.close()
 
 
@@ -254,7 +226,7 @@ def test_a_slot_that_has_too_few_pages_gets_more() -> None:
         closed(core, (PIECES, 1), (PIECES, 3))
         layers = Layers(core, 2)
         settled(core)
-        assert (ahead(core), kept(core), core.created()) == (2, 1, 6)
+        assert (core.ahead(), core.kept(), core.created()) == (2, 1, 6)
         layers.add()
         without_driver(core, lambda: layers.map(1))
         layers.close()
@@ -267,7 +239,7 @@ def test_a_lower_budget_and_a_trim_take_all_of_it_and_no_more_is_made(shrink: st
         settled(core)
         assert physical() == 12 * PAGE
         core.device.set_budget(3 * PAGE) if shrink == "budget" else core.device.trim()
-        assert (physical(), ahead(core)) == (3 * PAGE, 0)
+        assert (physical(), core.ahead()) == (3 * PAGE, 0)
         core.device.set_budget(16 * PAGE)
         settled(core)
         assert physical() == 3 * PAGE
@@ -280,10 +252,10 @@ def test_once_the_first_range_is_gone_what_was_promised_is_like_any_slot() -> No
         settled(core)
         layers.close()
         settled(core)
-        assert (ahead(core), kept(core), core.pages()["free"]) == (0, 9, 9)
+        assert (core.ahead(), core.kept(), core.pages()["free"]) == (0, 9, 9)
         again = Layers(core, 3)
         settled(core)
-        assert (ahead(core), core.created()) == (0, 9)
+        assert (core.ahead(), core.created()) == (0, 9)
         again.close()
 
 
@@ -292,7 +264,7 @@ def test_the_newest_is_served() -> None:
         one, other = Layers(core, 5), Layers(core, 2, mapped=2)
         settled(core)
         # What was made for the first cache may serve the other one.
-        assert kept(core) + ahead(core) >= 2
+        assert core.kept() + core.ahead() >= 2
         other.add()
         without_driver(core, lambda: other.map(1))
         for _ in range(4):
@@ -311,18 +283,18 @@ def test_what_grows_in_step_is_mapped_ahead_too() -> None:
             layers.add()
             layers.map(index)
         settled(core)
-        assert (ahead(core), core.created()) == (0, 9)
+        assert (core.ahead(), core.created()) == (0, 9)
         layers.ranges[0].map(3, 2)
         for some in layers.ranges[1:]:
             settled(core)
             assert backings(some) == ["device"] * 3 + ["kept"] * 2 + ["none"]
             without_driver(core, lambda some=some: some.map(3, 2))
         settled(core)
-        assert (ahead(core), core.created()) == (0, 15)
+        assert (core.ahead(), core.created()) == (0, 15)
         layers.ranges[1].close()  # then nobody follows the first
         layers.ranges[0].map(5, 1)
         settled(core)
-        assert (ahead(core), backings(layers.ranges[2])[5]) == (0, "none")
+        assert (core.ahead(), backings(layers.ranges[2])[5]) == (0, "none")
         layers.close()
 
 
@@ -335,11 +307,11 @@ def test_only_ranges_of_the_same_size_and_group_that_want_a_slot_are_those() -> 
             core.device.reserve(PIECES * PAGE, "kv", layers.group, reuse=False),
             core.device.reserve(PIECES * PAGE, "weights", layers.group),
         ]
-        assert ahead(core) == 3
+        assert core.ahead() == 3
         taken.append(core.device.reserve(PIECES * PAGE, "kv", core.device.group(), expected=3 * PAGE))
         assert taken[-1].backing(0) == "kept"  # another cache may have it; then one more is made
         settled(core)
-        assert ahead(core) == 6
+        assert core.ahead() == 6
         assert layers.add().backing(2) == "kept"
         for some in taken:
             some.close()
@@ -366,7 +338,7 @@ def test_a_fault_ends_it_and_nobody_hears_of_it(function: str, nth: int) -> None
         arm(function, nth)
         attempts(lambda: followers.map(0, 3))
         settled(core)
-        assert ahead(core) == (0 if (function, nth) in BEHIND else 9)
+        assert core.ahead() == (0 if (function, nth) in BEHIND else 9)
         for index in (2, 3, 4):
             attempts(lambda index=index: index < len(layers.ranges) or layers.add())
             attempts(lambda index=index: layers.map(index))
@@ -377,7 +349,7 @@ def test_a_fault_ends_it_and_nobody_hears_of_it(function: str, nth: int) -> None
         disarm()
         layers.close()
         settled(core)
-        assert ahead(core) == 0
+        assert core.ahead() == 0
 
 
 def attempts(work: Callable[[], object]) -> None:
@@ -388,44 +360,11 @@ def attempts(work: Callable[[], object]) -> None:
         work()
 
 
-def test_nothing_is_made_while_a_stream_is_captured(tmp_path: Path) -> None:
-    path, set_capturing = capturing(tmp_path)
-    with opened(path=path) as core:
-        core.stream()
-        set_capturing(1)
-        layers = Layers(core, 3)
-        before = calls()
-        eventually(lambda: calls()["cuStreamIsCapturing"] > before["cuStreamIsCapturing"] + 8)  # it has looked
-        settled(core)
-        assert [calls()[name] for name in ("cuMemCreate", "cuMemMap", "cuMemAddressReserve")] == [
-            before[name] for name in ("cuMemCreate", "cuMemMap", "cuMemAddressReserve")
-        ]
-        assert ahead(core) == 0
-        set_capturing(0)
-        eventually(lambda: ahead(core) == 6)
-        layers.close()
-
-
-SLOW = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <unistd.h>
-static int slow;
-void set_slow(int now) { slow = now; }
-int cuMemCreate(void* handle, unsigned long size, void* place, unsigned long long flags) {
-  if (slow) usleep(100000);
-  return ((int (*)(void*, unsigned long, void*, unsigned long long))dlsym(RTLD_NEXT, "cuMemCreate"))(
-      handle, size, place, flags);
-}
-"""
-
-
-def test_a_child_has_what_was_there_and_makes_no_more(tmp_path: Path) -> None:
-    path = shim(tmp_path, SLOW)
-    with opened(path=path) as core:
+def test_a_child_has_what_was_there_and_makes_no_more(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         layers = Layers(core, 4)
         settled(core)
-        ctypes.CDLL(path).set_slow(1)
+        gate.library.set_slow(1)
         again = Layers(core, 4, mapped=5)
         before = calls()["cuMemCreate"]
         eventually(lambda: calls()["cuMemCreate"] > before)  # the thread is in the driver, and holds the lock
@@ -437,40 +376,29 @@ def test_a_child_has_what_was_there_and_makes_no_more(tmp_path: Path) -> None:
             core.device.reap()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-        ctypes.CDLL(path).set_slow(0)
+        gate.library.set_slow(0)
         layers.close()
         again.close()
 
 
 def test_several_threads_whose_layers_come_at_once() -> None:
     with opened(budget=96) as core:
-        failures: list[BaseException] = []
 
         def work(seed: int) -> None:
-            random_of = random.Random(seed)
-            try:
-                for turn in range(12):
-                    count, mapped = random_of.randint(2, 5), random_of.randint(1, 4)
-                    layers = Layers(core, count, mapped)
-                    for index in range(1, count - random_of.randint(0, 1)):  # the last one may never come
-                        layers.add()
-                        layers.map(index)
-                    for index, some in enumerate(layers.ranges):
-                        write(some.address, turn + index, mapped * PAGE)
-                    for index, some in enumerate(layers.ranges):
-                        assert holds(some.address, turn + index, mapped * PAGE)
-                    layers.close()
-            except BaseException as failure:
-                failures.append(failure)
+            drawn = random.Random(seed)
+            for turn in range(12):
+                count, mapped = drawn.randint(2, 5), drawn.randint(1, 4)
+                layers = Layers(core, count, mapped)
+                for index in range(1, count - drawn.randint(0, 1)):  # the last one may never come
+                    layers.add()
+                    layers.map(index)
+                for index, some in enumerate(layers.ranges):
+                    write(some.address, turn + index, mapped * PAGE)
+                for index, some in enumerate(layers.ranges):
+                    assert holds(some.address, turn + index, mapped * PAGE)
+                layers.close()
 
-        workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            while worker.is_alive():
-                core.device.check()
-                assert physical() <= 96 * PAGE
-                worker.join(0.01)
-        assert failures == []
+        together(core, work, range(4))
         settled(core)
-        assert (ahead(core), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)
+        assert physical() <= 96 * PAGE
+        assert (core.ahead(), core.pages()["retiring"], core.pages()["kv"]) == (0, 0, 0)

@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, DriverError
 
-from .core import PAGE, Core, all_calls, arm, behind, holds, maps, opened, page_calls, physical, write
+from .core import (
+    EVENTS,
+    PAGE,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
+    arm,
+    behind,
+    holds,
+    maps,
+    opened,
+    page_calls,
+    refused,
+    write,
+)
 
-LONG = 1.0  # seconds a stream is kept busy where a test must see that something waits
+LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 
 
 def tensor(owner: _native.Range, first: int, count: int = 1) -> object:
     """Bytes of whole pieces."""
     return owner.tensor(first * PAGE, (count * PAGE,), (1,), 1, 8)
-
-
-def test_reserving_takes_addresses_and_no_memory() -> None:
-    with opened() as core:
-        before = physical()
-        some = core.range(1000)
-        assert (some.nbytes, some.pieces, some.owner, some.closed) == (1000 * PAGE, 1000, "kv", False)
-        assert {one.access for one in maps(some.address, some.nbytes)} == {"---p"}
-        assert physical() == before
-
-
-def test_a_mapped_piece_is_a_page_of_the_device_and_its_neighbours_stay_closed() -> None:
-    with opened() as core:
-        some = core.range(5)
-        some.map(1, 3)
-        assert [some.backing(piece) for piece in range(5)] == ["none", "device", "device", "device", "none"]
-        for piece in (1, 2, 3):
-            assert behind(some.address + piece * PAGE)[:2] == ("device", "rw-s")
-        for piece in (0, 4):
-            assert behind(some.address + piece * PAGE)[:2] == (None, "---p")
-        assert physical() == 3 * PAGE
-        assert core.pages() == {"free": 0, "weights": 0, "activations": 0, "kv": 3, "retiring": 0}
-
-
-def test_pieces_that_are_mapped_already_keep_their_pages() -> None:
-    with opened() as core:
-        some = core.range(4)
-        some.map(1, 1)
-        write(some.address + PAGE, 7)
-        page = some.page(1)
-        assert page_calls(lambda: some.map(0, 4))["cuMemMap"] == 3
-        assert some.page(1) == page
-        assert holds(some.address + PAGE, 7)
 
 
 def test_growth_at_the_tail_stays_one_memory_map() -> None:
@@ -91,17 +70,17 @@ def test_growth_of_the_heap_stays_one_memory_map() -> None:
             core.device.deallocate(block)
 
 
-def test_a_retired_page_goes_back_once_its_streams_have_passed() -> None:
-    with opened() as core:
-        stream = core.stream()
+def test_a_retired_page_goes_back_once_its_streams_have_passed(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         some = core.range(2)
         some.map(0, 2)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.retire(0, 1)
         assert some.backing(0) == "retiring"
         assert core.device.reap() == 0
         assert behind(some.address)[:2] == ("device", "rw-s")  # work that is still to come may touch it
         assert core.pages()["retiring"] == 1
+        gate.open()
         core.device.reap(wait=True)
         assert some.backing(0) == "none"
         assert behind(some.address)[:2] == (None, "---p")
@@ -109,30 +88,18 @@ def test_a_retired_page_goes_back_once_its_streams_have_passed() -> None:
         assert some.backing(1) == "device"
 
 
-def test_a_page_waits_for_the_stream_that_used_it() -> None:
-    """The stand-in refuses an unmap that nothing orders after a use, so a fence that is forgotten leaves it mapped."""
-    with opened() as core:
-        stream = core.stream()
-        some = core.range(1)
-        some.map(0, 1)
-        core.device.note_use(some.address, PAGE, stream, write=True)
-        some.retire(0, 1)
-        core.device.reap(wait=True)
-        assert some.backing(0) == "none"
-
-
-def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables() -> None:
-    with opened() as core:
-        stream = core.stream()
+def test_a_retiring_piece_takes_its_page_back_without_touching_the_page_tables(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         some = core.range(3)
         some.map(0, 3)
         write(some.address, 9, 3 * PAGE)
         pages = [some.page(piece) for piece in range(3)]
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.retire(0, 3)
         assert page_calls(lambda: some.map(0, 3)) == {}
         assert [some.backing(piece) for piece in range(3)] == ["device"] * 3
         assert [some.page(piece) for piece in range(3)] == pages
+        gate.open()
         assert core.device.reap(wait=True) == 0
         assert holds(some.address, 9, 3 * PAGE)
 
@@ -162,31 +129,16 @@ def test_what_was_taken_back_retires_again_where_the_rest_fails() -> None:
         some.map(0, 4)
         core.occupy(stream, LONG)
         some.retire(0, 4)
-        with pytest.raises(PoolExhausted):
-            some.map(0, 6)
+        refused(lambda: some.map(0, 6))
         core.device.reap(wait=True)
         assert [some.backing(piece) for piece in range(6)] == ["none"] * 6
 
 
-def test_a_mix_of_retiring_device_and_host_pages_is_mapped_anew() -> None:
-    with opened() as core:
-        stream = core.stream()
-        some = core.range(4)
-        some.map(0, 2)
-        some.map_host(2, 2)
-        core.occupy(stream, 0.2)
-        some.retire(0, 4)
-        some.map(0, 4)
-        assert [some.backing(piece) for piece in range(4)] == ["device"] * 4
-        write(some.address, 1, 4 * PAGE)
-
-
-def test_a_page_that_never_got_access_is_not_taken_back_closed() -> None:
+def test_a_page_that_never_got_access_is_not_taken_back_closed(gate: Gate) -> None:
     """A mapping that fails half way leaves retiring pages that nobody can read; mapping again must open them."""
-    with opened() as core:
-        stream = core.stream()
+    with opened(path=gate.path) as core:
         some = core.range(2)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         arm("cuMemSetAccess")
         with pytest.raises(DriverError) as caught:
             some.map(0, 2)
@@ -195,48 +147,7 @@ def test_a_page_that_never_got_access_is_not_taken_back_closed() -> None:
         some.map(0, 2)
         assert {one.access for one in maps(some.address, 2 * PAGE)} == {"rw-s"}
         write(some.address, 3, 2 * PAGE)
-
-
-def test_retiring_what_is_not_there_does_nothing() -> None:
-    with opened() as core:
-        some = core.range(4)
-        some.map(1, 1)
-        some.retire(0, 4)
-        some.retire(0, 4)
-        core.device.reap(wait=True)
-        assert core.pages()["free"] == 1
-
-
-def test_a_piece_under_a_tensor_is_retired_when_the_tensor_is_gone() -> None:
-    with opened() as core:
-        some = core.range(4)
-        some.map(0, 4)
-        write(some.address, 5, 4 * PAGE)
-        held = [tensor(some, 1, 2), tensor(some, 2)]
-        some.retire(0, 4)
-        core.device.reap(wait=True)
-        assert [some.backing(piece) for piece in range(4)] == ["none", "device", "device", "none"]
-        assert holds(some.address + PAGE, 5, 2 * PAGE)
-        held.pop(0)
-        core.device.reap(wait=True)
-        assert [some.backing(piece) for piece in range(4)] == ["none", "none", "device", "none"]
-        held.clear()
-        core.device.reap(wait=True)
-        assert core.pages()["free"] == 4
-
-
-def test_mapping_again_what_a_tensor_holds_keeps_it() -> None:
-    with opened() as core:
-        some = core.range(1)
-        some.map(0, 1)
-        held = [tensor(some, 0)]
-        some.retire(0, 1)
-        with pytest.raises(BallonetError, match="not all backed"):
-            tensor(some, 0)
-        some.map(0, 1)
-        held.clear()
-        core.device.reap(wait=True)
-        assert some.backing(0) == "device"
+        gate.open()
 
 
 def test_a_tensor_outlives_its_range_and_the_range_its_handle() -> None:
@@ -257,19 +168,19 @@ def test_a_tensor_outlives_its_range_and_the_range_its_handle() -> None:
         assert all(one.place is None and one.access != "---p" for one in maps(address, 3 * PAGE))
 
 
-def test_a_closed_range_gives_back_its_pages_and_then_its_addresses() -> None:
-    with opened() as core:
-        stream = core.stream()
+def test_a_closed_range_gives_back_its_pages_and_then_its_addresses(gate: Gate) -> None:
+    with opened(path=gate.path) as core:
         some = core.range(3, "weights")
         address = some.address
         some.map(0, 3)
-        core.occupy(stream, LONG)
+        gate.close(EVENTS)
         some.close()
         some.close()
         assert some.closed
         with pytest.raises(BallonetError, match="closed"):
             some.map(0, 1)
         assert behind(address, 3 * PAGE)[0] == "device"
+        gate.open()
         core.device.reap(wait=True)
         assert core.pages()["free"] == 3
         assert all(one.place is None for one in maps(address, 3 * PAGE))
@@ -306,27 +217,6 @@ def test_a_tensor_needs_every_byte_backed() -> None:
         assert core.pages()["free"] == 2  # nothing is pinned by what was refused
 
 
-def test_an_alias_shows_the_same_bytes_and_parts_with_them_last() -> None:
-    with opened() as core:
-        slot, layer = core.range(2, "weights"), core.range(4, "weights")
-        slot.map(0, 2)
-        layer.alias(1, slot, 0, 2)
-        assert layer.backing(1) == "alias"
-        assert behind(layer.address + PAGE) == behind(slot.address)
-        assert core.pages()["weights"] == 2
-        write(slot.address, 1, 2 * PAGE)
-        assert holds(layer.address + PAGE, 1, 2 * PAGE)
-        write(layer.address + PAGE, 2)
-        assert holds(slot.address, 2)
-        slot.close()
-        core.device.reap(wait=True)
-        assert core.pages() == {"free": 0, "weights": 0, "activations": 0, "kv": 0, "retiring": 2}
-        assert holds(layer.address + PAGE, 2)
-        layer.retire(0, 4)
-        core.device.reap(wait=True)
-        assert core.pages()["free"] == 2
-
-
 def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
     with opened() as core:
         slot, layer = core.range(2, "weights"), core.range(2, "weights")
@@ -346,81 +236,17 @@ def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
             slot.alias(0, slot, 1, 1)
 
 
-def test_a_host_page_takes_a_device_pages_place() -> None:
-    with opened() as core:
-        some = core.range(3)
-        some.map(0, 3)
-        for piece in range(3):
-            write(some.address + piece * PAGE, piece + 1)
-        held = tensor(some, 1)
-        assert some.move(1, "host")
-        assert some.backing(1) == "host"
-        assert behind(some.address + PAGE)[:2] == ("host", "rw-s")
-        for piece in range(3):
-            assert holds(some.address + piece * PAGE, piece + 1)
-        assert physical("host") == PAGE
-        assert core.pages() == {"free": 1, "weights": 0, "activations": 0, "kv": 2, "retiring": 0}
-        write(some.address + PAGE, 9)
-        assert some.move(1, "device")
-        assert behind(some.address + PAGE)[:2] == ("device", "rw-s")
-        assert holds(some.address + PAGE, 9)
-        assert core.copied() == {"kv_h2d": PAGE, "kv_d2h": PAGE}
-        del held
-
-
-def test_host_pages_are_mapped_in_place_and_have_a_budget_of_their_own() -> None:
-    with opened(host_budget=3) as core:
-        some = core.range(5, "weights")
-        some.map_host(0, 3)
-        write(some.address, 6, 3 * PAGE)
-        assert {(one.place, one.access) for one in maps(some.address, 3 * PAGE)} == {("host", "rw-s")}
-        assert (physical(), physical("host")) == (0, 3 * PAGE)
-        with pytest.raises(PoolExhausted, match=r"(?i)host budget"):
-            some.map_host(3, 1)
-        with pytest.raises(BallonetError, match="another backing"):
-            some.map(0, 1)
-        some.map(3, 1)
-        assert not some.move(3, "host")
-        some.retire(0, 1)
-        assert some.move(3, "host")
-
-
-def test_a_page_moves_within_the_device() -> None:
-    with opened() as core:
-        some = core.range(2, "weights")
-        some.map(0, 2)
-        write(some.address, 1, PAGE)
-        write(some.address + PAGE, 2, PAGE)
-        before = behind(some.address)[2]
-        assert some.move(0, "device")
-        assert behind(some.address)[2] != before
-        assert holds(some.address, 1)
-        assert holds(some.address + PAGE, 2)
-        assert core.device.snapshot()["copied"]["weights_h2d"] == 0
-
-
 def test_a_page_does_not_move_under_another_threads_lease() -> None:
-    with opened() as core:
+    with opened() as core, ThreadPoolExecutor(1) as another:
         group = core.device.group()
         some = core.range(1, "weights", group)
         some.map(0, 1)
-        entered, leave = threading.Event(), threading.Event()
-
-        def forward() -> None:
-            group.enter()
-            entered.set()
-            leave.wait()
-            group.leave()
-
-        thread = threading.Thread(target=forward)
-        thread.start()
-        entered.wait()
+        another.submit(group.enter).result()
         group.enter()
         assert group.leases == 2
         assert not some.move(0, "host")
         assert some.backing(0) == "device"
-        leave.set()
-        thread.join()
+        another.submit(group.leave).result()
         assert some.move(0, "host")  # this thread's own lease does not stand in its way
         group.leave()
         with pytest.raises(BallonetError, match="no lease"):
@@ -462,17 +288,6 @@ def test_a_range_needs_a_page_and_a_known_owner() -> None:
         assert core.device.reserve(1, "kv", core.device.group()).nbytes == PAGE
 
 
-def test_too_little_memory_maps_nothing() -> None:
-    with opened(budget=8) as core:
-        some = core.range(12)
-        some.map(0, 4)
-        with pytest.raises(PoolExhausted):
-            some.map(2, 7)
-        assert [some.backing(piece) for piece in range(12)] == ["device"] * 4 + ["none"] * 8
-        some.map(4, 4)
-        assert physical() == 8 * PAGE
-
-
 def test_mapping_finds_what_retires_and_what_the_heap_does_not_need() -> None:
     with opened(budget=8) as core:
         stream = core.stream()  # takes one page
@@ -485,48 +300,3 @@ def test_mapping_finds_what_retires_and_what_the_heap_does_not_need() -> None:
         new.map(0, 7)
         assert core.created() == 8
         assert core.pages()["kv"] == 7
-
-
-def test_an_empty_span_is_no_work() -> None:
-    with opened() as core:
-        some = core.range(2)
-        assert "cuMemMap" not in all_calls(lambda: some.map(2, 0))
-        some.retire(0, 0)
-        some.alias(0, some, 1, 0)
-        assert core.created() == 0
-
-
-def test_neighbouring_pieces_move_apart_and_together_many_times() -> None:
-    """Every round moves every other page to the host and back; the bytes stay."""
-    with opened(budget=20, host_budget=8) as core:
-        some = core.range(16)
-        some.map(0, 16)
-        for piece in range(16):
-            write(some.address + piece * PAGE, piece + 1)
-        for _ in range(5):
-            for piece in range(0, 16, 2):
-                assert some.move(piece, "host")
-            for piece in range(0, 16, 2):
-                assert some.move(piece, "device")
-        for piece in range(16):
-            assert holds(some.address + piece * PAGE, piece + 1)
-        assert _offsets(core, some) == 16
-
-
-def _offsets(core: Core, some: _native.Range) -> int:
-    """How many different pages lie behind the range."""
-    return len({behind(some.address + piece * core.page)[2] for piece in range(some.pieces)})
-
-
-def test_ctypes_sees_the_tensors_bytes() -> None:
-    with opened() as core:
-        some = core.range(1)
-        some.map(0, 1)
-        capsule = some.tensor(64, (2, 3), (16, 1), 2, 32)
-        ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
-        ctypes.pythonapi.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
-        managed = ctypes.pythonapi.PyCapsule_GetPointer(capsule, b"dltensor")
-        assert managed is not None
-        assert ctypes.c_uint64.from_address(managed).value == some.address + 64
-        assert (ctypes.c_int32 * 3).from_address(managed + 8)[:] == [1, 0, 2]  # CPU, device 0, two dimensions
-        del capsule

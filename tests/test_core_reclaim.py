@@ -14,15 +14,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import PAGE, Core, all_calls, arm, behind, capturing, disarm, holds, opened, physical, write
-from .pool import bytes_that_exist, in_pool, installing
+from .core import (
+    PAGE,
+    Core,
+    all_calls,
+    arm,
+    behind,
+    capturing,
+    disarm,
+    faulted,
+    holds,
+    opened,
+    physical,
+    refused,
+    write,
+)
 
 
 @dataclass
@@ -79,26 +91,13 @@ class Other:
     """Another thread, which does one thing after the other."""
 
     def __init__(self) -> None:
-        self._todo: Callable[[], object] | None = None
-        self._given, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self._given.acquire() and self._todo is not None:
-            self.result = self._todo()
-            self._done.release()
+        self._thread = ThreadPoolExecutor(1)
 
     def does(self, work: Callable[[], object]) -> object:
-        self._todo = work
-        self._given.release()
-        self._done.acquire()
-        return self.result
+        return self._thread.submit(work).result()
 
     def end(self) -> None:
-        self._todo = None
-        self._given.release()
-        self._thread.join()
+        self._thread.shutdown()
 
 
 @pytest.fixture
@@ -183,51 +182,16 @@ def test_what_lies_idle_goes_first() -> None:
         assert keys(core) == [1]
 
 
-def test_who_moves_a_page_finds_none_and_takes_nothing() -> None:
-    with opened(budget=2) as core:
-        one = layer(core)
-        core.device.publish([one.entry(1)])
-        kv = core.range(1)
-        kv.map_host(0, 1)
-        assert not kv.move(0, "device")
-        assert keys(core) == []
-
-
 def test_a_request_that_nothing_could_meet_takes_nothing() -> None:
     with opened(budget=6) as core:
         one, kept = layer(core), layer(core)
         core.device.publish([one.entry(1)])
         for ask in (lambda: core.range(9).map(0, 5), lambda: core.device.allocate(5 * PAGE)):
-            with pytest.raises(PoolExhausted):
-                ask()
+            refused(ask)
         assert (keys(core), core.device.demand) == ([], 0)
         assert one.place == kept.place == "device"
         core.range(4).map(0, 4)
         assert keys(core) == [1]
-
-
-def test_a_lower_budget_takes_what_it_can() -> None:
-    with opened(budget=8) as core:
-        layers = [layer(core, value=value) for value in (1, 5)]
-        core.range(4).map(0, 4)
-        core.device.publish([one.entry(key) for key, one in enumerate(layers)])
-        core.device.set_budget(7 * PAGE)
-        assert keys(core) == [0]
-        assert (core.created(), physical()) == (7, 7 * PAGE)  # one of them is free
-        core.device.set_budget(4 * PAGE)
-        assert keys(core) == [1]
-        assert physical() == 4 * PAGE
-        assert all(one.intact() for one in layers)
-
-
-def test_a_clean_twin_costs_no_copy() -> None:
-    with opened(budget=2) as core:
-        one = layer(core).clean()
-        core.device.publish([one.entry(1)])
-        made = all_calls(lambda: core.range(2).map(0, 2))
-        assert keys(core) == [1]
-        assert one.intact()
-        assert (d2h(core), made.get("cuMemcpyAsync", 0)) == (0, 0)
 
 
 def test_a_twin_is_made_from_the_pages_themselves_and_only_where_it_lacks_them() -> None:
@@ -260,21 +224,6 @@ def test_a_layer_that_comes_back_and_is_taken_again_costs_one_copy_in_all() -> N
             assert one.home.own(0, 2)
             fill(one.home, one.value)
         assert d2h(core) == 2 * PAGE
-
-
-def test_tensors_at_home_show_the_same_bytes_at_the_same_address() -> None:
-    with opened(budget=4) as core:
-        one = layer(core)
-        tensor = from_dlpack(one.home.tensor(0, (2 * PAGE,), (1,), 1, 8))
-        before, address = tensor.clone(), tensor.data_ptr()
-        core.device.publish([one.entry(1)])
-        core.range(4).map(0, 3)
-        assert keys(core) == [1]
-        assert torch.equal(tensor, before)
-        assert tensor.data_ptr() == address
-        tensor[0] = 99
-        assert ctypes.string_at(one.twin.address, 1) == b"\x63"
-        del tensor
 
 
 @pytest.fixture
@@ -326,39 +275,6 @@ def test_a_trim_gives_the_hosts_free_pages_back_too() -> None:
         assert physical("host") == 0
 
 
-def test_several_parts_go_together() -> None:
-    with opened(budget=6) as core:
-        group = core.device.group()
-        one, two = layer(core, 3, 10, group), layer(core, 2, 20, group)
-        rest = core.range(1)
-        rest.map(0, 1)
-        parts = [
-            (one.home, 0, 1, two.twin, 1, []),
-            (one.home, 2, 1, two.twin, 0, []),
-            (two.home, 0, 2, one.twin, 1, []),
-        ]
-        core.device.publish([(4, group, parts)])
-        core.range(1).map(0, 1)
-        assert core.device.taken()[0][1:] == (4, 4)
-        assert one.intact()
-        assert two.intact()
-        assert [one.home.backing(piece) for piece in range(3)] == ["alias", "device", "alias"]
-        assert two.place == "host"
-
-
-def test_what_still_runs_over_the_pages_is_waited_for() -> None:
-    """Or the order checker would refuse to take them from their addresses."""
-    with opened(budget=3) as core:
-        one = layer(core).clean()
-        lane = core.stream()
-        core.device.publish([one.entry(1)])
-        core.occupy(lane, 0.1)
-        core.device.note_use(one.home.address, 2 * PAGE, lane, False)
-        core.range(1).map(0, 1)
-        assert keys(core) == [1]
-        assert one.intact()
-
-
 def test_the_asking_threads_own_leases_are_no_obstacle() -> None:
     with opened(budget=2) as core:
         one = layer(core)
@@ -383,8 +299,7 @@ def test_another_threads_lease_posts_a_demand_that_it_obeys(other: Other) -> Non
         assert keys(core) == [2], "who is not in use is taken instead"
         assert core.device.demand == 0
         assert core.device.published == [1]
-        with pytest.raises(PoolExhausted):
-            kv.map(1, 2)
+        refused(lambda: kv.map(1, 2))
         assert core.device.demand == 1
         assert core.device.obey() == 0, "this thread may not take it either"
         assert core.device.demand == 1
@@ -405,16 +320,14 @@ def test_a_demand_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_mo
         core.device.publish([one.entry(1)])
         other.does(one.group.enter)
         kv.map(0, 2)
-        with pytest.raises(PoolExhausted):
-            core.device.allocate(2 * PAGE)
+        refused(lambda: core.device.allocate(2 * PAGE))
         assert core.device.demand == 2
         kv.retire(0, 2)
         core.device.reap(wait=True)
         assert core.device.demand == 0
         kv.map(0, 2)
         assert core.device.demand == 0, "it was met"
-        with pytest.raises(PoolExhausted):
-            more.map(0, 2)
+        refused(lambda: more.map(0, 2))
         other.does(one.group.leave)
         more.map(0, 2)
         assert keys(core) == [1]
@@ -449,13 +362,11 @@ def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
         one, two, three = layer(core, value=10), layer(core, value=20).clean(), layer(core, value=30)
         core.device.publish([one.entry(1), three.entry(3), two.entry(2)])
         kv = core.range(6)
-        with pytest.raises(PoolExhausted):
-            kv.map(0, 4)
+        refused(lambda: kv.map(0, 4))
         assert keys(core) == []
         kv.map(0, 2)
         assert keys(core) == [2]
-        with pytest.raises(PoolExhausted):
-            kv.map(2, 1)
+        refused(lambda: kv.map(2, 1))
         assert core.device.published == [1, 3]
         assert core.device.demand == 0
         assert physical("host") == 2 * PAGE
@@ -498,49 +409,13 @@ def test_an_entry_is_void_once_its_pages_are_not_what_they_were(what: str) -> No
         core.device.reap(wait=True)
         rest.map(0, 10 - core.created() + core.pages()["free"])
         more = core.range(3)
-        with pytest.raises(PoolExhausted):
-            more.map(0, 3)
+        refused(lambda: more.map(0, 3))
         more.map(0, 2)
         assert keys(core) == [2]
         assert core.device.published == []
         core.device.publish([one.entry(1)])  # what is void now does not enter the list
         core.device.check()
         del kept
-
-
-def test_pieces_go_with_the_last_tensor_over_them_and_the_entry_with_them() -> None:
-    with opened(budget=4) as core:
-        group = core.device.group()
-        home = core.range(2, "weights", group, auto_retire=True)
-        twin = core.range(2, "weights", group)
-        home.map(0, 2)
-        one = from_dlpack(home.tensor(0, (PAGE,), (1,), 1, 8))
-        two = from_dlpack(home.tensor(PAGE, (PAGE,), (1,), 1, 8))
-        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
-        assert core.device.published == [1]
-        del one
-        assert core.device.published == []
-        core.device.publish([(1, group, [(home, 1, 1, twin, 1, [])])])
-        core.range(4).map(0, 4)
-        assert core.device.taken()[0][1:] == (1, 1)
-        del two, home, twin
-        gc.collect()
-
-
-def test_ranges_that_are_collected_leave_nothing_behind() -> None:
-    with opened(budget=4) as core:
-        group = core.device.group()
-        home, twin = core.device.reserve(2 * PAGE, "weights", group), core.range(2, "weights", group)
-        home.map(0, 2)
-        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
-        del home
-        gc.collect()
-        assert core.device.published == []
-        core.device.publish([(1, group, [])])
-        assert core.device.published == [1]
-        with pytest.raises(PoolExhausted):
-            core.range(5).map(0, 5)
-        assert core.device.published == [1], "an entry of no pages is never taken"
 
 
 def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: tuple[mmap.mmap, bytes]) -> None:
@@ -552,8 +427,7 @@ def test_a_source_that_is_not_registered_any_more_makes_the_entry_void(memory: t
         assert core.device.published == [1]
         source.close()
         assert core.device.published == []
-        with pytest.raises(PoolExhausted):
-            core.range(1).map(0, 1)
+        refused(lambda: core.range(1).map(0, 1))
 
 
 def test_a_page_that_moved_is_the_same_page() -> None:
@@ -574,8 +448,7 @@ def test_pages_that_others_show_are_passed_over_until_they_do_not() -> None:
         one, shows = layer(core), core.range(1, "weights")
         core.device.publish([one.entry(1)])
         assert shows.alias(0, one.home, 1, 1)
-        with pytest.raises(PoolExhausted):
-            core.range(1).map(0, 1)
+        refused(lambda: core.range(1).map(0, 1))
         shows.retire(0, 1)
         core.range(1).map(0, 1)
         assert keys(core) == [1]
@@ -624,8 +497,7 @@ def test_what_is_withdrawn_is_not_taken_and_another_list_replaces_the_first() ->
         core.range(1).map(0, 1)
         assert keys(core) == [2]
         core.device.publish([])
-        with pytest.raises(PoolExhausted):
-            core.range(2).map(0, 2)
+        refused(lambda: core.range(2).map(0, 2))
 
 
 def test_withdrawing_waits_for_what_is_being_taken(other: Other) -> None:
@@ -665,15 +537,15 @@ class Taking:
 
     def __post_init__(self) -> None:
         group = self.core.device.group()
-        self.one, self.two = layer(self.core, 3, 10, group), layer(self.core, 2, 20, group)
+        self.one, self.two = layer(self.core, 2, 10, group), layer(self.core, 1, 20, group)
         self.one.twin.map_host(1, 1)
         write(self.one.twin.address + PAGE, 11)
-        self.kv = self.core.range(5)
+        self.kv = self.core.range(3)
         self.entry: _native.Entry = (1, group, [*self.one.entry(0)[2], *self.two.entry(0)[2]])
         self.core.device.publish([self.entry])
 
     def ask(self) -> None:
-        self.kv.map(0, 5)
+        self.kv.map(0, 3)
 
     def untouched(self) -> bool:
         return (self.one.place, self.two.place) == ("device", "device") and not self.two.twin.backed
@@ -685,7 +557,7 @@ class Taking:
 
 
 def taking_calls() -> dict[str, int]:
-    with opened(budget=5) as core:
+    with opened(budget=3) as core:
         return all_calls(Taking(core).ask)
 
 
@@ -696,8 +568,8 @@ def test_a_fault_at_every_driver_call_of_a_take(times: int) -> None:
     assert min(made["cuMemcpyAsync"], made["cuStreamSynchronize"], made["cuMemSetAccess"]) >= 1
     failed = 0
     for function, count in made.items():
-        for ahead in range(1, count + 1):
-            with opened(budget=5) as core:
+        for ahead in faulted(function, count):
+            with opened(budget=3) as core:
                 taking = Taking(core)
                 for more in range(times):
                     arm(function, ahead + more)
@@ -720,9 +592,9 @@ def test_a_fault_at_every_driver_call_of_a_take(times: int) -> None:
 
 
 def test_a_take_that_fails_twice_says_why_and_leaves_the_entry() -> None:
-    with opened(budget=5) as core:
+    with opened(budget=3) as core:
         taking = Taking(core)
-        for ask, error in ((taking.ask, DriverError), (lambda: core.device.allocate(5 * PAGE), PoolExhausted)):
+        for ask, error in ((taking.ask, DriverError), (lambda: core.device.allocate(3 * PAGE), PoolExhausted)):
             arm("cuMemcpyAsync", 1)
             arm("cuMemcpyAsync", 2)
             with pytest.raises(error, match=r"cuMemcpyAsync.*filling a twin"):
@@ -757,8 +629,7 @@ def test_nothing_is_taken_while_a_graph_is_captured(tmp_path: Path) -> None:
         core.device.publish([one.entry(1)])
         set_capturing(1)
         for ask in (lambda: core.range(1).map(0, 1), lambda: core.device.allocate(PAGE)):
-            with pytest.raises(PoolExhausted):
-                ask()
+            refused(ask)
         with pytest.raises(BudgetInUse):
             core.device.set_budget(3 * PAGE)
         assert (keys(core), core.device.published, one.place) == ([], [1], "device")
@@ -769,68 +640,24 @@ def test_nothing_is_taken_while_a_graph_is_captured(tmp_path: Path) -> None:
 
 def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
     """Several ask at the same moment and there is one entry, with a page for each."""
-    threads, rounds = 4, 300
-    with opened(budget=threads) as core:
-        one = layer(core, threads, value=40).clean()
+    threads = 4
+    with opened(budget=threads) as core, ThreadPoolExecutor(threads) as pool:
+        one, start = layer(core, threads, value=40).clean(), threading.Barrier(threads)
         asking = [core.range(1) for _ in range(threads)]
-        start, end = threading.Barrier(threads + 1), threading.Barrier(threads + 1)
-        refused = []
 
         def ask(kv: _native.Range) -> None:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                for number in range(rounds):
-                    start.wait()
-                    try:
-                        kv.map(0, 1)
-                    except PoolExhausted:
-                        refused.append(number)
-                    end.wait()
+            start.wait(60)
+            kv.map(0, 1)
 
-        workers = [threading.Thread(target=ask, args=(kv,)) for kv in asking]
-        for worker in workers:
-            worker.start()
-        try:
-            for number in range(rounds):
-                core.device.publish([one.entry(number)])
-                start.wait()
-                end.wait()
-                assert keys(core) == [number]
-                assert one.intact()
-                for kv in asking:
-                    kv.retire(0, 1)
-                assert one.home.own(0, threads)
-                fill(one.home, 40)
-        finally:
-            start.abort()
-            end.abort()
-            for worker in workers:
-                worker.join()
-        assert refused == []
-
-
-def test_torch_finds_memory_where_a_layer_was() -> None:
-    """From the kernel's books: the layer was in the pool and is not any more, and the pool never exceeds its budget."""
-    budget, page = 2**22, 2**16
-    with installing(budget, page) as install:
-        device = install()
-        group = device.group()
-        home, twin = (device.reserve(budget // 2, "weights", group) for _ in range(2))
-        home.map(0, home.pieces)
-        weights = from_dlpack(home.tensor(0, (budget // 8,), (1,), 2, 32)).normal_()
-        before = bytes(weights.numpy())
-        assert in_pool(weights)
-        device.publish([(1, group, [(home, 0, home.pieces, twin, 0, [])])])
-        more = torch.ones(budget * 3 // 16)
-        assert in_pool(more)
-        assert not in_pool(weights)
-        assert bytes_that_exist() <= budget
-        assert bytes(weights.numpy()) == before
-        assert [key for _, key, _ in device.taken()] == [1]
-        with pytest.raises(RuntimeError, match="Tried to allocate"):
-            torch.ones(budget // 8)
-        del weights, more
-        home.close()
-        twin.close()
+        for number in range(60):
+            core.device.publish([one.entry(number)])
+            list(pool.map(ask, asking))
+            assert keys(core) == [number]
+            assert one.intact()
+            for kv in asking:
+                kv.retire(0, 1)
+            assert one.home.own(0, threads)
+            fill(one.home, 40)
 
 
 # -- divisible entries
@@ -875,15 +702,6 @@ def test_a_divisible_entry_gives_as_many_pages_as_are_needed_from_its_parts_in_t
     core.device.check()
 
 
-def test_it_gives_no_more_than_its_limit(core: Core) -> None:
-    layers = three(core)
-    divisible(core, *layers, limit=5)
-    assert core.device.take([7], 3) == 3
-    assert core.device.take([7]) == 2
-    assert core.device.take([7]) == 0
-    assert where(*layers) == ["aadd", "aadd", "addd"]
-
-
 def test_pieces_that_are_not_what_they_were_are_passed_over(core: Core) -> None:
     """Their twins have pages since, and not their bytes: others are taken, and these are not."""
     layers = three(core)
@@ -917,8 +735,7 @@ def test_a_divisible_entry_that_another_thread_leases_is_demanded(core: Core) ->
     divisible(core, *layers)
     wanted, holder = core.device.available + 5, Other()
     holder.does(layers[0].group.enter)
-    with pytest.raises(PoolExhausted):
-        core.range(wanted).map(0, wanted)
+    refused(lambda: core.range(wanted).map(0, wanted))
     assert core.device.demand == 5
     assert holder.does(core.device.obey) == 5
     assert where(*layers) == ["aadd", "aadd", "addd"]
@@ -934,7 +751,7 @@ def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuMemCreate"])
 def test_a_fault_while_some_of_it_is_taken_leaves_every_byte(core: Core, call: str) -> None:
-    for nth in range(1, 12):
+    for nth in range(1, 8):
         layers = three(core)
         divisible(core, *layers)
         with contextlib.suppress(DriverError):

@@ -20,24 +20,23 @@ def newest(core: Core) -> tuple[int, ...]:
 def test_every_change_of_owners_is_a_sample() -> None:
     with opened() as core:
         assert core.device.timeline() == []
-        begin = time.monotonic_ns()
-        seen = []
+        begin, seen, blocks = time.monotonic_ns(), [], []
         kv, weights = core.range(4, "kv"), core.range(3, "weights")
-        kv.map(0, 4)
-        seen.append(newest(core))
-        pause()
-        weights.map(0, 3)
-        seen.append(newest(core))
-        pause()
-        block = core.device.allocate(2 * PAGE)
-        seen.append(newest(core))
-        pause()
-        kv.retire(1, 2)
-        core.device.reap(wait=True)  # or a thread of the core's does so, a moment later
-        seen.append(newest(core))
-        pause()
-        core.device.trim()
-        seen.append(newest(core))
+
+        def retire() -> None:
+            kv.retire(1, 2)
+            core.device.reap(wait=True)  # or a thread of the core's does so, a moment later
+
+        for step in (
+            lambda: kv.map(0, 4),
+            lambda: weights.map(0, 3),
+            lambda: blocks.append(core.device.allocate(2 * PAGE)),
+            retire,
+            core.device.trim,
+        ):
+            pause()
+            step()
+            seen.append(newest(core))
         rows = core.device.timeline()
         times = [row[0] for row in rows]
         assert times == sorted(set(times))
@@ -45,7 +44,7 @@ def test_every_change_of_owners_is_a_sample() -> None:
         assert [row[1:] for row in rows if row[1:] in seen] == seen
         assert seen == [(0, 0, 0, 4, 0), (0, 3, 0, 4, 0), (0, 3, 2, 4, 0), (2, 3, 2, 2, 0), (0, 3, 2, 2, 0)]
         assert core.device.timeline() == []
-        core.device.deallocate(block)
+        core.device.deallocate(blocks[0])
 
 
 def test_a_burst_is_one_sample_or_few_and_ends_with_the_truth() -> None:

@@ -8,8 +8,9 @@ import ctypes
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,59 +18,23 @@ from torch.utils.dlpack import from_dlpack
 
 from ballonet.allocator import _native
 
-from .core import PAGE, Core, current_context, eventually, opened, shim, write
+from .core import (
+    COPIES,
+    EVENTS,
+    HOST,
+    PAGE,
+    Core,
+    Gate,
+    a_gate,  # noqa: F401 (a fixture)
+    current_context,
+    eventually,
+    opened,
+    write,
+)
 from .test_core_heap import ENTRY
 from .test_core_reclaim import Layer
 
-# A closed gate keeps whoever calls one of its functions, and no event has passed.
-GATE = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdatomic.h>
-#include <unistd.h>
-#define NEXT(name, type) ((type)dlsym(RTLD_NEXT, #name))
-struct prop { int type, handles, location, id; };
-static atomic_int closed, inside;
-void close_gate(int which) { closed = which; }
-int waiting(void) { return inside; }
-static void pass(int which) {
-  if (closed != which) return;
-  ++inside;
-  while (closed == which) usleep(200);
-  --inside;
-}
-int cuEventQuery(void* event) { return closed == 1 ? 600 : NEXT(cuEventQuery, int (*)(void*))(event); }
-int cuEventSynchronize(void* event) { pass(1); return NEXT(cuEventSynchronize, int (*)(void*))(event); }
-int cuStreamSynchronize(void* stream) { pass(2); return NEXT(cuStreamSynchronize, int (*)(void*))(stream); }
-int cuCtxSynchronize(void) { pass(4); return NEXT(cuCtxSynchronize, int (*)(void))(); }
-int cuMemCreate(void* handle, unsigned long size, struct prop* place, unsigned long long flags) {
-  if (place->location == 3) pass(3);
-  return NEXT(cuMemCreate, int (*)(void*, unsigned long, void*, unsigned long long))(handle, size, place, flags);
-}
-"""
-EVENTS, COPIES, HOST, CONTEXT = 1, 2, 3, 4
-
-
-class Gate:
-    def __init__(self, path: str) -> None:
-        self.path, self._library = path, ctypes.CDLL(path)
-
-    def close(self, which: int) -> None:
-        self._library.close_gate(which)
-
-    def open(self) -> None:
-        self._library.close_gate(0)
-
-    def waiting(self) -> int:
-        found: int = self._library.waiting()
-        return found
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = Gate(shim(tmp_path, GATE))
-    yield made
-    made.open()
+LOWER = "lower the budget"
 
 
 def weights(core: Core, pieces: int = 2, group: _native.Group | None = None) -> _native.Range:
@@ -79,20 +44,10 @@ def weights(core: Core, pieces: int = 2, group: _native.Group | None = None) -> 
     return made
 
 
-def alias(core: Core) -> Callable[[], object]:
-    one, slot = weights(core), weights(core)
-    return lambda: one.alias(0, slot, 0, 2)
-
-
-def own(core: Core) -> Callable[[], object]:
+def led_elsewhere(core: Core) -> tuple[_native.Range, _native.Range]:
     one, slot = weights(core), weights(core)
     assert one.alias(0, slot, 0, 2)
-    return lambda: one.own(0, 2)
-
-
-def move(core: Core) -> Callable[[], object]:
-    one = weights(core)
-    return lambda: one.move(0, "device")
+    return one, slot
 
 
 def take_over(core: Core) -> Callable[[], object]:
@@ -104,44 +59,20 @@ def take_over(core: Core) -> Callable[[], object]:
     return lambda: twin.take_over(0, spare, 0, 1, home)
 
 
-def take(core: Core) -> Callable[[], object]:
+def published(core: Core) -> None:
     group = core.device.group()
     home, twin = weights(core, 2, group), core.range(2, "weights", group)
     core.device.publish([Layer(core, group, home, twin, 1).entry(7)])
-    return lambda: core.device.take([7])
 
 
-def reap(core: Core) -> Callable[[], object]:
-    old = weights(core)
-    return lambda: (old.retire(0, 2), core.device.reap(wait=True))
-
-
-def map_what_retires(core: Core) -> Callable[[], object]:
-    old, new = weights(core, 8), core.range(20, "weights")
-    return lambda: (old.retire(0, 8), new.map(0, 20))
-
-
-def map_on_the_host(core: Core) -> Callable[[], object]:
-    new = core.range(2, "weights")
-    return lambda: new.map_host(0, 2)
-
-
-def allocate_what_retires(core: Core) -> Callable[[], object]:
-    old = weights(core, 12)
-    return lambda: (old.retire(0, 12), core.device.deallocate(core.device.allocate(16 * PAGE)))
-
-
-def lower_the_budget(core: Core) -> Callable[[], object]:
-    old = weights(core, 20)
-    return lambda: (old.retire(0, 20), core.device.set_budget(20 * PAGE, 10**11))
+def retired(core: Core, pieces: int, then: Callable[[], object]) -> Callable[[], object]:
+    old = weights(core, pieces)
+    return lambda: (old.retire(0, pieces), then())
 
 
 def copies(core: Core) -> Callable[[], object]:
-    source, target = weights(core), weights(core)
-    done = _native.Transfer(core.device).copy(
-        [(target.address, source.address, PAGE)], after=0, owner="weights", to="device"
-    )
-    return done.wait
+    (target, source), transfer = (weights(core), weights(core)), _native.Transfer(core.device)
+    return transfer.copy([(target.address, source.address, PAGE)], after=0, owner="weights", to="device").wait
 
 
 def forget_memory(core: Core) -> Callable[[], object]:
@@ -150,29 +81,28 @@ def forget_memory(core: Core) -> Callable[[], object]:
     return held.close
 
 
-HELD = [
-    (alias, EVENTS),
-    (own, EVENTS),
-    (move, EVENTS),
-    (move, COPIES),
-    (take_over, EVENTS),
-    (take, EVENTS),
-    (take, COPIES),
-    (take, HOST),
-    (reap, EVENTS),
-    (map_what_retires, EVENTS),
-    (map_on_the_host, HOST),
-    (allocate_what_retires, EVENTS),
-    (lower_the_budget, EVENTS),
-    (copies, EVENTS),
-    (forget_memory, COPIES),
-]
+# What a device is prepared for, and then does; and where it is kept.
+HELD: dict[str, tuple[Callable[[Core], Callable[[], object]], tuple[int, ...]]] = {
+    "alias": (lambda core: partial(weights(core).alias, 0, weights(core), 0, 2), (EVENTS,)),
+    "own": (lambda core: partial(led_elsewhere(core)[0].own, 0, 2), (EVENTS,)),
+    "move": (lambda core: partial(weights(core).move, 0, "device"), (EVENTS, COPIES)),
+    "take over": (take_over, (EVENTS,)),
+    "take": (lambda core: (published(core), partial(core.device.take, [7]))[1], (EVENTS, COPIES, HOST)),
+    "reap": (lambda core: retired(core, 2, lambda: core.device.reap(wait=True)), (EVENTS,)),
+    "map what retires": (lambda core: retired(core, 8, partial(core.range(20, "weights").map, 0, 20)), (EVENTS,)),
+    "map on the host": (lambda core: partial(core.range(2, "weights").map_host, 0, 2), (HOST,)),
+    "allocate what retires": (
+        lambda core: retired(core, 12, lambda: core.device.deallocate(core.device.allocate(16 * PAGE))),
+        (EVENTS,),
+    ),
+    LOWER: (lambda core: retired(core, 20, lambda: core.device.set_budget(20 * PAGE, 10**11)), (EVENTS,)),
+    "copies": (copies, (EVENTS,)),
+    "forget memory": (forget_memory, (COPIES,)),
+}
 
 
-@pytest.mark.parametrize(("held", "which"), HELD, ids=[f"{held.__name__}-{which}" for held, which in HELD])
-def test_others_go_on_while_one_thread_waits(
-    held: Callable[[Core], Callable[[], object]], which: int, gate: Gate
-) -> None:
+@pytest.mark.parametrize(("held", "which"), [(held, which) for held in HELD for which in HELD[held][1]])
+def test_others_go_on_while_one_thread_waits(held: str, which: int, gate: Gate) -> None:
     with opened(budget=24, path=gate.path, peer=1, peer_budget=4 * PAGE) as core, ThreadPoolExecutor(2) as pool:
         block = core.device.allocate(100)  # there is room beside it
         kv, seen = core.range(4), weights(core, 1)
@@ -181,7 +111,7 @@ def test_others_go_on_while_one_thread_waits(
         made = ctypes.c_void_p()
         with current_context() as it:
             it.ok("cuStreamCreate", ctypes.byref(made), 1)
-        work = held(core)
+        work = HELD[held][0](core)
         gate.close(which)
         waiter = pool.submit(work)
         eventually(gate.waiting)
@@ -189,7 +119,7 @@ def test_others_go_on_while_one_thread_waits(
         def others() -> None:
             core.device.note_stream(made.value or 0)
             core.device.deallocate(core.device.allocate(100))
-            if held is not lower_the_budget:
+            if held != LOWER:
                 kv.map(1, 1)
             tensor = from_dlpack(kv.tensor(0, (PAGE,), (1,), 1, 8))
             tensor.fill_(3)
@@ -277,29 +207,6 @@ def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None
 
 
 # The stream that is waited for has a host function, which needs the interpreter's lock.
-HOST_FUNCTION = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <stdatomic.h>
-#include <unistd.h>
-#define NEXT(name, type) ((type)dlsym(RTLD_NEXT, #name))
-static atomic_int armed, go, inside;
-void arm(void) { armed = 1; }
-void let_it_run(void) { go = 1; }
-int waiting(void) { return inside; }
-int cuEventQuery(void* event) { return armed && !go ? 600 : NEXT(cuEventQuery, int (*)(void*))(event); }
-int cuEventSynchronize(void* event) {
-  if (armed) {
-    armed = 0;
-    inside = 1;
-    while (!go) usleep(200);
-    int (*ensure)(void) = (int (*)(void))dlsym(RTLD_DEFAULT, "PyGILState_Ensure");
-    void (*release)(int) = (void (*)(int))dlsym(RTLD_DEFAULT, "PyGILState_Release");
-    release(ensure());
-  }
-  return NEXT(cuEventSynchronize, int (*)(void*))(event);
-}
-"""
 DEADLOCK = """
 import threading, time
 library = sys.argv[1]
@@ -316,13 +223,14 @@ def some(pieces, owner="weights"):
     return made
 
 block, old, one = allocate(512), some(8), some(2)
-gate.arm()  # first: the mapper's thread is not to find that the streams have passed
+gate.need_interpreter()
+gate.close_gate(1)  # first: the mapper's thread is not to find that the streams have passed
 old.retire(0, 8)
 waiter = threading.Thread(target={waits})
 waiter.start()
 while not gate.waiting():
     time.sleep(0.001)
-gate.let_it_run()  # and from here on it needs the interpreter's lock, which this thread keeps
+gate.close_gate(0)  # and from here on it needs the interpreter's lock, which this thread keeps
 free(block)
 used(one.address, 0x7fff0000)
 free(0)
@@ -339,10 +247,10 @@ waiter.join()
         "lambda: one.move(0, 'device')",
     ],
 )
-def test_a_stream_may_need_the_interpreter_to_go_on(waits: str, tmp_path: Path) -> None:
+def test_a_stream_may_need_the_interpreter_to_go_on(waits: str, gate: Gate) -> None:
     entry = ENTRY[: ENTRY.index("device = _native.Device")] + ENTRY[ENTRY.index("def allocate") :]
     code = entry + DEADLOCK.replace("{waits}", waits)
-    command = [sys.executable, "-c", code, shim(tmp_path, HOST_FUNCTION)]
+    command = [sys.executable, "-c", code, gate.path]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
 
@@ -491,41 +399,19 @@ def test_the_default_streams_of_threads_share_a_handle_and_no_block(gate: Gate) 
         device.deallocate(again)
 
 
-# A capture begins on another thread while an event is being recorded.
-CAPTURE = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-static int next, capturing, looked;
-static void* captured;
-void capture_next(void) { next = 1; }
-void end_capture(void) { capturing = 0; captured = 0; }
-int looks(void) { return looked; }
-int cuStreamIsCapturing(void* stream, int* status) { *status = capturing; return 0; }
-int cuEventRecord(void* event, void* stream) {
-  if (next) { next = 0; capturing = 1; captured = event; }
-  return ((int (*)(void*, void*))dlsym(RTLD_NEXT, "cuEventRecord"))(event, stream);
-}
-int cuEventQuery(void* event) {
-  if (event == captured) { ++looked; return 907; }
-  return ((int (*)(void*))dlsym(RTLD_NEXT, "cuEventQuery"))(event);
-}
-"""
-
-
-def test_a_capture_that_begins_meanwhile_is_not_looked_at(tmp_path: Path) -> None:
-    path = shim(tmp_path, CAPTURE)
-    driver = ctypes.CDLL(path)
-    with opened(path=path) as core:
+def test_a_capture_that_begins_meanwhile_is_not_looked_at(gate: Gate) -> None:
+    """It begins on another thread while an event is being recorded."""
+    with opened(path=gate.path) as core:
         some = weights(core)
-        driver.capture_next()
+        gate.library.capture_next(1)
         some.retire(0, 2)
         before = core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"]
         eventually(lambda: core.device.snapshot()["driver_calls"]["cuStreamIsCapturing"] > before + 8)
         core.device.reap()
         assert some.backing(0) == "retiring"
-        driver.end_capture()
+        gate.library.set_capturing(0)
         eventually(lambda: some.backing(0) == "none")
-        assert driver.looks() == 0
+        assert gate.library.looks() == 0
 
 
 def test_no_event_is_recorded_while_a_graph_may_be_captured() -> None:

@@ -35,12 +35,15 @@ def addresses(g: Geometry, layer: int, values: bool) -> Iterator[tuple[tuple[int
         yield index, (offset + sum(i * s for i, s in zip(index, strides, strict=True))) * g.itemsize
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(geometries)
 @example(Geometry(3, 3, 2, 5, 3, 2, PAGE, 7, "slots"))
 def test_no_two_elements_share_a_byte_and_none_leaves_the_range(g: Geometry) -> None:
     seen: set[int] = set()
     count = 0
+    assert g.token_bytes % ALIGNMENT == g.sequence_bytes % g.page == 0
+    for layer in range(g.layers):
+        assert g.k_offset(layer) * g.itemsize % ALIGNMENT == g.v_offset(layer) * g.itemsize % ALIGNMENT == 0
     for layer, values in itertools.product(range(g.layers), (False, True)):
         for _, address in addresses(g, layer, values):
             assert address % g.itemsize == 0
@@ -56,7 +59,7 @@ def test_no_two_elements_share_a_byte_and_none_leaves_the_range(g: Geometry) -> 
     assert g.reservation == count * g.itemsize + g.parts * g.tokens * g.layers * padding + tails
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(geometries)
 def test_the_mapped_pieces_are_exactly_those_that_tokens_touch(g: Geometry) -> None:
     for length in range(g.tokens + 1):
@@ -73,7 +76,7 @@ def test_the_mapped_pieces_are_exactly_those_that_tokens_touch(g: Geometry) -> N
         assert g.pieces(length) * g.page - length * g.token_bytes < g.page
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(geometries, st.data())
 def test_growing_maps_each_piece_once_and_in_order(g: Geometry, data: st.DataObject) -> None:
     lengths = [*sorted(data.draw(st.lists(st.integers(0, g.tokens), max_size=6))), g.tokens]
@@ -94,26 +97,6 @@ def test_growing_maps_each_piece_once_and_in_order(g: Geometry, data: st.DataObj
 
 
 @settings(max_examples=100, deadline=None)
-@given(geometries)
-def test_alignment(g: Geometry) -> None:
-    assert g.token_bytes % ALIGNMENT == 0
-    assert g.sequence_bytes % g.page == 0
-    for layer in range(g.layers):
-        assert g.k_offset(layer) * g.itemsize % ALIGNMENT == 0
-        assert g.v_offset(layer) * g.itemsize % ALIGNMENT == 0
-
-
-def test_a_sequence_of_slots_starts_on_a_page() -> None:
-    g = Geometry(2, 3, 2, 8, 8, 2, PAGE, 100, "slots")
-    first = {index[0]: address for index, address in addresses(g, 0, False) if index[1:] == (0, 0, 0)}
-    assert first == {0: 0, 1: g.sequence_bytes, 2: 2 * g.sequence_bytes}
-    assert g.runs(1, 3) == [(1, 2), (1 + g.sequence_bytes // PAGE, 2), (1 + 2 * g.sequence_bytes // PAGE, 2)]
-
-
-SHAPE = {"batch": 2, "heads": 3, "k_dim": 16, "v_dim": 8, "itemsize": 2}
-
-
-@settings(max_examples=300, deadline=None)
 @given(
     layers=st.integers(1, 64),
     batch=st.integers(1, 64),
@@ -201,13 +184,6 @@ def test_at_below_and_above_two_to_the_31(batch: int, heads: int, k_dim: int, v_
         assert highest(chosen) < INT32
 
 
-def test_exactly_two_to_the_31_elements_are_too_many() -> None:
-    sizes = {"batch": 8, "heads": 8, "k_dim": 128, "v_dim": 128, "itemsize": 2, "page": 2**21}
-    assert Geometry(1, tokens=2**17, **sizes).token_stride * 2**17 == INT32
-    assert not Geometry(1, tokens=2**17, **sizes).int32_ok
-    assert longest(8, 8, 128, 128, 2) == 2**17 - 1
-
-
 @pytest.mark.parametrize(("page", "pinned"), [(8 * 2**20, 256 * 2**20), (2 * 2**20, 64 * 2**20)])
 def test_a_short_conversation_of_an_eight_billion_model_fills_no_page(page: int, pinned: int) -> None:
     """So while it is kept its last pages have to count as full, or none of them could leave."""
@@ -232,18 +208,6 @@ def test_an_eight_billion_model_keeps_its_layers_apart_and_a_small_one_shares() 
     "wrong", [{"layers": 0}, {"tokens": 0}, {"itemsize": 3}, {"page": 1000}, {"page": 0}, {"v_dim": 0}, {"batch": -1}]
 )
 def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
+    sound = dict.fromkeys(("layers", "batch", "heads", "k_dim", "v_dim", "tokens"), 1) | {"itemsize": 2, "page": PAGE}
     with pytest.raises(ValueError, match=r"geometry|itemsize"):
-        Geometry(
-            **(
-                {"layers": 1, "batch": 1, "heads": 1, "k_dim": 1, "v_dim": 1, "itemsize": 2, "page": 4096, "tokens": 1}
-                | wrong
-            )
-        )
-
-
-def test_keys_and_values_of_different_width() -> None:
-    g = Geometry(2, page=PAGE, tokens=4, **SHAPE)
-    assert g.k_strides == (48, 16, g.token_stride, 1)
-    assert g.v_strides == (24, 8, g.token_stride, 1)
-    assert (g.k_offset(0), g.v_offset(0), g.k_offset(1), g.v_offset(1)) == (0, 96, 144, 240)
-    assert g.token_bytes == 2 * 2 * 2 * 3 * (16 + 8)
+        Geometry(**sound | wrong)

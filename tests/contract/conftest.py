@@ -22,6 +22,7 @@ def standin(standin_library: Path) -> Iterator[Driver]:
     driver.start()
     yield driver
     driver.configure()
+    driver.clear()
     free, total = driver.memory()
     assert free == total, f"{total - free} bytes of device memory are left"
     driver.finish()
@@ -34,6 +35,7 @@ def simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive
     driver = Driver(private_copy(build_device() / "libcuda.so.1", tmp_path))
     driver.start()
     yield driver
+    driver.clear()
     free, total = driver.memory()
     assert free == total, f"{total - free} bytes of device memory are left"
     driver.finish()
@@ -47,4 +49,5 @@ def driver(request: pytest.FixtureRequest) -> Iterator[Driver]:
     cuda = Driver("libcuda.so.1")
     cuda.start()
     yield cuda
+    cuda.clear()
     cuda.finish()

@@ -20,6 +20,7 @@ HEADER = ROOT / "allocator" / "csrc" / "driver_abi.h"
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_CONTEXT = 0, 1, 2, 3, 201
 INVALID_HANDLE, ILLEGAL_STATE, NOT_READY, ILLEGAL_ADDRESS, NOT_PERMITTED, NOT_SUPPORTED = 400, 401, 600, 700, 800, 801
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
+GIVES_BACK = ("cuEventDestroy", "cuStreamDestroy", "cuMemUnmap", "cuMemRelease", "cuMemAddressFree")
 READ_ONLY = 8  # a flag of cuMemHostRegister
 DEVICE, HOST = 1, 3  # kinds of location
 HOST_PAGES_ATTRIBUTE, READ_ONLY_REGISTER_ATTRIBUTE = 141, 113
@@ -100,12 +101,16 @@ def private_standin(folder: Path) -> Path:
 
 
 class Driver:
-    """One loaded driver library. `ok` demands success, `result` hands the driver's result back."""
+    """One loaded driver library. `ok` demands success, `result` hands the driver's result back.
+
+    `clear` gives back what `create`, `reserve`, `map`, `streams` and `events` have made.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.library = ctypes.CDLL(str(path))
         self.is_standin = hasattr(self.library, "ballonet_standin_configure")
         self._functions = {}
+        self._left: dict[str, dict[int, int]] = {name: {} for name in GIVES_BACK}
         functions = declared("BALLONET_DRIVER_FUNCTIONS")
         if self.is_standin:
             functions |= declared("BALLONET_STANDIN_FUNCTIONS")
@@ -115,7 +120,25 @@ class Driver:
             self._functions[name] = function
 
     def result(self, name: str, *arguments: object) -> int:
-        return self._functions[name](*arguments)
+        result = self._functions[name](*arguments)
+        if result == SUCCESS and name in self._left:
+            self._forget(name, *arguments)
+        return result
+
+    def _forget(self, name: str, first: int | ctypes.c_void_p, nbytes: int = 0) -> None:
+        left = self._left[name]
+        begin = first if isinstance(first, int) else first.value or 0
+        left.pop(begin, None)
+        if name == "cuMemUnmap":
+            for inside in [address for address in left if begin <= address < begin + nbytes]:
+                del left[inside]
+
+    def clear(self) -> None:
+        """Gives back what is left of what was made."""
+        self.ok("cuCtxSynchronize")
+        for name, left in self._left.items():
+            for first, nbytes in list(left.items()):
+                self.ok(name, first, *([nbytes] if nbytes else []))
 
     def ok(self, name: str, *arguments: object) -> None:
         result = self.result(name, *arguments)
@@ -168,17 +191,30 @@ class Driver:
     def create(self, nbytes: int, location: int = DEVICE) -> int:
         handle = ctypes.c_uint64()
         self.ok("cuMemCreate", ctypes.byref(handle), nbytes, ctypes.byref(properties(location)), 0)
+        self._left["cuMemRelease"][handle.value] = 0
         return handle.value
 
     def reserve(self, nbytes: int, alignment: int = 0) -> int:
         address = ctypes.c_uint64()
         self.ok("cuMemAddressReserve", ctypes.byref(address), nbytes, alignment, 0, 0)
+        self._left["cuMemAddressFree"][address.value] = nbytes
         return address.value
 
     def map(self, address: int, nbytes: int, handle: int, location: int = DEVICE) -> None:
         """Maps and gives access."""
-        self.ok("cuMemMap", address, nbytes, 0, handle, 0)
+        self.place(address, nbytes, handle)
         self.access(address, nbytes, location)
+
+    def place(self, address: int, nbytes: int, handle: int) -> None:
+        """Maps, without access."""
+        self.ok("cuMemMap", address, nbytes, 0, handle, 0)
+        self._left["cuMemUnmap"][address] = nbytes
+
+    def page(self, nbytes: int, location: int = DEVICE) -> int:
+        """An address with a page of its own behind it, until `clear`."""
+        handle, address = self.create(nbytes, location), self.reserve(nbytes)
+        self.map(address, nbytes, handle, location)
+        return address
 
     def access(self, address: int, nbytes: int, location: int = DEVICE) -> None:
         """For the device; to what is on the host for the CPU, too."""
@@ -206,21 +242,30 @@ class Driver:
         self.ok("cuMemcpyDtoH", data, address, nbytes)
         return data.raw
 
+    def streams(self, count: int) -> list[int]:
+        return [self._made("cuStreamCreate", 1, "cuStreamDestroy") for _ in range(count)]
+
+    def events(self, count: int) -> list[int]:
+        return [self._made("cuEventCreate", 2, "cuEventDestroy") for _ in range(count)]
+
+    def _made(self, name: str, flags: int, gives_back: str) -> int:
+        made = ctypes.c_void_p()
+        self.ok(name, ctypes.byref(made), flags)
+        assert made.value is not None
+        self._left[gives_back][made.value] = 0
+        return made.value
+
     @contextmanager
     def stream(self) -> Iterator[int]:
-        made = ctypes.c_void_p()
-        self.ok("cuStreamCreate", ctypes.byref(made), 1)
-        assert made.value is not None
-        yield made.value
+        (made,) = self.streams(1)
+        yield made
         self.ok("cuStreamSynchronize", made)
         self.ok("cuStreamDestroy", made)
 
     @contextmanager
     def event(self) -> Iterator[int]:
-        made = ctypes.c_void_p()
-        self.ok("cuEventCreate", ctypes.byref(made), 2)
-        assert made.value is not None
-        yield made.value
+        (made,) = self.events(1)
+        yield made
         self.ok("cuEventDestroy", made)
 
 

@@ -11,6 +11,30 @@ from typing import Any
 SUCCESS, INVALID_VALUE, OUT_OF_MEMORY, INVALID_DEVICE, NO_KERNEL, NOT_READY, ILLEGAL = 0, 1, 2, 101, 209, 600, 700
 TO_DEVICE, TO_HOST = 1, 2
 PAGE = 64 << 10
+PROPERTIES = 1008  # bytes of cudaDeviceProp
+PROPERTY_VALUES: dict[str, object] = {
+    "totalGlobalMem": 16 << 20,
+    "major": 8,
+    "minor": 0,
+    "multiProcessorCount": 108,
+    "warpSize": 32,
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerMultiProcessor": 2048,
+    "regsPerBlock": 65536,
+    "sharedMemPerBlock": 49152,
+    "sharedMemPerMultiprocessor": 167936,
+    "sharedMemPerBlockOptin": 166912,
+    "totalConstMem": 65536,
+    "maxThreadsDim": [1024, 1024, 64],
+    "maxGridSize": [2147483647, 65535, 65535],
+    "l2CacheSize": 41943040,
+    "memoryBusWidth": 5120,
+    "pciDeviceID": 2,
+    "asyncEngineCount": 3,
+    "unifiedAddressing": 1,
+    "integrated": 0,
+    "hostRegisterSupported": 1,
+}
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -135,6 +159,29 @@ def entry_points_are_the_drivers(cuda: Runtime) -> None:
         found, status = ctypes.c_void_p(), ctypes.c_int(-1)
         assert cuda.cudaGetDriverEntryPointByVersion(name, ctypes.byref(found), 13000, 0, ctypes.byref(status)) == 0
         assert (found.value, status.value) == (ctypes.cast(getattr(cuda.driver, symbol), ctypes.c_void_p).value, 0)
+
+
+def structures_are_those_of_cuda_13(cuda: Runtime) -> None:
+    """As NVIDIA's bindings read them; and nothing is written behind them."""
+    from cuda.bindings import runtime
+
+    properties, raw = runtime.cudaDeviceProp(), ctypes.create_string_buffer(b"Z" * (PROPERTIES + 8), PROPERTIES + 8)
+    assert cuda.cudaGetDeviceProperties(raw, ctypes.c_int(1)) == SUCCESS
+    assert raw.raw[PROPERTIES:] == b"Z" * 8
+    ctypes.memmove(properties.getPtr(), raw, PROPERTIES)
+    assert properties.name.rstrip(b"\0").split(b"\0")[0] == b"ballonet simulated device"
+    assert bytes(properties.uuid.bytes)[15] == 2
+    assert {name: getattr(properties, name) for name in PROPERTY_VALUES} == PROPERTY_VALUES
+    pointer, attributes, function = (
+        cuda.made("cudaMalloc", 64),
+        runtime.cudaPointerAttributes(),
+        runtime.cudaFuncAttributes(),
+    )
+    assert cuda.cudaPointerGetAttributes(ctypes.c_void_p(attributes.getPtr()), pointer) == SUCCESS
+    assert (attributes.type, attributes.device) == (runtime.cudaMemoryType.cudaMemoryTypeDevice, 0)
+    assert (attributes.devicePointer, attributes.hostPointer) == (pointer, 0)
+    assert cuda.cudaFuncGetAttributes(ctypes.c_void_p(function.getPtr()), None) == SUCCESS
+    assert function.maxThreadsPerBlock == 1024
 
 
 def an_error_that_stays_is_told_by_everything(cuda: Runtime) -> None:

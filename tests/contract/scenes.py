@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from driver import HOST, NOT_PERMITTED, OUT_OF_MEMORY, POISON, SUCCESS, Driver
+from driver import HOST, NOT_PERMITTED, OUT_OF_MEMORY, SUCCESS, Driver
 
 PAGE = 4096
 PARENT_WROTE, CHILD_WROTE, BEFORE = b"P" * PAGE, b"C" * PAGE, b"b" * PAGE
@@ -123,21 +123,6 @@ def forks_beside_busy_threads(driver: Driver) -> None:
         for thread in threads:
             thread.join()
     assert failures == []
-
-
-def a_copy_in_flight_is_the_parents(driver: Driver) -> None:
-    """The parent's copy arrives in the parent; the child has what was there at the fork: poison."""
-    with driver.mapped(PAGE, HOST) as source, driver.mapped(PAGE) as target, driver.stream() as stream:
-        driver.write(source, BEFORE)
-        driver.ok("cuCtxSynchronize")
-        driver.configure(latency_ns=1_000_000_000)
-        driver.ok("cuMemcpyAsync", target, source, PAGE, stream)
-
-        def check() -> None:
-            assert ctypes.string_at(target, PAGE) == bytes([POISON]) * PAGE
-
-        _in_child(check, lambda: driver.ok("cuStreamSynchronize", stream))
-        assert ctypes.string_at(target, PAGE) == BEFORE
 
 
 def too_many_maps(driver: Driver) -> None:

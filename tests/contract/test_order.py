@@ -5,202 +5,75 @@ sets of operations, with which random programs are compared.
 """
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from .driver import HOST, ILLEGAL_ADDRESS, ILLEGAL_STATE, NOT_READY, SUCCESS, Driver
 
 PAGE = 4096
+SLOW = 1_000_000_000  # ns: longer than a test is ever away between two lines
 
 
 def use(driver: Driver, address: int, nbytes: int, stream: int, *, write: bool) -> int:
     return driver.result("ballonet_standin_use", address, nbytes, stream, write)
 
 
-def test_two_streams_that_write_need_an_order(standin: Driver) -> None:
-    with standin.mapped(4 * PAGE) as address, standin.stream() as first, standin.stream() as second:
-        assert use(standin, address, 2 * PAGE, first, write=True) == SUCCESS
-        assert use(standin, address + PAGE, 2 * PAGE, second, write=True) == ILLEGAL_STATE
-        message = standin.violation()
-        for part in (hex(first), hex(second), hex(address + PAGE), hex(address + 2 * PAGE)):
-            assert part in message
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "refused"),
-    [("read", "read", False), ("read", "write", True), ("write", "read", True), ("write", "write", True)],
-)
-def test_only_two_reads_go_together(standin: Driver, before: str, after: str, refused: bool) -> None:
-    with standin.mapped(PAGE) as address, standin.stream() as first, standin.stream() as second:
-        assert use(standin, address, PAGE, first, write=before == "write") == SUCCESS
-        assert use(standin, address, PAGE, first, write=before == "write") == SUCCESS
-        expected = ILLEGAL_STATE if refused else SUCCESS
-        assert use(standin, address, PAGE, second, write=after == "write") == expected
-
-
-def test_bytes_side_by_side_do_not_conflict(standin: Driver) -> None:
-    with standin.mapped(PAGE) as address, standin.stream() as first, standin.stream() as second:
-        assert use(standin, address, 100, first, write=True) == SUCCESS
-        assert use(standin, address + 100, 100, second, write=True) == SUCCESS
-        assert use(standin, address + 99, 1, second, write=False) == ILLEGAL_STATE
-
-
-def test_stream_zero_is_ordered_by_events_like_any_other(standin: Driver) -> None:
-    with standin.mapped(PAGE) as address, standin.stream() as stream, standin.event() as event:
-        assert use(standin, address, PAGE, 0, write=True) == SUCCESS
-        assert use(standin, address, PAGE, stream, write=True) == ILLEGAL_STATE
-        assert "stream 0" in standin.violation()
-        standin.ok("cuEventRecord", event, 0)
-        standin.ok("cuStreamWaitEvent", stream, event, 0)
-        assert use(standin, address, PAGE, stream, write=True) == SUCCESS
-        assert use(standin, address, PAGE, 0, write=False) == ILLEGAL_STATE
-        standin.ok("cuEventRecord", event, stream)
-        standin.ok("cuStreamWaitEvent", 0, event, 0)
-        assert use(standin, address, PAGE, 0, write=False) == SUCCESS
-
-
-def test_an_event_orders_only_what_came_before_it(standin: Driver) -> None:
-    with (
-        standin.mapped(2 * PAGE) as address,
-        standin.stream() as first,
-        standin.stream() as second,
-        standin.event() as event,
-    ):
-        assert use(standin, address, PAGE, first, write=True) == SUCCESS
-        standin.ok("cuEventRecord", event, first)
-        assert use(standin, address + PAGE, PAGE, first, write=True) == SUCCESS
-        standin.ok("cuStreamWaitEvent", second, event, 0)
-        assert use(standin, address, PAGE, second, write=True) == SUCCESS
-        assert use(standin, address + PAGE, PAGE, second, write=True) == ILLEGAL_STATE
-
-
-def test_order_is_handed_on(standin: Driver) -> None:
-    with (
-        standin.mapped(PAGE) as address,
-        standin.stream() as a,
-        standin.stream() as b,
-        standin.stream() as c,
-        standin.event() as event,
-    ):
-        assert use(standin, address, PAGE, a, write=True) == SUCCESS
-        for earlier, later in ((a, b), (b, c)):
-            standin.ok("cuEventRecord", event, earlier)
-            standin.ok("cuStreamWaitEvent", later, event, 0)
-        assert use(standin, address, PAGE, c, write=True) == SUCCESS
-
-
-def synchronize_stream(driver: Driver, stream: int, event: int) -> None:
-    driver.ok("cuStreamSynchronize", stream)
-
-
-def synchronize_context(driver: Driver, stream: int, event: int) -> None:
-    driver.ok("cuCtxSynchronize")
-
-
-def synchronize_event(driver: Driver, stream: int, event: int) -> None:
-    driver.ok("cuEventRecord", event, stream)
-    driver.ok("cuEventSynchronize", event)
-
-
-def query_event(driver: Driver, stream: int, event: int) -> None:
-    driver.ok("cuEventRecord", event, stream)
-    assert driver.result("cuEventQuery", event) == SUCCESS
-
-
-@pytest.mark.parametrize("wait", [synchronize_stream, synchronize_context, synchronize_event, query_event])
-def test_what_the_host_waited_for_may_be_unmapped(standin: Driver, wait: Callable[[Driver, int, int], None]) -> None:
-    address, handle = standin.reserve(PAGE), standin.create(PAGE)
-    standin.map(address, PAGE, handle)
-    with standin.stream() as stream, standin.event() as event:
-        assert use(standin, address + 10, 20, stream, write=False) == SUCCESS
-        assert standin.result("cuMemUnmap", address, PAGE) == ILLEGAL_STATE
-        message = standin.violation()
-        assert all(part in message for part in (hex(stream), hex(address + 10), hex(address + 30)))
-        wait(standin, stream, event)
-        standin.unmap(address, PAGE)
-    standin.ok("cuMemRelease", handle)
-    standin.ok("cuMemAddressFree", address, PAGE)
-
-
-def test_the_calling_threads_use_must_be_waited_for_too(standin: Driver) -> None:
-    address, handle = standin.reserve(PAGE), standin.create(PAGE)
-    standin.map(address, PAGE, handle)
-    assert use(standin, address, PAGE, 0, write=False) == SUCCESS
-    assert standin.result("cuMemUnmap", address, PAGE) == ILLEGAL_STATE
-    with standin.event() as event:
-        query_event(standin, 0, event)
-    standin.unmap(address, PAGE)
-    standin.ok("cuMemRelease", handle)
-    standin.ok("cuMemAddressFree", address, PAGE)
+def test_what_nothing_orders_is_named(standin: Driver) -> None:
+    address, (first, second) = standin.page(4 * PAGE), standin.streams(2)
+    assert use(standin, address, 2 * PAGE, first, write=True) == SUCCESS
+    assert use(standin, address + PAGE, 2 * PAGE, second, write=True) == ILLEGAL_STATE
+    message = standin.violation()
+    assert all(part in message for part in map(hex, (first, second, address + PAGE, address + 2 * PAGE)))
+    assert use(standin, address + PAGE, PAGE, 0, write=True) == ILLEGAL_STATE
+    assert "stream 0" in standin.violation()
+    assert standin.result("cuMemUnmap", address, 4 * PAGE) == ILLEGAL_STATE
+    message = standin.violation()
+    assert all(part in message for part in map(hex, (first, address, address + 2 * PAGE)))
 
 
 def test_an_event_that_has_not_passed_orders_nothing(standin: Driver) -> None:
-    address, handle = standin.reserve(PAGE), standin.create(PAGE)
-    standin.map(address, PAGE, handle)
-    with standin.mapped(PAGE, HOST) as source, standin.stream() as stream, standin.event() as event:
-        standin.configure(latency_ns=1_000_000_000)
-        standin.ok("cuMemcpyAsync", address, source, PAGE, stream)
-        standin.ok("cuEventRecord", event, stream)
-        assert standin.result("cuEventQuery", event) == NOT_READY
-        assert standin.result("cuMemUnmap", address, PAGE) == ILLEGAL_STATE
-        standin.ok("cuEventSynchronize", event)
-        standin.unmap(address, PAGE)
-    standin.ok("cuMemRelease", handle)
-    standin.ok("cuMemAddressFree", address, PAGE)
+    address, source = standin.page(PAGE), standin.page(PAGE, HOST)
+    (stream,), (event,) = standin.streams(1), standin.events(1)
+    standin.configure(latency_ns=SLOW)
+    standin.ok("cuMemcpyAsync", address, source, PAGE, stream)
+    standin.ok("cuEventRecord", event, stream)
+    assert standin.result("cuEventQuery", event) == NOT_READY
+    assert standin.result("cuMemUnmap", address, PAGE) == ILLEGAL_STATE
+    standin.ok("cuEventSynchronize", event)
+    standin.unmap(address, PAGE)
 
 
 def test_conflicts_are_seen_through_aliases_and_unmaps_are_not(standin: Driver) -> None:
     handle, here, there = standin.create(PAGE), standin.reserve(PAGE), standin.reserve(PAGE)
+    first, second = standin.streams(2)
     for address in (here, there):
         standin.map(address, PAGE, handle)
-    with standin.stream() as first, standin.stream() as second:
-        assert use(standin, here, PAGE, first, write=True) == SUCCESS
-        assert use(standin, there, PAGE, second, write=False) == ILLEGAL_STATE
-        standin.unmap(there, PAGE)  # nobody used it through this address
-        assert standin.result("cuMemUnmap", here, PAGE) == ILLEGAL_STATE
-        standin.ok("cuStreamSynchronize", first)
-        standin.unmap(here, PAGE)
-    standin.ok("cuMemRelease", handle)
-    for address in (here, there):
-        standin.ok("cuMemAddressFree", address, PAGE)
-
-
-def test_a_page_that_came_back_is_nobodys(standin: Driver) -> None:
-    address, handle = standin.reserve(PAGE), standin.create(PAGE)
-    with standin.stream() as first, standin.stream() as second:
-        for stream in (first, second, first):
-            standin.map(address, PAGE, handle)
-            assert use(standin, address, PAGE, stream, write=True) == SUCCESS
-            standin.ok("cuStreamSynchronize", stream)
-            standin.unmap(address, PAGE)
-    standin.ok("cuMemRelease", handle)
-    standin.ok("cuMemAddressFree", address, PAGE)
+    assert use(standin, here, PAGE, first, write=True) == SUCCESS
+    assert use(standin, there, PAGE, second, write=False) == ILLEGAL_STATE
+    standin.unmap(there, PAGE)  # nobody used it through this address
+    assert standin.result("cuMemUnmap", here, PAGE) == ILLEGAL_STATE
+    standin.ok("cuStreamSynchronize", first)
+    standin.unmap(here, PAGE)
 
 
 def test_a_refused_copy_changes_nothing(standin: Driver) -> None:
-    with standin.mapped(PAGE) as source, standin.mapped(PAGE) as target, standin.stream() as stream:
-        standin.write(target, b"t" * PAGE)
-        standin.ok("cuCtxSynchronize")
-        assert use(standin, source, PAGE, 0, write=True) == SUCCESS
-        assert standin.result("cuMemcpyAsync", target, source, PAGE, stream) == ILLEGAL_STATE
-        assert ctypes.string_at(target, PAGE) == b"t" * PAGE
-        assert use(standin, target, PAGE, 0, write=True) == SUCCESS  # and is no use
+    source, target, (stream,) = standin.page(PAGE), standin.page(PAGE), standin.streams(1)
+    standin.write(target, b"t" * PAGE)
+    standin.ok("cuCtxSynchronize")
+    assert use(standin, source, PAGE, 0, write=True) == SUCCESS
+    assert standin.result("cuMemcpyAsync", target, source, PAGE, stream) == ILLEGAL_STATE
+    assert ctypes.string_at(target, PAGE) == b"t" * PAGE
+    assert use(standin, target, PAGE, 0, write=True) == SUCCESS  # and is no use
 
 
 def test_use_of_what_is_not_mapped_is_refused(standin: Driver) -> None:
-    address = standin.reserve(2 * PAGE)
+    address, handle = standin.reserve(2 * PAGE), standin.create(PAGE)
     assert use(standin, address, PAGE, 0, write=False) == ILLEGAL_ADDRESS
-    handle = standin.create(PAGE)
     standin.map(address, PAGE, handle)
     assert use(standin, address, PAGE + 1, 0, write=False) == ILLEGAL_ADDRESS
     assert hex(address + PAGE) in standin.violation()
-    standin.unmap(address, PAGE)
-    standin.ok("cuMemRelease", handle)
-    standin.ok("cuMemAddressFree", address, 2 * PAGE)
 
 
 # -- random programs against a reference -------------------------------------------------------------------------------
@@ -240,22 +113,17 @@ steps = st.one_of(
     st.tuples(st.just("record"), streams, events),
     st.tuples(st.just("wait"), streams, events),
     st.tuples(st.just("query"), events),
+    st.tuples(st.just("synchronize event"), events),
     st.tuples(st.just("synchronize"), streams),
+    st.tuples(st.just("synchronize all")),
     st.tuples(st.just("unmap")),
 )
 
 
 @given(program=st.lists(steps, max_size=60))
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_programs_are_judged_as_by_the_reference(standin: Driver, program: list[tuple]) -> None:
-    made_streams, made_events = [0], []
-    for _ in range(STREAMS - 1):
-        standin.ok("cuStreamCreate", ctypes.byref(stream := ctypes.c_void_p()), 1)
-        made_streams.append(stream.value)
-    for _ in range(EVENTS):
-        standin.ok("cuEventCreate", ctypes.byref(event := ctypes.c_void_p()), 2)
-        made_events.append(event.value)
-    reference = Reference()
+    made_streams, made_events, reference = [0, *standin.streams(STREAMS - 1)], standin.events(EVENTS), Reference()
     handle, address = standin.create(PAGE), standin.reserve(PAGE)
     standin.map(address, PAGE, handle)
     for step in program:
@@ -270,22 +138,18 @@ def test_random_programs_are_judged_as_by_the_reference(standin: Driver, program
             case ("wait", stream, event):
                 reference.past[stream] |= reference.events[event]
                 standin.ok("cuStreamWaitEvent", made_streams[stream], made_events[event], 0)
-            case ("query", event):
+            case ("query" | "synchronize event" as call, event):
                 reference.host |= reference.events[event]
-                standin.ok("cuEventQuery", made_events[event])
+                standin.ok("cuEventQuery" if call == "query" else "cuEventSynchronize", made_events[event])
             case ("synchronize", stream):
                 reference.host |= reference.past[stream]
                 standin.ok("cuStreamSynchronize", made_streams[stream])
+            case ("synchronize all",):
+                reference.host |= set(range(len(reference.uses)))
+                standin.ok("cuCtxSynchronize")
             case ("unmap",):
                 allowed = reference.may_unmap(0, BYTES)
                 assert standin.result("cuMemUnmap", address, PAGE) == (SUCCESS if allowed else ILLEGAL_STATE)
                 if allowed:
                     standin.map(address, PAGE, handle)
-    standin.ok("cuCtxSynchronize")
-    standin.unmap(address, PAGE)
-    standin.ok("cuMemRelease", handle)
-    standin.ok("cuMemAddressFree", address, PAGE)
-    for event in made_events:
-        standin.ok("cuEventDestroy", event)
-    for stream in made_streams[1:]:
-        standin.ok("cuStreamDestroy", stream)
+    standin.clear()

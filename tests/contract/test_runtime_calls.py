@@ -18,6 +18,8 @@ SCENES = re.findall(r"^def ([a-z]\w+)\(cuda: Runtime\)", (Path(__file__).parent 
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_scene(scene: str) -> None:
+    if "cuda_13" in scene:
+        pytest.importorskip("cuda.bindings", "13", reason="the bindings of CUDA 13 are not installed")
     settings = {"GRANULARITY": "64KiB", "MEMORY": "16MiB", "FAULT": "sticky:1" if "stays" in scene else ""}
     done = subprocess.run(
         [sys.executable, "-m", "tests.contract.runtime_calls", scene, str(build_device())],

@@ -159,7 +159,7 @@ SIMGPU_RUNTIME Error cudaDeviceGetStreamPriorityRange(int* least, int* greatest)
 SIMGPU_RUNTIME Error cudaProfilerStart() { return 0; }
 SIMGPU_RUNTIME Error cudaProfilerStop() { return 0; }
 
-// cudaDeviceProp of CUDA 13: 1008 bytes, of which these are set. tests/contract/test_abi.py reads them back by name.
+// cudaDeviceProp of CUDA 13: 1008 bytes, of which these are set. contract/runtime_calls.py reads them back by name.
 SIMGPU_RUNTIME Error cudaGetDeviceProperties(void* properties, int device) {
   int count = 0;
   const Error failed = device_count(&count);
