@@ -54,10 +54,8 @@ def run(*, every: bool = False) -> None:
         tuning(weights={"large": 2**11}, waiting={"room": 0.1}, kv_reads={"again": 2, "look": 8}),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
-        sides(patch, prefix_dir=folder) as both,
+        sides(prefix_dir=folder) as both,
     ):
-        assert both.store.contents.saver is not None
-        both.store.contents.saver._block = both.store.block
         for name, before, turn in ways(device, both, patch, every):
             calls_fail_once(device, both, name, before, turn, every)
         counts = both.store.counts

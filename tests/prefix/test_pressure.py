@@ -32,10 +32,10 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tune
 
 
 @pytest.mark.parametrize("device", [(512, 64)], indirect=True)
-def test_a_pool_that_is_full_of_prefixes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_is_full_of_prefixes(device: Device) -> None:
     """Nothing else is left, neither on the device nor on the host: the oldest goes, and no request fails."""
     generator = torch.Generator().manual_seed(5)
-    with sides(monkeypatch) as both:
+    with sides() as both:
         for _ in range(28):
             both.model.generate(words(generator, 300), max_new_tokens=2, do_sample=False)
         both.check()
@@ -45,22 +45,22 @@ def test_a_pool_that_is_full_of_prefixes(device: Device, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("device", [(512, 64)], indirect=True)
-def test_another_model_gets_the_room_of_prefixes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_model_gets_the_room_of_prefixes(device: Device) -> None:
     generator = torch.Generator().manual_seed(5)
-    with sides(monkeypatch) as both:
+    with sides() as both:
         for _ in range(18):
             both.model.generate(words(generator, 300), max_new_tokens=2, do_sample=False)
         kept = both.store.pages
         assert kept > 60
-        with ballonet.manage(build("llama", intermediate_size=700)) as other:
+        with ballonet.manage(build("llama", intermediate_size=1000)) as other:
             assert other.report().streamed == ()
             assert both.store.pages < kept
 
 
 @pytest.mark.parametrize("device", [(1024,)], indirect=True)
-def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device) -> None:
     generator = torch.Generator().manual_seed(5)
-    with sides(monkeypatch) as both:
+    with sides() as both:
         both.model.generate(words(generator, 500), max_new_tokens=2, do_sample=False)
         (sequence,) = both.store.contents.index.idle
         assert all(in_pool(layer.part(0, 500)[0]) for layer in sequence.used)
@@ -75,10 +75,10 @@ def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device, monkeypatch: 
 
 
 @pytest.mark.parametrize("device", [(512, 64)], indirect=True)
-def test_new_tokens_get_the_pages_of_prefixes(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_tokens_get_the_pages_of_prefixes(device: Device) -> None:
     """All else is in use, on the device and the host."""
     generator = torch.Generator().manual_seed(5)
-    with sides(monkeypatch) as both:
+    with sides() as both:
         both.model.generate(words(generator, 300), max_new_tokens=2, do_sample=False)
         tokens = torch.zeros(1, 2, 64, 8)
         cache = ballonet.KVCache(both.model.config)
