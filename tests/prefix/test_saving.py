@@ -37,6 +37,7 @@ from ..tuned import Clock, Tuned
 
 PAGE = 65536
 BLOCK = 256
+Taken = tuple[int, int, int, Any]  # layer, start, end, and bytes of keys and values
 FIRST = [Random(1).randrange(2, models.VOCABULARY) for _ in range(2 * BLOCK + 40)]
 
 
@@ -77,8 +78,8 @@ def by_hand(model: Any, ids: list[int], held: int = 0) -> list[int]:
 
 
 @pytest.fixture
-def from_files(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, Any]]:
-    """What requests took from files: layer, start, end, and bytes of keys and values."""
+def from_files(monkeypatch: pytest.MonkeyPatch) -> list[Taken]:
+    """What requests took from files."""
     taken = []
     real = saving.FileRun.part
 
@@ -96,7 +97,7 @@ def bits(tensor: torch.Tensor) -> Any:
     return np.array(tensor.contiguous().view(torch.uint8).numpy())
 
 
-def are_right(taken: list[tuple[int, int, int, Any]], model: Any) -> bool:
+def are_right(taken: list[Taken], model: Any) -> bool:
     """Are they what stock computes for `FIRST`?"""
     cache = DynamicCache(config=model.config)
     say(model, FIRST, cache)
@@ -116,9 +117,8 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("prefix-*"))
 
 
-def test_another_process_goes_on_from_files_bit_for_bit(
-    tmp_path: Path, from_files: list[tuple[int, int, int, Any]]
-) -> None:
+def test_another_process_goes_on_from_files_bit_for_bit(tmp_path: Path, from_files: list[Taken]) -> None:
+    """And with what memory has lost from the middle of a file."""
     model = built().bfloat16()
     wanted = by_hand(model, FIRST)
     further = longer(wanted)
@@ -127,13 +127,17 @@ def test_another_process_goes_on_from_files_bit_for_bit(
         assert say(model, FIRST) == wanted
         assert store.flush(60)
         assert store.counts.on_disk == 0
+        while store.get_num_new_matched_tokens(further) > BLOCK:
+            assert store.pressure.evict()
+        assert say(model, further) == expected
+        assert (store.counts.on_disk, store.counts.on_device) == (BLOCK, BLOCK)
+        assert {(start, end) for _, start, end, _ in from_files} == {(BLOCK, 2 * BLOCK)}
+        assert are_right(from_files, model)
+        from_files.clear()
     assert len(files_of(tmp_path)) == 1
     with talking(model, tmp_path) as store:
         assert say(model, further) == expected
         assert store.counts.on_disk == 2 * BLOCK
-        say(model, further)
-        assert store.counts.on_disk == 2 * BLOCK, "it is in memory now"
-        assert store.counts.on_device > 2 * BLOCK
     assert are_right(from_files, model)
 
 
@@ -155,26 +159,7 @@ def test_each_turn_writes_what_is_new(tmp_path: Path, tuned: Tuned) -> None:
         assert store.counts.on_disk == len(keys) * BLOCK
 
 
-def test_what_memory_has_lost_is_taken_from_the_middle_of_a_file(
-    tmp_path: Path, from_files: list[tuple[int, int, int, Any]]
-) -> None:
-    model = built()
-    wanted = by_hand(model, FIRST)
-    further = longer(wanted)
-    expected = by_hand(model, further, held=2 * BLOCK)
-    with talking(model, tmp_path) as store:
-        assert say(model, FIRST) == wanted
-        assert store.flush(60)
-        while store.get_num_new_matched_tokens(further) > BLOCK:
-            assert store.pressure.evict()
-        assert say(model, further) == expected
-        assert store.counts.on_disk == BLOCK
-        assert store.counts.on_device == BLOCK
-    assert {(start, end) for _, start, end, _ in from_files} == {(BLOCK, 2 * BLOCK)}
-    assert are_right(from_files, model)
-
-
-def test_another_model_finds_nothing(tmp_path: Path) -> None:
+def test_another_model_has_another_fingerprint(tmp_path: Path) -> None:
     changed = [built() for _ in range(4)]
     with torch.no_grad():
         changed[1].model.layers[1].self_attn.k_proj.weight[3] += 1e-3
@@ -185,16 +170,6 @@ def test_another_model_finds_nothing(tmp_path: Path) -> None:
         prints = [fingerprint(each, store.contents.device) for each in changed]
         assert len(set(prints)) == len(prints)
         assert prints[0] == fingerprint(built(), store.contents.device)
-    model = built()
-    with talking(model, tmp_path):
-        say(model, FIRST)
-    other = built()
-    with torch.no_grad():
-        other.lm_head.weight.mul_(1.5)
-    wanted = by_hand(other, FIRST)
-    with talking(other, tmp_path) as store:
-        assert say(other, FIRST) == wanted
-        assert store.counts.on_disk == 0
 
 
 def test_weights_that_change_meanwhile_have_files_of_their_own(tmp_path: Path) -> None:
@@ -228,7 +203,7 @@ def test_a_file_with_other_ids_is_not_used(tmp_path: Path, monkeypatch: pytest.M
         assert store.counts.on_disk == BLOCK, "the first block is right"
 
 
-def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+def test_damage_and_a_full_disk_are_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = built()
     wanted = by_hand(model, FIRST)
     with talking(model, tmp_path):
@@ -237,17 +212,6 @@ def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    with talking(model, tmp_path) as store:
-        with pytest.warns(RuntimeWarning, match="is damaged"):
-            assert say(model, FIRST) == wanted
-        assert store.counts.on_disk == 0
-        assert store.flush(60)
-    assert path.exists(), "it is written again"
-
-
-def test_a_folder_that_cannot_be_written_to_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = built()
-    wanted = by_hand(model, FIRST)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -256,10 +220,11 @@ def test_a_folder_that_cannot_be_written_to_changes_nothing(tmp_path: Path, monk
     with talking(model, tmp_path) as store, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert say(model, FIRST) == wanted
+        assert store.counts.on_disk == 0
         say(model, longer(longer(FIRST)))
         assert store.flush(60)
-    assert [str(each.message) for each in said if "no longer stored" in str(each.message)] != []
-    assert len([each for each in said if "no longer stored" in str(each.message)]) == 1
+    told = [str(each.message) for each in said]
+    assert [sum(what in each for each in told) for what in ("is damaged", "no longer stored")] == [1, 1]
 
 
 def test_requests_do_not_wait_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,15 +304,16 @@ def test_what_is_faster_computed_is_not_read(tmp_path: Path, monkeypatch: pytest
         assert told[3].measured == pytest.approx(1e3, rel=1e-3)
 
 
-def test_it_is_read_if_that_takes_no_longer() -> None:
-    given = {"disk": 100.0, "link": 50.0, "per_token": 0.1}
-    assert reading(1000, 301, **given).worth
-    assert reading(1000, 300, **given).worth
-    assert not reading(1000, 299, **given).worth
-    assert reading(1000, 299, **(given | {"link": None})).worth
-    assert reading(1000, 1, **(given | {"disk": None})).worth
+@pytest.mark.parametrize(
+    ("changes", "worth"),
+    [({}, True), ({"tokens": 299}, False), ({"tokens": 299, "link": None}, True), ({"tokens": 1, "disk": None}, True)],
+)
+def test_it_is_read_if_that_takes_no_longer(changes: dict[str, Any], worth: bool) -> None:
+    given = {"tokens": 300, "disk": 100.0, "link": 50.0, "per_token": 0.1} | changes
+    found = reading(1000, given.pop("tokens"), **given)
+    assert found.worth == worth
+    assert changes or found == Reading(10.0, 20.0, pytest.approx(30.0))
     assert reading(1000, 1, **(given | {"per_token": None})).worth
-    assert reading(1000, 300, **given) == Reading(10.0, 20.0, pytest.approx(30.0))
 
 
 PROGRAM = """
