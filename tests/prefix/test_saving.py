@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -31,7 +29,7 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import prefix_file
 from ballonet.offload.residency.prefix_files import PrefixFiles
 
-from .. import models
+from .. import models, programs
 from ..pool import installing
 from ..tuned import Clock, Tuned
 
@@ -345,8 +343,7 @@ def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, mon
 
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    done = programs.python("-c", PROGRAM, str(tmp_path), variables=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("[1, 1, ")
     assert len(files_of(tmp_path)) == 1

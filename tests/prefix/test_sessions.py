@@ -75,14 +75,6 @@ def test_a_session(name: str) -> None:
             session.generate([7])
 
 
-def test_only_what_is_pinned_can_be_unpinned() -> None:
-    with sides() as both:
-        both.store.pin([1, 2])
-        both.store.unpin([1, 2])
-        with pytest.raises(ValueError, match="not pinned"):
-            both.store.unpin([1, 2])
-
-
 def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
     with sides() as both:
         both.store.limit = PAGE
@@ -97,9 +89,8 @@ def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
 
 def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
     with sides() as both, ballonet.Session(both.model) as session:
-        with pytest.raises(ManageError, match="at least one"):
-            session.generate([])
         for wrong, error in (
+            ([], ManageError),
             (torch.tensor([5.5, 6.0]), TypeError),
             ([5.5], TypeError),
             (torch.ones(2, 3, dtype=torch.int64), ValueError),
@@ -112,6 +103,8 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
         session.generate([], **FEW)
         assert session.tokens[: len(said)] == said
         assert session.reused == len(said) - 1
+        with pytest.raises(ValueError, match="not pinned"):
+            both.store.unpin([1, 2])
 
 
 @pytest.mark.parametrize(("asked", "changes"), [(4, []), (1, ["retire", "map"])])
