@@ -111,25 +111,17 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
     assert inner.rows[1:] == (both,)
 
 
-def test_a_budget_that_changes_is_a_level() -> None:
-    fake = Fake()
-    recorder = Recorder(fake, tuning=Timelines(interval=0.001))
-    fake.numbers["budget"] = 8 * PAGE
-    until(lambda: len(recorder.recording().levels) == 2)
-    fake.numbers["host_pages"] = 3
-    levels = recorder.stop().levels
-    assert [level[1:] for level in levels] == [(16 * PAGE, 0), (8 * PAGE, 0), (8 * PAGE, 3)]
-    assert levels[0][0] < levels[1][0] < levels[2][0]
-
-
-def test_a_budget_changes_when_it_was_decided_and_not_when_it_was_seen() -> None:
+def test_a_budget_that_changes_is_a_level_from_when_it_was_decided() -> None:
     fake, log = Fake(), Events()
     recorder = Recorder(fake, log, tuning=Timelines(interval=60))
     fake.numbers["budget"] = 8 * PAGE
     log.decided("budget", "set", 8)
     log.decided("budget", "refuse", 1)
+    recorder.recording()
+    fake.numbers["host_pages"] = 3
     done = recorder.stop()
-    assert done.levels[1] == (done.events[0].when, 8 * PAGE, 0)
+    assert [level[1:] for level in done.levels] == [(16 * PAGE, 0), (8 * PAGE, 0), (8 * PAGE, 3)]
+    assert done.levels[1][0] == done.events[0].when < done.levels[2][0]
 
 
 def test_decisions_are_those_since_it_began_in_order_of_time() -> None:

@@ -182,99 +182,49 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         check_index(master.store)
 
 
-class Starved:
-    """One model keeps prefixes that the host has no room for; the cache of another wants 36 pages, and none is free."""
-
-    WANTED: Final = 36
-
-    def __init__(self, said: list[Turn], worker: One, master: One) -> None:
-        first, *self.others = said
-        device, self.cache = runtime.require(), ballonet.KVCache(worker.model.config)
-        worker.ask(first, past_key_values=self.cache)
-        for turn in self.others:
-            master.ask(turn)
-        (self.tier,) = {id(layer.ranges): layer.ranges.tier for layer in self.cache.layers}.values()
-        device.trim()
-        self.hog = device.reserve(900 * PAGE, "weights", device.group())
-        self.hog.map(0, device.available)
-        self.prompts = [[*turn.tokens[0].tolist(), 1] for turn in self.others]
-        self.store = master.store
-
-    @staticmethod
-    def turns() -> list[Turn]:
-        """What they are asked."""
-        return [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
-
-    def found(self) -> list[int]:
-        """Tokens of each prompt that are kept."""
-        return [self.store.get_num_new_matched_tokens(ids) for ids in self.prompts]
-
-    def want(self) -> None:
-        self.tier.iteration(0, 1, self.WANTED // self.tier.client.block)
-
-    def read(self, prompt: int, tokens: int) -> Any:
-        return self.store.read(self.prompts[prompt], self.store.identity(), 0, tokens)
-
-
 def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """Keys from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
+    """One model keeps prefixes that the host has no room for; the cache of another wants 36 pages, and none is free.
+    Keys go from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
     and what somebody reads stays until he is done."""
-    calls = [0]
-    retire = KVPages.retire
+    wanted, calls, retire = 36, [0], KVPages.retire
+    (first,), others = turns("llama", 1, (40,)), turns("qwen2", 2, [120] * 4)
+    prompts = [[*turn.tokens[0].tolist(), 1] for turn in others]
 
     def count(self: KVPages, first: int, end: int) -> None:
         calls[0] += 1
         retire(self, first, end)
 
-    said = Starved.turns()
     with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        scene = Starved(said, worker, master)
-        before, found = copied(), scene.found()
+        device, cache, store = runtime.require(), ballonet.KVCache(worker.model.config), master.store
+        worker.ask(first, past_key_values=cache)
+        for turn in others:
+            master.ask(turn)
+        (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
+        device.trim()
+        hog = device.reserve(900 * PAGE, "weights", device.group())
+        hog.map(0, device.available)
+        before, found = copied(), [store.get_num_new_matched_tokens(ids) for ids in prompts]
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
-            with scene.read(read, 96) as parts, GroupLease(scene.tier.client._group):
+            with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
-                scene.want()
-            assert scene.found()[read] == found[read]
-        assert scene.WANTED <= pulled() < scene.WANTED + 4 * 12, "and little more: blocks of a sequence, and units"
+                tier.iteration(0, 1, wanted // tier.client.block)
+        assert wanted <= pulled() < wanted + 4 * 12, "and little more: blocks of a sequence, and units"
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
         assert copied() == before
-        runtime.require().reap(wait=True)
-        assert runtime.require().available >= scene.WANTED
-        now = scene.found()
+        device.reap(wait=True)
+        assert device.available >= wanted
+        now = [store.get_num_new_matched_tokens(ids) for ids in prompts]
+        assert now[read] == found[read]
         assert all(after <= before for after, before in zip(now, found, strict=True))
         assert sum(now) < sum(found)
-        check_index(master.store)
-        scene.hog.close()
-        for turn in scene.others:
+        check_index(store)
+        hog.close()
+        for turn in others:
             master.ask(turn)
-        scene.cache.reset()
-        del scene
-
-
-def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """Whoever reads has it in use, which outlasts him by the window: it is taken the next time but one."""
-    said = Starved.turns()
-    with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        scene = Starved(said, worker, master)
-        with GroupLease(scene.tier.client._group):
-            with ExitStack() as readers:
-                for prompt, tokens in enumerate(scene.found()):
-                    if tokens:
-                        assert readers.enter_context(scene.read(prompt, tokens)) is not None
-                kept = master.store.contents.index.device_pages
-                scene.want()
-                assert pulled() == 0
-                assert master.store.pressure.give_up(runtime.require(), 36) == 0, "nor where it is due"
-                assert master.store.contents.index.device_pages == kept > 36
-            scene.want()
-            scene.want()
-        assert pulled() >= scene.WANTED
-        check_index(master.store)
-        scene.hog.close()
-        scene.cache.reset()
-        del scene
+        cache.reset()
+        del cache, tier, hog
 
 
 def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:

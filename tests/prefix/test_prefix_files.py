@@ -10,7 +10,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -538,25 +537,6 @@ def test_the_limit_is_kept_where_another_writes_meanwhile(tmp_path: Path, monkey
     monkeypatch.setattr(prefix_file, "write", both)
     assert files.save(*run(2))
     assert files.keys() == {key(1), key(2)}
-
-
-def test_threads_save_and_load_side_by_side(files: PrefixFiles) -> None:
-    wrong: list[object] = []
-
-    def work(seed: int) -> None:
-        random = Random(seed)
-        for _ in range(10):
-            number = random.randrange(6)
-            found = files.load(key(number))
-            if found is None:
-                files.save(*run(number))
-            elif not same(found, number):
-                wrong.append(number)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    assert wrong == []
-    assert len(names(files.directory)) <= 6
 
 
 # -- the limit

@@ -25,7 +25,6 @@ from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.fingerprint import fingerprint
 from ballonet.hooks.prefix.store import PrefixStore
 from ballonet.offload.policy.stored import Reading, reading
-from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import prefix_file
 from ballonet.offload.residency.prefix_files import PrefixFiles
 
@@ -327,18 +326,6 @@ managed = ballonet.manage(model, prefix_dir=sys.argv[1])
 tokens = model.generate(torch.ones(1, 300, dtype=torch.int64), max_new_tokens=2)
 print(tokens[0].tolist())
 """
-
-
-def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = []
-    for name in ("flush", "close"):
-        real = getattr(saving.Saver, name)
-        monkeypatch.setattr(
-            saving.Saver, name, lambda *given, n=name, f=real: (done.append((n, *given[1:])), f(*given))[1]
-        )
-    with talking(built(), tmp_path):
-        pass
-    assert done == [("flush", DEFAULT.waiting.files), ("close",)]
 
 
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:

@@ -141,19 +141,6 @@ def test_conversations_that_branch_under_a_limit(seed: int, generator: torch.Gen
         assert both.store.pages == both.store.states == both.store.tokens == 0
 
 
-def test_another_model_is_another_state(generator: torch.Generator) -> None:
-    with sides("qwen3_next") as both:
-        ids = both.ask(words(generator, 13))
-        for model in (both.model, both.stock):
-            with torch.no_grad():
-                next(model.parameters()).mul_(1.5)
-        both.known.clear()
-        ids = both.ask(on(ids, words(generator, 1)))
-        assert both.reused == 0
-        both.ask(on(ids, words(generator, 1)))
-        assert both.reused == ids.shape[1] - 1
-
-
 @pytest.mark.parametrize(
     ("rows", "pads", "options", "reason"),
     [
