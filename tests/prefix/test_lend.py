@@ -58,8 +58,9 @@ class Turn(NamedTuple):
         return cls(prompt, stock(name).generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False))
 
 
-def turns(name: str, seed: int, lengths: Sequence[int]) -> list[Turn]:
-    """Unlike each other."""
+@cache
+def turns(name: str, seed: int, *lengths: int) -> list[Turn]:
+    """Unlike each other, of so many tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [Turn.of(name, words(generator, length)) for length in lengths]
 
@@ -147,8 +148,8 @@ class Counted:
 def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Its reserve was lent. What it lacks comes in one exchange and one call, and no byte moves; what the host has is
     not forgotten."""
-    first, back = turns("llama", 1, (40, 200))
-    others = turns("qwen2", 2, [200] * 9)
+    first, back = turns("llama", 1, 40, 200)
+    others = turns("qwen2", 2, *[200] * 9)
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
     take_back = Exchange._take_back
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
@@ -187,7 +188,7 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
     Keys go from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
     and what somebody reads stays until he is done."""
     wanted, calls, retire = 36, [0], KVPages.retire
-    (first,), others = turns("llama", 1, (40,)), turns("qwen2", 2, [120] * 4)
+    (first,), others = turns("llama", 1, 40), turns("qwen2", 2, *[120] * 4)
     prompts = [[*turn.tokens[0].tolist(), 1] for turn in others]
 
     def count(self: KVPages, first: int, end: int) -> None:
@@ -229,8 +230,8 @@ def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatc
 
 def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Who is away for a while finds its pages free: nobody keeps anything there, as the kernel counts it."""
-    first, back = turns("llama", 3, (200, 200))
-    others = turns("qwen2", 2, [200] * 9)
+    first, back = turns("llama", 3, 200, 200)
+    others = turns("qwen2", 2, *[200] * 9)
     with models(monkeypatch, tuned, 1000, 2000, 1e9, "llama", "qwen2") as (worker, master):
         worker.ask(first)
         worker.store.clear()
@@ -249,8 +250,8 @@ def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPa
 
 def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """It is there when its reader is done, whoever wants pages meanwhile."""
-    (back,) = turns("llama", 4, (200,))
-    others = turns("qwen2", 2, [200] * 9)
+    (back,) = turns("llama", 4, 200)
+    others = turns("qwen2", 2, *[200] * 9)
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
         for turn in others:
             master.ask(turn)
@@ -273,7 +274,7 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tune
     a request gets its tokens, or where all is in use is told so."""
     tuned(clock=Clock(step=1e-2))  # reserves that are not used are others' after a while
     talks = {name: talk(name, n, 6) for n, name in enumerate(MODELS)}
-    guests = turns("qwen2", 0, (80, 60))
+    guests = turns("qwen2", 0, 80, 60)
     failed = threading.Event()
 
     def say(one: One, said: Sequence[Turn]) -> int:
