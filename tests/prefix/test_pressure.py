@@ -67,3 +67,19 @@ def test_what_is_kept_is_in_the_pool_and_leaves_it(device: Device) -> None:
         both.store.clear()
         device.trim()
         assert bytes_that_exist() <= before - kept
+
+
+def test_new_tokens_get_the_pages_of_prefixes(device: Device) -> None:
+    """All else is in use, on the device and the host."""
+    with sides() as both:
+        both.model.generate(words(torch.Generator().manual_seed(5), 300), max_new_tokens=2, do_sample=False)
+        tokens, cache = torch.zeros(1, 2, 64, 8), ballonet.KVCache(both.model.config)
+        device.trim()
+        hogs = [device.reserve(512 * PAGE, "weights", device.group()) for _ in range(2)]
+        hogs[0].map(0, device.available)
+        hogs[1].map_host(0, 64)
+        cache.update(tokens, tokens, 0)
+        assert both.store.counts.evicted > 0
+        both.check()
+        for each in hogs:
+            each.close()

@@ -328,6 +328,24 @@ print(tokens[0].tolist())
 """
 
 
+def test_what_is_not_written_yet_is_when_a_model_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing begins only once it is waited for."""
+    flushed, write, flush = threading.Event(), prefix_file.write, saving.Saver.flush
+
+    def late(*given: Any) -> None:
+        assert flushed.wait(60)
+        write(*given)
+
+    monkeypatch.setattr(prefix_file, "write", late)
+    monkeypatch.setattr(saving.Saver, "flush", lambda *given: (flushed.set(), flush(*given))[1])
+    with talking(model := built(), tmp_path):
+        say(model, FIRST)
+        say(model, [5, *FIRST])
+        assert not flushed.is_set()
+    flushed.set()
+    assert sum(len(prefix_file.read_part("", os.open(each, os.O_RDONLY)).keys) for each in files_of(tmp_path)) == 4
+
+
 def test_what_is_not_written_yet_is_when_python_ends(tmp_path: Path) -> None:
     environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_BUDGET": "64MiB", "OMP_NUM_THREADS": "1"}
     done = programs.python("-c", PROGRAM, str(tmp_path), variables=environment)

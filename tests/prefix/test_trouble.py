@@ -31,7 +31,7 @@ from ballonet.hooks.prefix import (
 
 from ..pool import tiny_layers
 from ..tuned import Tuned
-from .conversations import Sides, sides, words
+from .conversations import Sides, evict_all, sides, words
 from .test_sessions import ONE_OF_EACH
 
 PAGE = 4096
@@ -106,6 +106,11 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     with sides() as both:
         ids = both.ask(words(torch.Generator().manual_seed(3), 60))[0].tolist()
+
+        with both.store.read(ids, both.store.identity(), 0, 40) as parts:
+            assert parts is not None
+            evict_all(both.store)
+            assert both.store.get_num_new_matched_tokens(ids) == 65, "what is read stays"
 
         def gone(self: sequence.CachedSequence, *_: Any) -> Any:
             raise sequence.Gone(self)
