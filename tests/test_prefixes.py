@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ballonet.offload.policy import worth
 from ballonet.offload.policy.prefixes import Hits, Index, chain
+from ballonet.offload.policy.tuning import BlockOdds
 from ballonet.offload.policy.worth import Odds, Recency
 
 Path = tuple[int, ...]  # tokens from the first; as a key it stands for all of them
@@ -292,6 +293,29 @@ def test_before_anything_is_known_odds_are_least_recently_used() -> None:
             index.match(keys)
             index.insert(keys, keys)
     assert one.evict(2) == other.evict(2) == [("ab", "b"), ("ab", "a")]
+
+
+def test_what_was_counted_long_ago_weighs_less() -> None:
+    policy = Odds(BlockOdds(learned=10))
+    index = Index(None, policy)
+    index.insert("a", 1)
+    for _ in range(200):
+        index.match("a")
+    for kind in policy._kinds.values():
+        assert 4 <= kind.returned <= kind.uses <= 8 + 4 * 10
+    assert index.match("a") == 1
+
+
+def test_what_is_remembered_of_blocks_that_are_gone() -> None:
+    policy = Odds()
+    index = Index(10, policy)
+    for n in (*range(500), 480):
+        index.insert([n], n)
+        index.evict(index.excess())
+    assert policy._stored[480].uses == 2, "it was evicted, and came back"
+    index.forget([499])
+    index.insert([499], 0)
+    assert policy._stored[499].uses == 1, "what was forgotten says nothing about returns"
 
 
 def test_keys_go_on_from_those_that_are_known() -> None:
