@@ -41,18 +41,12 @@ def lines(ops: Sequence[tuple[str, int, int]]) -> str:
 
 
 def test_allocations_and_their_frees_are_packed_in_order(trace: Trace) -> None:
-    path = trace(f"{HEADER}\n0,alloc,7,100,0\n1,alloc,8,4096,3\n2,free,7,100,0\n3,free,8,4096,3\n")
-    assert rows(pack(path)) == [(1, 7, 100, 0), (1, 8, 4096, 3), (2, 7, 0, 0), (2, 8, 0, 3)]
-
-
-def test_other_ops_and_frees_of_older_blocks_are_skipped(trace: Trace) -> None:
-    path = trace(f"{HEADER}\n0,segment_alloc,x,,\n1,free,5,64,0\n1,free,-1,64,0\n2,alloc,5,64,0\n3,snapshot,,,\n")
-    assert rows(pack(path)) == [(1, 5, 64, 0)]
-
-
-def test_an_id_may_come_back_after_its_free(trace: Trace) -> None:
-    path = trace(f"{HEADER}\n0,alloc,1,8,0\n1,free,1,8,0\n2,alloc,1,16,0\n")
-    assert rows(pack(path)) == [(1, 1, 8, 0), (2, 1, 0, 0), (1, 1, 16, 0)]
+    """An id may come back after its free; other operations, and frees of older blocks, are skipped."""
+    path = trace(
+        f"{HEADER}\n0,segment_alloc,x,,\n0,free,8,64,0\n0,free,-1,64,0\n0,alloc,7,100,0\n1,alloc,8,4096,3\n"
+        "2,free,7,100,0\n3,free,8,4096,3\n3,snapshot,,,\n4,alloc,7,16,0\n"
+    )
+    assert rows(pack(path)) == [(1, 7, 100, 0), (1, 8, 4096, 3), (2, 7, 0, 0), (2, 8, 0, 3), (1, 7, 16, 0)]
 
 
 @pytest.mark.parametrize(
@@ -77,12 +71,10 @@ def test_variants_of_the_format(trace: Trace, text: str) -> None:
         ("", 1, "no column time_us, op, id, size, stream"),
         ("time_us,op,id,stream\n", 1, "no column size"),
         (HEADER + "\n0,alloc,1,8\n", 2, "4 fields where the header has 5"),
-        (HEADER + "\n0,alloc,1,8,0,9\n", 2, "6 fields where the header has 5"),
         (HEADER + "\n0,alloc,1,8,0\n1,alloc,1,8,0\n", 3, "id 1 is allocated again"),
         (HEADER + "\n0,alloc,1,8,0\n1,free,1,8,0\n2,free,1,8,0\n", 4, "id 1 is freed a second time"),
         (HEADER + "\n0,alloc,1,-8,0\n", 2, "size is '-8'"),
         (HEADER + "\n0,alloc,1,8.5,0\n", 2, "size is '8.5'"),
-        (HEADER + "\n0,alloc,1,,0\n", 2, "size is ''"),
         (HEADER + "\n0,alloc,1,0,0\n", 2, "size is 0"),
         (HEADER + "\n0,alloc,1,99999999999999999999,0\n", 2, "size is"),
         (HEADER + "\n0,alloc,x,8,0\n", 2, "id is 'x'"),
@@ -122,13 +114,8 @@ def test_a_replay_counts_what_it_was_given(trace: Trace) -> None:
     assert result["ops"] == 4
     assert result["peak_physical"] >= result["peak_live"]
     assert result["peak_physical"] % 65536 == 0
-    assert result["driver_calls"] > 0
-    assert result["ns_per_op"] > 0
-
-
-def test_an_empty_trace_needs_nothing(trace: Trace) -> None:
-    result = replay(trace(HEADER), Config(device="cpu", budget=64 * MIB))
-    assert (result["peak_live"], result["peak_physical"], result["ops"]) == (0, 0, 0)
+    assert min(result["driver_calls"], result["ns_per_op"]) > 0
+    assert replay(trace(HEADER), Config(device="cpu", budget=64 * MIB))["ops"] == 0
 
 
 def waste(result: dict[str, int | float], page: int) -> float:
@@ -137,7 +124,7 @@ def waste(result: dict[str, int | float], page: int) -> float:
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES, ids=format_size)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0])
 def test_peak_memory_stays_close_to_what_is_live(trace: Trace, page_size: int, seed: int) -> None:
     """The pattern of inference: weights that stay, activations of varied lengths that come and go layer by layer."""
     draw = random.Random(seed)

@@ -299,7 +299,7 @@ SWIFTCACHE = (
         "prefix reuse: what is stored is the same cache held by hand, to the bit",
         (
             "prefix/test_lives.py::test_whatever_happens_tokens_are_right",
-            "prefix/test_sessions.py::test_a_conversation_goes_on_where_it_ended",
+            "prefix/test_sessions.py::test_a_session",
             "prefix/test_trouble.py::test_threads_on_one_model",
             "test_prefixes.py::test_what_goes_by_odds_are_leaves_that_nobody_pinned",
         ),

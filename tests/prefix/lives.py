@@ -1,177 +1,103 @@
-"""Lives of models that talk: requests and whatever else may happen, drawn at random, each request compared with stock.
-
-What a request begins with was computed for these very tokens, by token and to the bit; what it leaves behind, and its
-tokens, are those of stock with the same cache held by hand, to the bit, and those of computing all anew, to rounding.
+"""Lives of models that talk: requests and whatever else may happen, drawn at random, each request compared with stock,
+and to rounding with computing all anew.
 """
 
 from __future__ import annotations
 
-import copy
 import gc
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any, Final
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import BudgetError
 from ballonet.hooks.device import governors
 from ballonet.hooks.kv import range as kv_range
-from ballonet.hooks.prefix import sessions
 from ballonet.offload.policy.ladder import LISTED, Rung
 
 from ..kv.pressure import around_appends, poison, press
-from ..models import VOCABULARY, build
-from .conversations import BLOCK, chained, check_index, check_tokens, digests, outside
+from ..models import VOCABULARY
+from .conversations import Asked, Sides, watched
 
 PAGE: Final = 4096
 CONTEXT: Final = 72  # tokens; a model with learned positions knows no more
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class Talker:
-    """A managed model with a store, and its stock twin."""
+class Talker(Sides):
+    """A model that is managed again and again, and what was said to it."""
 
     def __init__(self, name: str, adapters: bool, folder: Path | None) -> None:
-        with install.stock():
-            self.model = build(name, num_hidden_layers=2, max_position_embeddings=CONTEXT)
-            if adapters:
-                add_adapters(self.model)
-            self.stock = copy.deepcopy(self.model)
+        super().__init__(
+            name, add_adapters if adapters else None, {"num_hidden_layers": 2, "max_position_embeddings": CONTEXT}
+        )
         self.folder = folder
         self.adapter = 0
         self.epoch = 0  # of its weights
-        self.known: dict[int, set[int]] = {}  # by chained tokens, what was computed for the last one
-        self.began: list[Pair] | None = None
-        self.left: tuple[list[Pair], list[int], int] | None = None  # pads, and columns that are filled
         self.talks: deque[list[int]] = deque(maxlen=10)
         self.sessions: list[ballonet.Session] = []
         self.pins: list[list[bytes]] = []
-        self.hits = self.moves = self.copies = self.on_host = self.on_disk = 0
-        self.manage(None)
+        self.hits = self.moves = self.copies = 0
+        self.manage_anew(None)
 
     @property
-    def salt(self) -> int:
+    def salt(self) -> int:  # type: ignore[override]
         return hash((self.adapter, self.epoch))
 
-    def manage(self, chaos: int | None, directory: bool = True) -> None:
-        where = self.folder if directory else None
-        self.managed = ballonet.manage(self.model, chaos=chaos, prefix_cache=True, prefix_dir=where)
-        assert self.managed.prefixes is not None
-        self.store = self.managed.prefixes
-        self.store.contents.index.blocks.block = BLOCK
-        if self.store.contents.saver is not None:
-            self.store.contents.saver._block = BLOCK
+    def manage_anew(self, chaos: int | None, directory: bool = True) -> None:
+        self.manage(chaos=chaos, prefix_dir=self.folder if directory else None)
 
     def release(self) -> None:
-        self.count()
-        self.sessions.clear()
-        self.pins.clear()
-        self.managed.release()
-
-    def count(self) -> None:
         counts = self.store.counts
         assert not {reason for reason in counts.why_not if not reason.startswith("storing failed")}, counts.why_not
         self.hits += counts.hits
         self.moves += counts.moves
         self.copies += counts.copies
-        self.on_host += counts.on_host
-        self.on_disk += counts.on_disk
+        self.sessions.clear()
+        self.pins.clear()
+        self.managed.release()
 
-    # -- one request
-
-    def ask(self, rows: Sequence[Sequence[int]], act: Callable[..., torch.Tensor] | None = None, **options: Any) -> Any:
-        """The tokens, int64[sequences, tokens]; None where the model and stock refuse alike. `act`: in the place of
-        `generate`. torch.OutOfMemoryError, which is the model's."""
+    def say(
+        self, rows: Sequence[Sequence[int]], act: Callable[[], torch.Tensor] | None = None, **options: Any
+    ) -> torch.Tensor | None:
+        """The tokens, int64[sequences, tokens]; None where the model and stock refuse alike. torch.OutOfMemoryError,
+        which is the model's."""
         columns = max(map(len, rows))
         ids = torch.tensor([[0] * (columns - len(row)) + [*row] for row in rows])
         mask = torch.tensor([[0] * (columns - len(row)) + [1] * len(row) for row in rows])
-        settings = {"do_sample": False, "attention_mask": mask, **options}
-        self.began = self.left = None
-        torch.manual_seed(5)
-        error: type[BaseException] | None = None
         try:
-            result = self.model.generate(ids, **settings) if act is None else act()
-        except (IndexError, ValueError) as caught:
-            error = type(caught)
-        began, left = self.began, self.left
-        with install.stock(), torch.no_grad():
-            if began is not None:
-                self.is_known(rows, began, columns)
-            cache = DynamicCache(config=self.stock.config)
-            for layer, pair in zip(cache.layers, began or [], strict=began is not None):
-                layer.update(*(each.clone() for each in pair))
-            torch.manual_seed(5)
-            wanted: type[BaseException] | None = None
-            try:
-                want = self.stock.generate(ids, **settings, past_key_values=cache)
-            except (IndexError, ValueError) as caught:
-                wanted = type(caught)
-            assert error is wanted, f"{error} where stock says {wanted}"
-            if error is not None:
-                return None
-            result, want = (each if isinstance(each, torch.Tensor) else each.sequences for each in (result, want))
-            result = torch.tensor(result.tolist())
-            assert torch.equal(result, want), "other tokens than with the same cache held by hand"
-            assert left is not None
-            self.is_by_hand(left, cache)
-            if options.get("num_beams", 1) == 1:
-                self.is_recomputed(left, result, not options.get("do_sample"))
-            self.note(left, result if options.get("num_beams", 1) == 1 else ids)
+            result = self.ask(ids, act, attention_mask=mask, **options)
+        except (IndexError, ValueError):
+            return None
+        asked = self.asked[get_ident()]
+        assert asked.left
+        if options.get("num_beams", 1) == 1:
+            with install.stock(), torch.no_grad():
+                self._is_recomputed(asked, result, not options.get("do_sample"))
         return result
 
-    def is_known(self, rows: Sequence[Sequence[int]], began: Sequence[Pair], columns: int) -> None:
-        filled, expand = began[0][0].shape[2], len(began[0][0]) // len(rows)
-        assert filled < columns
-        for number in range(len(rows) * expand):
-            row = rows[number // expand]
-            pad = columns - len(row)
-            if filled > pad:
-                keys = chained(row[: filled - pad], self.salt)
-                for at, (key, found) in enumerate(zip(keys, digests(began, number, pad, filled), strict=True)):
-                    assert found in self.known.get(key, ()), f"token {at} of row {number} was never computed like that"
-
-    def is_by_hand(self, left: tuple[list[Pair], list[int], int], cache: DynamicCache) -> None:
-        layers, pads, columns = left
-        for layer, pair in zip(cache.layers, layers, strict=True):
-            for ours, theirs in zip(pair, (layer.keys, layer.values), strict=True):
-                for row, pad in enumerate(pads):
-                    same = torch.equal(ours[row, :, pad:columns], theirs[row, :, pad:columns])
-                    assert same, "other keys and values than with the same cache held by hand"
-
-    def is_recomputed(self, left: tuple[list[Pair], list[int], int], result: torch.Tensor, greedy: bool) -> None:
+    def _is_recomputed(self, asked: Asked, result: torch.Tensor, greedy: bool) -> None:
         """As if nothing had been kept: one forward over all of it."""
-        layers, pads, columns = left
-        mask = torch.ones_like(result[:, :columns])
-        for row, pad in enumerate(pads):
+        mask = torch.ones_like(result[:, : asked.end])
+        for row, pad in enumerate(asked.pads):
             mask[row, :pad] = 0
-        where = {} if not any(pads) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
-        found = self.stock(result[:, :columns], attention_mask=mask, use_cache=True, **where)
-        for layer, pair in zip(found.past_key_values.layers, layers, strict=True):
+        where = {} if not any(asked.pads) else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        found = self.stock(result[:, : asked.end], attention_mask=mask, use_cache=True, **where)
+        for layer, pair in zip(found.past_key_values.layers, asked.left, strict=True):
             for ours, theirs in zip(pair, (layer.keys, layer.values), strict=True):
-                for row, pad in enumerate(pads):
+                for row, pad in enumerate(asked.pads):
                     torch.testing.assert_close(ours[row, :, pad:], theirs[row, :, pad:], rtol=1e-3, atol=1e-3)
-        if greedy and columns == result.shape[1] - 1:
+        if greedy and asked.end == result.shape[1] - 1:
             last = found.logits[:, -1]
             chosen = last.gather(1, result[:, -1:])
             assert bool((chosen[:, 0] >= last.amax(1) - 1e-2).all()), "another token than all computed anew"
-
-    def note(self, left: tuple[list[Pair], list[int], int], ids: torch.Tensor) -> None:
-        layers, pads, columns = left
-        step = len(pads) // len(ids)
-        for number, row in enumerate(ids.tolist()):
-            pad = pads[number * step]
-            end = min(columns, len(row))
-            found = digests(layers, number * step, pad, end)
-            for key, each in zip(chained(row[pad:end], self.salt), found, strict=True):
-                self.known.setdefault(key, set()).add(each)
 
 
 def add_adapters(model: Any) -> None:
@@ -197,34 +123,6 @@ def switch(models: Iterable[Any], adapter: int) -> None:
             model.disable_adapters()
 
 
-@contextmanager
-def watched(talkers: list[Talker], meanwhile: Callable[[], None]) -> Iterator[None]:
-    """What requests begin with and leave behind is noted, and between any two layers something may happen."""
-    prepared, ended = sessions._Request.prepared, sessions._Request.ended
-
-    def copied(layers: Any) -> list[Pair]:
-        with install.stock():
-            return [(outside(each.keys), outside(each.values)) for each in layers]
-
-    def begin(request: Any, given: dict[str, Any]) -> None:
-        prepared(request, given)
-        if request._lookup.columns:
-            talker = next(each for each in talkers if each.model is request.model)
-            talker.began = copied(given["model_kwargs"]["past_key_values"].layers)
-
-    def end(request: Any, result: Any) -> None:
-        if request._layers:
-            talker = next(each for each in talkers if each.model is request.model)
-            talker.left = copied(request._layers), list(request._pads), request._layers[0].get_seq_length()
-        ended(request, result)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions._Request, "prepared", begin)
-        patch.setattr(sessions._Request, "ended", end)
-        around_appends(patch, lambda _: meanwhile())
-        yield
-
-
 class Life:
     """Of some models on one device."""
 
@@ -241,7 +139,8 @@ class Life:
 
     def live(self, steps: int) -> None:
         """So many steps, most of them requests; then everything goes."""
-        with watched(self.talkers, self._meanwhile):
+        with watched(self.talkers), pytest.MonkeyPatch.context() as patch:
+            around_appends(patch, lambda _: self._meanwhile())
             for number in range(steps):
                 talker = self.draw.choice(self.talkers)
                 between = self.draw.random() < 0.25
@@ -257,9 +156,7 @@ class Life:
                     finally:
                         self._asking = False
                 for each in self.talkers:
-                    check_index(each.store)
-                    if number % 8 == 0:
-                        check_tokens(each.store, each.known, each.salt)
+                    each.check(tokens=number % 8 == 0)
                 if number % 8 == 0:
                     gc.collect()
                     self.device.reap(wait=True)
@@ -310,11 +207,11 @@ class Life:
         return {"max_new_tokens": new, "min_new_tokens": new, **kind}
 
     def _one(self, talker: Talker) -> None:
-        self._said(talker, talker.ask([self._prompt(talker)], **self._options()))
+        self._said(talker, talker.say([self._prompt(talker)], **self._options()))
 
     def _batch(self, talker: Talker) -> None:
         rows = [self._prompt(talker) for _ in range(self.draw.randint(2, 3))]
-        self._said(talker, talker.ask(rows, **self._options()), max(map(len, rows)), [len(row) for row in rows])
+        self._said(talker, talker.say(rows, **self._options()), max(map(len, rows)), [len(row) for row in rows])
 
     def _said(self, talker: Talker, result: Any, columns: int = 0, lengths: Sequence[int] = ()) -> None:
         if result is None:
@@ -343,7 +240,7 @@ class Life:
             session.generate(said, do_sample=False, **options)
             return torch.tensor([session.tokens])
 
-        self._said(talker, talker.ask([[*session.tokens, *said]], act, **options))
+        self._said(talker, talker.say([[*session.tokens, *said]], act, **options))
 
     # -- whatever else happens, also in the middle of a request
 
@@ -426,7 +323,7 @@ class Life:
     def _anew(self, talker: Talker) -> None:
         """Released and managed again, with files or without, with chaos or without."""
         talker.release()
-        talker.manage(self.draw.choice((None, self.draw.randrange(99))), self.draw.random() < 0.7)
+        talker.manage_anew(self.draw.choice((None, self.draw.randrange(99))), self.draw.random() < 0.7)
 
     def _flush(self, talker: Talker) -> None:
         assert talker.store.flush(60)

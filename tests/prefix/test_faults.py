@@ -8,13 +8,10 @@ process of its own: faults that were armed and not met must not fire in another 
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -29,6 +26,7 @@ from ballonet.offload.governor import kv_read_plan
 from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.residency.kv_slots import KVSlots
 
+from .. import programs
 from ..kv.pressure import two_thirds
 from ..test_manage_faults import ERRORS, arm, calls, count
 from ..tuned import tuning
@@ -39,10 +37,7 @@ PILED: Final = 20  # faults at most that fire one after the other then
 
 
 def test_a_fault_at_any_driver_call() -> None:
-    code = "from tests.prefix.test_faults import run; run()"
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    programs.run("from tests.prefix.test_faults import run; run()")
 
 
 def run(*, every: bool = False) -> None:
@@ -54,10 +49,8 @@ def run(*, every: bool = False) -> None:
         tuning(weights={"large": 2**11}, waiting={"room": 0.1}, kv_reads={"again": 2, "look": 8}),
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
-        sides(patch, prefix_dir=folder) as both,
+        sides(prefix_dir=folder) as both,
     ):
-        assert both.store.contents.saver is not None
-        both.store.contents.saver._block = both.store.block
         for name, before, turn in ways(device, both, patch, every):
             calls_fail_once(device, both, name, before, turn, every)
         counts = both.store.counts
@@ -168,7 +161,7 @@ def calls_fail_once(device: Device, both: Sides, name: str, before: Act, turn: A
         for nth in (range(1, number + 1) if every else (1 + number // 2,))
     ]
     assert len(places) > 1, places
-    most = PILED if every else 4
+    most = PILED if every else 8
     cost = count(device, lambda: arm([]))[0]
     failures, fired = 0, device.snapshot()["faults"]
     for function, nth in places:
@@ -182,7 +175,7 @@ def calls_fail_once(device: Device, both: Sides, name: str, before: Act, turn: A
     print(name, failures, len(places))
 
 
-def again(act: Act, both: Sides, most: int = 4) -> int:
+def again(act: Act, both: Sides, most: int = 8) -> int:
     """Until it goes well; a fault that was armed earlier and not met may fire now. How often it has failed."""
     for failures in range(most):
         try:

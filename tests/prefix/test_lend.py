@@ -58,8 +58,9 @@ class Turn(NamedTuple):
         return cls(prompt, stock(name).generate(prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False))
 
 
-def turns(name: str, seed: int, lengths: Sequence[int]) -> list[Turn]:
-    """Unlike each other."""
+@cache
+def turns(name: str, seed: int, *lengths: int) -> list[Turn]:
+    """Unlike each other, of so many tokens."""
     generator = torch.Generator().manual_seed(seed)
     return [Turn.of(name, words(generator, length)) for length in lengths]
 
@@ -97,9 +98,6 @@ class One:
         new = turn.tokens.shape[1] - turn.prompt.shape[1]
         tokens = self.model.generate(turn.prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False, **options)
         assert torch.equal(tokens, turn.tokens), "other tokens than stock's"
-
-    def check(self) -> None:
-        check_index(self.store)
 
 
 @contextmanager
@@ -150,8 +148,8 @@ class Counted:
 def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Its reserve was lent. What it lacks comes in one exchange and one call, and no byte moves; what the host has is
     not forgotten."""
-    first, back = turns("llama", 1, (40, 200))
-    others = turns("qwen2", 2, [200] * 9)
+    first, back = turns("llama", 1, 40, 200)
+    others = turns("qwen2", 2, *[200] * 9)
     exchanges: list[tuple[int, int, int]] = []  # bytes copied, calls, pages
     take_back = Exchange._take_back
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
@@ -178,112 +176,62 @@ def test_a_worker_that_comes_back_takes_what_it_lacks(monkeypatch: pytest.Monkey
         assert [(moved, calls) for moved, calls, _ in exchanges] == [(0, 1)] * len(exchanges)
         assert sum(pages for *_, pages in exchanges) > 100
         assert len(master.store.contents.index.blocks.index) == keys
-        master.check()
-        worker.check()
+        check_index(master.store)
+        check_index(worker.store)
         for turn in others[-3:]:  # what is a hit yet is right, and what is none is computed
             master.ask(turn)
-        master.check()
-
-
-class Starved:
-    """One model keeps prefixes that the host has no room for; the cache of another wants 36 pages, and none is free."""
-
-    WANTED: Final = 36
-
-    def __init__(self, said: list[Turn], worker: One, master: One) -> None:
-        first, *self.others = said
-        device, self.cache = runtime.require(), ballonet.KVCache(worker.model.config)
-        worker.ask(first, past_key_values=self.cache)
-        for turn in self.others:
-            master.ask(turn)
-        (self.tier,) = {id(layer.ranges): layer.ranges.tier for layer in self.cache.layers}.values()
-        device.trim()
-        self.hog = device.reserve(900 * PAGE, "weights", device.group())
-        self.hog.map(0, device.available)
-        self.prompts = [[*turn.tokens[0].tolist(), 1] for turn in self.others]
-        self.store = master.store
-
-    @staticmethod
-    def turns() -> list[Turn]:
-        """What they are asked."""
-        return [*turns("llama", 1, (40,)), *turns("qwen2", 2, [120] * 4)]
-
-    def found(self) -> list[int]:
-        """Tokens of each prompt that are kept."""
-        return [self.store.get_num_new_matched_tokens(ids) for ids in self.prompts]
-
-    def want(self) -> None:
-        self.tier.iteration(0, 1, self.WANTED // self.tier.client.block)
-
-    def read(self, prompt: int, tokens: int) -> Any:
-        return self.store.read(self.prompts[prompt], self.store.identity(), 0, tokens)
+        check_index(master.store)
 
 
 def test_what_the_host_has_not_is_forgotten_first(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """Keys from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
+    """One model keeps prefixes that the host has no room for; the cache of another wants 36 pages, and none is free.
+    Keys go from the tail, then pages, those of a sequence at once: as many calls for few as for many. No byte is moved,
     and what somebody reads stays until he is done."""
-    calls = [0]
-    retire = KVPages.retire
+    wanted, calls, retire = 36, [0], KVPages.retire
+    (first,), others = turns("llama", 1, 40), turns("qwen2", 2, *[120] * 4)
+    prompts = [[*turn.tokens[0].tolist(), 1] for turn in others]
 
     def count(self: KVPages, first: int, end: int) -> None:
         calls[0] += 1
         retire(self, first, end)
 
-    said = Starved.turns()
     with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        scene = Starved(said, worker, master)
-        before, found = copied(), scene.found()
+        device, cache, store = runtime.require(), ballonet.KVCache(worker.model.config), master.store
+        worker.ask(first, past_key_values=cache)
+        for turn in others:
+            master.ask(turn)
+        (tier,) = {id(layer.ranges): layer.ranges.tier for layer in cache.layers}.values()
+        device.trim()
+        hog = device.reserve(900 * PAGE, "weights", device.group())
+        hog.map(0, device.available)
+        before, found = copied(), [store.get_num_new_matched_tokens(ids) for ids in prompts]
         with monkeypatch.context() as patched:
             patched.setattr(KVPages, "retire", count)
             read = next(n for n, tokens in enumerate(found) if tokens > 96)
-            with scene.read(read, 96) as parts, GroupLease(scene.tier.client._group):
+            with store.read(prompts[read], store.identity(), 0, 96) as parts, GroupLease(tier.client._group):
                 assert parts is not None
-                scene.want()
-            assert scene.found()[read] == found[read]
-        assert scene.WANTED <= pulled() < scene.WANTED + 4 * 12, "and little more: blocks of a sequence, and units"
+                tier.iteration(0, 1, wanted // tier.client.block)
+        assert wanted <= pulled() < wanted + 4 * 12, "and little more: blocks of a sequence, and units"
         assert calls[0] <= 2 * 4 * 4, "whatever the number of pages"
         assert copied() == before
-        runtime.require().reap(wait=True)
-        assert runtime.require().available >= scene.WANTED
-        now = scene.found()
+        device.reap(wait=True)
+        assert device.available >= wanted
+        now = [store.get_num_new_matched_tokens(ids) for ids in prompts]
+        assert now[read] == found[read]
         assert all(after <= before for after, before in zip(now, found, strict=True))
         assert sum(now) < sum(found)
-        master.check()
-        scene.hog.close()
-        for turn in scene.others:
+        check_index(store)
+        hog.close()
+        for turn in others:
             master.ask(turn)
-        scene.cache.reset()
-        del scene
-
-
-def test_nothing_goes_while_all_of_it_is_read(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    """Whoever reads has it in use, which outlasts him by the window: it is taken the next time but one."""
-    said = Starved.turns()
-    with models(monkeypatch, tuned, 900, 1, 0.0, "llama", "qwen2") as (worker, master):
-        scene = Starved(said, worker, master)
-        with GroupLease(scene.tier.client._group):
-            with ExitStack() as readers:
-                for prompt, tokens in enumerate(scene.found()):
-                    if tokens:
-                        assert readers.enter_context(scene.read(prompt, tokens)) is not None
-                kept = master.store.contents.index.device_pages
-                scene.want()
-                assert pulled() == 0
-                assert master.store.pressure.give_up(runtime.require(), 36) == 0, "nor where it is due"
-                assert master.store.contents.index.device_pages == kept > 36
-            scene.want()
-            scene.want()
-        assert pulled() >= scene.WANTED
-        master.check()
-        scene.hog.close()
-        scene.cache.reset()
-        del scene
+        cache.reset()
+        del cache, tier, hog
 
 
 def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Who is away for a while finds its pages free: nobody keeps anything there, as the kernel counts it."""
-    first, back = turns("llama", 3, (200, 200))
-    others = turns("qwen2", 2, [200] * 9)
+    first, back = turns("llama", 3, 200, 200)
+    others = turns("qwen2", 2, *[200] * 9)
     with models(monkeypatch, tuned, 1000, 2000, 1e9, "llama", "qwen2") as (worker, master):
         worker.ask(first)
         worker.store.clear()
@@ -296,14 +244,14 @@ def test_a_reserve_is_there_for_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPa
             runtime.require().trim()
             assert bytes_that_exist() <= (1000 - reserve) * PAGE
         assert master.lent.borrowed > 100
-        master.check()
+        check_index(master.store)
         worker.ask(back)
 
 
 def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """It is there when its reader is done, whoever wants pages meanwhile."""
-    (back,) = turns("llama", 4, (200,))
-    others = turns("qwen2", 2, [200] * 9)
+    (back,) = turns("llama", 4, 200)
+    others = turns("qwen2", 2, *[200] * 9)
     with models(monkeypatch, tuned, 900, 2000, 0.0, "llama", "qwen2") as (worker, master):
         for turn in others:
             master.ask(turn)
@@ -318,16 +266,15 @@ def test_what_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch, tuned: Tuned
                 assert all(torch.equal(*each) for each in zip(parts(layer), pair, strict=True))
             assert store.get_num_new_matched_tokens([*ids, 1]) >= 160
             del parts
-        master.check()
+        check_index(master.store)
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, seed: int) -> None:
+def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
     """Two models talk on threads of their own, others come and go, pages move at random: nothing is ever another's, and
     a request gets its tokens, or where all is in use is told so."""
     tuned(clock=Clock(step=1e-2))  # reserves that are not used are others' after a while
-    talks = {name: talk(name, 10 * seed + n, 6) for n, name in enumerate(MODELS)}
-    guests = turns("qwen2", seed, (80, 60))
+    talks = {name: talk(name, n, 6) for n, name in enumerate(MODELS)}
+    guests = turns("qwen2", 0, 80, 60)
     failed = threading.Event()
 
     def say(one: One, said: Sequence[Turn]) -> int:
@@ -343,7 +290,7 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tune
             raise
         return answered
 
-    with models(monkeypatch, tuned, 900, 500, 0.0, *MODELS, chaos=seed) as both:
+    with models(monkeypatch, tuned, 900, 500, 0.0, *MODELS, chaos=0) as both:
         with ThreadPoolExecutor(2) as threads:
             running = [threads.submit(say, one, talks[name]) for name, one in zip(talks, both, strict=True)]
             while not all(each.done() for each in running):
@@ -353,10 +300,10 @@ def test_random_lending_while_all_generate(monkeypatch: pytest.MonkeyPatch, tune
                     wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
                     continue
                 say(guest, guests)
-                guest.check()
+                check_index(guest.store)
                 del guest  # and it is collected, as there may be no room beside the pool for what it would take out
                 gc.collect()
             assert sum(each.result() for each in running) > 7
         for one in both:
-            one.check()
+            check_index(one.store)
         del one

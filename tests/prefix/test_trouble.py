@@ -6,9 +6,9 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -31,7 +31,8 @@ from ballonet.hooks.prefix import (
 
 from ..pool import tiny_layers
 from ..tuned import Tuned
-from .conversations import Sides, sides, words
+from .conversations import Sides, evict_all, sides, words
+from .test_sessions import ONE_OF_EACH
 
 PAGE = 4096
 STORE = (block_index, contents, limit, pins, prefix_index, prompt_filler, sequence, sequence_keeper, sessions)
@@ -55,8 +56,8 @@ def talk(both: Sides, seed: int, talks: list[torch.Tensor], turns: int) -> None:
             talks.append(ids)
 
 
-def test_threads_on_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sides(monkeypatch, chaos=7) as both:
+def test_threads_on_one_model() -> None:
+    with sides(chaos=7) as both:
         talks = [words(torch.Generator().manual_seed(3), 60)]
         with ThreadPoolExecutor(3) as threads:
             for done in [threads.submit(talk, both, seed, talks, 8) for seed in range(3)]:
@@ -74,7 +75,7 @@ def elsewhere(act: Callable[[], object]) -> None:
 def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a request copies from a sequence another one, which would go on with it, copies as well; pages stay."""
     generator = torch.Generator().manual_seed(3)
-    with sides(monkeypatch) as both:
+    with sides() as both:
         ids = both.ask(words(generator, 100))
         more = torch.cat([ids[:, :-9], words(generator, 40)], 1)
         copy_in, part, moved = sequence.copy_in, sequence.CachedSequence.part, []
@@ -103,8 +104,13 @@ def test_what_is_being_copied_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sides(monkeypatch) as both:
+    with sides() as both:
         ids = both.ask(words(torch.Generator().manual_seed(3), 60))[0].tolist()
+
+        with both.store.read(ids, both.store.identity(), 0, 40) as parts:
+            assert parts is not None
+            evict_all(both.store)
+            assert both.store.get_num_new_matched_tokens(ids) == 65, "what is read stays"
 
         def gone(self: sequence.CachedSequence, *_: Any) -> Any:
             raise sequence.Gone(self)
@@ -119,45 +125,57 @@ def test_what_cannot_be_read_out_any_more_is_said_to_the_reader(monkeypatch: pyt
         assert not read.__exit__(raised.type, raised.value, None)
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_in_the_middle_of_a_turn(monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
-    """What the request went on from is there yet."""
+@pytest.mark.parametrize("name", ["llama", *ONE_OF_EACH])
+@pytest.mark.parametrize("step", [0, 2])
+def test_a_request_that_is_broken_off(name: str, step: int) -> None:
+    """What it went on from is there yet. `step`: after which forward."""
     generator = torch.Generator().manual_seed(3)
-    with sides(monkeypatch) as both:
-        ids = torch.cat([both.ask(words(generator, 60)), words(generator, 9)], 1)
-        calls = iter((False, True))
+    with sides(name) as both:
+        ids = both.ask(words(generator, 60))
+        calls = iter(range(step))
 
-        def fail(*_: Any) -> None:
-            if next(calls):
-                raise error("in the middle")
+        def fail(*_: Any) -> bool:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return False
 
-        part = both.model.model.layers[1].mlp
-        with part.register_forward_pre_hook(fail, prepend=True), pytest.raises(error, match="in the middle"):
-            both.model.generate(ids, max_new_tokens=5, min_new_tokens=5)
+        with pytest.raises(KeyboardInterrupt):
+            both.model.generate(
+                torch.cat([ids, words(generator, 9)], 1), max_new_tokens=5, do_sample=False, stopping_criteria=[fail]
+            )
+        assert both.store.counts.copies == (name == "mamba2"), "of the others a sequence has been moved"
         both.check()
-        both.ask(ids)
-        assert both.reused == ids.shape[1] - 9 - 1
+        both.ask(torch.cat([ids, words(generator, 3)], 1))
+        assert both.reused == ids.shape[1] - 1
 
 
-def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
-    files: set[str | None] = set()
-    generator, draw = torch.Generator().manual_seed(3), random.Random(4)
-    seen, at = 0, 0
+def interrupted(act: Callable[[], object], modules: Sequence[ModuleType], at: int) -> bool:
+    """Does it, with Ctrl-C before the line of the modules that comes as the `at`th. Did that come?"""
+    files, lines = {module.__file__ for module in modules}, iter(range(1, at))
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal seen
         if frame.f_code.co_filename not in files:
             return None
-        if event == "line":
-            seen += 1
-            if seen == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
+        if event == "line" and next(lines, None) is None:
+            sys.settrace(None)
+            raise KeyboardInterrupt
         return trace
 
-    with sides(monkeypatch) as both:
-        talks = [words(generator, 70)]
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def test_ctrl_c_anywhere() -> None:
+    """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
+    generator, draw = torch.Generator().manual_seed(3), random.Random(4)
+    talks = [words(generator, 70)]
+    with sides() as both:
 
         def turn() -> None:
             ids = draw.choice(talks)
@@ -165,23 +183,30 @@ def test_ctrl_c_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
             talks.append(both.ask(ids, max_new_tokens=2, min_new_tokens=2))
 
         turn()
-        interrupted = 0
+        times = 0
         for number in range(30):  # every other time while the index changes
-            files = {module.__file__ for module in (INDEX if number % 2 else PARTS)}
-            seen, at = 0, draw.randint(1, 150 if number % 2 else 900)
-            sys.settrace(trace)
-            try:
-                turn()
-            except KeyboardInterrupt:
-                interrupted += 1
-            finally:
-                sys.settrace(None)
+            times += interrupted(
+                turn, *((INDEX, draw.randint(1, 150)) if number % 2 else (PARTS, draw.randint(1, 900)))
+            )
             turn()
             gc.collect()
             both.store.get_num_new_matched_tokens([1])
             both.check()
-        assert interrupted > 8
+        assert times > 8
     gc.collect()
     device = runtime.require()
     device.reap(wait=True)
     assert device.snapshot()["pages"]["kv"] == 0
+
+
+def test_ctrl_c_while_blocks_are_evicted() -> None:
+    """Before lines of the index, from the first to the last."""
+    generator, device, times = torch.Generator().manual_seed(3), runtime.require(), 0
+    with sides() as both:
+        for at in range(1, 200, 8):
+            both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
+            times += interrupted(lambda: both.store.pressure.give_up(device, 1), INDEX, at)
+            both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
+            both.check()
+            both.store.clear()
+        assert times > 15
