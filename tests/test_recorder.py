@@ -111,6 +111,17 @@ def test_two_recorders_of_a_device_both_get_everything_from_their_beginning_on()
     assert inner.rows[1:] == (both,)
 
 
+def test_recorders_of_two_devices_do_not_mix_them_up() -> None:
+    one, other = Fake(), Fake()
+    with (
+        Recorder(one, tuning=Timelines(interval=60)) as first,
+        Recorder(other, tuning=Timelines(interval=60)) as second,
+    ):
+        row = one.now(1)
+        first.recording()
+    assert (first.rows[1:], second.rows[1:]) == ((row,), ())
+
+
 def test_a_budget_that_changes_is_a_level_from_when_it_was_decided() -> None:
     fake, log = Fake(), Events()
     recorder = Recorder(fake, log, tuning=Timelines(interval=60))
