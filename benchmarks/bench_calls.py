@@ -17,8 +17,9 @@ from streamed import interval_of, is_managed, page_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LAYERS = 16
+LAYERS = {"cuda": 16, "cpu": 16, "tiny": 4}
 PEERS = ("stock", "resident", "interval 4", "interval 1")
+TINY = ("stock", "interval 4")  # of tiny sizes
 LIMITS = {"interval 4": 1.25, "interval 1": 2.0}  # times stock's calls
 HELD = 256  # tokens
 TOKENS = 24  # of each generate()
@@ -27,21 +28,22 @@ WARM = 4
 
 def main() -> None:
     chosen = begin("calls", __doc__, functions)
-    with peers(__file__, chosen, PEERS) as found:
-        counted = {name: found[name].ask("calls") for name in PEERS}
-        taken = interleaved({name: (lambda n=name: found[n].ask("ms")) for name in PEERS}, chosen.repetitions)
+    names, layers = TINY if chosen.tiny else PEERS, LAYERS[chosen.kind]
+    with peers(__file__, chosen, names) as found:
+        counted = {name: found[name].ask("calls") for name in names}
+        taken = interleaved({name: (lambda n=name: found[n].ask("ms")) for name in names}, chosen.repetitions)
     rows = []
-    for name in PEERS:
+    for name in names:
         calls, ours = counted[name]
         times = Figure.of([calls / counted["stock"][0]])
-        over = (taken[name].median - taken["stock"].median) / LAYERS * 1e3
+        over = (taken[name].median - taken["stock"].median) / layers * 1e3
         if name in LIMITS:
             times = times.at_most(LIMITS[name])
         rows.append([name, calls, ours, times, taken[name], Figure.of([over])])
     report(
         chosen,
         "calls",
-        f"Python per decoded token, {describe_few(chosen, LAYERS)}",
+        f"Python per decoded token, {describe_few(chosen, layers)}",
         ["peer", "calls", "ballonet's", "times stock's", "ms", "us per layer over stock"],
         rows,
     )
@@ -56,7 +58,7 @@ def functions(name: str, chosen: Options) -> Functions:
     torch.set_num_threads(1)
     if is_managed(name):
         ballonet.install("60GiB" if chosen.cuda else "4GiB", page_size=page_size(chosen))
-    model = build(few(chosen, LAYERS), chosen.device)
+    model = build(few(chosen, LAYERS[chosen.kind]), chosen.device)
     if is_managed(name):
         ballonet.manage(model, interval=interval_of(name))
     return {"calls": lambda: calls(name, model, chosen.device), "ms": lambda: ms(name, model, chosen.device)}
