@@ -27,8 +27,8 @@ test: check  ## static checks, then every test that this machine can run
 test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0, DELAY=50 SEED=1
 	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH)) $(if $(DELAY),--delay $(DELAY)) $(if $(SEED),--seed $(SEED))
 
-mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ..."
-	@$(PY) tests/mutants/run.py $(NAMES)
+mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU
+	@$(PY) tests/mutants/run.py $(if $(HOST),--host) $(NAMES)
 
 build: $(VENV)/.ready  ## the environment and the native core, in place
 	@$(PY) setup.py -q build_ext --inplace

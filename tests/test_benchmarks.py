@@ -28,6 +28,7 @@ INSIDE = (
     *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
     *("bench_calls", "bench_recover"),
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
+    *("bench_calls", "bench_recover", "bench_cold_load"),
 )
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 

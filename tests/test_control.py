@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -226,14 +225,14 @@ def test_sockets_of_the_dead_go_and_those_of_the_living_stay(listening: Listenin
 
 
 def test_when_it_ends_nothing_is_left(listening: Listening, folder: Path) -> None:
+    before = {*threading.enumerate()}  # that of a test before may be ending yet
     opened = listening()
+    (thread,) = {*threading.enumerate()} - before
     opened.close()
     opened.close()
     assert list(folder.iterdir()) == []
-    deadline = time.monotonic() + 60
-    while any(thread.name == "ballonet-control" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.002)
+    thread.join(60)
+    assert not thread.is_alive()
     with pytest.raises(NotReachable, match=f"process {ME} does not listen: "):
         ask(ME, None, 1, [folder])
 

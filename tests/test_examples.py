@@ -165,7 +165,7 @@ def test_a_cache_that_outgrows_its_budget_gives_the_same_text(tmp_path: Path) ->
 def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
     """Watched from outside, from the first page to the last."""
     folder = made_model(tmp_path)
-    program = ["examples/generate.py", str(folder), "Once", "--tokens", "100"]
+    program = ["examples/generate.py", str(folder), "Once", "--tokens", "30"]
     command = ["-m", "ballonet", "run", "--budget", "8MiB", *program]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "BALLONET_PAGE_SIZE": "64KiB", "BALLONET_CHAOS": "2"}
     seen = [0]

@@ -49,6 +49,12 @@ OTHERS = [path for folder in ("tests", "examples", "benchmarks") for path in sor
 LIGHT = ("config", "control", "errors", "events", "findings", "info", "ram", "replay", "runtime", "stats", "units")
 
 
+@pytest.fixture(scope="module")
+def trees() -> dict[Path, ast.Module]:
+    """Every file, parsed once."""
+    return {path: ast.parse(path.read_text()) for path in [*(path for _, path in SOURCES), *OTHERS]}
+
+
 def imported(tree: ast.AST, package: str) -> Iterator[str]:
     """Absolute names of what is imported by a module of `package`."""
     for node in ast.walk(tree):
@@ -77,9 +83,10 @@ def wrong_imports(room: str, tree: ast.AST, path: Path = ROOT) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize(("room", "path"), SOURCES, ids=lambda value: value.stem if isinstance(value, Path) else value)
-def test_imports_go_one_way(room: str, path: Path) -> None:
-    assert wrong_imports(room, ast.parse(path.read_text()), path) == []
+def test_imports_go_one_way(trees: dict[Path, ast.Module]) -> None:
+    found = {path: wrong_imports(room, trees[path], path) for room, path in SOURCES}
+    found |= {path: wrong_imports("facade", trees[path]) for path in OTHERS}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def folder(module: str) -> str | None:
@@ -98,11 +105,9 @@ def imports_above(path: Path, tree: ast.AST) -> list[str]:
     return [name for name, its in used.items() if its and FOLDERS.index(its) > FOLDERS.index(own)]
 
 
-@pytest.mark.parametrize(
-    "path", [path for room, path in SOURCES if room != "facade"], ids=lambda path: str(path.relative_to(ROOT))
-)
-def test_folders_import_one_way(path: Path) -> None:
-    assert imports_above(path, ast.parse(path.read_text())) == []
+def test_folders_import_one_way(trees: dict[Path, ast.Module]) -> None:
+    found = {path: imports_above(path, trees[path]) for room, path in SOURCES if room != "facade"}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -118,11 +123,6 @@ def test_folders_import_one_way(path: Path) -> None:
 )
 def test_an_import_of_a_later_folder_is_seen(path: str, line: str) -> None:
     assert imports_above(ROOT / path, ast.parse(line)) != []
-
-
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_users_import_the_package_and_not_a_folder(path: Path) -> None:
-    assert wrong_imports("facade", ast.parse(path.read_text())) == []
 
 
 @pytest.mark.parametrize(
@@ -191,11 +191,11 @@ def numbers(tree: ast.Module) -> Iterator[str]:
             yield target.id
 
 
-def test_numbers_that_decide_lie_in_one_place() -> None:
+def test_numbers_that_decide_lie_in_one_place(trees: dict[Path, ast.Module]) -> None:
     found = {
         str(path.relative_to(ROOT)): names
         for _, path in SOURCES
-        if path.name not in ("tuning.py", "defaults.py") and (names := {*numbers(ast.parse(path.read_text()))})
+        if path.name not in ("tuning.py", "defaults.py") and (names := {*numbers(trees[path])})
     }
     assert found == FACTS
 
@@ -217,11 +217,11 @@ def test_every_module_is_in_the_architecture() -> None:
     assert {entry for entry in told if entry[0] != "allocator"} <= {*there, ("offload/policy", "simulate")}
 
 
-def test_decisions_are_pure() -> None:
+def test_decisions_are_pure(trees: dict[Path, ast.Module]) -> None:
     """What decides imports no torch, no driver and nothing that moves."""
     allowed = ("ballonet.offload.policy", "ballonet.allocator.errors", "ballonet.allocator.units")
     for path in sorted((ROOT / "offload" / "policy").glob("*.py")):
-        names = list(imported(ast.parse(path.read_text()), "ballonet.offload.policy"))
+        names = list(imported(trees[path], "ballonet.offload.policy"))
         assert [name for name in names if name.startswith("ballonet") and not name.startswith(allowed)] == [], path
         assert not {name.split(".")[0] for name in names} & {"torch", "transformers", "time", "random"}, path
 
@@ -236,12 +236,8 @@ def dangling(tree: ast.AST) -> list[str]:
     return [each for each in found if each and DANGLING.match(each)]
 
 
-@pytest.mark.parametrize("path", [path for _, path in SOURCES], ids=lambda path: str(path.relative_to(ROOT)))
-def test_docstrings_begin_with_what_it_is_about(path: Path) -> None:
-    assert dangling(ast.parse(path.read_text())) == []
-
-
-def test_a_dangling_docstring_is_seen() -> None:
+def test_docstrings_begin_with_what_it_is_about(trees: dict[Path, ast.Module]) -> None:
+    assert {path: found for _, path in SOURCES if (found := dangling(trees[path]))} == {}
     assert dangling(ast.parse('def pages():\n    """Of the device."""')) == ["Of the device."]
 
 

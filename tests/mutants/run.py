@@ -2,6 +2,7 @@
 
     python tests/mutants/run.py                       those that were not judged as they are
     python tests/mutants/run.py fence-retire core ... these bugs or areas, whether they were or not
+    python tests/mutants/run.py --host                those whose tests need no GPU, for which torch's CPU build does
     python tests/mutants/run.py --list                checks the patches, and plants nothing
     python tests/mutants/run.py --table               only writes docs/mutants.md from what was found
 
@@ -124,6 +125,7 @@ def check(patches: list[Patch]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="bugs or areas; all without")
+    parser.add_argument("--host", action="store_true", help="only bugs whose tests need no GPU, simulated or not")
     parser.add_argument("--list", action="store_true", help="checks the patches, and plants nothing")
     parser.add_argument("--table", action="store_true", help="writes docs/mutants.md, and plants nothing")
     parser.add_argument("--python", type=Path, help="of a CUDA environment that is ready, SIMGPU_HOME set: builds none")
@@ -132,6 +134,7 @@ def main() -> int:
     if unknown := set(options.names) - {name for patch in every for name in (patch.area, patch.name)}:
         parser.error(f"no such bugs: {', '.join(sorted(unknown))}; --list shows them")
     chosen = [patch for patch in every if not options.names or {patch.area, patch.name} & {*options.names}]
+    chosen = [patch for patch in chosen if not (options.host and patch.simulated)]
     if options.list:
         return check(chosen)
     if options.table:
