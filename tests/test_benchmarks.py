@@ -26,7 +26,6 @@ PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "
 # In this process, one peer after the other: each process of its own would load transformers anew.
 INSIDE = (
     *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
-    *("bench_calls", "bench_recover"),
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
     *("bench_calls", "bench_recover", "bench_cold_load"),
 )
@@ -140,7 +139,7 @@ def test_every_benchmark_belongs_to_a_part(run: ModuleType) -> None:
 
 
 def test_every_gpu_test_belongs_to_one_part(run: ModuleType) -> None:
-    marked = re.compile(r"mark\.gpu\b|^@everywhere", re.MULTILINE)
+    marked = re.compile(r"mark\.gpu\b|^@(everywhere|scene)\b", re.MULTILINE)
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if marked.search(path.read_text())]
     files += [ROOT / "tests" / "contract" / "test_driver_contract.py"]  # marked in its conftest
     patterns = [pattern for part in run.PARTS.values() for group in part.tests for pattern in group]
