@@ -7,6 +7,7 @@ namespace {
 
 constexpr int kDLCPU = 1;
 constexpr int kDLCUDA = 2;
+constexpr int kDLUInt = 1;
 
 struct DLTensor {
   void* data;
@@ -51,6 +52,25 @@ void drop_unused(PyObject* capsule) {
   drop(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
 }
 
+// A capsule over [offset, ...) of the range, of which `size` bytes are pinned.
+pybind11::capsule over(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size,
+                       const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides, int code,
+                       int bits) {
+  auto* held = new Held{{}, range, offset, size, shape, strides};
+  const AddressSpace& space = range->mapper->space;
+  DLTensor& tensor = held->managed.tensor;
+  tensor.data = reinterpret_cast<void*>(range->base + offset);
+  tensor.device = {space.driver.is_standin() ? kDLCPU : kDLCUDA, space.driver.is_standin() ? 0 : space.context.ordinal};
+  tensor.ndim = static_cast<std::int32_t>(shape.size());
+  tensor.dtype = {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
+  tensor.shape = held->shape.data();
+  tensor.strides = held->strides.data();
+  tensor.byte_offset = 0;
+  held->managed.context = held;
+  held->managed.deleter = drop;
+  return pybind11::reinterpret_steal<pybind11::capsule>(PyCapsule_New(&held->managed, "dltensor", drop_unused));
+}
+
 }  // namespace
 
 pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t offset,
@@ -71,19 +91,13 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
   if (__builtin_mul_overflow(elements, static_cast<std::size_t>(bits / 8), &size))
     throw UsageError("the tensor spans more than any memory has");
   without_gil([&] { range->pin(offset, size); });
-  auto* held = new Held{{}, range, offset, size, shape, strides};
-  const AddressSpace& space = range->mapper->space;
-  DLTensor& tensor = held->managed.tensor;
-  tensor.data = reinterpret_cast<void*>(range->base + offset);
-  tensor.device = {space.driver.is_standin() ? kDLCPU : kDLCUDA, space.driver.is_standin() ? 0 : space.context.ordinal};
-  tensor.ndim = static_cast<std::int32_t>(shape.size());
-  tensor.dtype = {static_cast<std::uint8_t>(code), static_cast<std::uint8_t>(bits), 1};
-  tensor.shape = held->shape.data();
-  tensor.strides = held->strides.data();
-  tensor.byte_offset = 0;
-  held->managed.context = held;
-  held->managed.deleter = drop;
-  return pybind11::reinterpret_steal<pybind11::capsule>(PyCapsule_New(&held->managed, "dltensor", drop_unused));
+  return over(range, offset, size, shape, strides, code, bits);
+}
+
+pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t size) {
+  const std::size_t extent = range->pieces * range->mapper->space.page_size;
+  if (size > extent) throw UsageError(format("a window of %zu bytes into a range of %zu bytes", size, extent));
+  return over(range, 0, 0, {static_cast<std::int64_t>(size)}, {1}, kDLUInt, 8);
 }
 
 }  // namespace ballonet

@@ -305,6 +305,22 @@ class Timelines:
 
 
 @dataclass(frozen=True, slots=True)
+class Serving:
+    """Requests that are served together (admission.py, buffer.py)."""
+
+    # Bytes that stay free when requests are admitted (eLLM's threshold θ): what a forward allocates beyond the estimate
+    # of its peak. 16 pages of 2 MiB. Chosen.
+    reserve: int = 2**25
+    # Iterations in which others may pass a request that does not fit. A prompt takes tens of iterations to be decoded,
+    # so a waiting one is looked at again several times before it holds up the rest. Chosen.
+    patience: int = 16
+    # eLLM §4.4.2: an event is `violations` within `window` iterations, and changes the buffer by `factor`.
+    violations: int = 3
+    window: int = 5
+    factor: int = 2
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """All of them, for one device."""
 
@@ -323,6 +339,7 @@ class Tuning:
     files: WeightsFiles = field(default_factory=WeightsFiles)
     waiting: Waiting = field(default_factory=Waiting)
     timeline: Timelines = field(default_factory=Timelines)
+    serving: Serving = field(default_factory=Serving)
 
 
 DEFAULT = Tuning()

@@ -1,0 +1,114 @@
+"""Which requests run in the next iteration, and where their KV goes (eLLM §4.4.1, Algorithm 1). Pure: bytes in,
+decisions out.
+
+Note [Algorithm 1]
+    Read here: P_T are all bytes that KV and activations may have together: those that are free, those that may still be
+    created under the budget, and those that others have to give when asked (the published list). Lines 8 and 24 lack an
+    "and". KV that goes to the host needs staging on the device while it is written, which is charged like activations.
+    The two phases are two loops in the paper; a batch of transformers decodes and prefills at once, so decoding
+    requests come first, and what is left is for prompts.
+
+Note [All or nothing]
+    A request gets everything that it needs in this iteration, or nothing: none holds pages while it waits for others
+    (§4.4.1, "hold and wait").
+
+Note [Blocked heads]
+    The paper stops at the first request that does not fit, and so it is here with one that decodes. Smaller ones may go
+    before a prompt that does not fit, but only so often: one that was passed over `patience` times is the last that is
+    looked at until it fits. As requests that run end, it does, unless it is larger than all that there can ever be;
+    such a one is refused before it waits (`refusal`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .tuning import DEFAULT, Serving
+
+Where = Literal["device", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request needs to take part in the next iteration, in bytes beyond what it has. `kv`: on the device, for
+    new tokens and for what has to be fetched; `activations`: at their peak; `staging`: of the device, while `kv` is
+    written to the host. `decoding`: its prompt is computed. `passed`: iterations in which others behind it got in."""
+
+    request: str
+    kv: int
+    activations: int
+    staging: int = 0
+    decoding: bool = False
+    passed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes. `kv`, `activations`: free pages that are mapped for either; `elsewhere`: free, not created yet, or given
+    by others when asked; `host`: that KV of prompts may have on the host (`usable_host`)."""
+
+    kv: int
+    activations: int
+    elsewhere: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """P_T of Algorithm 1."""
+        return self.kv + self.activations + self.elsewhere
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """`where`: the requests that take part, in the order in which they were looked at, and where the KV of each goes.
+    `passed`: those that did not fit while others behind them did. `kv`, `activations`: bytes of the device that they
+    take in all. `inflation`: bytes that change from activations to KV, negative the other way round."""
+
+    where: dict[str, Where]
+    passed: frozenset[str]
+    kv: int
+    activations: int
+    inflation: int
+
+
+def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.serving) -> Admitted:
+    """Algorithm 1: `demands` in the order in which they came. See the notes above."""
+    where: dict[str, Where] = {}
+    blocked: list[str] = []
+    passed: set[str] = set()
+    kv = activations = on_host = 0
+    for each in sorted(demands, key=lambda demand: not demand.decoding):
+        left = memory.total - tuning.reserve - kv - activations
+        if each.kv + each.activations <= left:
+            where[each.request] = "device"
+            kv, activations = kv + each.kv, activations + each.activations
+        elif not each.decoding and each.staging + each.activations <= left and each.kv <= memory.host - on_host:
+            where[each.request] = "host"
+            on_host, activations = on_host + each.kv, activations + each.staging + each.activations
+        else:
+            blocked.append(each.request)
+            if each.decoding or each.passed >= tuning.patience:
+                break
+            continue
+        passed.update(blocked)
+    return Admitted(where, frozenset(passed), kv, activations, _inflation(memory, kv, activations))
+
+
+def _inflation(memory: Memory, kv: int, activations: int) -> int:
+    """Lines 23-27: what has to change its owner, where the one has too little and the other too much."""
+    if kv > memory.kv and activations < memory.activations:
+        return min(kv - memory.kv, memory.activations - activations)
+    if activations > memory.activations and kv < memory.kv:
+        return -min(activations - memory.activations, memory.kv - kv)
+    return 0
+
+
+def refusal(needed: int, most: int, host: int, staging: int, reserve: int) -> str | None:
+    """Why a request can never run, None where it can. `needed`: bytes of its KV at its end and of its activations;
+    `most`, `host`: all that the device and the host can ever have for it; `staging`: as in Demand."""
+    if needed <= most - reserve or (needed <= host and staging <= most - reserve):
+        return None
+    device = max(0, most - reserve)
+    return f"it needs {needed} bytes of KV and activations, of which the device can have {device} and the host {host}"

@@ -1,0 +1,138 @@
+"""Which requests run next: Algorithms 1 and 2 of eLLM, against their text, and what must hold of any answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.policy.admission import Admitted, Demand, Memory, Where, admit, refusal
+from ballonet.offload.policy.buffer import LogicalBuffer
+from ballonet.offload.policy.tuning import Serving
+
+TUNING = Serving(reserve=3, patience=2)
+amounts = st.integers(0, 20)
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> list[Demand]:
+    return [
+        Demand(str(number), draw(amounts), draw(amounts), draw(amounts), draw(st.booleans()), draw(st.integers(0, 3)))
+        for number in range(draw(st.integers(0, 8)))
+    ]
+
+
+memories = st.builds(Memory, amounts, amounts, amounts, st.integers(0, 40))
+
+
+def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str, Where]:
+    """Lines 2-22 with both errata, without staging: at the first request that does not fit the paper stops."""
+    found: dict[str, Where] = {}
+    kv, activations, host = 0, 0, memory.host
+    for phase in (True, False):
+        for each in (one for one in queue if one.decoding is phase):
+            if memory.total - (kv + activations + each.kv + each.activations) >= threshold:
+                found[each.request] = "device"
+                kv, activations = kv + each.kv, activations + each.activations
+            elif not phase and memory.total - (kv + activations + each.activations) >= threshold and each.kv <= host:
+                found[each.request] = "host"
+                activations, host = activations + each.activations, host - each.kv
+            else:
+                return found
+    return found
+
+
+@given(queues(), memories)
+def test_it_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Memory) -> None:
+    queue = [replace(each, staging=0) for each in queue]
+    found = admit(queue, memory, replace(TUNING, patience=0))
+    assert found.where == as_printed(queue, memory, TUNING.reserve)
+    assert found.passed == frozenset()
+
+
+@given(queues(), memories)
+def test_all_or_nothing_and_never_more_than_there_is(queue: list[Demand], memory: Memory) -> None:
+    found, by_name = admit(queue, memory, TUNING), {each.request: each for each in queue}
+    chosen = {name: by_name[name] for name in found.where}
+    on_device = [each for name, each in chosen.items() if found.where[name] == "device"]
+    on_host = [each for name, each in chosen.items() if found.where[name] == "host"]
+    assert found.kv == sum(each.kv for each in on_device)
+    assert found.activations == sum(each.activations for each in chosen.values()) + sum(e.staging for e in on_host)
+    assert not chosen or found.kv + found.activations + TUNING.reserve <= max(memory.total, TUNING.reserve)
+    assert sum(each.kv for each in on_host) <= memory.host
+    assert not any(each.decoding for each in on_host)
+
+
+@given(queues(), memories)
+def test_pools_suffice_after_the_balloon(queue: list[Demand], memory: Memory) -> None:
+    found = admit(queue, memory, TUNING)
+    kv, activations = memory.kv + found.inflation, memory.activations - found.inflation
+    assert kv >= 0
+    assert activations >= 0
+    lacking = max(0, found.kv - kv) + max(0, found.activations - activations)
+    assert lacking <= memory.elsewhere or not found.where
+
+
+@given(queues(), memories)
+def test_nobody_is_passed_more_often_than_patience_allows(queue: list[Demand], memory: Memory) -> None:
+    found = admit(queue, memory, TUNING)
+    looked = sorted(queue, key=lambda each: not each.decoding)
+    for at, each in enumerate(looked):
+        behind = {other.request for other in looked[at + 1 :]} & found.where.keys()
+        assert (each.request in found.passed) == (each.request not in found.where and bool(behind))
+        assert each.request not in found.passed or each.passed < TUNING.patience
+
+
+@given(queues(), st.integers(0, 60), st.randoms(use_true_random=False))
+def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra: int, random: object) -> None:
+    """Every request that was admitted ends after some iterations, and gives back what it had."""
+    most = max((each.kv + each.activations for each in queue), default=0) + TUNING.reserve + extra
+    waiting = [replace(each, passed=0, decoding=False) for each in queue]
+    running: list[tuple[int, Demand]] = []
+    for now in range(200):
+        running = [(end, each) for end, each in running if end > now]
+        free = most - sum(each.kv + each.activations for _, each in running)
+        found: Admitted = admit(waiting, Memory(free, 0), TUNING)
+        running += [(now + 1 + random.randrange(5), each) for each in waiting if each.request in found.where]  # type: ignore[attr-defined]
+        waiting = [
+            replace(each, passed=each.passed + (each.request in found.passed))
+            for each in waiting
+            if each.request not in found.where
+        ]
+    assert not waiting
+
+
+def test_what_never_fits_is_refused_with_numbers() -> None:
+    assert refusal(90, 100, 0, 0, 10) is None
+    assert refusal(91, 100, 91, 90, 10) is None
+    assert refusal(91, 100, 91, 91, 10) is not None
+    assert "91 bytes" in (refusal(91, 100, 90, 0, 10) or "")
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans())), st.integers(1, 10), st.integers(0, 200))
+def test_the_buffer_follows_algorithm_2(seen: list[tuple[bool, bool]], smallest: int, most: int) -> None:
+    buffer, size, recent = LogicalBuffer(most, smallest), min(smallest, most), list[tuple[bool, bool]]()
+    for tpot, ttft in seen:
+        recent = [*recent, (tpot, ttft)][-5:]
+        if sum(slow for slow, _ in recent) >= 3:
+            size, recent = max(size // 2, min(smallest, most)), []
+        elif sum(slow for _, slow in recent) >= 3:
+            size, recent = min(size * 2, most), []
+        assert buffer.observe(tpot=tpot, ttft=ttft) == size
+        assert min(smallest, most) <= buffer.size <= most
+
+
+@pytest.mark.parametrize(("start", "size"), [(None, 1), (64, 64), (4096, 1024)])
+def test_its_first_size_may_be_chosen(start: int | None, size: int) -> None:
+    assert LogicalBuffer(1024, 1, start).size == size
+
+
+def test_shrinking_evicts_nothing() -> None:
+    buffer = LogicalBuffer(1024, 1, 512)
+    for _ in range(3):
+        buffer.observe(tpot=True, ttft=True)
+    assert buffer.size == 256
+    assert buffer.usable(400) == 0
+    assert buffer.usable(200) == 56
