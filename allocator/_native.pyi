@@ -330,8 +330,8 @@ class Range:
 
         Raises BallonetError where any byte of it is not backed.
         """
-    def window(self, nbytes: int) -> object:
-        """A DLPack capsule over the first bytes of the range as uint8, backed or not; keeps the range alive, and pins
+    def window(self, offset: int, nbytes: int) -> object:
+        """A DLPack capsule over `nbytes` bytes at `offset` as uint8, backed or not; keeps the range alive, and pins
         nothing: pieces under it are mapped and retired as if it were not there. Reading or writing where no page is
         ends the process, or on CUDA the context. Raises BallonetError where the range is smaller."""
     def note_use(self, stream: int, write: bool) -> None:

@@ -149,8 +149,9 @@ void bind_range(py::module_& module) {
              int bits) { return make_tensor(r.range, offset, shape, strides, code, bits); },
           py::arg("offset"), py::arg("shape"), py::arg("strides"), py::arg("code"), py::arg("bits"))
       .def(
-          "window", [](RangeHandle& r, std::size_t nbytes) { return make_window(r.range, nbytes); },
-          py::arg("nbytes"))
+          "window",
+          [](RangeHandle& r, std::size_t offset, std::size_t nbytes) { return make_window(r.range, offset, nbytes); },
+          py::arg("offset"), py::arg("nbytes"))
       .def(
           "note_use",
           [](RangeHandle& r, std::uint64_t stream, bool write) {

@@ -94,10 +94,12 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
   return over(range, offset, size, shape, strides, code, bits);
 }
 
-pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t size) {
+pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size) {
   const std::size_t extent = range->pieces * range->mapper->space.page_size;
-  if (size > extent) throw UsageError(format("a window of %zu bytes into a range of %zu bytes", size, extent));
-  return over(range, 0, 0, {static_cast<std::int64_t>(size)}, {1}, kDLUInt, 8);
+  if (offset > extent || size > extent - offset) {
+    throw UsageError(format("%zu bytes at %zu lie outside a range of %zu bytes", size, offset, extent));
+  }
+  return over(range, offset, 0, {static_cast<std::int64_t>(size)}, {1}, kDLUInt, 8);
 }
 
 }  // namespace ballonet

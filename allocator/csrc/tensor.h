@@ -21,9 +21,9 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
                               const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
                               int code, int bits);
 
-// A capsule over the first `size` bytes of the range as uint8, of which none need be backed: it pins nothing, and
+// A capsule over [offset, offset + size) of the range as uint8, of which no byte need be backed: it pins nothing, and
 // pieces under it come and go. Whoever reads or writes where there is no page faults. Throws UsageError where the range
 // is smaller.
-pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t size);
+pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size);
 
 }  // namespace ballonet

@@ -1,0 +1,135 @@
+"""The pages under the sectors of a paged cache: backed when a request gets the sector, given back when nobody has it.
+
+Words
+    sector   what the cache of continuous batching hands out: so many bytes for one kind of attention (transformers)
+    page     what the device hands out; a sector may be a part of a page, or many pages
+
+Note [Guard]
+    A row of padding has -1 in its table of blocks, so kernels may read in front of the first sector. A guard of one
+    sector lies there, and like the sectors that padding reads from and writes to it always has pages.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+from transformers.generation.continuous_batching.cache_allocators import CachePool
+
+from ...allocator._native import Device, Group, Range
+from ...allocator.errors import PoolExhausted
+from ..kv.room import find_room
+
+RESERVED = 2  # sectors that padding reads from and writes to
+
+
+class SectorPages:
+    """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: the thread that schedules calls
+    all of it."""
+
+    def __init__(self, device: Device, group: Group, sectors: int, sector: int) -> None:
+        """Backs the guard and the reserved sectors. torch.OutOfMemoryError, DriverError."""
+        self.sector = sector
+        self._device = device
+        self._page = device.page_size
+        self._front = -(-sector // self._page) * self._page  # bytes of the guard: whole pages, so that sectors lie well
+        self.range: Range = device.reserve(self._front + sectors * sector, "kv", group, reuse=False)
+        self._users = [0] * self.range.pieces  # sectors in use, by piece
+        self._sectors = sectors
+        self._map([(0, self._front // self._page)])
+        self.take(range(RESERVED))
+
+    def window(self) -> object:
+        """A DLPack capsule over all sectors, uint8."""
+        return self.range.window(self._front, self._sectors * self.sector)
+
+    @property
+    def pages(self) -> int:
+        """Pages that sectors in use lie on, without the guard's."""
+        return sum(map(bool, self._users))
+
+    def pieces(self, sector: int) -> range:
+        """The pieces that the sector lies on."""
+        first = self._front + sector * self.sector
+        return range(first // self._page, -(-(first + self.sector) // self._page))
+
+    def missing(self, sectors: Iterable[int]) -> list[tuple[int, int]]:
+        """The pieces (first, count) that have no page yet and would need one for these sectors."""
+        wanted = sorted({piece for sector in sectors for piece in self.pieces(sector) if not self._users[piece]})
+        runs: list[tuple[int, int]] = []
+        for piece in wanted:
+            if runs and runs[-1][0] + runs[-1][1] == piece:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((piece, 1))
+        return runs
+
+    def take(self, sectors: Iterable[int]) -> None:
+        """These sectors are in use from now on and have pages: all, or none. torch.OutOfMemoryError, DriverError."""
+        sectors = list(sectors)
+        self._map(self.missing(sectors))
+        for sector in sectors:
+            for piece in self.pieces(sector):
+                self._users[piece] += 1
+
+    def give(self, sectors: Iterable[int]) -> None:
+        """Nobody uses these sectors any more; pages without any go back, once the device is done with them."""
+        for sector in sectors:
+            for piece in self.pieces(sector):
+                self._users[piece] -= 1
+                if not self._users[piece]:
+                    self.range.retire(piece, 1)
+
+    def _map(self, runs: list[tuple[int, int]]) -> None:
+        done: list[tuple[int, int]] = []
+        try:
+            for run in runs:
+                try:
+                    self.range.map(*run)
+                except PoolExhausted as error:
+                    find_room(self._device, None, self.range, [run], error, 0)
+                done.append(run)
+        except BaseException:
+            for run in done:
+                self.range.retire(*run)
+            raise
+
+
+class SectorPool(CachePool):
+    """The free sectors of a paged cache. The lowest are handed out first, so that sectors in use lie close together and
+    share pages; those that are have them."""
+
+    def __init__(self, pages: SectorPages, sectors: int, allocators: int) -> None:
+        self._pages = pages
+        self._used: set[int] = set()
+        super().__init__(sectors, allocators, RESERVED)
+
+    def reset(self) -> None:
+        """All sectors are free."""
+        super().reset()
+        self._pages.give(self._used)
+        self._used = set()
+
+    def lowest(self, count: int) -> list[int]:
+        """The sectors that are handed out next."""
+        return heapq.nsmallest(count, self.free_sectors)
+
+    def take(self, count: int) -> None:
+        """Backs the sectors that are handed out next. torch.OutOfMemoryError, DriverError."""
+        fresh = [sector for sector in self.lowest(count) if sector not in self._used]
+        self._pages.take(fresh)
+        self._used.update(fresh)
+
+    def allocate_sector(self, index: int) -> None:
+        """Hands the lowest free sector to an allocator. torch.OutOfMemoryError, DriverError."""
+        self.take(1)
+        sector = heapq.heappop(self.free_sectors)
+        self._free_blocks[index].add_tree(sector)
+
+    def try_to_free_sectors(self) -> None:
+        """Takes sectors back that no request has a block of, and their pages."""
+        super().try_to_free_sectors()
+        heapq.heapify(self.free_sectors)
+        unused = self._used.intersection(self.free_sectors)
+        self._used -= unused
+        self._pages.give(unused)
