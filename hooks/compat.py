@@ -31,14 +31,14 @@ _SHAPES: Final = ("num_key_value_heads", "num_attention_heads", "num_kv_heads", 
 _POSITIONS: Final = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "seq_length")
 
 
-def _release(version: str) -> tuple[int, int]:
+def release(version: str = transformers.__version__) -> tuple[int, int]:
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def require_supported(version: str = transformers.__version__) -> None:
     """UnsupportedVersion unless `version` of transformers is one whose caches are made of the layers known here."""
-    if _release(version) < OLDEST:
+    if release(version) < OLDEST:
         raise UnsupportedVersion(
             f"transformers {version} is not supported: the elastic KV cache is made for the cache layers of "
             f"{_OLDEST} and newer. pip install 'transformers>={_OLDEST}'"
@@ -120,7 +120,7 @@ PLAIN_MODES: Final = frozenset(
     }
 )
 # Does `prefill_chunk_size` go on from what a cache holds? In older versions it begins with the first token.
-RESTARTS_CHUNKS: Final = _release(transformers.__version__) >= (5, 23)
+RESTARTS_CHUNKS: Final = release() >= (5, 23)
 NoAttention: Final = getattr(
     cache_utils, "DummyLayer", None
 )  # of a layer that holds nothing, where there is such a class

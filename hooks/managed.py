@@ -506,9 +506,15 @@ def _attach_caches(
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
     `device`: theirs; `kept`: they may be kept, and grow for a long time, so that layers share no pages."""
     from .kv import generation
+    from .serving import seams
 
-    detach = generation.attach(model, device, alone=kept)
+    detach_caches = generation.attach(model, device, alone=kept)
+    detach_batches = seams.attach(model, device)
     alive = weakref.ref(model)
+
+    def detach() -> None:
+        detach_caches()
+        detach_batches()
 
     def open_lease() -> ForwardLease:
         module = alive()

@@ -12,7 +12,8 @@ from ballonet.offload.policy.admission import Admitted, Demand, Memory, Where, a
 from ballonet.offload.policy.buffer import LogicalBuffer
 from ballonet.offload.policy.tuning import Serving
 
-TUNING = Serving(reserve=3, patience=2)
+TUNING = Serving(patience=2)
+RESERVE = 3
 amounts = st.integers(0, 20)
 
 
@@ -24,7 +25,7 @@ def queues(draw: st.DrawFn) -> list[Demand]:
     ]
 
 
-memories = st.builds(Memory, amounts, amounts, amounts, st.integers(0, 40))
+memories = st.builds(Memory, amounts, amounts, amounts, st.integers(0, 40), st.just(RESERVE))
 
 
 def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str, Where]:
@@ -48,7 +49,7 @@ def as_printed(queue: list[Demand], memory: Memory, threshold: int) -> dict[str,
 def test_it_is_the_papers_where_nobody_is_passed(queue: list[Demand], memory: Memory) -> None:
     queue = [replace(each, staging=0) for each in queue]
     found = admit(queue, memory, replace(TUNING, patience=0))
-    assert found.where == as_printed(queue, memory, TUNING.reserve)
+    assert found.where == as_printed(queue, memory, RESERVE)
     assert found.passed == frozenset()
 
 
@@ -60,7 +61,7 @@ def test_all_or_nothing_and_never_more_than_there_is(queue: list[Demand], memory
     on_host = [each for name, each in chosen.items() if found.where[name] == "host"]
     assert found.kv == sum(each.kv for each in on_device)
     assert found.activations == sum(each.activations for each in chosen.values()) + sum(e.staging for e in on_host)
-    assert not chosen or found.kv + found.activations + TUNING.reserve <= max(memory.total, TUNING.reserve)
+    assert not chosen or found.kv + found.activations + RESERVE <= max(memory.total, RESERVE)
     assert sum(each.kv for each in on_host) <= memory.host
     assert not any(each.decoding for each in on_host)
 
@@ -88,13 +89,13 @@ def test_nobody_is_passed_more_often_than_patience_allows(queue: list[Demand], m
 @given(queues(), st.integers(0, 60), st.randoms(use_true_random=False))
 def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra: int, random: object) -> None:
     """Every request that was admitted ends after some iterations, and gives back what it had."""
-    most = max((each.kv + each.activations for each in queue), default=0) + TUNING.reserve + extra
+    most = max((each.kv + each.activations for each in queue), default=0) + RESERVE + extra
     waiting = [replace(each, passed=0, decoding=False) for each in queue]
     running: list[tuple[int, Demand]] = []
     for now in range(200):
         running = [(end, each) for end, each in running if end > now]
         free = most - sum(each.kv + each.activations for _, each in running)
-        found: Admitted = admit(waiting, Memory(free, 0), TUNING)
+        found: Admitted = admit(waiting, Memory(free, 0, reserve=RESERVE), TUNING)
         running += [(now + 1 + random.randrange(5), each) for each in waiting if each.request in found.where]  # type: ignore[attr-defined]
         waiting = [
             replace(each, passed=each.passed + (each.request in found.passed))

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 
 from ...allocator._native import Device
+from ...offload.policy.tuning import DEFAULT, Serving
 from ..forward.lease import GroupLease
 from .sectors import RESERVED, SectorPages, SectorPool
+from .sizes import Sizes, largest_batch, masks_of, readable
 
 
 class ElasticPagedCache(PagedAttentionCache):
@@ -24,43 +26,68 @@ class ElasticPagedCache(PagedAttentionCache):
 
     pool: SectorPool
 
-    def __init__(self, *, on: Device, continuous_batching_config: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        continuous_batching_config: Any,
+        *args: Any,
+        on: Device,
+        tuning: Serving = DEFAULT.serving,
+        **kwargs: Any,
+    ) -> None:
         """As PagedAttentionCache, which works out the geometry. torch.OutOfMemoryError, DriverError."""
-        config = copy.copy(continuous_batching_config)
-        config.num_blocks = 1  # stock's own tensor, which is dropped
-        super().__init__(continuous_batching_config=config, **kwargs)
+        given = copy.copy(continuous_batching_config)
+        given.num_blocks, given.max_batch_tokens = 1, 16  # of stock's own tensor, which is dropped
+        super().__init__(config, given, *args, **kwargs)
         self.on = on
         self.group = on.group()
-        most = max(1, on.budget // self.bytes_per_sector)
-        self.pages = SectorPages(on, self.group, RESERVED + most, self.bytes_per_sector)
-        self._hold(most)
+        self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
+        handler = PagedAttentionMemoryHandler(
+            config,
+            continuous_batching_config,
+            self.dtype,
+            bytes_per_sector=self.bytes_per_sector,
+            tokens_per_sector=self.tokens_per_sector,
+            bytes_per_block=sum(each.bytes_per_block for each in self.cache_allocators.values()),
+            attn_types=list(self.cache_allocators),
+            model_supports_logits_to_keep=kwargs.get("model_supports_logits_to_keep", False),
+        )
+        self.sizes = Sizes.of_handler(handler, config.num_hidden_layers)
+        masks, size = masks_of(handler), self.dtype.itemsize
+        most, part = handler._default_max_batch_tokens, tuning.statics
+        self.max_batch_tokens = continuous_batching_config.max_batch_tokens or largest_batch(
+            on.budget, part, self.sizes, masks, size, most
+        )
+        sectors = max(1, on.budget // self.bytes_per_sector)
+        self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector)
+        self._hold(sectors, handler.bytes_per_block)
+        self.max_tokens_read = readable(on.budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
 
-    def _hold(self, sectors: int) -> None:
+    def _hold(self, sectors: int, block: int) -> None:
+        """The cache has so many sectors from now on; `block`: bytes of the KV of a block in all layers."""
         self.num_sectors = sectors
         with torch.inference_mode(False):
             self.cache_tensor = from_dlpack(self.pages.window())
         self.cache_tensor[: RESERVED * self.bytes_per_sector].zero_()
         self.pool = SectorPool(self.pages, sectors, len(self.cache_allocators))
+        size = sectors * self.bytes_per_sector
         for allocator in self.cache_allocators.values():
-            allocator.register_cache_tensor(
-                self.bytes_per_sector, sectors * self.bytes_per_sector, self.cache_tensor, self.pool
-            )
-        self.num_blocks = (
-            sectors * self.bytes_per_sector // sum(each.bytes_per_block for each in self.cache_allocators.values())
-        )
-        self.read_cache_limit = self._infer_read_cache_limit()
+            allocator.register_cache_tensor(self.bytes_per_sector, size, self.cache_tensor, self.pool)
+        self.num_blocks = size // block
+        self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
         self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
 
+    def bytes_needed(self, state: Any, tokens: int) -> int:
+        """Bytes of KV that a request needs beyond what it has for so many more tokens."""
+        return self._sectors_needed(state, tokens) * self.bytes_per_sector
+
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Also whether there are pages for them, all or none."""
-        needed = sum(
-            each.needs_new_sectors(state.request_id, state.current_len(), request_len)
-            for each in self.cache_allocators.values()
-        )
+        """Also whether there are pages for them: all, or none."""
+        needed = self._sectors_needed(state, request_len)
         if dry_run or not needed or needed > self.pool.num_free_sectors:
             return bool(super().can_store_request_tokens(state, request_len, dry_run))
         try:
-            self.pool.take(needed)
+            self.pool.take(needed, "host" if state.request_id in self.on_host else "device")
         except torch.OutOfMemoryError:
             return False
         return bool(super().can_store_request_tokens(state, request_len))
@@ -70,3 +97,7 @@ class ElasticPagedCache(PagedAttentionCache):
         with GroupLease(self.group):
             keys, values = super().update(*args, **kwargs)
         return keys, values
+
+    def _sectors_needed(self, state: Any, tokens: int) -> int:
+        held, name = state.current_len(), state.request_id
+        return sum(each.needs_new_sectors(name, held, tokens) for each in self.cache_allocators.values())

@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
+import torch
 from transformers.generation.continuous_batching.cache_allocators import CachePool
 
 from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
 from ..kv.room import find_room
+
+if TYPE_CHECKING:
+    from ...allocator._native import Place
 
 RESERVED = 2  # sectors that padding reads from and writes to
 
@@ -64,10 +69,11 @@ class SectorPages:
                 runs.append((piece, 1))
         return runs
 
-    def take(self, sectors: Iterable[int]) -> None:
-        """These sectors are in use from now on and have pages: all, or none. torch.OutOfMemoryError, DriverError."""
+    def take(self, sectors: Iterable[int], place: Place = "device") -> None:
+        """These sectors are in use from now on and have pages, new ones in `place`: all, or none.
+        torch.OutOfMemoryError, DriverError."""
         sectors = list(sectors)
-        self._map(self.missing(sectors))
+        self._map(self.missing(sectors), place)
         for sector in sectors:
             for piece in self.pieces(sector):
                 self._users[piece] += 1
@@ -80,13 +86,15 @@ class SectorPages:
                 if not self._users[piece]:
                     self.range.retire(piece, 1)
 
-    def _map(self, runs: list[tuple[int, int]]) -> None:
+    def _map(self, runs: list[tuple[int, int]], place: Place = "device") -> None:
         done: list[tuple[int, int]] = []
         try:
             for run in runs:
                 try:
-                    self.range.map(*run)
+                    self.range.map_host(*run) if place == "host" else self.range.map(*run)
                 except PoolExhausted as error:
+                    if place == "host":
+                        raise torch.OutOfMemoryError(f"no room for KV on the host: {error}") from error
                     find_room(self._device, None, self.range, [run], error, 0)
                 done.append(run)
         except BaseException:
@@ -114,10 +122,10 @@ class SectorPool(CachePool):
         """The sectors that are handed out next."""
         return heapq.nsmallest(count, self.free_sectors)
 
-    def take(self, count: int) -> None:
+    def take(self, count: int, place: Place = "device") -> None:
         """Backs the sectors that are handed out next. torch.OutOfMemoryError, DriverError."""
         fresh = [sector for sector in self.lowest(count) if sector not in self._used]
-        self._pages.take(fresh)
+        self._pages.take(fresh, place)
         self._used.update(fresh)
 
     def allocate_sector(self, index: int) -> None:

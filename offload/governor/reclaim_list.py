@@ -30,6 +30,12 @@ class ReclaimList:
             self._known.list.void()
         self.publish()
 
+    @property
+    def offered(self) -> int:
+        """Pages that are on the published list, without those that nobody gives gladly."""
+        with self._known.lock:
+            return sum(self._known.list.pages.values())
+
     def candidates(self) -> list[Candidate]:
         """All that may be taken now, in the order of taking."""
         with self._known.lock:

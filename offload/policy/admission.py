@@ -47,12 +47,14 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Bytes. `kv`, `activations`: free pages that are mapped for either; `elsewhere`: free, not created yet, or given
-    by others when asked; `host`: that KV of prompts may have on the host (`usable_host`)."""
+    by others when asked; `host`: that KV of prompts may have on the host; `reserve`: that are to stay free, the
+    threshold of Algorithm 1."""
 
     kv: int
     activations: int
     elsewhere: int = 0
     host: int = 0
+    reserve: int = 0
 
     @property
     def total(self) -> int:
@@ -80,7 +82,7 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
     passed: set[str] = set()
     kv = activations = on_host = 0
     for each in sorted(demands, key=lambda demand: not demand.decoding):
-        left = memory.total - tuning.reserve - kv - activations
+        left = memory.total - memory.reserve - kv - activations
         if each.kv + each.activations <= left:
             where[each.request] = "device"
             kv, activations = kv + each.kv, activations + each.activations

@@ -308,12 +308,14 @@ class Timelines:
 class Serving:
     """Requests that are served together (admission.py, buffer.py)."""
 
-    # Bytes that stay free when requests are admitted (eLLM's threshold θ): what a forward allocates beyond the estimate
-    # of its peak. 16 pages of 2 MiB. Chosen.
-    reserve: int = 2**25
+    # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
+    # estimate of its peak. Chosen.
+    reserve: int = 64
     # Iterations in which others may pass a request that does not fit. A prompt takes tens of iterations to be decoded,
     # so a waiting one is looked at again several times before it holds up the rest. Chosen.
     patience: int = 16
+    # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
+    statics: int = 16
     # eLLM §4.4.2: an event is `violations` within `window` iterations, and changes the buffer by `factor`.
     violations: int = 3
     window: int = 5

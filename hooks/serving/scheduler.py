@@ -1,0 +1,82 @@
+"""Which requests are in the next batch: transformers' order, and eLLM's admission (offload/policy/admission.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.generation.continuous_batching.requests import RequestStatus
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
+
+from ...offload.policy.admission import Demand, Memory, admit
+from ...offload.policy.tuning import DEFAULT, Serving
+from .cache import ElasticPagedCache
+
+
+class ElasticScheduler(Scheduler):
+    """A scheduler with which a request takes part only where there is room for all that it needs in this step: on the
+    device, or for the KV of its prompt on the host. The order is that of the other class that it is made of."""
+
+    cache: ElasticPagedCache
+
+    def __init__(
+        self,
+        cache: ElasticPagedCache,
+        safety_margin: float | None,
+        max_requests_per_batch: int,
+        memory: Callable[[], Memory],
+        tuning: Serving = DEFAULT.serving,
+    ) -> None:
+        """As Scheduler, but that the reserve of the admission stands for the margin. `memory`: what there is for KV and
+        activations at this moment."""
+        self._memory = memory
+        self._tuning = tuning
+        self._passed: dict[str, int] = {}
+        super().__init__(cache, 0.0, max_requests_per_batch)
+
+    def reset(self) -> None:
+        """No request has been passed over."""
+        super().reset()
+        self._passed = {}
+
+    def _process_candidates(
+        self, candidates: list[Any], token_budget: int, *args: Any
+    ) -> tuple[list[Any], bool, bool, int, int]:
+        self.cache.pool.try_to_free_sectors()
+        looked, left = [], token_budget
+        for state in candidates:
+            if left <= 0:
+                break
+            looked.append((state, min(self._tokens(state), left)))
+            left -= looked[-1][1]
+        found = admit([self._demand(*each) for each in looked], self._memory(), self._tuning)
+        self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
+        self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
+        chosen = [state for state, _ in looked if state.request_id in found.where]
+        scheduled, failed, fast, new, read = super()._process_candidates(chosen, token_budget, *args)
+        refused = [each for each in looked if each[0].request_id not in found.where]
+        self.starved_requests += [each for each in refused if each[0].request_id in self.active_requests]
+        return scheduled, failed or bool(refused), fast, new, read
+
+    def _tokens(self, state: Any) -> int:
+        decoding = state.status == RequestStatus.DECODING
+        return len(state.tokens_to_process if decoding else state.remaining_prefill_tokens)
+
+    def _demand(self, state: Any, tokens: int) -> Demand:
+        sizes = self.cache.sizes
+        return Demand(
+            state.request_id,
+            self.cache.bytes_needed(state, tokens),
+            sizes.of(tokens, state.current_len()),
+            staging=sizes.staging(tokens),
+            decoding=state.status == RequestStatus.DECODING,
+            passed=self._passed.get(state.request_id, 0),
+        )
+
+
+class ElasticFIFO(ElasticScheduler, FIFOScheduler):
+    """Requests that decode first, then prompts in the order in which they came."""
+
+
+class ElasticPrefillFirst(ElasticScheduler, PrefillFirstScheduler):
+    """Prompts that have begun first."""

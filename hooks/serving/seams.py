@@ -1,0 +1,142 @@
+"""Where transformers' continuous batching takes ballonet's parts in the place of its own.
+
+Note [What is replaced]
+    The generation loop of a managed model makes its cache, its scheduler and what preempts requests by names of one
+    module of transformers. These names lead to makers that give a managed model ballonet's parts, and any other model
+    stock's. What they rely on is compared with what is there, by the names of parameters, when they are put in; where
+    it differs, and in transformers before 5.18, continuous batching stays stock, and a warning says why. With the last
+    managed model everything is put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from torch import nn
+
+from ...allocator._native import Device
+from ...allocator.interrupts import Finalizer
+from ..compat import release
+
+OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
+
+# (module, name, parameters that are relied on)
+_NEEDED: Final = (
+    ("cache", "PagedAttentionCache.__init__", ("config", "continuous_batching_config", "device", "dtype")),
+    ("cache", "PagedAttentionCache.can_store_request_tokens", ("state", "request_len", "dry_run")),
+    ("cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx", "kwargs")),
+    ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
+    ("cache_allocators", "CachePool.allocate_sector", ("index",)),
+    ("cache_allocators", "CachePool.try_to_free_sectors", ()),
+    ("cache_allocators", "CacheAllocator.register_cache_tensor", ("bytes_per_sector", "cache_tensor", "pool")),
+    ("cache_allocators", "CacheAllocator.needs_new_sectors", ("request_id", "past_length", "query_length")),
+    ("scheduler", "Scheduler.__init__", ("cache", "safety_margin", "max_requests_per_batch")),
+    ("scheduler", "Scheduler._process_candidates", ("candidates", "token_budget")),
+    ("continuous_api", "ContinuousBatchingManager._create_batch_processor", ()),
+)
+
+
+class _Thread(threading.local):
+    device: Device | None = None  # of the model whose generation loop this thread is making
+
+
+_thread = _Thread()
+_lock = threading.RLock()  # a model may be collected anywhere
+_attached: dict[int, Device] = {}  # by id of a model that lives
+_undo: list[Callable[[], None]] = []
+
+
+def attach(model: nn.Module, device: Device) -> Callable[[], object]:
+    """Makes continuous batching of `model` elastic until what is returned is called, or the model is gone."""
+    if not hasattr(model, "generate_batch"):
+        return lambda: None
+    if (reason := why_stock()) is not None:
+        warnings.warn(f"continuous batching stays transformers' own: {reason}", RuntimeWarning, stacklevel=2)
+        return lambda: None
+    with _lock:
+        if not _undo:
+            _replace()
+        _attached[id(model)] = device
+    return Finalizer(model, functools.partial(_detach, id(model)))
+
+
+@functools.cache
+def why_stock() -> str | None:
+    """Why continuous batching cannot be elastic with this transformers; None where it can."""
+    if release() < OLDEST:
+        return "it needs transformers {}.{} or newer".format(*OLDEST)
+    from importlib import import_module
+
+    for module, name, parameters in _NEEDED:
+        found: Any = import_module(f"transformers.generation.continuous_batching.{module}")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            return f"transformers has no {name}"
+        missing = set(parameters) - inspect.signature(found).parameters.keys()
+        if missing:
+            return f"{name} of transformers takes no {', '.join(sorted(missing))}"
+    return None
+
+
+def _replace() -> None:
+    from transformers.generation.continuous_batching import continuous_api, scheduler
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    from .cache import ElasticPagedCache
+    from .room import memory_of
+    from .scheduler import ElasticFIFO, ElasticPrefillFirst
+
+    manager, mapping = continuous_api.ContinuousBatchingManager, scheduler.SCHEDULER_MAPPING
+    stock_create = manager._create_batch_processor
+
+    @functools.wraps(stock_create)
+    def create(self: Any) -> Any:
+        before, _thread.device = _thread.device, _attached.get(id(self.model))
+        try:
+            return stock_create(self)
+        finally:
+            _thread.device = before
+
+    def cache(*args: Any, **kwargs: Any) -> Any:
+        if _thread.device is None:
+            return PagedAttentionCache(*args, **kwargs)
+        return ElasticPagedCache(*args, on=_thread.device, **kwargs)
+
+    def scheduling(stock: Callable[..., Any], elastic: Callable[..., Any]) -> Callable[..., Any]:
+        def make(cache: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(cache, ElasticPagedCache):
+                return stock(cache, *args, **kwargs)
+            return elastic(cache, *args, memory=functools.partial(memory_of, cache.on), **kwargs)
+
+        return make
+
+    _put(vars(continuous_api), "PagedAttentionCache", cache)
+    for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
+        _put(mapping, name, scheduling(mapping[name], elastic))
+    manager._create_batch_processor = create  # type: ignore[method-assign]
+    _undo.append(functools.partial(setattr, manager, "_create_batch_processor", stock_create))
+
+
+def _put(names: dict[str, Any], name: str, mine: object) -> None:
+    stock, names[name] = names[name], mine
+
+    def put_back() -> None:
+        if names.get(name) is mine:  # else somebody has replaced it since
+            names[name] = stock
+
+    _undo.append(put_back)
+
+
+def _detach(key: int) -> None:
+    with _lock, suppress(KeyError):
+        del _attached[key]
+        while _undo and not _attached:
+            _undo[-1]()
+            _undo.pop()
