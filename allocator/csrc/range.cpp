@@ -84,6 +84,17 @@ void Range::pin(std::size_t offset, std::size_t size) {
   for (std::size_t i = first; i <= last; ++i) space.table.pin(held, i);
 }
 
+void Range::open_window() {
+  const std::lock_guard lock(mapper->space.mutex);
+  ++windows;
+}
+
+void Range::close_window() {
+  const std::lock_guard lock(mapper->space.mutex);
+  --windows;
+  mapper->slots.settle(*this);
+}
+
 void Range::unpin(std::size_t offset, std::size_t size) {
   AddressSpace& space = mapper->space;
   std::unique_lock lock(space.mutex);

@@ -52,6 +52,9 @@ class Range : public std::enable_shared_from_this<Range> {
   // Pins the pieces under [offset, offset + size). Throws UsageError where one of them is not backed.
   void pin(std::size_t offset, std::size_t size);
   void unpin(std::size_t offset, std::size_t size);
+  // While a window is open the addresses are nobody else's, though the range is closed.
+  void open_window();
+  void close_window();
 
   // Takes the group's lock, before the mapper's. False where another thread holds a lease.
   bool may_change(std::unique_lock<std::mutex>& lease) const;
@@ -60,6 +63,7 @@ class Range : public std::enable_shared_from_this<Range> {
   void check_span(std::size_t first, std::size_t count) const;  // throws UsageError
   Stretch held;
   bool closed = false;
+  std::size_t windows = 0;    // that are open
   std::size_t followers = 0;  // ranges like this one that were announced; 0 once that has been passed on (ahead.h)
   std::weak_ptr<Range> next;  // the one that follows
 };

@@ -15,7 +15,7 @@ bool Slots::may_keep(const Range& range, std::size_t index) const {
 }
 
 void Slots::settle(Range& range) {
-  if (!range.closed || range.held.in_use()) return;
+  if (!range.closed || range.windows != 0 || range.held.in_use()) return;
   if (range.held.kept() == 0) return space_.free(range.held);
   slots_.push_back({std::exchange(range.held, {})});
 }

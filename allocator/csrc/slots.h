@@ -26,7 +26,8 @@ class Slots {
 
   // May a retiring page of a range stay behind its piece, for a slot?
   bool may_keep(const Range& range, std::size_t piece) const;
-  // Once a range is closed and nothing waits for its addresses any more they are a slot, if pages are kept there.
+  // Once a range is closed, nothing waits for its addresses any more and no window shows them, they are a slot, if
+  // pages are kept there.
   void settle(Range& range);
   // The addresses of the slot that fits best; empty where none fits.
   Stretch take(std::size_t pieces, std::size_t expected);

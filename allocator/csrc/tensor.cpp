@@ -36,10 +36,11 @@ struct DLManagedTensor {
 struct Held {
   DLManagedTensor managed;
   std::shared_ptr<Range> range;
-  std::size_t offset, size;
+  std::size_t offset, size;  // that are pinned, in the case of a window none
+  bool window;
   std::vector<std::int64_t> shape, strides;
 
-  ~Held() { range->unpin(offset, size); }
+  ~Held() { window ? range->close_window() : range->unpin(offset, size); }
 };
 
 void drop(DLManagedTensor* managed) {
@@ -52,11 +53,11 @@ void drop_unused(PyObject* capsule) {
   drop(static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule, "dltensor")));
 }
 
-// A capsule over [offset, ...) of the range, of which `size` bytes are pinned.
-pybind11::capsule over(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size,
+// A capsule over [offset, ...) of the range, of which `size` bytes are pinned, or which is an open window.
+pybind11::capsule over(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size, bool window,
                        const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides, int code,
                        int bits) {
-  auto* held = new Held{{}, range, offset, size, shape, strides};
+  auto* held = new Held{{}, range, offset, size, window, shape, strides};
   const AddressSpace& space = range->mapper->space;
   DLTensor& tensor = held->managed.tensor;
   tensor.data = reinterpret_cast<void*>(range->base + offset);
@@ -91,7 +92,7 @@ pybind11::capsule make_tensor(const std::shared_ptr<Range>& range, std::size_t o
   if (__builtin_mul_overflow(elements, static_cast<std::size_t>(bits / 8), &size))
     throw UsageError("the tensor spans more than any memory has");
   without_gil([&] { range->pin(offset, size); });
-  return over(range, offset, size, shape, strides, code, bits);
+  return over(range, offset, size, false, shape, strides, code, bits);
 }
 
 pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t offset, std::size_t size) {
@@ -99,7 +100,8 @@ pybind11::capsule make_window(const std::shared_ptr<Range>& range, std::size_t o
   if (offset > extent || size > extent - offset) {
     throw UsageError(format("%zu bytes at %zu lie outside a range of %zu bytes", size, offset, extent));
   }
-  return over(range, offset, 0, {static_cast<std::int64_t>(size)}, {1}, kDLUInt, 8);
+  without_gil([&] { range->open_window(); });
+  return over(range, offset, 0, true, {static_cast<std::int64_t>(size)}, {1}, kDLUInt, 8);
 }
 
 }  // namespace ballonet

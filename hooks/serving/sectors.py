@@ -109,14 +109,14 @@ class SectorPool(CachePool):
 
     def __init__(self, pages: SectorPages, sectors: int, allocators: int) -> None:
         self._pages = pages
-        self._used: set[int] = set()
+        self.used: set[int] = set()  # sectors that are handed out
         super().__init__(sectors, allocators, RESERVED)
 
     def reset(self) -> None:
         """All sectors are free."""
         super().reset()
-        self._pages.give(self._used)
-        self._used = set()
+        self._pages.give(self.used)
+        self.used = set()
 
     def lowest(self, count: int) -> list[int]:
         """The sectors that are handed out next."""
@@ -124,9 +124,9 @@ class SectorPool(CachePool):
 
     def take(self, count: int, place: Place = "device") -> None:
         """Backs the sectors that are handed out next. torch.OutOfMemoryError, DriverError."""
-        fresh = [sector for sector in self.lowest(count) if sector not in self._used]
+        fresh = [sector for sector in self.lowest(count) if sector not in self.used]
         self._pages.take(fresh, place)
-        self._used.update(fresh)
+        self.used.update(fresh)
 
     def allocate_sector(self, index: int) -> None:
         """Hands the lowest free sector to an allocator. torch.OutOfMemoryError, DriverError."""
@@ -138,6 +138,6 @@ class SectorPool(CachePool):
         """Takes sectors back that no request has a block of, and their pages."""
         super().try_to_free_sectors()
         heapq.heapify(self.free_sectors)
-        unused = self._used.intersection(self.free_sectors)
-        self._used -= unused
+        unused = self.used.intersection(self.free_sectors)
+        self.used -= unused
         self._pages.give(unused)

@@ -1,0 +1,40 @@
+"""Requests that `generate_batch` answers, with and without ballonet."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+BLOCK = 16  # tokens
+
+
+class Answer(NamedTuple):
+    tokens: list[int]
+    error: str | None
+
+
+def prompts(count: int, longest: int, highest: int = 60) -> list[list[int]]:
+    """`count` prompts of 2 to `longest` tokens below `highest`."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(3, highest, (length,), generator=generator).tolist() for length in lengths]
+
+
+def answers(model: Any, asked: list[list[int]], tokens: int = 12, **settings: Any) -> list[Answer]:
+    """What `generate_batch` answers, in the order of the prompts. `settings`: of continuous batching."""
+    found = model.generate_batch(
+        asked,
+        generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings}),
+        progress_bar=False,
+    )
+    by_number = sorted(found.values(), key=lambda each: int(each.request_id.removeprefix("req_")))
+    return [Answer(each.generated_tokens, each.error) for each in by_number]
+
+
+def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:
+    """What it answers without ballonet, with as much memory as it takes."""
+    return answers(model, asked, tokens, num_blocks=16 * len(asked))

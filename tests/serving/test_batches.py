@@ -1,0 +1,123 @@
+"""Continuous batching of a managed model: stock's tokens, pages as the requests need them, all back at the end."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers.generation.continuous_batching import continuous_api, scheduler
+
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.hooks.serving import seams
+from ballonet.hooks.serving.cache import ElasticPagedCache
+
+from ..models import build
+from ..pool import take_out
+from .batches import answers, prompts, stock
+
+PAGE = 65536
+SEAMS = (
+    lambda: vars(continuous_api)["PagedAttentionCache"],
+    lambda: scheduler.SCHEDULER_MAPPING["fifo"],
+    lambda: continuous_api.ContinuousBatchingManager._create_batch_processor,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = [seam() for seam in SEAMS]
+    yield
+    gc.collect()
+    assert [seam() for seam in SEAMS] == before
+    if (device := runtime.current()) is not None:
+        device.device.reap(wait=True)
+        device.device.check()
+        assert device.device.snapshot()["pages"]["kv"] == 0
+    take_out()
+
+
+def install(pages: int) -> None:
+    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
+
+
+# full attention, a window in all layers, in some; norms of keys; experts; positions of their own
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral-window", "gemma3_text", "cohere2", "olmo3", "exaone4", "mixtral", "qwen3_moe", "gpt_neo", "mpt"],
+)
+def test_tokens_are_stocks(name: str, attention: str) -> None:
+    model = build(name)
+    model.set_attn_implementation(attention)
+    asked = prompts(6, 40)
+    expected = stock(model, asked)
+    install(256)
+    with ballonet.manage(model):
+        assert answers(model, asked) == expected
+    assert answers(model, asked, num_blocks=96) == expected
+
+
+@pytest.mark.parametrize("pages", [24, 16])
+def test_requests_that_do_not_fit_wait(pages: int) -> None:
+    model = build("llama", num_hidden_layers=4)
+    asked = prompts(24, 60)
+    expected = stock(model, asked, 40)
+    install(pages)
+    with ballonet.manage(model):
+        assert answers(model, asked, 40) == expected
+        assert runtime.require().snapshot()["pages"]["kv"] == 0
+
+
+@pytest.mark.parametrize("schedule", ["fifo", "prefill_first"])
+def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sector has pages from the request that gets it until the last one that has it is gone."""
+    model, asked, seen = build("llama"), prompts(8, 60), list[tuple[int, int]]()
+    expected = stock(model, asked)
+    install(256)
+    processor = continuous_api.ContinuousBatchProcessor
+    step = processor._generation_step
+
+    def watched(self: Any, model: Any) -> None:
+        assert isinstance(self.cache, ElasticPagedCache)
+        used = {piece for sector in self.cache.pool.used for piece in self.cache.pages.pieces(sector)}
+        backed = {n for n in range(self.cache.pages.range.pieces) if self.cache.pages.range.backing(n) == "device"}
+        assert used <= backed
+        seen.append((len(self.inputs_and_outputs.requests_in_batch), len(backed)))
+        step(self, model)
+
+    monkeypatch.setattr(processor, "_generation_step", watched)
+    with ballonet.manage(model):
+        assert answers(model, asked, scheduler_type=schedule) == expected
+    most = max(pages for _, pages in seen)
+    assert most < 16
+    assert most > min(pages for _, pages in seen)
+
+
+def test_other_models_stay_stock() -> None:
+    model, other, asked = build("llama"), build("qwen2"), prompts(3, 20)
+    expected = stock(model, asked), stock(other, asked)
+    install(256)
+    with ballonet.manage(model):
+        assert (answers(model, asked), answers(other, asked, num_blocks=48)) == expected
+
+
+@pytest.mark.parametrize("change", ["older", "signature"])
+def test_where_it_cannot_be_elastic_it_stays_stock_and_says_so(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if change == "older":
+        monkeypatch.setattr(seams, "release", lambda: (5, 17))
+    else:
+        monkeypatch.setattr(scheduler.Scheduler, "_process_candidates", lambda self, states: None)
+    model = build("llama")
+    install(256)
+    seams.why_stock.cache_clear()
+    try:
+        with (
+            pytest.warns(RuntimeWarning, match=r"stays transformers' own: .*(5\.18|candidates)"),
+            ballonet.manage(model),
+        ):
+            assert vars(continuous_api)["PagedAttentionCache"] is SEAMS[0]()
+    finally:
+        seams.why_stock.cache_clear()

@@ -1,0 +1,67 @@
+"""A window: a tensor over a range with holes, which pins nothing."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from ballonet.allocator.errors import BallonetError
+
+from .core import PAGE, opened
+from .programs import python
+
+
+def test_it_shows_what_is_mapped_and_pins_nothing() -> None:
+    with opened(budget=4) as core:
+        home = core.range(8, "kv")
+        window = from_dlpack(home.window(PAGE, 6 * PAGE))
+        assert (window.dtype, window.shape, window.data_ptr()) == (torch.uint8, (6 * PAGE,), home.address + PAGE)
+        home.map(3, 2)
+        window[2 * PAGE : 4 * PAGE] = 7
+        home.retire(3, 1)
+        core.device.reap(wait=True)
+        assert home.backing(3) == "none"
+        assert bool((window[3 * PAGE : 4 * PAGE] == 7).all())
+        home.map(3, 1)
+        assert window[2 * PAGE : 3 * PAGE].shape == (PAGE,)
+        core.device.check()
+
+
+def test_it_keeps_the_addresses_and_no_page() -> None:
+    with opened(budget=4) as core:
+        home = core.range(4, "kv")
+        home.map(0, 4)
+        window = from_dlpack(home.window(0, 4 * PAGE))
+        home.close()
+        core.device.reap(wait=True)
+        assert core.pages()["kv"] == 0
+        other = core.range(4, "kv")
+        assert other.address != window.data_ptr()
+        del window
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 4 * PAGE + 1), (4 * PAGE, 1), (5 * PAGE, 0)])
+def test_it_lies_within_the_range(offset: int, nbytes: int) -> None:
+    with opened() as core:
+        home = core.range(4, "kv")
+        with pytest.raises(BallonetError, match="outside a range"):
+            home.window(offset, nbytes)
+
+
+def test_a_hole_cannot_be_read() -> None:
+    read = """
+        from torch.utils.dlpack import from_dlpack
+        from tests.core import PAGE, opened
+        with opened() as core:
+            home = core.range(2, "kv")
+            home.map(0, 1)
+            window = from_dlpack(home.window(0, 2 * PAGE))
+            print(int(window[0]), flush=True)
+            int(window[PAGE])
+    """
+    done = python("-c", textwrap.dedent(read))
+    assert (done.returncode, done.stdout) == (-signal.SIGSEGV, "0\n")
