@@ -129,6 +129,25 @@ class SLOError(ManageError):
         return self.reason + (f". What would do: {', or '.join(ways)}" if ways else "")
 
 
+class RequestTooLarge(ManageError):
+    """A request for text that can never run. In bytes: `needed` of KV and activations at its end; `device`, `host`:
+    that there can be for it at most."""
+
+    def __init__(self, request: str, needed: int, device: int, host: int) -> None:
+        super().__init__(request, needed, device, host)
+        self.request = request
+        self.needed = needed
+        self.device = device
+        self.host = host
+
+    def __str__(self) -> str:
+        needed, device, host = map(format_size, (self.needed, self.device, self.host))
+        return (
+            f"{self.request} needs {needed} of KV and activations, of which the device can have {device} and the host "
+            f"{host}: ask for fewer tokens, or raise the budget"
+        )
+
+
 class AlreadyManaged(ManageError):
     """The model, or a part of it, is managed already."""
 

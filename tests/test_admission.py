@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.admission import Admitted, Demand, Memory, Where, admit, refusal
+from ballonet.offload.policy.admission import Admitted, Demand, Memory, Where, admit, can_ever_run
 from ballonet.offload.policy.buffer import LogicalBuffer
 from ballonet.offload.policy.tuning import Serving
 
@@ -105,11 +105,12 @@ def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra
     assert not waiting
 
 
-def test_what_never_fits_is_refused_with_numbers() -> None:
-    assert refusal(90, 100, 0, 0, 10) is None
-    assert refusal(91, 100, 91, 90, 10) is None
-    assert refusal(91, 100, 91, 91, 10) is not None
-    assert "91 bytes" in (refusal(91, 100, 90, 0, 10) or "")
+@pytest.mark.parametrize(
+    ("needed", "staging", "host", "can"),
+    [(90, 0, 0, True), (91, 90, 91, True), (91, 91, 91, False), (91, 0, 90, False)],
+)
+def test_what_never_fits(needed: int, staging: int, host: int, can: bool) -> None:
+    assert can_ever_run(needed, staging, Memory(60, 40, host=host, reserve=10)) is can
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans())), st.integers(1, 10), st.integers(0, 200))

@@ -77,6 +77,11 @@ class ElasticPagedCache(PagedAttentionCache):
         self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
         self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
 
+    def bytes_of(self, tokens: int) -> int:
+        """Bytes of KV that a request of so many tokens has at its end."""
+        sectors = sum(each.needs_new_sectors("", 0, tokens) for each in self.cache_allocators.values())
+        return sectors * self.bytes_per_sector
+
     def bytes_needed(self, state: Any, tokens: int) -> int:
         """Bytes of KV that a request needs beyond what it has for so many more tokens."""
         return self._sectors_needed(state, tokens) * self.bytes_per_sector

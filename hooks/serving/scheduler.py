@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...offload.policy.admission import Demand, Memory, admit
+from ...allocator.errors import RequestTooLarge
+from ...offload.policy.admission import Demand, Memory, admit, can_ever_run
 from ...offload.policy.tuning import DEFAULT, Serving
 from .cache import ElasticPagedCache
 
@@ -38,6 +40,16 @@ class ElasticScheduler(Scheduler):
         """No request has been passed over."""
         super().reset()
         self._passed = {}
+
+    def add_waiting_request(self, state: Any) -> None:
+        """As Scheduler's; RequestTooLarge, for the one request, where it can never run."""
+        prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
+        staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
+        needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
+        most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
+        if not can_ever_run(needed, staging, most) or prompt + new > self.cache.max_tokens_read:
+            raise RequestTooLarge(state.request_id, needed, most.total - most.reserve, most.host)
+        super().add_waiting_request(state)
 
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any

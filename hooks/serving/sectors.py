@@ -53,6 +53,11 @@ class SectorPages:
         """Pages that sectors in use lie on, without the guard's."""
         return sum(map(bool, self._users))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of these."""
+        return self.pages * self._page
+
     def pieces(self, sector: int) -> range:
         """The pieces that the sector lies on."""
         first = self._front + sector * self.sector

@@ -16,7 +16,7 @@ Note [Blocked heads]
     The paper stops at the first request that does not fit, and so it is here with one that decodes. Smaller ones may go
     before a prompt that does not fit, but only so often: one that was passed over `patience` times is the last that is
     looked at until it fits. As requests that run end, it does, unless it is larger than all that there can ever be;
-    such a one is refused before it waits (`refusal`).
+    such a one is refused before it waits (`can_ever_run`).
 """
 
 from __future__ import annotations
@@ -107,10 +107,8 @@ def _inflation(memory: Memory, kv: int, activations: int) -> int:
     return 0
 
 
-def refusal(needed: int, most: int, host: int, staging: int, reserve: int) -> str | None:
-    """Why a request can never run, None where it can. `needed`: bytes of its KV at its end and of its activations;
-    `most`, `host`: all that the device and the host can ever have for it; `staging`: as in Demand."""
-    if needed <= most - reserve or (needed <= host and staging <= most - reserve):
-        return None
-    device = max(0, most - reserve)
-    return f"it needs {needed} bytes of KV and activations, of which the device can have {device} and the host {host}"
+def can_ever_run(needed: int, staging: int, most: Memory) -> bool:
+    """Can a request run once all others have ended? `needed`: bytes of its KV at its end and of its activations;
+    `staging`: of the device, should its KV be on the host; `most`: all that there is then."""
+    left = most.total - most.reserve
+    return needed <= left or (needed <= most.host and staging <= left)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,3 +122,17 @@ def test_where_it_cannot_be_elastic_it_stays_stock_and_says_so(change: str, monk
             assert vars(continuous_api)["PagedAttentionCache"] is SEAMS[0]()
     finally:
         seams.why_stock.cache_clear()
+
+
+def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(3, 20)
+    expected = stock(model, asked)
+    install(16)
+    with ballonet.manage(model):
+        first, second, large, last = answers(model, [*asked[:2], asked[0] * 400, asked[2]])
+    caplog.clear()  # which holds the traceback
+    assert [first, second, last] == expected
+    assert large.tokens == []
+    assert re.search(r"req_2 needs .* of KV and activations, of which the device can have .*KiB", str(large.error))
