@@ -35,6 +35,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/forward",
     "hooks/streaming",
     "hooks/kv",
+    "hooks/serving",
     "hooks/prefix",
     "hooks",
     "hooks/programs",
@@ -167,6 +168,7 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
+    "hooks/serving/sectors.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
     "hooks/weights/room.py": {"_LOGITS"},
     "hooks/weights/storages.py": {"_WIDEST"},

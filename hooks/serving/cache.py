@@ -87,7 +87,7 @@ class ElasticPagedCache(PagedAttentionCache):
         return self._sectors_needed(state, tokens) * self.bytes_per_sector
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
-        """Also whether there are pages for them: all, or none."""
+        """As stock's, and gives what is new pages: all, or none."""
         needed = self._sectors_needed(state, request_len)
         if dry_run or not needed or needed > self.pool.num_free_sectors:
             return bool(super().can_store_request_tokens(state, request_len, dry_run))

@@ -55,7 +55,7 @@ class SectorPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of these."""
+        """Bytes of the pages that sectors in use lie on."""
         return self.pages * self._page
 
     def pieces(self, sector: int) -> range:
@@ -75,8 +75,8 @@ class SectorPages:
         return runs
 
     def take(self, sectors: Iterable[int], place: Place = "device") -> None:
-        """These sectors are in use from now on and have pages, new ones in `place`: all, or none.
-        torch.OutOfMemoryError, DriverError."""
+        """Backs these sectors, which are in use from now on, with new pages in `place` where there are none: all, or
+        none. torch.OutOfMemoryError, DriverError."""
         sectors = list(sectors)
         self._map(self.missing(sectors), place)
         for sector in sectors:
