@@ -289,7 +289,7 @@ class Range:
         """The same with host pages."""
     def map_peer(self, first: int, count: int) -> None:
         """The same with pages of the peer. BallonetError where there is no peer."""
-    def take_over(self, first: int, spare: Range, spare_first: int, count: int, home: Range) -> bool:
+    def take_over(self, first: int, spare: Range, spare_first: int, count: int, range: Range) -> bool:
         """The pages of `spare`, at [spare_first, ...), come to these pieces, whose own become free, and the same pieces
         of `home` lead to them where they led to those. The bytes are the same, so no entry of the reclaim list is void.
 

@@ -1,7 +1,7 @@
 """Time per token while three quarters of the KV are on the host: streamed through slots layer by layer, or read in
 place, and transformers' OffloadedCache, against what is possible: the longer of computing and copying.
 
-The bound is the larger of the time with all KV at home and of the bytes that are away, at the bandwidth that the link
+The bound is the larger of the time with all KV resident and of the bytes that are away, at the bandwidth that the link
 gives large copies in the same run. Each peer is a process with its own allocator and its own copy of the model. Its
 budget is lowered until the pages are gone; what is done about that is its own choice, but for "in place", which has no
 slots. The stand-in's link is slowed to 2 GB/s, and what it reads in place comes at the speed of memory.
@@ -37,11 +37,11 @@ COLUMNS = [
 
 def main() -> None:
     chosen = begin("kv_stream", __doc__, functions)
-    names = ("at home", *LIMITS, *(("OffloadedCache",) if chosen.cuda else ()), "link")
+    names = ("resident", *LIMITS, *(("OffloadedCache",) if chosen.cuda else ()), "link")
     rows = []
     with peers(__file__, chosen, names, dict.fromkeys(names, environment(chosen))) as started:
-        found = answering(started, ("at home", "link"), "about")
-        what = found["at home"].ask("about")["what"]
+        found = answering(started, ("resident", "link"), "about")
+        what = found["resident"].ask("about")["what"]
         for batch, held in CASES[chosen.kind]:
             rows += rows_of(found, batch, held, chosen)
     title = f"decoding with KV on the host: ms per token, {what}"
@@ -61,7 +61,7 @@ def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> li
     rows = []
     for name, ms in taken.items():
         answer = answers[name]
-        bound = max(taken["at home"].median, answer["away"] / link * 1e3)
+        bound = max(taken["resident"].median, answer["away"] / link * 1e3)
         over = Figure.of([ms.median / bound])
         if name in LIMITS and chosen.cuda and not chosen.tiny:
             over = over.at_most(LIMITS[name])
@@ -111,7 +111,7 @@ def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str
         offloaded = None if ours else DynamicCache(config=model.config, offloading=True)
         cache = filled("ballonet" if ours else peer, model.config, batch, held, device, offloaded)
         budget = ballonet.stats().budget if ours else 0
-        if ours and peer != "at home":
+        if ours and peer != "resident":
             lower(int(AWAY * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)))
         clock = Clock(lambda: synchronize(device), lambda: ballonet.stats().copied.kv_h2d if ours else 0)
         timed(model, cache, (batch, held), device, TOKENS, clock)

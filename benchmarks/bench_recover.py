@@ -1,9 +1,9 @@
 """Pressure comes and goes: a token of `generate()` before it, under it, and in the steady state afterwards.
 
 A model decodes from a long cache with everything resident. Then the budget shrinks until part of its weights and of its
-cache is on the host, it goes on decoding, and the budget is what it was before. What is away comes home while it
-decodes. Then what was prepared for the next time, twins of the layers that are home, is kept for a minute; once that
-is gone, too, its tokens should take as long as at first. Meanwhile a machine changes its speed by more than what is
+cache is on the host, it goes on decoding, and the budget is what it was before. What is away is restored while it
+decodes. Then what was prepared for the next time, twins of resident layers, is kept for a minute; once that is gone,
+too, its tokens should take as long as at first. Meanwhile a machine changes its speed by more than what is
 looked for: so all is measured in turn with the same model in a process that never felt any pressure, and what counts
 is by how much the ratio of the two has grown.
 """
@@ -30,7 +30,7 @@ SMALLER = {"cuda": 0.75, "cpu": 0.75, "tiny": 0.92}  # the budget, of what every
 TOKENS = {"cuda": 24, "cpu": 24, "tiny": 6}
 ROUNDS = {"cuda": 7, "cpu": 7, "tiny": 1}  # before, and as many afterwards
 CYCLES = {"cuda": 2, "cpu": 3, "tiny": 1}
-PATIENCE = {"cuda": 90.0, "cpu": 90.0, "tiny": 0.1}  # s until everything is home, or gone
+PATIENCE = {"cuda": 90.0, "cpu": 90.0, "tiny": 0.1}  # s until everything is resident, or gone
 SLOWER = 1.02
 UNTOUCHED = "untouched"  # the peer whose budget stays
 COLUMNS = [
@@ -38,14 +38,14 @@ COLUMNS = [
     "resident, ms per token",
     "under pressure",
     "times slower",
-    "once all is home",
+    "once all is resident",
     "grown by",
     "steady state",
     "grown by",
-    "s until all is home",
+    "s until all is resident",
     "s until no twin is left",
     "layers away, pages of KV away",
-    "of them not home",
+    "of them not resident",
     "what gave pages",
 ]
 
@@ -55,9 +55,9 @@ def main() -> None:
     kind = chosen.kind
     with peers(__file__, chosen, (OURS, UNTOUCHED)) as found:
         cycles = [cycle(found, ROUNDS[kind]) for _ in range(CYCLES[kind])]
-    resident, pressed, home, grown_home, steady, grown, nothing_away, no_twin, left = (
-        Figure.of([each[name] for each in cycles])
-        for name in ("before", "pressed", "home", "home grown", "steady", "steady grown", "home s", "twins s", "left")
+    names = ("before", "pressed", "again", "again grown", "steady", "steady grown", "again s", "twins s", "left")
+    resident, pressed, again, grown_again, steady, grown, nothing_away, no_twin, left = (
+        Figure.of([each[name] for each in cycles]) for name in names
     )
     away = cycles[-1]["away"]
     row = [
@@ -65,8 +65,8 @@ def main() -> None:
         resident,
         pressed,
         Figure.of([each["pressed"] / each["before"] for each in cycles]),
-        home,
-        grown_home,
+        again,
+        grown_again,
         steady,
         grown if chosen.tiny else grown.at_most(SLOWER),
         nothing_away,
@@ -90,7 +90,7 @@ def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
 
     times = {"before": both()}
     said = found[OURS].ask("press")
-    for name, wait in {"home": "ease", "steady": "forget"}.items():
+    for name, wait in {"again": "ease", "steady": "forget"}.items():
         said |= found[OURS].ask(wait)
         times[name] = both()
     first = times["before"][OURS].median / times["before"][UNTOUCHED].median
@@ -125,7 +125,7 @@ class Decoding:
         self._cache: DynamicCache | None = None
 
     def begin(self) -> None:
-        """All layers are home, and a new cache holds so many tokens."""
+        """All layers are resident, and a new cache holds so many tokens."""
         from llama import filled
 
         self._cache = None
@@ -160,9 +160,9 @@ class Decoding:
         return {"pressed": pressed, "budget": budget / most, "away": self.away(), "decided": decided(before)}
 
     def ease(self, patience: float) -> dict[str, float]:
-        """The budget is what it was: s until all is home."""
+        """The budget is what it was: s until all is resident."""
         self._held.hold(None)
-        return {"home s": self._until(lambda: not any(self.away()), patience)}
+        return {"again s": self._until(lambda: not any(self.away()), patience)}
 
     def forget(self, patience: float) -> dict[str, float]:
         """The layers are as if they had never been taken: s until then."""
@@ -184,8 +184,8 @@ class Decoding:
         from ballonet.hooks.kv.layer import ElasticLayer
 
         assert self._cache is not None
-        homes = [layer._home for layer in self._cache.layers if isinstance(layer, ElasticLayer)]
-        ranges = {home.range.address: home.range for home in homes if home is not None}
+        found = [layer._range for layer in self._cache.layers if isinstance(layer, ElasticLayer)]
+        ranges = {each.range.address: each.range for each in found if each is not None}
         where = (each.backing(piece) for each in ranges.values() for piece in range(each.pieces))
         return len(self._managed.report().streamed), sum(each in ("alias", "host") for each in where)
 

@@ -74,7 +74,7 @@ class Held:
             torch.cuda.reset_peak_memory_stats()
 
     def settle(self) -> None:
-        """All layers are home, at once: the model is managed anew if need be."""
+        """All layers are resident, at once: the model is managed anew if need be."""
         if self.managed is not None and self.managed.report().streamed:
             self.managed.release()
             self.managed = ballonet.manage(self.model)

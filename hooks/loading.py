@@ -72,20 +72,20 @@ def from_pretrained(
     chaos = parse_seed(options.pop("chaos", None))  # for tests: ballonet.testing
     if runtime.current() is None:
         install.install()
-    home = torch_device(runtime.require())
-    if _is_home(options.get("device_map"), home):
+    device = torch_device(runtime.require())
+    if _is_device(options.get("device_map"), device):
         options.pop("device_map")
     for option in _PLACING:
         if options.get(option) is not None and options[option] is not False:
             raise ManageError(
-                f"ballonet.from_pretrained() brings the model to {home}, for which ballonet was "
+                f"ballonet.from_pretrained() brings the model to {device}, for which ballonet was "
                 f"installed, and takes no {option}={options[option]!r}: leave it out, or load the model with "
                 "transformers and call ballonet.manage(model)"
             )
     config = compat.peek_config(name_or_path, options)
     on_device = compat.quantization(config, options) or any(options.get(name) for name in _KERNELS)
     if on_device:
-        options["device_map"] = {"": home}
+        options["device_map"] = {"": device}
     mark("from_pretrained()")
     with torch.device("cpu"), install.stock_everywhere():
         loaded = (cls or compat.causal_model(config)).from_pretrained(name_or_path, **options)
@@ -95,17 +95,17 @@ def from_pretrained(
     with progress(f"Loading {type(model).__name__}", sum(member.tensor.nbytes for member in found)) as arrived:
         managed(model, chosen, chaos=chaos, files=files, progress=arrived)
     for member in found:  # what has no place in a range, as what is empty, follows the model to its device
-        if member.tensor.device != home:
-            member.tensor.data = member.tensor.data.to(home)
+        if member.tensor.device != device:
+            member.tensor.data = member.tensor.data.to(device)
     return loaded
 
 
-def _is_home(device_map: Any, home: torch.device) -> bool:
-    """Does `device_map` say no more than that the whole model is to be at `home`?"""
+def _is_device(device_map: Any, device: torch.device) -> bool:
+    """Does `device_map` say no more than that the whole model is to be at `device`?"""
     if isinstance(device_map, dict) and list(device_map) == [""]:
         device_map = device_map[""]
     if isinstance(device_map, int):
         device_map = f"cuda:{device_map}"
     if not isinstance(device_map, str | torch.device):
         return False
-    return device_map in _WHEREVER or str(device_map) in (str(home), home.type)
+    return device_map in _WHEREVER or str(device_map) in (str(device), device.type)

@@ -299,19 +299,19 @@ class FakeCache:
         self.running = True
         try:
             assert self.governor.taken_of(self.number) >= set()
-            home = self.governor.restorable_pages(self.number) if self.away else 0
-            if home:
-                assert self.device.want(home, self), "the pages that it was promised"
-                back = sorted(self.away, reverse=True)[:home]
+            restored = self.governor.restorable_pages(self.number) if self.away else 0
+            if restored:
+                assert self.device.want(restored, self), "the pages that it was promised"
+                back = sorted(self.away, reverse=True)[:restored]
                 self.away.difference_update(back)
-                self.moved += home
+                self.moved += restored
             if not self.device.want(pages, self):
                 self.governor.reclaim.publish_now()
                 if not self.device.want(pages, self):
                     raise MemoryError
             self.pages += pages
             self.used = self.clock.now
-            if pages or home:
+            if pages or restored:
                 self.governor.client_changed(self.number)
         finally:
             self.running = False

@@ -140,7 +140,7 @@ def test_at_the_int32_bound_the_stock_layer_takes_over(first: int, monkeypatch: 
         assert torch.equal(attended(ours, new, step), attended(stock, new, step))
         assert ours.elastic == (stock.get_seq_length() <= 63)
         if ours.elastic:
-            assert ours._home.geometry.tokens * ours.keys.stride(2) < 2**12
+            assert ours._range.geometry.tokens * ours.keys.stride(2) < 2**12
     for layer in (ours, stock):
         layer.crop(-20)
     assert torch.equal(attended(ours, 1, 9), attended(stock, 1, 9))
@@ -153,10 +153,10 @@ def test_so_many_layers_share_a_range_as_stay_below_the_bound(monkeypatch: pytes
     layers = [ElasticLayer(ranges) for _ in range(6)]
     for layer in layers:
         layer.update(*torch.randn(2, 2, 2, 1, 8))
-    homes = {id(layer._home): layer._home for layer in layers}
-    for home in homes.values():
-        assert home.geometry.tokens * home.geometry.token_stride < 2**12
-        assert home.geometry.layers == 1 or page == 65536
+    kv_ranges = {id(layer._range): layer._range for layer in layers}
+    for kv_range in kv_ranges.values():
+        assert kv_range.geometry.tokens * kv_range.geometry.token_stride < 2**12
+        assert kv_range.geometry.layers == 1 or page == 65536
 
 
 def test_a_layer_beyond_the_bound_is_refused_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

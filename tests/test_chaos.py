@@ -59,7 +59,7 @@ class Pieces:
 
     def bring_back(self, piece: int) -> bool:
         assert self.places[piece] == "alias"
-        return self._go(piece, "home", "device")
+        return self._go(piece, "restored", "device")
 
     def _go(self, piece: int, way: str, to: str) -> bool:
         self.asked.append((piece, way))
@@ -84,7 +84,7 @@ def test_weights_stay_on_the_device_and_only_what_moved_is_counted(
         "kv": [to for pieces in light for _, to in pieces.asked],
     }
     assert set(asked["weights"]) <= {"device"}
-    assert set(asked["kv"]) <= ({"device", "host", "peer", "away", "down", "home"} if host else {"device"})
+    assert set(asked["kv"]) <= ({"device", "host", "peer", "away", "down", "restored"} if host else {"device"})
     some = any(place in ("device", "host", "peer") for pieces in heavy for place in pieces.places)
     assert len(asked["weights"]) == (5 * DEFAULT.chaos.moves if some else 0)
     some = any(

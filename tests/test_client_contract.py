@@ -27,7 +27,7 @@ from ballonet.offload.governor import clients, governor, overview, published, re
 from ballonet.offload.governor.client import LAYERS
 
 from .core import arm, disarm
-from .kv.pressure import STEPS, homes, poison, tiers
+from .kv.pressure import STEPS, kv_ranges, poison, tiers
 from .models import build, prompts
 from .pool import take_out
 from .test_cache_faults import Interrupt
@@ -80,7 +80,7 @@ class CacheInUse:
         for seed, pair in enumerate(self.pairs):
             for each in pair:
                 each.update(*tokens(100, seed))
-        self.tier = tiers(homes(elastic for elastic, _ in self.pairs))[0]
+        self.tier = tiers(kv_ranges(elastic for elastic, _ in self.pairs))[0]
         self.group = self.tier.client._group
         self.number = self.tier.number
 
@@ -94,12 +94,12 @@ class CachedPrefix(CacheInUse):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         for elastic, _ in self.pairs:
-            elastic.home.keep(True)
+            elastic.kv_range.keep(True)
         self.tier.client.kept = True
 
     def check(self) -> None:
         for elastic, stock in self.pairs:
-            keys, values = elastic.home.part(elastic._place, 0, 100)
+            keys, values = elastic.kv_range.part(elastic._place, 0, 100)
             assert torch.equal(keys, stock.keys)
             assert torch.equal(values, stock.values)
 

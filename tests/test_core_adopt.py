@@ -26,11 +26,11 @@ class Layer:
     def __init__(self, core: Core, count: int = COUNT) -> None:
         self.count = count
         self.group = core.device.group()
-        self.home = core.range(self.count, "weights", self.group)
+        self.range = core.range(self.count, "weights", self.group)
         self.twin = core.range(self.count, "weights", self.group)
         self.twin.map_host(0, self.count)
         write(self.twin.address, 5, self.count * PAGE)
-        self.home.alias(0, self.twin, 0, self.count)
+        self.range.alias(0, self.twin, 0, self.count)
         self.spare = core.range(self.count, "weights", self.group)
         self.fill()
 
@@ -39,10 +39,10 @@ class Layer:
         write(self.spare.address, 5, self.count * PAGE)
 
     def adopt(self) -> bool:
-        return self.home.adopt(0, self.spare, 0, self.count)
+        return self.range.adopt(0, self.spare, 0, self.count)
 
     def leave(self) -> bool:
-        return self.home.alias(0, self.twin, 0, self.count)
+        return self.range.alias(0, self.twin, 0, self.count)
 
 
 def backings(opened: Range) -> set[str]:
@@ -61,11 +61,11 @@ def test_pages_come_with_their_bytes(core: Core) -> None:
     pages = [layer.spare.page(piece) for piece in range(COUNT)]
     ctypes.memset(layer.spare.address, 7, PAGE)
     assert layer.adopt()
-    assert [layer.home.page(piece) for piece in range(COUNT)] == pages
-    assert backings(layer.home) == {"device"}
+    assert [layer.range.page(piece) for piece in range(COUNT)] == pages
+    assert backings(layer.range) == {"device"}
     assert backings(layer.spare) == {"none"}
-    assert holds(layer.home.address, 7)
-    assert holds(layer.home.address + PAGE, 5, 2 * PAGE)
+    assert holds(layer.range.address, 7)
+    assert holds(layer.range.address + PAGE, 5, 2 * PAGE)
     assert core.pages()["weights"] == COUNT
     core.device.check()
 
@@ -73,11 +73,11 @@ def test_pages_come_with_their_bytes(core: Core) -> None:
 def test_what_is_refused(core: Core) -> None:
     layer = Layer(core)
     with pytest.raises(BallonetError, match="another group"):
-        layer.home.adopt(0, core.range(COUNT, "weights", core.device.group()), 0, COUNT)
+        layer.range.adopt(0, core.range(COUNT, "weights", core.device.group()), 0, COUNT)
     with pytest.raises(BallonetError, match="does not lead to another range"):
-        layer.spare.adopt(0, layer.home, 0, COUNT)
+        layer.spare.adopt(0, layer.range, 0, COUNT)
     with pytest.raises(BallonetError, match="no device page of its own"):
-        layer.home.adopt(0, layer.twin, 0, COUNT)
+        layer.range.adopt(0, layer.twin, 0, COUNT)
     view = layer.spare.tensor(0, (PAGE,), (1,), 1, 8)
     assert not layer.adopt(), "a tensor shows the page where it is"
     del view
@@ -96,11 +96,11 @@ def test_a_failure_leaves_the_bytes_where_they_were(core: Core, function: str, a
     arm(function, ahead)
     with suppress(BallonetError):
         layer.adopt()
-    assert holds(layer.home.address, 5, COUNT * PAGE)
-    assert backings(layer.home) in ({"alias"}, {"device"})
+    assert holds(layer.range.address, 5, COUNT * PAGE)
+    assert backings(layer.range) in ({"alias"}, {"device"})
     core.device.check()
     disarm()
-    if backings(layer.home) == {"alias"}:
+    if backings(layer.range) == {"alias"}:
         assert layer.adopt()
 
 
@@ -125,17 +125,17 @@ def reading(address: int, right: bytes) -> Iterator[list[int]]:
 def test_bytes_can_be_read_while_their_pages_are_exchanged(core: Core) -> None:
     """By a thread that holds no lease, at any moment: where pages leave, come back, move, and where a driver fails."""
     layer = Layer(core, MANY)
-    with reading(layer.home.address, bytes([5]) * MANY * PAGE) as found:
+    with reading(layer.range.address, bytes([5]) * MANY * PAGE) as found:
         for n in range(20):
             assert layer.adopt()
-            assert layer.home.move(n, "host")
-            assert layer.home.move(n, "device")
+            assert layer.range.move(n, "host")
+            assert layer.range.move(n, "device")
             if n % 10 == 9:
                 arm("cuMemMap", 1 + n)
                 with suppress(BallonetError):
                     layer.leave()
                 disarm()
-            assert layer.home.backing(0) == "alias" or layer.leave()
+            assert layer.range.backing(0) == "alias" or layer.leave()
             layer.fill()
     assert set(found) == {0}
     assert len(found) > 20

@@ -296,7 +296,7 @@ def test_who_waits_gives_what_it_leases_itself(other: Other, pool: ThreadPoolExe
                 mine.group.leave()
 
         waiting = pool.submit(wait)
-        eventually(lambda: mine.home.backing(0) == "alias")
+        eventually(lambda: mine.range.backing(0) == "alias")
         more.retire(0, 2)
         other.does(theirs.group.leave)
         waiting.result()
@@ -465,9 +465,9 @@ def test_the_facade_waits_as_long_as_it_is_told(other: Other) -> None:
     try:
         device = runtime.require()
         group = device.group()
-        home, twin = (device.reserve(4 * 2**20, "weights", group) for _ in range(2))
-        home.map(0, home.pieces)
-        device.publish([(1, group, [(home, 0, home.pieces, twin, 0, [])])])
+        range_, twin = (device.reserve(4 * 2**20, "weights", group) for _ in range(2))
+        range_.map(0, range_.pieces)
+        device.publish([(1, group, [(range_, 0, range_.pieces, twin, 0, [])])])
         other.does(group.enter)
         tensor = torch.ones(2**18)
         with pytest.raises(BudgetInUse) as refused:
@@ -482,7 +482,7 @@ def test_the_facade_waits_as_long_as_it_is_told(other: Other) -> None:
         assert bytes_that_exist() <= 3 * 2**20
         assert tensor.numpy().sum() == 2**18
         del tensor
-        home.close()
+        range_.close()
         twin.close()
     finally:
         ballonet.restore()

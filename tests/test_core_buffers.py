@@ -27,7 +27,7 @@ class Turns:
 
     core: Core
     group: _native.Group = field(init=False)
-    homes: list[_native.Range] = field(default_factory=list)
+    ranges: list[_native.Range] = field(default_factory=list)
     twins: list[_native.Range] = field(default_factory=list)
     buffer: _native.Range = field(init=False)
     holder: int = 0
@@ -35,13 +35,13 @@ class Turns:
     def __post_init__(self) -> None:
         self.group = self.core.device.group()
         for layer in range(LAYERS):
-            home, twin = (self.core.range(PIECES + 1, "kv", self.group) for _ in range(2))
+            range_, twin = (self.core.range(PIECES + 1, "kv", self.group) for _ in range(2))
             twin.map_host(0, PIECES)
-            home.map(PIECES, 1)
+            range_.map(PIECES, 1)
             for piece in range(PIECES):
                 write(twin.address + piece * PAGE, self.value(layer, piece))
-            write(home.address + PIECES * PAGE, self.value(layer, PIECES))
-            self.homes.append(home)
+            write(range_.address + PIECES * PAGE, self.value(layer, PIECES))
+            self.ranges.append(range_)
             self.twins.append(twin)
         self.again()
         self.fill(0)
@@ -52,8 +52,8 @@ class Turns:
         while not self.buffer.backed:
             with contextlib.suppress(PoolExhausted):
                 self.buffer.map(0, PIECES)
-        for home in self.homes:
-            assert home.alias(0, self.buffer, 0, PIECES)
+        for range_ in self.ranges:
+            assert range_.alias(0, self.buffer, 0, PIECES)
 
     def fill(self, layer: int) -> None:
         self.holder = layer
@@ -65,16 +65,16 @@ class Turns:
 
     def entry(self, key: int = 1, first: int = 0, count: int = PIECES, layers: int = LAYERS) -> _native.Entry:
         parts: list[_native.Part] = [(self.buffer, first, count, None, 0, [])]
-        pairs = list(zip(self.homes, self.twins, strict=True))[:layers]
-        parts += [(home, first, count, twin, first, []) for home, twin in pairs]
+        pairs = list(zip(self.ranges, self.twins, strict=True))[:layers]
+        parts += [(range_, first, count, twin, first, []) for range_, twin in pairs]
         return key, self.group, parts
 
     def shows(self, layer: int) -> bool:
-        home = self.homes[layer]
-        return all(holds(home.address + piece * PAGE, self.value(layer, piece)) for piece in range(PIECES + 1))
+        range_ = self.ranges[layer]
+        return all(holds(range_.address + piece * PAGE, self.value(layer, piece)) for piece in range(PIECES + 1))
 
     def places(self, layer: int) -> list[str | None]:
-        return [behind(self.homes[layer].address + piece * PAGE)[0] for piece in range(PIECES + 1)]
+        return [behind(self.ranges[layer].address + piece * PAGE)[0] for piece in range(PIECES + 1)]
 
 
 def test_a_buffer_goes_and_whoever_led_there_reads_its_own_bytes_on_the_host() -> None:
@@ -132,12 +132,12 @@ def test_an_entry_is_void_once_anything_leads_elsewhere(change: str) -> None:
         turns = Turns(core)
         core.device.publish([turns.entry()])
         if change == "led to its twin":
-            assert turns.homes[1].alias(0, turns.twins[1], 0, 1)
+            assert turns.ranges[1].alias(0, turns.twins[1], 0, 1)
         elif change == "led to the buffer again":
-            assert turns.homes[1].alias(1, turns.twins[1], 1, 1)
-            assert turns.homes[1].alias(1, turns.buffer, 1, 1)
+            assert turns.ranges[1].alias(1, turns.twins[1], 1, 1)
+            assert turns.ranges[1].alias(1, turns.buffer, 1, 1)
         elif change == "closed":
-            turns.homes[1].close()
+            turns.ranges[1].close()
         else:
             turns.twins[1].retire(1, 1)
         assert core.device.published == []

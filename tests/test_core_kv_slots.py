@@ -330,14 +330,14 @@ def test_a_twin_may_lie_where_something_is_kept() -> None:
         group = core.device.group()
         twin = core.range(4)
         assert twin.backing(0) == "kept"
-        home = core.range(2, "weights", group)
-        home.map(0, 2)
-        write(home.address, 6, 2 * PAGE)
-        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
+        range_ = core.range(2, "weights", group)
+        range_.map(0, 2)
+        write(range_.address, 6, 2 * PAGE)
+        core.device.publish([(1, group, [(range_, 0, 2, twin, 0, [])])])
         other = core.range(4, "weights")
         other.map(0, 4)
-        assert holds(home.address, 6, 2 * PAGE)
-        assert home.backing(0) == "alias"
+        assert holds(range_.address, 6, 2 * PAGE)
+        assert range_.backing(0) == "alias"
         core.device.check()
 
 

@@ -23,20 +23,20 @@ class KV:
 
     def __init__(self, core: Core, pieces: int = 8) -> None:
         self.core, self.group = core, core.device.group()
-        self.home, self.twin, self.spare = (core.range(pieces, "kv", self.group) for _ in range(3))
-        self.home.map(0, pieces)
+        self.range, self.twin, self.spare = (core.range(pieces, "kv", self.group) for _ in range(3))
+        self.range.map(0, pieces)
         for piece in range(pieces):
-            write(self.home.address + piece * PAGE, piece + 1)
+            write(self.range.address + piece * PAGE, piece + 1)
 
     def entry(self, first: int, count: int) -> _native.Entry:
-        return first, self.group, [(self.home, first, count, self.twin, first, [])]
+        return first, self.group, [(self.range, first, count, self.twin, first, [])]
 
     def places(self) -> str:
         """Of each page, as the kernel says: d, h or p."""
-        return "".join((behind(self.home.address + n * PAGE)[0] or "?")[0] for n in range(self.home.pieces))
+        return "".join((behind(self.range.address + n * PAGE)[0] or "?")[0] for n in range(self.range.pieces))
 
     def intact(self) -> None:
-        assert all(holds(self.home.address + n * PAGE, n + 1) for n in range(self.home.pieces))
+        assert all(holds(self.range.address + n * PAGE, n + 1) for n in range(self.range.pieces))
         self.core.device.check()
         numbers = self.core.device.snapshot()
         assert physical() == numbers["created"] * PAGE
@@ -49,7 +49,7 @@ class KV:
         at = first * PAGE
         parts = [(self.spare.address + at, self.twin.address + at, count * PAGE)]
         _native.Transfer(self.core.device).copy(parts, after=0, owner="kv", to="host").wait()
-        return self.twin.take_over(first, self.spare, first, count, self.home)
+        return self.twin.take_over(first, self.spare, first, count, self.range)
 
 
 def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None:
@@ -60,16 +60,16 @@ def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None
         assert kv.places() == "ppdddddd"
         assert core.device.take([2]) == 3
         assert kv.places() == "ppphhddd"
-        assert [kv.home.place(n) for n in (0, 3, 5)] == ["peer", "host", "device"]
+        assert [kv.range.place(n) for n in (0, 3, 5)] == ["peer", "host", "device"]
         assert [kv.twin.backing(n) for n in (0, 3, 5)] == ["peer", "host", "none"]
         assert core.copied() == {"kv_d2p": 3 * PAGE, "kv_d2h": 2 * PAGE}
         kv.intact()
         numbers = core.device.snapshot()
         assert (numbers["peer"], numbers["peer_pages"], numbers["peer_free"]) == ("device 1", 3, 0)
-        assert kv.home.own(0, 1)
+        assert kv.range.own(0, 1)
         core.device.synchronize()
         address = kv.twin.address
-        _native.Transfer(core.device).copy([(kv.home.address, address, PAGE)], after=0, owner="kv", to="device").wait()
+        _native.Transfer(core.device).copy([(kv.range.address, address, PAGE)], after=0, owner="kv", to="device").wait()
         assert core.copied()["kv_p2d"] == PAGE
         kv.intact()
 
@@ -77,9 +77,9 @@ def test_kv_goes_to_the_peer_while_that_has_pages_and_then_to_the_host() -> None
 def test_weights_do_not_go_there() -> None:
     with opened(**PEER) as core:
         group = core.device.group()
-        home, twin = (core.range(2, "weights", group) for _ in range(2))
-        home.map(0, 2)
-        core.device.publish([(1, group, [(home, 0, 2, twin, 0, [])])])
+        range_, twin = (core.range(2, "weights", group) for _ in range(2))
+        range_.map(0, 2)
+        core.device.publish([(1, group, [(range_, 0, 2, twin, 0, [])])])
         assert core.device.take([1]) == 2
         assert (physical("peer"), physical("host")) == (0, 2 * PAGE)
 
@@ -104,7 +104,7 @@ def test_pages_leave_the_peer_under_what_leads_there_and_what_is_published_stays
         kv = KV(core)
         core.device.publish([kv.entry(0, 3)])
         core.device.take([0])
-        kv.twin.map_host(4, 1)  # clean, and at home
+        kv.twin.map_host(4, 1)  # clean, and resident
         core.device.publish([kv.entry(4, 1)])
         assert kv.demote(1, 2)
         assert kv.places() == "phhddddd"
@@ -114,16 +114,16 @@ def test_pages_leave_the_peer_under_what_leads_there_and_what_is_published_stays
         assert core.device.snapshot()["peer_free"] == 2
         assert core.device.published == [4]
         kv.intact()
-        write(kv.home.address + PAGE, 2)  # through the alias, which leads to the twin's page
+        write(kv.range.address + PAGE, 2)  # through the alias, which leads to the twin's page
         assert holds(kv.twin.address + PAGE, 2)
 
 
-def test_a_clean_page_at_home_may_be_taken_after_its_twin_has_left_the_peer() -> None:
+def test_a_clean_page_resident_may_be_taken_after_its_twin_has_left_the_peer() -> None:
     with opened(**PEER) as core:
         kv = KV(core)
         kv.twin.map_peer(5, 1)
         _native.Transfer(core.device).copy(
-            [(kv.twin.address + 5 * PAGE, kv.home.address + 5 * PAGE, PAGE)], after=0, owner="kv", to="peer"
+            [(kv.twin.address + 5 * PAGE, kv.range.address + 5 * PAGE, PAGE)], after=0, owner="kv", to="peer"
         ).wait()
         core.device.publish([kv.entry(5, 1)])
         assert kv.demote(5, 1)
@@ -153,7 +153,7 @@ def test_nothing_leaves_the_peer_while_another_thread_holds_a_lease() -> None:
         assert kv.places().startswith("pp")
         done.set()
         thread.join()
-        assert kv.twin.take_over(0, kv.spare, 0, 2, kv.home)
+        assert kv.twin.take_over(0, kv.spare, 0, 2, kv.range)
         assert kv.places().startswith("hh")
         kv.intact()
 
@@ -164,12 +164,12 @@ def test_what_makes_no_sense_is_refused() -> None:
         core.device.publish([kv.entry(0, 1)])
         core.device.take([0])
         with pytest.raises(BallonetError, match="no page of its own"):
-            kv.twin.take_over(0, kv.spare, 0, 1, kv.home)
+            kv.twin.take_over(0, kv.spare, 0, 1, kv.range)
         kv.spare.map_host(0, 1)
         with pytest.raises(BallonetError, match="another group"):
             kv.twin.take_over(0, kv.spare, 0, 1, other)
         assert kv.spare.alias(1, kv.twin, 0, 1)
-        assert not kv.twin.take_over(0, kv.spare, 0, 1, kv.home), "somebody else leads there"
+        assert not kv.twin.take_over(0, kv.spare, 0, 1, kv.range), "somebody else leads there"
         kv.intact()
     with opened() as core, pytest.raises(BallonetError, match="no peer"):
         core.range(1).map_peer(0, 1)
@@ -226,10 +226,10 @@ def test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own() -> None:
         numbers = core.device.snapshot()
         assert (numbers["peer"], core.device.peer, numbers["peer_pages"]) == ("second pool", 0, 3)
         assert kv.places() == "dddhhddd"
-        assert [kv.home.place(n) for n in range(5)] == ["peer", "peer", "peer", "host", "host"]
+        assert [kv.range.place(n) for n in range(5)] == ["peer", "peer", "peer", "host", "host"]
         assert physical() == (numbers["created"] + 3) * PAGE
         assert physical("peer") == 0
-        assert all(holds(kv.home.address + n * PAGE, n + 1) for n in range(8))
+        assert all(holds(kv.range.address + n * PAGE, n + 1) for n in range(8))
         core.device.check()
 
 
@@ -266,17 +266,17 @@ def test_the_bytes_stay_when_everything_moves() -> None:
         kv = KV(core)
         for _ in range(60):
             piece = drawn.randrange(8)
-            kind = kv.home.backing(piece)
+            kind = kv.range.backing(piece)
             if kind == "alias":
                 if kv.twin.backing(piece) == "peer" and drawn.random() < 0.5:
                     assert kv.demote(piece, 1)
                 else:
-                    data = ctypes.string_at(kv.home.address + piece * PAGE, PAGE)
-                    if kv.home.own(piece, 1):
-                        ctypes.memmove(kv.home.address + piece * PAGE, data, PAGE)
+                    data = ctypes.string_at(kv.range.address + piece * PAGE, PAGE)
+                    if kv.range.own(piece, 1):
+                        ctypes.memmove(kv.range.address + piece * PAGE, data, PAGE)
                         kv.twin.retire(piece, 1)
             elif drawn.random() < 0.5:
-                kv.home.move(piece, drawn.choice(["device", "host", "peer"]))
+                kv.range.move(piece, drawn.choice(["device", "host", "peer"]))
             elif kind == "device" and kv.twin.backing(piece) == "none":
                 core.device.publish([kv.entry(piece, 1)])
                 core.device.take([piece])

@@ -43,12 +43,12 @@ class Layer:
 
     core: Core
     group: _native.Group
-    home: _native.Range
+    range: _native.Range
     twin: _native.Range
     value: int
 
     def entry(self, key: int, sources: list[_native.Source] | None = None) -> _native.Entry:
-        return key, self.group, [(self.home, 0, self.home.pieces, self.twin, 0, sources or [])]
+        return key, self.group, [(self.range, 0, self.range.pieces, self.twin, 0, sources or [])]
 
     def clean(self) -> Layer:
         """Its twin is made."""
@@ -58,11 +58,11 @@ class Layer:
 
     @property
     def place(self) -> str | None:
-        (place,) = {behind(self.home.address + piece * PAGE)[0] for piece in range(self.home.pieces)}
+        (place,) = {behind(self.range.address + piece * PAGE)[0] for piece in range(self.range.pieces)}
         return place
 
     def intact(self) -> bool:
-        return all(holds(self.home.address + piece * PAGE, self.value + piece) for piece in range(self.home.pieces))
+        return all(holds(self.range.address + piece * PAGE, self.value + piece) for piece in range(self.range.pieces))
 
 
 def fill(one: _native.Range, value: int) -> None:
@@ -73,8 +73,8 @@ def fill(one: _native.Range, value: int) -> None:
 def layer(core: Core, pieces: int = 2, value: int = 1, group: _native.Group | None = None) -> Layer:
     group = group or core.device.group()
     made = Layer(core, group, core.range(pieces, "weights", group), core.range(pieces, "weights", group), value)
-    made.home.map(0, pieces)
-    fill(made.home, value)
+    made.range.map(0, pieces)
+    fill(made.range, value)
     return made
 
 
@@ -111,7 +111,7 @@ def other() -> Iterator[Other]:
 def test_what_lies_in_both_places_is_copied_one_place_at_a_time(moved: int) -> None:
     with opened() as core:
         one = layer(core, pieces=3)
-        assert one.home.move(moved, "host")
+        assert one.range.move(moved, "host")
         core.device.publish([one.entry(1)])
         assert core.device.take([1]) == 2
         assert one.place == "host"
@@ -143,7 +143,7 @@ def test_entries_are_taken_in_order_and_only_until_there_are_enough() -> None:
 
 WAYS: dict[str, Callable[[Core, Layer], object]] = {
     "map": lambda core, one: core.range(3).map(0, 3),
-    "own": lambda core, one: one.home.own(0, 3),
+    "own": lambda core, one: one.range.own(0, 3),
     "allocate": lambda core, one: core.device.deallocate(core.device.allocate(3 * PAGE)),
     "budget": lambda core, one: core.device.set_budget(3 * PAGE),
 }
@@ -153,7 +153,7 @@ WAYS: dict[str, Callable[[Core, Layer], object]] = {
 def test_there_is_one_trigger(way: str) -> None:
     with opened(budget=6) as core:
         one, coming = layer(core, 3), layer(core, 3).clean()
-        assert coming.home.alias(0, coming.twin, 0, 3)
+        assert coming.range.alias(0, coming.twin, 0, 3)
         rest = core.range(3)
         rest.map(0, 3)
         core.device.publish([one.entry(1)])
@@ -204,9 +204,9 @@ def test_a_twin_is_made_from_the_pages_themselves_and_only_where_it_lacks_them()
         core.device.publish([one.entry(1)])
         core.range(1).map(0, 1)
         assert d2h(core) == 3 * PAGE
-        assert [one.home.page(piece) for piece in range(5)] == [one.twin.page(piece) for piece in range(5)]
-        assert holds(one.home.address + 3 * PAGE, 77)
-        write(one.home.address + 3 * PAGE, 4)
+        assert [one.range.page(piece) for piece in range(5)] == [one.twin.page(piece) for piece in range(5)]
+        assert holds(one.range.address + 3 * PAGE, 77)
+        write(one.range.address + 3 * PAGE, 4)
         assert one.intact()
         assert physical("host") == 5 * PAGE
 
@@ -221,8 +221,8 @@ def test_a_layer_that_comes_back_and_is_taken_again_costs_one_copy_in_all() -> N
             assert keys(core) == [times]
             assert one.intact()
             kv.retire(0, 2)
-            assert one.home.own(0, 2)
-            fill(one.home, one.value)
+            assert one.range.own(0, 2)
+            fill(one.range, one.value)
         assert d2h(core) == 2 * PAGE
 
 
@@ -247,13 +247,13 @@ def test_a_twin_is_made_from_its_sources(memory: tuple[mmap.mmap, bytes]) -> Non
         parts = [
             (0, source.address + 100, PAGE + 7),
             (PAGE + 7, source.address, 5),
-            (2 * PAGE, one.home.address + 2 * PAGE, 512),
+            (2 * PAGE, one.range.address + 2 * PAGE, 512),
             (2 * PAGE + 512, source.address + 3, PAGE - 512),
         ]
         core.device.publish([one.entry(1, parts)])
         core.range(1).map(0, 1)
         assert keys(core) == [1]
-        shown = ctypes.string_at(one.home.address, 3 * PAGE)
+        shown = ctypes.string_at(one.range.address, 3 * PAGE)
         assert shown[:PAGE] == data[100 : 100 + PAGE]
         assert shown[PAGE : 2 * PAGE] == bytes([60]) * PAGE
         assert shown[2 * PAGE : 2 * PAGE + 512] == bytes([52]) * 512
@@ -370,8 +370,8 @@ def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
         assert core.device.published == [1, 3]
         assert core.device.demand == 0
         assert physical("host") == 2 * PAGE
-        assert two.home.own(0, 0)
-        two.home.close()
+        assert two.range.own(0, 0)
+        two.range.close()
         two.twin.close()
         core.device.reap(wait=True)
         kv.map(2, 2)
@@ -381,16 +381,16 @@ def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
 
 
 VOID: dict[str, Callable[[Core, Layer], object]] = {
-    "home closed": lambda core, one: one.home.close(),
+    "range closed": lambda core, one: one.range.close(),
     "twin closed": lambda core, one: one.twin.close(),
-    "retired": lambda core, one: one.home.retire(1, 1),
+    "retired": lambda core, one: one.range.retire(1, 1),
     "retired under a tensor": lambda core, one: (
-        from_dlpack(one.home.tensor(0, (PAGE,), (1,), 1, 8)),
-        one.home.retire(0, 1),
+        from_dlpack(one.range.tensor(0, (PAGE,), (1,), 1, 8)),
+        one.range.retire(0, 1),
     ),
-    "led elsewhere": lambda core, one: one.home.alias(0, layer(core).home, 0, 1),
-    "led elsewhere and back": lambda core, one: (one.home.alias(0, layer(core).home, 0, 1), one.home.own(0, 1)),
-    "retired and mapped": lambda core, one: (one.home.retire(0, 2), one.home.map(0, 2)),
+    "led elsewhere": lambda core, one: one.range.alias(0, layer(core).range, 0, 1),
+    "led elsewhere and back": lambda core, one: (one.range.alias(0, layer(core).range, 0, 1), one.range.own(0, 1)),
+    "retired and mapped": lambda core, one: (one.range.retire(0, 2), one.range.map(0, 2)),
     "twin mapped": lambda core, one: one.twin.map_host(1, 1),
     "twin retired": lambda core, one: one.twin.retire(0, 1),
 }
@@ -434,8 +434,8 @@ def test_a_page_that_moved_is_the_same_page() -> None:
     with opened(budget=4) as core:
         one = layer(core)
         core.device.publish([one.entry(1)])
-        assert one.home.move(0, "device")
-        assert one.home.move(1, "host")
+        assert one.range.move(0, "device")
+        assert one.range.move(1, "host")
         assert core.device.published == [1]
         core.range(4).map(0, 4)
         assert core.device.taken()[0][1:] == (1, 1), "the other was on the host"
@@ -447,7 +447,7 @@ def test_pages_that_others_show_are_passed_over_until_they_do_not() -> None:
     with opened(budget=2) as core:
         one, shows = layer(core), core.range(1, "weights")
         core.device.publish([one.entry(1)])
-        assert shows.alias(0, one.home, 1, 1)
+        assert shows.alias(0, one.range, 1, 1)
         refused(lambda: core.range(1).map(0, 1))
         shows.retire(0, 1)
         core.range(1).map(0, 1)
@@ -462,21 +462,21 @@ def test_entries_that_make_no_sense_are_refused_and_the_old_list_stays(memory: t
         far = stranger.reserve(2 * PAGE, "weights", stranger.group())
         source = _native.HostMemory(core.device, held, 0, PAGE)
         core.device.publish([one.entry(1)])
-        home, twin, group = one.home, one.twin, one.group
+        range_, twin, group = one.range, one.twin, one.group
         outside = ctypes.create_string_buffer(2 * PAGE)
         for match, entries in {
             "two entries have the key 3": [one.entry(3), two.entry(3)],
-            "another group": [(2, core.device.group(), [(home, 0, 2, twin, 0, [])])],
-            "two parts share pieces": [(2, group, [(home, 0, 1, twin, 0, []), (home, 1, 1, twin, 0, [])])],
-            "two parts share": [(2, group, [(home, 1, 1, twin, 1, [])]), (3, group, [(home, 0, 2, far, 0, [])])],
-            "parts share pieces": [(2, group, [(home, 0, 2, home, 1, [])])],
-            "pieces 1 to 3 lie outside": [(2, group, [(home, 1, 2, twin, 0, [])])],
-            "pieces 2 to 3 lie outside": [(2, group, [(home, 0, 1, twin, 2, [])])],
-            "another device": [(2, group, [(home, 0, 2, far, 0, [])])],
-            "outside a part": [(2, group, [(home, 1, 1, twin, 0, [(1, source.address, PAGE)])])],
-            "neither in registered memory": [(2, group, [(home, 0, 2, twin, 0, [(0, source.address + 1, PAGE)])])],
-            "neither in registered": [(2, group, [(home, 0, 2, twin, 0, [(0, ctypes.addressof(outside), PAGE)])])],
-            "neither in": [(2, group, [(home, 1, 1, twin, 0, [(0, home.address, PAGE)])])],
+            "another group": [(2, core.device.group(), [(range_, 0, 2, twin, 0, [])])],
+            "two parts share pieces": [(2, group, [(range_, 0, 1, twin, 0, []), (range_, 1, 1, twin, 0, [])])],
+            "two parts share": [(2, group, [(range_, 1, 1, twin, 1, [])]), (3, group, [(range_, 0, 2, far, 0, [])])],
+            "parts share pieces": [(2, group, [(range_, 0, 2, range_, 1, [])])],
+            "pieces 1 to 3 lie outside": [(2, group, [(range_, 1, 2, twin, 0, [])])],
+            "pieces 2 to 3 lie outside": [(2, group, [(range_, 0, 1, twin, 2, [])])],
+            "another device": [(2, group, [(range_, 0, 2, far, 0, [])])],
+            "outside a part": [(2, group, [(range_, 1, 1, twin, 0, [(1, source.address, PAGE)])])],
+            "neither in registered memory": [(2, group, [(range_, 0, 2, twin, 0, [(0, source.address + 1, PAGE)])])],
+            "neither in registered": [(2, group, [(range_, 0, 2, twin, 0, [(0, ctypes.addressof(outside), PAGE)])])],
+            "neither in": [(2, group, [(range_, 1, 1, twin, 0, [(0, range_.address, PAGE)])])],
         }.items():
             with pytest.raises(BallonetError, match=match):
                 core.device.publish([*entries, two.entry(9)])
@@ -656,8 +656,8 @@ def test_what_one_thread_takes_beyond_its_need_serves_another() -> None:
             assert one.intact()
             for kv in asking:
                 kv.retire(0, 1)
-            assert one.home.own(0, threads)
-            fill(one.home, 40)
+            assert one.range.own(0, threads)
+            fill(one.range, 40)
 
 
 # -- divisible entries
@@ -671,12 +671,12 @@ def core() -> Iterator[Core]:
 
 def where(*layers: Layer) -> list[str]:
     """Of each piece of each: device or alias, by the first letter."""
-    return ["".join(each.home.backing(piece)[0] for piece in range(each.home.pieces)) for each in layers]
+    return ["".join(each.range.backing(piece)[0] for piece in range(each.range.pieces)) for each in layers]
 
 
 def divisible(core: Core, *layers: Layer, limit: int = 99) -> None:
     """One entry of all, with the key 7."""
-    parts = [(each.home, 0, each.home.pieces, each.twin, 0, []) for each in layers]
+    parts = [(each.range, 0, each.range.pieces, each.twin, 0, []) for each in layers]
     core.device.publish([(7, layers[0].group, parts)], {7: limit})
 
 
@@ -707,7 +707,7 @@ def test_pieces_that_are_not_what_they_were_are_passed_over(core: Core) -> None:
     layers = three(core)
     divisible(core, *layers)
     layers[0].twin.map_host(0, 2)
-    layers[1].home.retire(0, 1)
+    layers[1].range.retire(0, 1)
     assert core.device.take([7], 4) == 4
     assert where(*layers)[0] == "ddad", "those that were not touched"
     assert where(*layers)[1][1:] == "add"
@@ -746,7 +746,7 @@ def test_a_divisible_entry_that_another_thread_leases_is_demanded(core: Core) ->
 def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
     one = layer(core)
     with pytest.raises(BallonetError, match="divisible"):
-        core.device.publish([(7, one.group, [(one.home, 0, 2, None, 0, [])])], {7: 1})
+        core.device.publish([(7, one.group, [(one.range, 0, 2, None, 0, [])])], {7: 1})
 
 
 @pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuMemCreate"])
@@ -761,6 +761,6 @@ def test_a_fault_while_some_of_it_is_taken_leaves_every_byte(core: Core, call: s
         assert all(each.intact() for each in layers)
         core.device.check()
         for each in layers:
-            each.home.close()
+            each.range.close()
             each.twin.close()
         core.device.reap(wait=True)

@@ -52,17 +52,17 @@ def led_elsewhere(core: Core) -> tuple[_native.Range, _native.Range]:
 
 def take_over(core: Core) -> Callable[[], object]:
     group = core.device.group()
-    home, twin, spare = (core.range(1, "kv", group) for _ in range(3))
+    range_, twin, spare = (core.range(1, "kv", group) for _ in range(3))
     twin.map_peer(0, 1)
     spare.map_host(0, 1)
-    home.alias(0, twin, 0, 1)
-    return lambda: twin.take_over(0, spare, 0, 1, home)
+    range_.alias(0, twin, 0, 1)
+    return lambda: twin.take_over(0, spare, 0, 1, range_)
 
 
 def published(core: Core) -> None:
     group = core.device.group()
-    home, twin = weights(core, 2, group), core.range(2, "weights", group)
-    core.device.publish([Layer(core, group, home, twin, 1).entry(7)])
+    range_, twin = weights(core, 2, group), core.range(2, "weights", group)
+    core.device.publish([Layer(core, group, range_, twin, 1).entry(7)])
 
 
 def retired(core: Core, pieces: int, then: Callable[[], object]) -> Callable[[], object]:
@@ -174,22 +174,22 @@ def test_a_page_that_is_copied_from_meanwhile_is_not_moved(gate: Gate) -> None:
         assert one.move(0, "device")
 
 
-@pytest.mark.parametrize("what", ["home", "twin"])
+@pytest.mark.parametrize("what", ["range", "twin"])
 def test_what_is_closed_while_its_twin_is_filled_is_not_taken(what: str, gate: Gate) -> None:
     with opened(path=gate.path) as core, ThreadPoolExecutor(1) as pool:
         group = core.device.group()
-        home, twin = weights(core, 2, group), core.range(2, "weights", group)
-        core.device.publish([Layer(core, group, home, twin, 1).entry(7)])
+        range_, twin = weights(core, 2, group), core.range(2, "weights", group)
+        core.device.publish([Layer(core, group, range_, twin, 1).entry(7)])
         gate.close(COPIES)
         taker = pool.submit(core.device.take, [7])
         eventually(gate.waiting)
-        {"home": home, "twin": twin}[what].close()
+        {"range": range_, "twin": twin}[what].close()
         gate.open()
         assert taker.result() == 0
         assert core.device.published == []
         core.device.reap(wait=True)
-        other = {"home": twin, "twin": home}[what]
-        assert other.backing(0) == ("none" if what == "home" else "device")
+        other = {"range": twin, "twin": range_}[what]
+        assert other.backing(0) == ("none" if what == "range" else "device")
 
 
 def test_two_who_map_the_same_pieces_wait_for_the_same_pages(gate: Gate) -> None:

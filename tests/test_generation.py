@@ -158,10 +158,10 @@ def test_a_cache_that_a_forward_makes_for_itself_is_elastic(device: Device) -> N
         lease = generation.forward_entered(model).open()
         with torch.no_grad():
             cache = model(**INPUTS, use_cache=True).past_key_values
-        assert cache.layers[0]._home.group.leases == 1
+        assert cache.layers[0]._range.group.leases == 1
         lease.close()
         lease.close()
-        assert cache.layers[0]._home.group.leases == 0
+        assert cache.layers[0]._range.group.leases == 0
         assert kinds(cache) == {ElasticLayer}
         assert kinds(DynamicCache(config=model.config)) == {DynamicLayer}
 

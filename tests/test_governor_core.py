@@ -39,13 +39,13 @@ class Layers:
         self.plan = Plan(PAGES)
         self.core = core
         self.group = core.device.group()
-        self.homes = [core.range(pages, "weights", self.group) for pages in PAGES]
+        self.ranges = [core.range(pages, "weights", self.group) for pages in PAGES]
         self.twins = [core.range(pages, "weights", self.group) for pages in PAGES]
         self.slots: list[_native.Range] = []
         self.first = first
-        for layer, home in enumerate(self.homes):
-            home.map(0, home.pieces)
-            write(home.address, first + layer, home.nbytes)
+        for layer, range_ in enumerate(self.ranges):
+            range_.map(0, range_.pieces)
+            write(range_.address, first + layer, range_.nbytes)
         governor.add(self)
 
     @property
@@ -56,22 +56,22 @@ class Layers:
         return 6.0 if point.phase == "decode" else 12.0
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        home, twin = self.homes[layer], self.twins[layer]
-        return self.group, [(home, 0, home.pieces, twin, 0, [])]
+        range_, twin = self.ranges[layer], self.twins[layer]
+        return self.group, [(range_, 0, range_.pieces, twin, 0, [])]
 
     def arrange(self, plan: Plan) -> None:
         with self.governor.changing(self) as taken:
             away = {*self.plan.streamed} | taken
             for layer in {*plan.streamed} - away:
                 self._cover(layer)
-                assert self.homes[layer].alias(0, self.twins[layer], 0, PAGES[layer])
+                assert self.ranges[layer].alias(0, self.twins[layer], 0, PAGES[layer])
             for slot in self.slots:
                 slot.close()
             self.core.device.reap(wait=True)
             for layer in away - {*plan.streamed}:
-                home, twin = self.homes[layer], self.twins[layer]
-                assert home.own(0, home.pieces)
-                ctypes.memmove(home.address, twin.address, home.nbytes)
+                range_, twin = self.ranges[layer], self.twins[layer]
+                assert range_.own(0, range_.pieces)
+                ctypes.memmove(range_.address, twin.address, range_.nbytes)
                 twin.close()
                 self.twins[layer] = self.core.range(PAGES[layer], "weights", self.group)
             self.slots = [self.core.range(pages, "weights", self.group) for pages in plan.slot_pages]
@@ -93,14 +93,14 @@ class Layers:
 
     def check(self) -> None:
         """Every layer can be read, from the device or the host."""
-        for layer, home in enumerate(self.homes):
-            assert holds(home.address, self.first + layer, home.nbytes), (self.name, layer)
+        for layer, range_ in enumerate(self.ranges):
+            assert holds(range_.address, self.first + layer, range_.nbytes), (self.name, layer)
 
     def _cover(self, layer: int) -> None:
-        home, twin = self.homes[layer], self.twins[layer]
+        range_, twin = self.ranges[layer], self.twins[layer]
         if not twin.backed:
             twin.map_host(0, twin.pieces)
-            ctypes.memmove(twin.address, home.address, home.nbytes)
+            ctypes.memmove(twin.address, range_.address, range_.nbytes)
 
 
 class KV:
@@ -135,10 +135,17 @@ def test_the_cache_takes_pages_of_weights_when_none_is_free_and_gives_them_back(
         assert not any(twin.backed for twin in b.twins), "nothing is prepared"
         assert a.step("decode", kv, 1)
         assert core.pages()["free"] == 1, "one layer"
-        assert behind(b.homes[0].address)[0] == "host"
+        assert behind(b.ranges[0].address)[0] == "host"
         assert a.step("decode", kv, 7)
-        assert [behind(home.address)[0] for home in b.homes] == ["host", "host", "device", "host", "host", "device"]
-        assert [behind(home.address)[0] for home in a.homes] == ["device"] * 6
+        assert [behind(range_.address)[0] for range_ in b.ranges] == [
+            "host",
+            "host",
+            "device",
+            "host",
+            "host",
+            "device",
+        ]
+        assert [behind(range_.address)[0] for range_ in a.ranges] == ["device"] * 6
         gone = sum(twin.backed for twin in b.twins)
         assert core.device.snapshot()["copied"]["weights_d2h"] == gone * PAGE, "once, when they are taken"
         for each in (a, b):
@@ -153,7 +160,7 @@ def test_the_cache_takes_pages_of_weights_when_none_is_free_and_gives_them_back(
             clock.now += DEFAULT.pages.dwell / 8
             assert b.step("decode", kv, 0)
         assert b.plan == Plan(PAGES)
-        assert [behind(home.address)[0] for home in b.homes] == ["device"] * 6
+        assert [behind(range_.address)[0] for range_ in b.ranges] == ["device"] * 6
         for each in (a, b):
             each.check()
             governor.remove(each)

@@ -188,10 +188,10 @@ class Twins(RuleBasedStateMachine):
         elastic, _ = self.pairs[which]
         if elastic.elastic:
             backed = [
-                piece for piece in range(elastic._home.range.backed) if elastic._home.range.backing(piece) != "none"
+                piece for piece in range(elastic._range.range.backed) if elastic._range.range.backing(piece) != "none"
             ]
             if backed:
-                elastic._home.range.move(data.draw(st.sampled_from(backed)), place)
+                elastic._range.range.move(data.draw(st.sampled_from(backed)), place)
 
     @rule(which=which)
     def reset(self, which: int) -> None:
@@ -355,12 +355,12 @@ def test_a_sequence_that_outgrows_its_reservation_moves_to_a_larger_one() -> Non
     small = [part[:1, :1] for part in tokens(1)]  # 48 bytes per token
     layer = ElasticLayer(CacheRanges(longest=8))
     layer.update(*small)
-    reserved = layer._home.geometry.tokens
+    reserved = layer._range.geometry.tokens
     for _ in range(reserved // 500 + 1):
         layer.update(*(part.expand(1, 1, 500, -1) for part in small))
     assert layer.get_seq_length() > reserved
     assert layer.elastic
-    assert layer._home.geometry.tokens >= layer.get_seq_length()
+    assert layer._range.geometry.tokens >= layer.get_seq_length()
     assert torch.equal(layer.keys, small[0].expand_as(layer.keys))
     assert torch.equal(layer.values, small[1].expand_as(layer.values))
 
@@ -626,7 +626,7 @@ def test_kv_cache_needs_no_model_and_is_a_dynamic_cache() -> None:
         assert all(layer.elastic for layer in cache.layers)
         twin = copy.deepcopy(cache)
         twin.update(*tokens(1), layer_idx=0)
-        assert twin.layers[0]._home is not cache.layers[0]._home
+        assert twin.layers[0]._range is not cache.layers[0]._range
         assert cache.get_seq_length() == 12
 
 
@@ -663,7 +663,7 @@ def test_an_append_is_inside_a_lease() -> None:
         layer.update(*tokens(1))
     assert current() is lease
     assert group.leases == 1
-    assert [kv.home.owner for kv in lease.ranges] == ["kv"]
+    assert [kv.range.owner for kv in lease.ranges] == ["kv"]
     inner = ForwardLease().open()
     layers[0].update(*tokens(1))
     assert group.leases == 2

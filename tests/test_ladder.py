@@ -100,7 +100,7 @@ def test_no_part_of_the_list_goes_below_a_floor(
         )
 
 
-def test_what_costs_most_comes_home_first() -> None:
+def test_what_costs_most_is_restored_first() -> None:
     every = [
         Absent(client, 1, seconds, active, priority, recency)
         for client, (active, seconds, priority, recency) in enumerate(
@@ -124,7 +124,7 @@ def test_what_costs_most_comes_home_first() -> None:
 def test_the_whole_list() -> None:
     """Prefixes that the host has, idle weights, idle KV, hidden weights, stalling weights, running KV, layers beyond
     the cap: the core takes them in that order."""
-    came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: at home again it may give as many
+    came = streaming(EQUAL, (0, 1, 2, 4, 5, 6), 1)  # more than hide: resident again it may give as many
     device, governor, clock, (a, b) = governed(200, {"priority": 1}, {"plan": came})
     for _ in range(24):
         clock.now += PAGES.dwell / 10
@@ -324,10 +324,10 @@ def test_an_slo_lends_nothing_of_a_floor(floor: int) -> None:
     assert device.free == 60 - a.here
 
 
-# -- back home
+# -- restored
 
 
-def test_kv_that_is_read_in_place_comes_home_before_layers_that_hide() -> None:
+def test_kv_that_is_read_in_place_is_restored_before_layers_that_hide() -> None:
     device, governor, clock, (a,) = governed(64, {})
     cache = FakeCache(device, governor, clock)
 
@@ -355,10 +355,10 @@ def test_kv_that_is_read_in_place_comes_home_before_layers_that_hide() -> None:
     assert cache.displaced == 0, "first"
     assert a.plan.streamed, "there were no pages for these all the time"
     go_on(1.0 * PAGES.dwell)
-    assert a.plan == Plan(EQUAL), "what came home is no load that grows"
+    assert a.plan == Plan(EQUAL), "what was restored is no load that grows"
 
 
-def test_nothing_comes_home_once_pages_are_wanted_again() -> None:
+def test_nothing_is_restored_once_pages_are_wanted_again() -> None:
     device, governor, clock, _ = governed(20)
     cache = FakeCache(device, governor, clock)
     cache.step(8)

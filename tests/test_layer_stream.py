@@ -90,7 +90,7 @@ def chosen(layers: list[Layer], free: int, rows: int = 1, copy: float = 0.0, in_
     return choose(layers, page=PAGE, link=LINK, free=free, rows=rows, tuning=KVReads(copy=copy, in_place=in_place))
 
 
-def test_what_fits_comes_home_and_arrives_while_layers_compute() -> None:
+def test_what_fits_is_restored_and_arrives_while_layers_compute() -> None:
     layers = [Layer(4, rest=8 * SECONDS)] * 10
     found = chosen(layers, free=40)
     assert (found.way, found.streamed, found.slots, found.pages) == (Way.RESIDENT, 0, 0, 40)

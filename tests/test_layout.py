@@ -41,8 +41,8 @@ def test_every_block_lies_once_aligned_in_its_range_and_over_nothing_else(blocks
     assert found.keys() == {block.key for block in blocks}
     for block in blocks:
         index, first, end = found[block.key]
-        home = layout.ranges[index].layer
-        assert home == (block.layer if block.nbytes >= LARGE else None)
+        lies_in = layout.ranges[index].layer
+        assert lies_in == (block.layer if block.nbytes >= LARGE else None)
         assert first % ALIGNMENT == 0
         assert end - first == block.nbytes
         assert 0 <= first < end <= layout.ranges[index].pages * page

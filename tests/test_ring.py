@@ -35,13 +35,13 @@ class Model:
         for layer, slot in zip(self.plan.streamed, self.plan.slots, strict=True):
             parts, offset = [], 0
             for count in split(pages[layer]):
-                home = core.range(count, "weights", self.group)
-                mover = self.mover(home)
+                range_ = core.range(count, "weights", self.group)
+                mover = self.mover(range_)
                 twin = mover.backing
                 twin.pages.map_host(0, count)
                 write(twin.pages.address, layer + 1, count * PAGE)
-                home.alias(0, twin.pages, 0, count)
-                parts.append(Part(home, mover, offset, 0, home.pieces))
+                range_.alias(0, twin.pages, 0, count)
+                parts.append(Part(range_, mover, offset, 0, range_.pieces))
                 offset += count
             layers.append(Streamed(layer, slot, tuple(parts)))
         self.layers = {each.layer: each for each in layers}
@@ -53,9 +53,9 @@ class Model:
         for mover in self.movers:
             mover.backing.close()
 
-    def mover(self, home: Range) -> Mover:
+    def mover(self, range_: Range) -> Mover:
         """What moves the pieces of a range, with a backing of its own."""
-        made = Mover(self.core.device, home, Backing(self.core.device, self.group, home, "weights"), Lock())
+        made = Mover(self.core.device, range_, Backing(self.core.device, self.group, range_, "weights"), Lock())
         self.movers.append(made)
         return made
 
@@ -77,13 +77,13 @@ class Model:
         if stream != 0:
             return True
         parts = self.layers[layer].parts
-        return all(holds(slot.address + part.offset * PAGE, layer + 1, part.home.nbytes) for part in parts)
+        return all(holds(slot.address + part.offset * PAGE, layer + 1, part.range.nbytes) for part in parts)
 
     def shows_right(self, layer: int) -> bool:
         """So does whoever looks, at any time."""
         for part in self.layers[layer].parts:
-            part.home.note_use(0, False)
-            if not holds(part.home.address, layer + 1, part.home.nbytes):
+            part.range.note_use(0, False)
+            if not holds(part.range.address, layer + 1, part.range.nbytes):
                 return False
         return True
 
@@ -91,7 +91,7 @@ class Model:
         """These stream from now on; those that are resident have new backings."""
         for layer, each in self.layers.items():
             if any(part.backing.closed for part in each.parts):
-                parts = tuple(replace(part, mover=self.mover(part.home)) for part in each.parts)
+                parts = tuple(replace(part, mover=self.mover(part.range)) for part in each.parts)
                 self.layers[layer] = replace(each, parts=parts)
         coming = self.on_host() - {*streamed, *self.ring.own.layers}
         given = ([self.layers[layer] for layer in each] for each in (streamed, sorted(coming)))
@@ -99,14 +99,14 @@ class Model:
 
     def on_host(self) -> set[int]:
         return {
-            layer for layer, each in self.layers.items() if any(part.home.backing(0) == "alias" for part in each.parts)
+            layer for layer, each in self.layers.items() if any(part.range.backing(0) == "alias" for part in each.parts)
         }
 
     def take(self, layer: int) -> int:
         """The core takes its own slot, or its pages; how many."""
         each = self.layers[layer]
         offer = self.ring.own.offer(layer) or [
-            (part.home, part.first, part.count, part.backing.pages, part.first, []) for part in each.parts
+            (part.range, part.first, part.count, part.backing.pages, part.first, []) for part in each.parts
         ]
         self.core.device.publish([(layer, self.group, offer)])
         return self.core.device.take([layer])
@@ -207,7 +207,7 @@ def test_any_order_of_layers_and_interruptions(pages: list[int], slots: int, dat
                 kept = it.slot(layer)
                 it.ring.give_away(layer)
                 assert all(
-                    holds(kept.address + part.offset * PAGE, layer + 1, part.home.nbytes)
+                    holds(kept.address + part.offset * PAGE, layer + 1, part.range.nbytes)
                     for part in it.layers[layer].parts
                 )
                 kept.close()
@@ -261,7 +261,7 @@ def test_a_layer_can_be_written_between_two_passes() -> None:
         for value in (7, 1):
             it.ring.begin(0)
             it.run(0) if value == 7 else it.ring.enter(0, 0)
-            ctypes.memset(it.layers[0].parts[0].home.address, value, 2 * PAGE)
+            ctypes.memset(it.layers[0].parts[0].range.address, value, 2 * PAGE)
             it.ring.begin(0)
             it.ring.enter(0, 0)
             assert holds(it.slot(0).address, value, 2 * PAGE)
@@ -298,12 +298,12 @@ def test_a_layer_that_has_come_back_is_copied_to_its_slot_once() -> None:
             it.run(1)
         copied = it.copied() - before
         assert copied == 2 * 2, "layer 0 to the shared slot, once, and layer 1 to its own"
-        ctypes.memset(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
+        ctypes.memset(it.layers[1].parts[0].range.address, 7, 2 * PAGE)
         it.ring.begin(0, lambda layer: layer == 0)
         assert it.ring.enter(1, 0)
         assert holds(it.slot(1).address, 7, 2 * PAGE)
         assert it.copied() - before == 3 * 2
-        ctypes.memset(it.layers[1].parts[0].home.address, 2, 2 * PAGE)
+        ctypes.memset(it.layers[1].parts[0].range.address, 2, 2 * PAGE)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -315,25 +315,25 @@ def test_a_layer_that_is_settled_is_resident(held: bool) -> None:
         it.ring.begin(0)
         it.run(1)
         host = it.core.device.snapshot()["host_pages"] - it.core.device.snapshot()["host_free"]
-        ctypes.memset(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
+        ctypes.memset(it.layers[1].parts[0].range.address, 7, 2 * PAGE)
         slot = it.slot(1)
         view = slot.tensor(0, (PAGE,), (1,), 1, 8) if held else None
         if held:
             with pytest.raises(BallonetError, match="cannot be exchanged"):
                 it.ring.make_resident(1)
             assert it.ring.own.layers == (0, 1)
-            assert holds(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
+            assert holds(it.layers[1].parts[0].range.address, 7, 2 * PAGE)
         del view
         before = it.core.pages()["weights"]
         it.ring.make_resident(1)
         assert it.ring.own.layers == (0,)
         assert it.on_host() == {0}
-        assert holds(it.layers[1].parts[0].home.address, 7, 2 * PAGE)
+        assert holds(it.layers[1].parts[0].range.address, 7, 2 * PAGE)
         it.core.device.reap(wait=True)
         assert it.core.pages()["weights"] == before, "the pages of the slot are the layer's"
         now = it.core.device.snapshot()
         assert now["host_pages"] - now["host_free"] == host - 3
-        ctypes.memset(it.layers[1].parts[0].home.address, 2, 2 * PAGE)
+        ctypes.memset(it.layers[1].parts[0].range.address, 2, 2 * PAGE)
         it.core.device.check()
 
 
@@ -424,10 +424,10 @@ def test_weights_leave_once_every_stream_has_written() -> None:
     """Weights may be loaded on a stream of somebody's own, which the thread that moves them knows nothing of."""
     with opened(budget=20, host_budget=20) as core:
         group, lane = core.device.group(), core.stream()
-        home = core.range(2, "weights", group)
-        home.map(0, 2)
-        home.note_use(lane, True)
-        mover = Mover(core.device, home, Backing(core.device, group, home, "weights"), Lock())
+        range_ = core.range(2, "weights", group)
+        range_.map(0, 2)
+        range_.note_use(lane, True)
+        mover = Mover(core.device, range_, Backing(core.device, group, range_, "weights"), Lock())
         assert mover.evict([0, 1], Transfer(core.device), None, whole=True) == 2
         assert mover.backing.backed == 2
         mover.backing.close()

@@ -72,7 +72,7 @@ ELLM = (
         ("gpu/test_balloon_core.py::test_requests_come_to_call_the_driver_no_more", "figure:driver_time"),
     ),
     Row(
-        "KV on the host: full pages are copied behind, taken in order, read in place, and come home",
+        "KV on the host: full pages are copied behind, taken in order, read in place, and are restored",
         (
             "kv/test_tiers.py::test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back",
             "kv/test_tiers.py::test_what_is_copied_behind_is_clean_and_what_is_written_to_is_dirty",
@@ -88,7 +88,7 @@ LADDER = (  # of the design, not of a paper
         (
             "test_ladder.py::test_every_pair_of_lots_is_in_order",
             "test_ladder.py::test_no_floor_is_ever_crossed",
-            "test_ladder.py::test_what_costs_most_comes_home_first",
+            "test_ladder.py::test_what_costs_most_is_restored_first",
             "test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing",
             "streaming/test_levers.py::test_a_square_wave",
             "streaming/test_levers.py::test_four_verbs",
@@ -287,13 +287,13 @@ SWIFTCACHE = (
         ),
     ),
     Row(
-        "tiers: a peer's pages first, then the host's, and all comes home",
+        "tiers: a peer's pages first, then the host's, and all is restored",
         (
-            "kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_comes_home",
+            "kv/test_peer.py::test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored",
             "kv/test_peer.py::test_tokens_are_those_of_stock_while_pages_go_all_ways",
             "test_core_peer.py::test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own",
         ),
-        ("gpu/test_kv_stream.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home", "figure:prefix"),
+        ("gpu/test_kv_stream.py::test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored", "figure:prefix"),
     ),
     Row(
         "prefix reuse: what is stored is the same cache held by hand, to the bit",

@@ -241,8 +241,8 @@ SCENE = """
         address = model.model.layers[0].mlp.up_proj.weight.data_ptr()
         lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
         bounds = [(*(int(each, 16) for each in line[0].split("-")), line[-1]) for line in lines]
-        (home,) = (file for first, end, file in bounds if first <= address < end)
-        assert home.startswith(str(folder)), "the weights are no view of the mapped file"
+        (lies_in,) = (file for first, end, file in bounds if first <= address < end)
+        assert lies_in.startswith(str(folder)), "the weights are no view of the mapped file"
 
         left = 5
         def late(file, offset, nbytes):

@@ -17,26 +17,26 @@ from .programs import python
 
 def test_it_shows_what_is_mapped_and_pins_nothing() -> None:
     with opened(budget=4) as core:
-        home = core.range(8, "kv")
-        window = from_dlpack(home.window(PAGE, 6 * PAGE))
-        assert (window.dtype, window.shape, window.data_ptr()) == (torch.uint8, (6 * PAGE,), home.address + PAGE)
-        home.map(3, 2)
+        range_ = core.range(8, "kv")
+        window = from_dlpack(range_.window(PAGE, 6 * PAGE))
+        assert (window.dtype, window.shape, window.data_ptr()) == (torch.uint8, (6 * PAGE,), range_.address + PAGE)
+        range_.map(3, 2)
         window[2 * PAGE : 4 * PAGE] = 7
-        home.retire(3, 1)
+        range_.retire(3, 1)
         core.device.reap(wait=True)
-        assert home.backing(3) == "none"
+        assert range_.backing(3) == "none"
         assert bool((window[3 * PAGE : 4 * PAGE] == 7).all())
-        home.map(3, 1)
+        range_.map(3, 1)
         assert window[2 * PAGE : 3 * PAGE].shape == (PAGE,)
         core.device.check()
 
 
 def test_it_keeps_the_addresses_and_no_page() -> None:
     with opened(budget=4) as core:
-        home = core.range(4, "kv")
-        home.map(0, 4)
-        window = from_dlpack(home.window(0, 4 * PAGE))
-        home.close()
+        range_ = core.range(4, "kv")
+        range_.map(0, 4)
+        window = from_dlpack(range_.window(0, 4 * PAGE))
+        range_.close()
         core.device.reap(wait=True)
         assert core.pages()["kv"] == 0
         other = core.range(4, "kv")
@@ -47,9 +47,9 @@ def test_it_keeps_the_addresses_and_no_page() -> None:
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 4 * PAGE + 1), (4 * PAGE, 1), (5 * PAGE, 0)])
 def test_it_lies_within_the_range(offset: int, nbytes: int) -> None:
     with opened() as core:
-        home = core.range(4, "kv")
+        range_ = core.range(4, "kv")
         with pytest.raises(BallonetError, match="outside a range"):
-            home.window(offset, nbytes)
+            range_.window(offset, nbytes)
 
 
 def test_a_hole_cannot_be_read() -> None:
@@ -57,9 +57,9 @@ def test_a_hole_cannot_be_read() -> None:
         from torch.utils.dlpack import from_dlpack
         from tests.core import PAGE, opened
         with opened() as core:
-            home = core.range(2, "kv")
-            home.map(0, 1)
-            window = from_dlpack(home.window(0, 2 * PAGE))
+            range_ = core.range(2, "kv")
+            range_.map(0, 1)
+            window = from_dlpack(range_.window(0, 2 * PAGE))
             print(int(window[0]), flush=True)
             int(window[PAGE])
     """

@@ -103,14 +103,14 @@ bool Aliasing::adopt(Range& range, std::size_t first, Range& spare, std::size_t 
 }
 
 bool Aliasing::take_over(Range& twin, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count,
-                         Range& home) {
+                         Range& range) {
   std::unique_lock<std::mutex> lease;
   if (!twin.may_change(lease)) return false;
-  if (home.group != twin.group || spare.group != twin.group) throw UsageError("a range of another group");
+  if (range.group != twin.group || spare.group != twin.group) throw UsageError("a range of another group");
   const auto check = [&] {
     twin.check_span(first, count);
     spare.check_span(spare_first, count);
-    home.check_span(first, count);
+    range.check_span(first, count);
   };
   Section in(space_);
   check();
@@ -119,7 +119,7 @@ bool Aliasing::take_over(Range& twin, std::size_t first, Range& spare, std::size
   retirement_.reap(in);
   std::vector<Change> changes{{twin, first, {}, true}};
   for (std::size_t i = 0; i < count; ++i) {
-    const Piece &old = twin.held[first + i], &fresh = spare.held[spare_first + i], &shown = home.held[first + i];
+    const Piece &old = twin.held[first + i], &fresh = spare.held[spare_first + i], &shown = range.held[first + i];
     if (!has_own_page(old.backing) || !has_own_page(fresh.backing) || old.doomed || fresh.doomed) {
       throw UsageError(format("piece %zu has no page of its own on both sides", first + i));
     }
@@ -127,7 +127,7 @@ bool Aliasing::take_over(Range& twin, std::size_t first, Range& spare, std::size
     const unsigned mappings = space_.pool(old.place).book.mappings(old.page);
     if (mappings != (leads ? 2U : 1U) || !shown_once(fresh)) return false;
     changes.front().targets.push_back(fresh);
-    if (leads) changes.push_back({home, first + i, {{fresh.page, Backing::kAlias, fresh.place}}, true});
+    if (leads) changes.push_back({range, first + i, {{fresh.page, Backing::kAlias, fresh.place}}, true});
   }
   // The last of all: the bytes are behind an address throughout.
   changes.push_back({spare, spare_first, std::vector<Target>(count)});

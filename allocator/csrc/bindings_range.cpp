@@ -95,10 +95,10 @@ void bind_range(py::module_& module) {
       .def(
           "take_over",
           [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count,
-             RangeHandle& home) {
-            return r.mapper().aliasing.take_over(*r.range, first, *spare.range, spare_first, count, *home.range);
+             RangeHandle& range) {
+            return r.mapper().aliasing.take_over(*r.range, first, *spare.range, spare_first, count, *range.range);
           },
-          py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), py::arg("home"), ReleaseGil())
+          py::arg("first"), py::arg("spare"), py::arg("spare_first"), py::arg("count"), py::arg("range"), ReleaseGil())
       .def(
           "adopt",
           [](RangeHandle& r, std::size_t first, RangeHandle& spare, std::size_t spare_first, std::size_t count) {

@@ -12,10 +12,10 @@ using PartTuple =
 using EntryTuple = std::tuple<std::int64_t, std::shared_ptr<Group>, std::vector<PartTuple>>;
 
 Takeable::Part part_of(const PartTuple& tuple) {
-  const auto& [home, first, count, twin, twin_first, sources] = tuple;
-  if (home == nullptr) throw UsageError("a part has a range");
+  const auto& [handle, first, count, twin, twin_first, sources] = tuple;
+  if (handle == nullptr) throw UsageError("a part has a range");
   if (twin == nullptr && !sources.empty()) throw UsageError("what has no twin has no sources");
-  Takeable::Part part{home->range, first, count, {}, twin_first, {}, twin == nullptr};
+  Takeable::Part part{handle->range, first, count, {}, twin_first, {}, twin == nullptr};
   if (twin != nullptr) part.twin = twin->range;
   for (const auto& [offset, address, size] : sources) part.sources.push_back({offset, address, size});
   return part;

@@ -21,7 +21,7 @@ void check_apart(const std::vector<Reclaim::Entry>& entries) {
     if (!takeable.group) throw UsageError("an entry belongs to a group");
     if (limit) continue;
     for (const Takeable::Part& part : takeable.parts) {
-      spans.emplace_back(part.home.lock(), part.first, part.count);
+      spans.emplace_back(part.range.lock(), part.first, part.count);
       spans.emplace_back(part.twin.lock(), part.twin_first, part.count);
     }
   }

@@ -6,7 +6,7 @@ namespace ballonet {
 
 Examination::Examination(AddressSpace& space, const Copies& copies, const Takeable& takeable)
     : space_(space), copies_(copies), takeable_(takeable) {
-  for (const Takeable::Part& part : takeable.parts) ends_.push_back({part.home.lock(), part.twin.lock(), part.buffer});
+  for (const Takeable::Part& part : takeable.parts) ends_.push_back({part.range.lock(), part.twin.lock(), part.buffer});
 }
 
 Room room_for_twins(const AddressSpace& space) {
@@ -17,13 +17,13 @@ bool Examination::admissible() const {
   for (std::size_t i = 0; i < ends_.size(); ++i) {
     if (!ends_[i].open()) return false;
     const Takeable::Part& part = takeable_.parts[i];
-    const Range& home = *ends_[i].home;
+    const Range& range = *ends_[i].range;
     const Range* twin = ends_[i].twin.get();
-    if (space_.ranges.count(ends_[i].home.get()) == 0 || (twin && space_.ranges.count(ends_[i].twin.get()) == 0)) {
+    if (space_.ranges.count(ends_[i].range.get()) == 0 || (twin && space_.ranges.count(ends_[i].twin.get()) == 0)) {
       throw UsageError("a range of another device");
     }
-    if (!home.group || home.group != takeable_.group) throw UsageError("the range belongs to another group");
-    home.check_span(part.first, part.count);
+    if (!range.group || range.group != takeable_.group) throw UsageError("the range belongs to another group");
+    range.check_span(part.first, part.count);
     if (twin) twin->check_span(part.twin_first, part.count);
     const std::size_t extent = part.count * space_.page_size;
     for (const auto& [offset, from, size] : part.sources) {
@@ -44,9 +44,9 @@ Taken Examination::outcome() const {
     const Takeable::Part& part = takeable_.parts[i];
     const bool fits = ends_[i].open() && unchanged(i, takeable_.as_of) && sound(i, known);
     if (!fits || !sources_there(i)) return {Taken::Fate::kVoid, 0};
-    kv &= ends_[i].home->owner == Owner::kKv;
+    kv &= ends_[i].range->owner == Owner::kKv;
     for (std::size_t piece = part.first; piece < part.first + part.count; ++piece) {
-      const Piece& here = ends_[i].home->held[piece];
+      const Piece& here = ends_[i].range->held[piece];
       if (here.backing == Backing::kDevice) ++pages;
       if (part.buffer || here.backing == Backing::kAlias) {
         ++known[here.page];
@@ -76,7 +76,7 @@ Takeable Examination::first_of(std::size_t most, Room room) const {
     next.pop();
     if (goes(i, piece)) {
       const std::size_t lacking = leads_somewhere(ends_[i].twin->held[twin_of(i, piece)].backing) ? 0 : 1;
-      if (room.holds({Taken::Fate::kTaken, 1, lacking, ends_[i].home->owner == Owner::kKv})) {
+      if (room.holds({Taken::Fate::kTaken, 1, lacking, ends_[i].range->owner == Owner::kKv})) {
         chosen[i].push_back(piece);
         --most;
       }
@@ -91,7 +91,7 @@ Takeable Examination::first_of(std::size_t most, Room room) const {
       if (found.parts.size() > before && found.parts.back().first + found.parts.back().count == piece) {
         ++found.parts.back().count;
       } else {
-        found.parts.push_back({part.home, piece, 1, part.twin, twin_of(i, piece), {}, false});
+        found.parts.push_back({part.range, piece, 1, part.twin, twin_of(i, piece), {}, false});
       }
     }
   }
@@ -100,10 +100,10 @@ Takeable Examination::first_of(std::size_t most, Room room) const {
 
 // Is this piece of a divisible entry what it was, and free to go?
 bool Examination::goes(std::size_t part, std::size_t piece) const {
-  const Piece& home = ends_[part].home->held[piece];
+  const Piece& here = ends_[part].range->held[piece];
   const Piece& twin = ends_[part].twin->held[twin_of(part, piece)];
-  if (home.changed > takeable_.as_of || twin.changed > takeable_.as_of || home.doomed || twin.doomed) return false;
-  if (home.backing != Backing::kDevice || space_.device.book.mappings(home.page) != 1) return false;
+  if (here.changed > takeable_.as_of || twin.changed > takeable_.as_of || here.doomed || twin.doomed) return false;
+  if (here.backing != Backing::kDevice || space_.device.book.mappings(here.page) != 1) return false;
   return twin.backing != Backing::kAlias && twin.backing != Backing::kDevice;
 }
 
@@ -112,7 +112,7 @@ Examination::Shared Examination::shared() const {
   for (std::size_t i = 0; i < ends_.size(); ++i) {
     const Takeable::Part& part = takeable_.parts[i];
     for (std::size_t n = 0; part.buffer && ends_[i].open() && n < part.count; ++n) {
-      const Piece& piece = ends_[i].home->held[part.first + n];
+      const Piece& piece = ends_[i].range->held[part.first + n];
       if (piece.backing == Backing::kDevice) shared.emplace(piece.page, 0);
     }
   }
@@ -127,9 +127,9 @@ bool Examination::unchanged(std::uint64_t as_of) const {
 }
 
 bool Examination::unchanged(std::size_t part, std::uint64_t as_of) const {
-  const auto& [home, first, count, twin, twin_first, sources, buffer] = takeable_.parts[part];
+  const auto& [shown, first, count, twin, twin_first, sources, buffer] = takeable_.parts[part];
   for (std::size_t i = 0; i < count; ++i) {
-    if (ends_[part].home->held[first + i].changed > as_of) return false;
+    if (ends_[part].range->held[first + i].changed > as_of) return false;
     if (!buffer && ends_[part].twin->held[twin_first + i].changed > as_of) return false;
   }
   return true;
@@ -139,7 +139,7 @@ bool Examination::unchanged(std::size_t part, std::uint64_t as_of) const {
 bool Examination::sound(std::size_t index, const Shared& shared) const {
   const Takeable::Part& part = takeable_.parts[index];
   for (std::size_t i = 0; i < part.count; ++i) {
-    const Piece& piece = ends_[index].home->held[part.first + i];
+    const Piece& piece = ends_[index].range->held[part.first + i];
     if (piece.doomed) return false;
     if (part.buffer) {
       if (piece.backing != Backing::kDevice) return false;
@@ -159,7 +159,7 @@ bool Examination::sound(std::size_t index, const Shared& shared) const {
 
 bool Examination::sources_there(std::size_t index) const {
   const Takeable::Part& part = takeable_.parts[index];
-  const CUdeviceptr begin = ends_[index].home->base + part.first * space_.page_size;
+  const CUdeviceptr begin = ends_[index].range->base + part.first * space_.page_size;
   const CUdeviceptr end = begin + part.count * space_.page_size;
   return std::all_of(part.sources.begin(), part.sources.end(), [&](const Takeable::Source& source) {
     const bool own = source.address >= begin && source.address < end && source.size <= end - source.address;

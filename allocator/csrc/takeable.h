@@ -1,7 +1,7 @@
 // What may be taken of ranges that are in use, and what would come of it.
 //
 // Note [Void]
-// Who publishes what may be taken describes pieces as they are at that moment: those of the home have pages of their
+// Who publishes what may be taken describes pieces as they are at that moment: those of the range have pages of their
 // own and hold what they should, those of its backing range are backed and hold the same, or are not backed. Any change
 // after it may make this wrong: a backing range that was just mapped holds nothing yet. So each piece says when it last
 // came to lead elsewhere, and what was admitted before that is void. A piece that was only moved to another page holds
@@ -35,14 +35,14 @@ struct Takeable {
     std::size_t size;
   };
   struct Part {
-    std::weak_ptr<Range> home;
+    std::weak_ptr<Range> range;
     std::size_t first, count;
     std::weak_ptr<Range> twin;  // the backing range
     std::size_t twin_first;
     std::vector<Source> sources;  // of what `twin` lacks; none: the part itself
     bool buffer = false;          // has no `twin`: homes of the other parts lead to its pages
   };
-  std::shared_ptr<Group> group;  // of every home
+  std::shared_ptr<Group> group;  // of every range
   std::vector<Part> parts;
   std::uint64_t as_of = 0;  // the table's changes when it was admitted
 };
@@ -84,9 +84,9 @@ Room room_for_twins(const AddressSpace& space);
 class Examination {
  public:
   struct Ends {  // of a part
-    std::shared_ptr<Range> home, twin;
+    std::shared_ptr<Range> range, twin;
     bool buffer;
-    bool open() const { return home && !home->closed && (buffer || (twin && !twin->closed)); }
+    bool open() const { return range && !range->closed && (buffer || (twin && !twin->closed)); }
   };
 
   Examination(AddressSpace& space, const Copies& copies, const Takeable& takeable);

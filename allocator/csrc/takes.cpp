@@ -105,15 +105,15 @@ bool Takes::plan(const Takeable& takeable, const Examination& examined, std::siz
 // What fills at most `most` pages of `to_place` for the pieces from `next` on; `next` ends behind the last one seen.
 Takes::Filling Takes::filling_of(const Takeable::Part& part, const Examination::Ends& ends, Place to_place,
                                  std::size_t& next, std::size_t most) const {
-  Filling filling{*ends.home, *ends.twin, to_place, {}, {}};
+  Filling filling{*ends.range, *ends.twin, to_place, {}, {}};
   const std::size_t page_size = space_.page_size;
-  const CUdeviceptr from = space_.address(ends.home->held, part.first);
+  const CUdeviceptr from = space_.address(ends.range->held, part.first);
   const CUdeviceptr to = space_.address(ends.twin->held, part.twin_first);
   const auto lacks = [&](std::size_t i) {
     return i < part.count && filling.pieces.size() < most &&
            !leads_somewhere(ends.twin->held[part.twin_first + i].backing);
   };
-  const auto place = [&](std::size_t i) { return ends.home->held[part.first + i].place; };
+  const auto place = [&](std::size_t i) { return ends.range->held[part.first + i].place; };
   std::size_t& i = next;
   while (i < part.count && filling.pieces.size() < most) {
     const std::size_t first_piece = i, begin = i * page_size;
@@ -135,7 +135,7 @@ Takes::Filling Takes::filling_of(const Takeable::Part& part, const Examination::
 
 // Gives the pieces pages. After a failure some have one.
 void Takes::back(const Fillings& fillings) {
-  for (const auto& [home, twin, place, pieces, copies] : fillings) {
+  for (const auto& [range, twin, place, pieces, copies] : fillings) {
     const PageId hint = mapping_.hint_for(twin, pieces.front(), place);
     mapping_.back(twin, pieces, place, space_.pool(place).take(pieces.size(), twin.owner, hint));
   }
@@ -160,12 +160,12 @@ void Takes::copy_in(Section& in, const Fillings& fillings) {
     throw;
   }
   for (const Filling& filling : fillings) {
-    const Range& home = filling.home;
-    const CUdeviceptr end = home.base + home.pieces * space_.page_size;
+    const Range& range = filling.range;
+    const CUdeviceptr end = range.base + range.pieces * space_.page_size;
     for (const Copy& copy : filling.copies) {
-      if (copy.from < home.base || copy.from >= end) continue;
-      const Place from = home.held[(copy.from - home.base) / space_.page_size].place;
-      copies_.count(home.owner, from, filling.place, copy.size);
+      if (copy.from < range.base || copy.from >= end) continue;
+      const Place from = range.held[(copy.from - range.base) / space_.page_size].place;
+      copies_.count(range.owner, from, filling.place, copy.size);
     }
   }
 }
@@ -175,7 +175,7 @@ void Takes::lead_to_twins(const Takeable& takeable, const Examination& examined)
   for (std::size_t i = 0; i < takeable.parts.size(); ++i) {
     const Takeable::Part& part = takeable.parts[i];
     const Examination::Ends& ends = examined.ends()[i];
-    changes.push_back({*ends.home, part.first, std::vector<Target>(part.count)});
+    changes.push_back({*ends.range, part.first, std::vector<Target>(part.count)});
     for (std::size_t n = 0; !ends.buffer && n < part.count; ++n) {
       const Piece& shown = ends.twin->held[part.twin_first + n];
       changes.back().targets[n] = {shown.page, Backing::kAlias, shown.place};

@@ -41,7 +41,7 @@ class Takes {
  private:
   // The pieces of a backing range that lack their bytes, and the copies that bring them.
   struct Filling {
-    Range& home;
+    Range& range;
     Range& twin;
     Place place;  // of their pages
     std::vector<std::size_t> pieces;

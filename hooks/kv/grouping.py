@@ -44,7 +44,7 @@ class CacheRanges:
         """`layers`: how many may share a range. `longest`: tokens to make room for, `expected`: tokens likely to come;
         0 if unknown. `alone`: something acts on single layers. `device`: whose pages it gets while it has a runtime;
         else it gets those of the runtime whose device torch has the tokens on."""
-        self._home = device
+        self._wanted = device
         self._layers = max(1, layers)
         self._longest = longest
         self._expected = expected
@@ -72,15 +72,15 @@ class CacheRanges:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CacheRanges:
         make, settings = self.__reduce__()
-        return make(*settings, self._home)
+        return make(*settings, self._wanted)
 
     def __reduce__(self) -> tuple[type[CacheRanges], tuple[int, int, int, bool]]:
         return CacheRanges, (self._layers, self._longest, self._expected, self._alone)
 
     def device_at(self, place: torch.device) -> Device | None:
         """The device whose pages tokens get that torch has at `place`; None where there is none."""
-        home = next((each for each in runtime.every() if each.device is self._home), None)  # else it is closed by now
-        found = home or runtime.current(place.index)
+        ours = next((each for each in runtime.every() if each.device is self._wanted), None)  # else it is closed by now
+        found = ours or runtime.current(place.index)
         return found.device if found is not None and torch_device(found.device) == place else None
 
     def group(self, device: Device) -> Group:
@@ -100,11 +100,16 @@ class CacheRanges:
         None where attention kernels could not index so many tokens (`geometry`, Note [int32]). DriverError.
         """
         self._ranges = [each for each in self._ranges if each() is not None]
-        for home in (each() for each in self._ranges):
-            if home is not None and home.shape == shape and home.geometry.tokens >= tokens and home.reaches(tokens):
-                place = home.join()
+        for kv_range in (each() for each in self._ranges):
+            if (
+                kv_range is not None
+                and kv_range.shape == shape
+                and kv_range.geometry.tokens >= tokens
+                and kv_range.reaches(tokens)
+            ):
+                place = kv_range.join()
                 if place is not None:
-                    return home, place
+                    return kv_range, place
         geometry = geometry_for(
             Sizes(shape.batch, shape.heads, shape.k_dim, shape.v_dim, shape.dtype.itemsize),
             self._layers,
@@ -121,13 +126,13 @@ class CacheRanges:
         if self._tier is None and device.host_pages:
             self._tier, self._kept = KVTier(device, group, governors.of(device)), ThreadLease(group)
         more = 0 if self._ranges else -(-self._layers // geometry.layers) - 1
-        home = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
-        self._ranges.append(weakref.ref(home))
+        kv_range = KVRange(device, group, geometry, shape, self._tier, self._kept, max(self._expected, tokens), more)
+        self._ranges.append(weakref.ref(kv_range))
         if self._tier is not None:
             self._tier.client.block = max(self._tier.client.block, len(self._ranges), 1 + more)
-        place = home.join()
+        place = kv_range.join()
         assert place is not None
-        return home, place
+        return kv_range, place
 
 
 def geometry_for(

@@ -36,7 +36,7 @@ from .grouping import CacheRanges
 from .range import KVRange, Latest
 from .tensors import Pair, Shape
 
-_THERE: Final = ("_home", "_latest")  # attributes that a copy cannot have
+_THERE: Final = ("_range", "_latest")  # attributes that a copy cannot have
 
 
 class ElasticLayer(DynamicLayer):
@@ -50,9 +50,9 @@ class ElasticLayer(DynamicLayer):
     def __init__(self, ranges: CacheRanges | None = None, **kwargs: Any) -> None:
         """`ranges`: shared with the other layers of the cache. `kwargs`: what transformers gives to any layer."""
         self._ranges = CacheRanges() if ranges is None else ranges
-        self._home: KVRange | None = None
+        self._range: KVRange | None = None
         self._place = 0
-        self._latest: Latest | None = None  # in `_home`
+        self._latest: Latest | None = None  # in `_range`
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
@@ -61,10 +61,10 @@ class ElasticLayer(DynamicLayer):
     def keys(self) -> torch.Tensor | None:
         """[batch, heads, tokens, k_dim]; None before the first update."""
         self._give_to_graph()
-        if self._keys is not None or self._home is None or self._latest is None:
+        if self._keys is not None or self._range is None or self._latest is None:
             return self._keys
         keys = self._latest.keys
-        return self._home.pair(self._place)[0] if keys is None else keys
+        return self._range.pair(self._place)[0] if keys is None else keys
 
     @keys.setter
     def keys(self, tensor: torch.Tensor | None) -> None:
@@ -74,10 +74,10 @@ class ElasticLayer(DynamicLayer):
     def values(self) -> torch.Tensor | None:
         """[batch, heads, tokens, v_dim]; None before the first update."""
         self._give_to_graph()
-        if self._values is not None or self._home is None or self._latest is None:
+        if self._values is not None or self._range is None or self._latest is None:
             return self._values
         values = self._latest.values
-        return self._home.pair(self._place)[1] if values is None else values
+        return self._range.pair(self._place)[1] if values is None else values
 
     @values.setter
     def values(self, tensor: torch.Tensor | None) -> None:
@@ -86,7 +86,7 @@ class ElasticLayer(DynamicLayer):
     @property
     def elastic(self) -> bool:
         """Do the tokens lie in a range now?"""
-        return self._home is not None and self._keys is None and self._values is None
+        return self._range is not None and self._keys is None and self._values is None
 
     def adopt(self, layer: DynamicLayer) -> None:
         """Becomes what a stock `layer` is; the next update moves the tokens in."""
@@ -104,14 +104,17 @@ class ElasticLayer(DynamicLayer):
         """Appends tokens, [batch, heads, new, dim], and returns all keys and values."""
         if not eager(key_states, value_states):
             return self._stock_update(key_states, value_states, *args, **kwargs)
-        home = self._home if self._keys is self._values is None else None
-        if home is not None and (appended := home.append_next(self._place, key_states, value_states)) is not None:
+        kv_range = self._range if self._keys is self._values is None else None
+        if (
+            kv_range is not None
+            and (appended := kv_range.append_next(self._place, key_states, value_states)) is not None
+        ):
             return appended
-        if home is None or not home.takes(self._place, key_states, value_states):
+        if kv_range is None or not kv_range.takes(self._place, key_states, value_states):
             if not self._move_in(key_states, value_states):
                 return self._stock_update(key_states, value_states, *args, **kwargs)
-            home = cast(KVRange, self._home)
-        return home.append(self._place, key_states, value_states)
+            kv_range = cast(KVRange, self._range)
+        return kv_range.append(self._place, key_states, value_states)
 
     def reset(self) -> None:
         """Forgets everything, as if never used."""
@@ -121,28 +124,28 @@ class ElasticLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last `-tokens_to_remove` tokens; what a positive number means is up to transformers."""
-        home = self._changeable()
-        if home is None:
+        kv_range = self._changeable()
+        if kv_range is None:
             super().crop(tokens_to_remove)
         elif tokens_to_remove:
-            home.cut(self._place, cropped(self.get_seq_length(), tokens_to_remove))
+            kv_range.cut(self._place, cropped(self.get_seq_length(), tokens_to_remove))
 
     def cut(self, length: int, then: int) -> None:
         """Forgets the tokens from `length` on. `then`: so many there will be soon."""
-        if (home := self._changeable()) is None:
+        if (kv_range := self._changeable()) is None:
             ElasticLayer.crop(self, length - self.get_seq_length())
         else:
-            home.cut(self._place, length, then)
+            kv_range.cut(self._place, length, then)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] is (int64[sequences])."""
-        home = self._changeable()
-        if home is None:
+        kv_range = self._changeable()
+        if kv_range is None:
             super().reorder_cache(cast(torch.LongTensor, beam_idx))
             return
-        rows = beam_idx.to(home.shape.device)
-        if rows.shape == (home.shape.batch,) and home.exclusive():
-            home.reorder(self._place, rows)
+        rows = beam_idx.to(kv_range.shape.device)
+        if rows.shape == (kv_range.shape.batch,) and kv_range.exclusive():
+            kv_range.reorder(self._place, rows)
         else:
             self._replace(lambda tensor: tensor.index_select(0, rows))
 
@@ -200,21 +203,21 @@ class ElasticLayer(DynamicLayer):
         return self._ranges
 
     @property
-    def home(self) -> KVRange | None:
+    def kv_range(self) -> KVRange | None:
         """The range that the tokens lie in, None where they do not."""
-        return self._home if self.elastic else None
+        return self._range if self.elastic else None
 
     def part(self, start: int, end: int) -> Pair:
         """Keys and values of the tokens [start, end), by tensors of their own, on any thread. BallonetError where they
         are not in a range."""
-        home = self.home
-        if home is None:
+        kv_range = self.kv_range
+        if kv_range is None:
             raise ManageError("these tokens lie in no range")
-        return home.part(self._place, start, end)
+        return kv_range.part(self._place, start, end)
 
     def write(self, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Tokens that the range is missing. See range.py, Note [Released prefix]. The caller holds a lease."""
-        cast(KVRange, self._home).write(self._place, start, keys, values)
+        cast(KVRange, self._range).write(self._place, start, keys, values)
 
     def _twin(self, state: dict[str, Any]) -> Self:
         twin = type(self).__new__(type(self))
@@ -226,11 +229,11 @@ class ElasticLayer(DynamicLayer):
 
     def _held(self) -> AbstractContextManager[object]:
         """While kernels that read the tokens are launched no other thread leads their addresses elsewhere."""
-        return nullcontext() if self._home is None else GroupLease(self._home.group)
+        return nullcontext() if self._range is None else GroupLease(self._range.group)
 
     def _changeable(self) -> KVRange | None:
         """The range that the tokens lie in, None where they do not, or must not be changed there now."""
-        return self._home if self.elastic and not torch.compiler.is_compiling() else None
+        return self._range if self.elastic and not torch.compiler.is_compiling() else None
 
     def _tokens(self) -> Pair:
         return cast(torch.Tensor, self.keys), cast(torch.Tensor, self.values)
@@ -262,15 +265,15 @@ class ElasticLayer(DynamicLayer):
         found = self._ranges.join(device, shape, room)
         if found is None:
             return False
-        home, place = found
+        kv_range, place = found
         if tokens is not None:
             try:
-                home.append(place, *tokens)
+                kv_range.append(place, *tokens)
             except BaseException:
-                home.leave(place)
+                kv_range.leave(place)
                 raise
-        before, at = self._home, self._place
-        self._home, self._place, self._latest = home, place, home.latest(place)
+        before, at = self._range, self._place
+        self._range, self._place, self._latest = kv_range, place, kv_range.latest(place)
         self._keys = self._values = None
         if before is not None:
             before.leave(at)
@@ -294,16 +297,16 @@ class ElasticLayer(DynamicLayer):
     def _give_to_graph(self) -> None:
         """Where a CUDA graph is about to capture the tokens they stay where they are, for as long as the graph or the
         layer needs them, and the layer is a stock one."""
-        home = None if torch.compiler.is_compiling() else self._home
-        if home is None or not graphs.capturing(home.shape.device.type == "cuda"):
+        kv_range = None if torch.compiler.is_compiling() else self._range
+        if kv_range is None or not graphs.capturing(kv_range.shape.device.type == "cuda"):
             return
         if self.elastic:
-            tokens = home.pair(self._place)
-            graphs.shows(home.device, home.group, tokens)
+            tokens = kv_range.pair(self._place)
+            graphs.shows(kv_range.device, kv_range.group, tokens)
             self._keys, self._values = tokens
         self._leave()
 
     def _leave(self) -> None:
-        home, self._home, self._latest = self._home, None, None
-        if home is not None:
-            home.leave(self._place)
+        kv_range, self._range, self._latest = self._range, None, None
+        if kv_range is not None:
+            kv_range.leave(self._place)

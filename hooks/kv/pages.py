@@ -10,7 +10,7 @@ Note [Kept]
     A page of 8 MiB holds 2,048 tokens of a layer of an 8B model, so a conversation of 200 tokens fills none, and its 32
     layers would keep 256 MiB of the device for good. While a cache is only kept for prompts nothing is appended to it:
     then its last pages are as good as full (`final`), and leave for the host with the others. Before it is used again
-    they are not any more; what has left leads to the host, where tokens may be appended as well, until it comes home.
+    they are not any more; what has left leads to the host, where tokens may be appended as well, until it is restored.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Runs = list[tuple[int, int]]  # (first piece, count)
 
 
 class KVPages:
-    """The pages of the range `home`, whose tokens lie as `geometry` says. Without a tier its pages stay where they
+    """The pages of `range_`, whose tokens lie as `geometry` says. Without a tier its pages stay where they
     are."""
 
     def __init__(
         self,
         device: Device,
         group: Group,
-        home: Range,
+        range_: Range,
         geometry: Geometry,
         tier: KVTier | None,
         kept: ThreadLease | None,
@@ -53,7 +53,7 @@ class KVPages:
     ) -> None:
         """`tier` and `kept`: of the cache, where the host can show pages on the
         device. `alone`: does nobody hold a tensor over the range?"""
-        self.home = home
+        self.range = range_
         self._device = device
         self._group = group
         self._geometry = geometry
@@ -63,7 +63,7 @@ class KVPages:
         self.number = 0  # of the range in its tier
         self.fills = sys.maxsize  # tokens of every layer with which one more page is full
         if tier is not None:
-            self._extent = KVExtent(device, group, home, tier.lock, alone)
+            self._extent = KVExtent(device, group, range_, tier.lock, alone)
             self.number = tier.add(self._extent)
             self._count(self._extent)
 
@@ -116,22 +116,22 @@ class KVPages:
         DriverError."""
         runs = self._geometry.runs(first, end)
         try:
-            map_device(self.home, runs)
+            map_device(self.range, runs)
         except PoolExhausted as error:
-            find_room(self._device, self._tier, self.home, runs, error, tokens)
+            find_room(self._device, self._tier, self.range, runs, error, tokens)
         if self._extent is not None:
             self._extent.extended(first, end)
 
     def reachable(self, first: int, end: int) -> bool:
         """Can the pieces [first, end) be backed? Not where a tensor still shows what was there and was taken."""
-        return self._extent is None or all(self.home.backing(piece) != "alias" for piece in range(first, end))
+        return self._extent is None or all(self.range.backing(piece) != "alias" for piece in range(first, end))
 
     def retire(self, first: int, end: int) -> None:
         """Gives the pages of the pieces [first, end) back."""
         if self._extent is not None:
             self._extent.end = first
         for start, count in self._geometry.runs(first, end):
-            self.home.retire(start, count)
+            self.range.retire(start, count)
         if self._extent is not None:
             self._extent.drop(first, end)
 
@@ -142,7 +142,7 @@ class KVPages:
             with GroupLease(self._group):
                 self._extent.release_prefix(first, self.stream)
         for start, count in self._geometry.runs(before, first):
-            self.home.retire(start, count)
+            self.range.retire(start, count)
         if self._extent is not None:
             self._extent.drop(before, first)
 
@@ -150,11 +150,11 @@ class KVPages:
         """Backs the pieces [0, first), which hold so many tokens, again. torch.OutOfMemoryError, DriverError."""
         runs = self._geometry.runs(0, first)
         for start, count in runs:  # what a call that was interrupted has backed
-            self.home.retire(start, count)
+            self.range.retire(start, count)
         try:
-            map_device(self.home, runs)
+            map_device(self.range, runs)
         except PoolExhausted as error:
-            find_room(self._device, self._tier, self.home, runs, error, tokens)
+            find_room(self._device, self._tier, self.range, runs, error, tokens)
         if self._extent is not None:
             self._extent.prefix_mapped(first)
 
@@ -228,14 +228,14 @@ class KVPages:
     @property
     def pieces(self) -> int:
         """The pieces in use."""
-        return self.home.pieces if self._extent is None else self._extent.end
+        return self.range.pieces if self._extent is None else self._extent.end
 
     def backing(self, piece: int) -> Backing:
-        return self.home.backing(piece)
+        return self.range.backing(piece)
 
     def move(self, piece: int, to: Place) -> bool:
         """To another page, its own one. DriverError."""
-        return self.home.move(piece, to)
+        return self.range.move(piece, to)
 
     def displace(self, piece: int) -> bool:
         """Leads it to its backing, which gets its bytes. DriverError."""

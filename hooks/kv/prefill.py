@@ -24,8 +24,8 @@ from .tensors import Pair
 _ALIGNMENT: Final = 512  # bytes: kernels are chosen by no more
 
 
-def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:
-    """The keys and values of one layer, `shown`, which lie in `flat`, the first pieces of `home`, as copies with the
+def copied_in(device: Device, range_: Range, geometry: Geometry, flat: torch.Tensor, shown: Pair) -> Pair | None:
+    """The keys and values of one layer, `shown`, which lie in `flat`, the first pieces of `range_`, as copies with the
     strides that a layer alone in its range has. None where they would take pages from others."""
     one = replace(geometry, layers=1)
     keys, values = shown
@@ -44,7 +44,7 @@ def copied_in(device: Device, home: Range, geometry: Geometry, flat: torch.Tenso
     if geometry == one:
         length, page = keys.shape[2] * one.token_stride, geometry.page // geometry.itemsize
         pieces = range(geometry.pieces(keys.shape[2]))
-        for _, alike in groupby(pieces, home.place):
+        for _, alike in groupby(pieces, range_.place):
             first, *others = alike
             part = flat[first * page : min(length, (first + 1 + len(others)) * page)]
             memory[start + first * page :][: part.numel()].copy_(part)  # at the speed of the link

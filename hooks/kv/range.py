@@ -161,7 +161,7 @@ class KVRange:
 
     def append_next(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair | None:
         """As `append` where that is all that there is to do: one token, on a page that is there, in a forward for which
-        everything of the cache is at home (`KVTier.follows`). None, and nothing has changed, where it is not, or where
+        everything of the cache is resident (`KVTier.follows`). None, and nothing has changed, where it is not, or where
         `takes` would say no. Of each token all layers but the first come here: what it costs, each layer costs."""
         tier, mapped, latest = self._tier, self._mapped, self._latest[place]
         if tier is None or mapped is None or not tier.turns.forward:

@@ -29,14 +29,19 @@ from ..device.pressure import give_up
 
 
 def find_room(
-    device: Device, tier: KVTier | None, home: Range, runs: Sequence[tuple[int, int]], reason: PoolExhausted, goal: int
+    device: Device,
+    tier: KVTier | None,
+    range_: Range,
+    runs: Sequence[tuple[int, int]],
+    reason: PoolExhausted,
+    goal: int,
 ) -> None:
-    """Maps the pieces (first, count) of `home`, for which there was no page. `goal`: tokens that the cache is to have.
+    """Maps the pieces (first, count) of `range_`, which found no page. `goal`: tokens that the cache is to have.
     torch.OutOfMemoryError, DriverError."""
 
     def tried() -> bool:
         try:
-            map_device(home, runs)
+            map_device(range_, runs)
         except PoolExhausted:
             return False
         return True
@@ -57,23 +62,23 @@ def find_room(
         if tier.governor.spill:
             with suppress(PoolExhausted):
                 for first, count in runs:
-                    home.map_host(first, count)
+                    range_.map_host(first, count)
                 tier.decided(Rung.SPILL.label, "pull", sum(count for _, count in runs))
                 spilled()
                 return
     raise torch.OutOfMemoryError(f"no room for {goal} tokens of KV cache: {reason}{graphs.why_short()}") from reason
 
 
-def map_device(home: Range, runs: Iterable[tuple[int, int]]) -> None:
+def map_device(range_: Range, runs: Iterable[tuple[int, int]]) -> None:
     """Backs these pieces with pages of the device, but for those that a call that was interrupted has backed with pages
     of the host. PoolExhausted, DriverError."""
     for first, count in runs:
         for piece in range(first, first + count):
-            if home.backing(piece) == "host":
-                home.map_host(piece, 1)
+            if range_.backing(piece) == "host":
+                range_.map_host(piece, 1)
                 break
         else:
-            home.map(first, count)
+            range_.map(first, count)
 
 
 def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:

@@ -44,11 +44,11 @@ class Shape(NamedTuple):
 
 
 class RangeTensors:
-    """Makes tensors of shape `shape` over `home`, whose tokens lie as `geometry` says, and remembers the storage of
+    """Makes tensors of shape `shape` over `range_`, whose tokens lie as `geometry` says, and remembers the storage of
     each by a weak reference. See range.py, Note [Who else looks]."""
 
-    def __init__(self, home: Range, geometry: Geometry, shape: Shape) -> None:
-        self._home = home
+    def __init__(self, range_: Range, geometry: Geometry, shape: Shape) -> None:
+        self._range = range_
         self._geometry = geometry
         self._shape = shape
         # in elements, of each layer's keys and values
@@ -61,7 +61,7 @@ class RangeTensors:
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference mode
             if first >= end:
                 return torch.empty(0, dtype=self._shape.dtype, device=self._shape.device)
-            flat = from_dlpack(self._home.tensor(first * page, ((end - first) * page,), (1,), *_UINT8))
+            flat = from_dlpack(self._range.tensor(first * page, ((end - first) * page,), (1,), *_UINT8))
             if len(self._storages) > DEFAULT.kv_growth.storages:
                 self._storages = [storage for storage in self._storages if not storage.expired()]
             self._storages.append(StorageWeakRef(flat.untyped_storage()))

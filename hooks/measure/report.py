@@ -76,7 +76,7 @@ class Report:
     even intervals. `freed_pages`: of the device, that its weights do without. `token_bytes`: that come over the link in
     each iteration; `link_bytes`: that came so far; `bandwidth`: bytes per second, None where it was not measured.
     `file_bytes` and `host_bytes`: of the twins, those that lie in a file and those in host memory. `why`: the last
-    decision's reason. `kept`: layers that stay at home, as CUDA graphs have captured them. `kv`: how each KV cache of
+    decision's reason. `kept`: layers that stay resident, as CUDA graphs have captured them. `kv`: how each KV cache of
     the model reads what of it lies on the host. `lending`: what of the pages for KV it has reserved, lent and borrowed.
 
     `pages` of the device that hold weights of the model now, and `host_pages` that hold those of layers on the host.
@@ -177,7 +177,7 @@ class Report:
             yield "device pages freed", f"{self.freed_pages:,} ({format_size(self.freed_pages * self.page_size)})"
         if self.kept:
             layers = ", ".join(map(str, self.kept))
-            yield "kept at home", f"{len(self.kept)} layers that CUDA graphs have captured ({layers})"
+            yield "kept resident", f"{len(self.kept)} layers that CUDA graphs have captured ({layers})"
         for name, each in self.times.items():
             yield from _times(NAMES[name], each)
         if self.streamed or self.link_bytes:

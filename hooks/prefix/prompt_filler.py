@@ -198,7 +198,7 @@ class PromptFiller:
                 contents.counts.copies += 1
                 for run, parts in zip(used, away, strict=True):
                     contents.counts.hit(run.end - run.start, *parts, on_disk=run.source.disk)
-                pages = sum(layer.home.held for layer in layers if getattr(layer, "home", None))
+                pages = sum(layer.kv_range.held for layer in layers if getattr(layer, "kv_range", None))
                 contents.log_decision("copy", pages)
                 return columns
             for layer in layers:

@@ -109,7 +109,7 @@ class CachedSequence:
     @property
     def kv_ranges(self) -> list[KVRange]:
         """The ranges of the sequence."""
-        return [held for layer in self.used if (held := layer.home) is not None]
+        return [held for layer in self.used if (held := layer.kv_range) is not None]
 
     @property
     def pages(self) -> int:
@@ -267,7 +267,7 @@ def fill_in(sequence: CachedSequence, runs: Sequence[Run]) -> None:
     torch.OutOfMemoryError, DriverError; it is then as before."""
     with reading(runs):
         for number, layer in enumerate(sequence.layers):
-            kv_range = layer.home if sequence.holds(number) else None
+            kv_range = layer.kv_range if sequence.holds(number) else None
             if kv_range is None or not kv_range.missing:
                 continue
             if not kv_range.prefix_restorable:
@@ -290,8 +290,8 @@ def taken_out(layers: Sequence[Any], row: int, start: int, end: int, ranges: Cac
                 made.append(None)
                 continue
             made.append(elastic_counterpart(layer, ranges))
-            if layer.home is not None:
-                lease.enter_group(layer.home.group)
+            if layer.kv_range is not None:
+                lease.enter_group(layer.kv_range.group)
             keys, values = cast(Pair, (layer.keys, layer.values))
             made[-1].update(keys[row : row + 1, :, start:end], values[row : row + 1, :, start:end])
         return made

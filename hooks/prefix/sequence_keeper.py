@@ -57,7 +57,7 @@ class SequenceKeeper:
     def give_back(self, sequence: CachedSequence, now: Identity) -> None:
         """Keeps the sequence of a request that was broken off, as it was before. DriverError."""
         if sequence.layers and all(
-            layer.home is not None and layer.get_seq_length() >= len(sequence.ids) for layer in sequence.used
+            layer.kv_range is not None and layer.get_seq_length() >= len(sequence.ids) for layer in sequence.used
         ):
             sequence.trim()
             self.keep(sequence, now)

@@ -74,7 +74,7 @@ class Arrangement:
     def entry(self, layer: int) -> list[Any]:
         """The parts of a resident layer for `Device.publish`."""
         return self._weights.ring.own.offer(layer) or [
-            (part.home, first, count, part.backing.pages, first, [])
+            (part.range, first, count, part.backing.pages, first, [])
             for part in self._weights.parts(layer)
             for first, count in spans(part)
         ]

@@ -244,7 +244,7 @@ class Streaming:
 
 
 def _spot(parts: tuple[Part, ...], page: int) -> Spot:
-    runs = [(part.home.address + part.first * page, part.count * page, part.offset * page) for part in parts]
+    runs = [(part.range.address + part.first * page, part.count * page, part.offset * page) for part in parts]
 
     def spot(address: int) -> int | None:
         for start, nbytes, offset in runs:

@@ -85,8 +85,8 @@ class Follower:
         layers = decoder_layers(model)
         all_members = members(model, layers)
         shared = self._of_others(all_members)
-        home = torch_device(self._weights.device)
-        found = survey(_without(shared, all_members), home, from_host=files is not None)
+        device = torch_device(self._weights.device)
+        found = survey(_without(shared, all_members), device, from_host=files is not None)
         if found.refused is not None:
             raise found.refused
         working = room.working_pages(model, layers, self._weights.device.page_size, self._weights.plans)

@@ -281,12 +281,12 @@ class Weights:
     def _steps_out(self, model: nn.Module) -> list[Step]:
         """What lies in the ranges: layers first, whose pages are room for the rest, which goes one by one."""
         tenants = moving.tenants_of(self.all_ranges(), members(model, ()))
-        home = {id(member.tensor): opened for member, opened in tenants}
+        range_of = {id(member.tensor): opened for member, opened in tenants}
         layer_of = {opened.address: layer for layer, ranges in self.ranges.items() for opened in ranges}
         layers: dict[int, Step] = {}
         resident: list[Step] = []
         for span in spans([member.tensor for member, _ in tenants], {}):
-            opened = home[id(span.tensors[0])]
+            opened = range_of[id(span.tensors[0])]
             move = (opened, span.start - opened.address, span)
             layer = layer_of[opened.address]
             if layer is None:

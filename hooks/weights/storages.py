@@ -91,7 +91,7 @@ def survey(found: Iterable[Member], device: torch.device, *, from_host: bool = F
     on the CPU.
     """
     movable: list[torch.Tensor] = []
-    homes: dict[int, set[int | None]] = {}
+    layers_of: dict[int, set[int | None]] = {}
     left: dict[str, str] = {}
     refused: ManageError | None = None
     for member in found:
@@ -102,8 +102,8 @@ def survey(found: Iterable[Member], device: torch.device, *, from_host: bool = F
             left[member.name] = reason
         elif member.tensor.numel():
             movable.append(member.tensor)
-            homes[id(member.tensor)] = member.layers
-    return Survey(tuple(spans(movable, homes)), left, refused)
+            layers_of[id(member.tensor)] = member.layers
+    return Survey(tuple(spans(movable, layers_of)), left, refused)
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
@@ -113,8 +113,8 @@ def has_bytes(tensor: torch.Tensor) -> bool:
     return tensor.numel() > 0 and _reason_to_leave(tensor) is None
 
 
-def spans(tensors: Iterable[torch.Tensor], homes: Mapping[int, set[int | None]]) -> Iterator[Span]:
-    """Groups `tensors` by the bytes they use, in the order in which they come. `homes`: id of a tensor -> its
+def spans(tensors: Iterable[torch.Tensor], layers_of: Mapping[int, set[int | None]]) -> Iterator[Span]:
+    """Groups `tensors` by the bytes they use, in the order in which they come. `layers_of`: id of a tensor -> its
     layers."""
     storages: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -128,7 +128,7 @@ def spans(tensors: Iterable[torch.Tensor], homes: Mapping[int, set[int | None]])
         else:
             merged.append((order[base], end, start, storages[base]))
     for _, end, start, group in sorted(merged, key=lambda each: each[0]):
-        layers = set[int | None]().union(*(homes.get(id(tensor), {None}) for tensor in group))
+        layers = set[int | None]().union(*(layers_of.get(id(tensor), {None}) for tensor in group))
         yield _checked(Span(start, end - start, tuple(group), layers.pop() if len(layers) == 1 else None))
 
 

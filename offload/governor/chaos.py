@@ -3,7 +3,7 @@
 What lives at a fixed address must give the same results whatever page is behind it. So at the boundaries of decoder
 layers pages that the running forward itself has leased are swapped for others: of weights within the device (weights
 are never copied back to the host), of KV to another page of the device, of the peer or of the host, and back, or to
-its backing, as when the core takes it, and home again, or with it from the peer to the host. Which ones is drawn from a
+its backing, as when the core takes it, and restored, or with it from the peer to the host. Which ones is drawn from a
 generator of its own, so that sampling draws what it would have drawn. Now and then a lever of the ladder is pulled or
 reverted there as well, whether pages are short or not. Switched on by BALLONET_CHAOS=seed or
 `ballonet.testing.manage`.
@@ -23,14 +23,14 @@ from .levers import Lever
 if TYPE_CHECKING:
     from ...allocator._native import Place
 
-Way = Literal["device", "host", "peer", "away", "down", "home"]
+Way = Literal["device", "host", "peer", "away", "down", "restored"]
 WHERE: Final[Mapping[Way, tuple[str, ...]]] = {  # what a piece must lead to, to go each way
     "device": ("device", "host", "peer"),
     "host": ("device", "host", "peer"),
     "peer": ("device", "host", "peer"),
     "away": ("device",),
     "down": ("alias",),
-    "home": ("alias",),
+    "restored": ("alias",),
 }
 OF_A_PEER: Final[tuple[Way, ...]] = ("peer", "down")
 
@@ -62,7 +62,7 @@ class Chaos:
         """`host`: whether host pages can be mapped in the place of device pages here; `peer`: is there one?"""
         self.seed = seed
         self._tuning = tuning
-        self._ways: tuple[Way, ...] = ("device", "host", "away", "home") if host else ("device",)
+        self._ways: tuple[Way, ...] = ("device", "host", "away", "restored") if host else ("device",)
         if peer:
             self._ways += OF_A_PEER
         self._shown = [way for way in WHERE if peer or way not in OF_A_PEER]
@@ -75,7 +75,7 @@ class Chaos:
     @property
     def moved(self) -> Mapping[str, int]:
         """Pages moved so far: `weights` (to another device page), `kv_device`, `kv_host`, `kv_peer` (to a page of the
-        device, the host, the peer), `kv_away` and `kv_home` (evicted to their backing, and restored), `kv_down` (with
+        device, the host, the peer), `kv_away` and `kv_restored` (evicted to their backing, restored), `kv_down` (with
         it to the host). `kv_peer` and `kv_down` only where there is a peer."""
         with self._lock:
             return {name: self._moved[name] for name in ("weights", *(f"kv_{way}" for way in self._shown))}
@@ -125,4 +125,4 @@ def _go(pages: KV, piece: int, way: Way) -> bool:
         return pages.displace(piece)
     if way == "down":
         return pages.demote(piece)
-    return pages.bring_back(piece) if way == "home" else pages.move(piece, way)
+    return pages.bring_back(piece) if way == "restored" else pages.move(piece, way)

@@ -1,4 +1,4 @@
-"""How a KV cache in use reads what of it lies on the host: it comes home, or it is streamed through slots, or it is
+"""How a KV cache in use reads what of it lies on the host: it is restored, or it is streamed through slots, or it is
 read in place. Decided anew as pages come and go (layer_stream.py), and arranged between two iterations.
 
 Note [Room for slots]
@@ -175,7 +175,7 @@ class KVReadPlan:
                 self._stream(layers, stream)
             elif self._choice.way is Way.ZERO_COPY or away > self._device.available:
                 self._slots.close()
-            elif self._slots.slots:  # until it comes home
+            elif self._slots.slots:  # until it is restored
                 self._slots.bind(layers)
         if away > self._slots.pieces:
             self._wait = self._tuning.again

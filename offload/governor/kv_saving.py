@@ -107,7 +107,7 @@ class KVSaving:
         if copies:
             stream = self._turns.stream
             for extent in ready:
-                extent.mover.arrive(stream)  # some may have come home just now
+                extent.mover.arrive(stream)  # some may have been restored just now
             done = self._transfer.copy(copies, after=stream, owner="kv", to="host")
             self._decided("write-behind", sum(len(mapped) for mapped, _ in ready.values()), self._sending(ready))
             for extent, (mapped, _) in ready.items():

@@ -20,7 +20,7 @@ class Back(NamedTuple):
 
 
 def plan_restore(now: Situation, caches: Sequence[Held], spare: int, models: bool = True) -> Back:
-    """Returns who gets so many pages, in the order of ladder.py, Note [What comes home first]. A model with an SLO has
+    """Returns who gets so many pages, in the order of ladder.py, Note [What is restored first]. A model with an SLO has
     what that leaves it. `models`: do they have a part in it?"""
     states = {each.number: now.model(each) for each in now.states if models and each.auto and not each.has_slo}
     priorities = {state.number: state.model.priority for state in now.states}
@@ -55,6 +55,6 @@ def _of_model(number: int, model: Model) -> Absent:
 
 
 def restored_on_use(displaced: int, spare: int, offered: int) -> int:
-    """Pages that a cache brings home when it is used again: it reads them in place in each step otherwise, so that they
+    """Pages that a cache restores when it is used again: it reads them in place in each step otherwise, so that they
     are worth what idle models and caches have. `offered`: by those."""
     return min(displaced, spare + offered)

@@ -7,17 +7,17 @@ does what costs nothing; behind it come waiting, pages of the host, and refusal.
 Note [What it costs]
     A layer whose copy hides behind the iteration costs nothing in it; beyond that bytes over the link. A page of KV is
     read through the link in each decode step, whatever hides what else. What is idle costs nothing until it is used
-    again: then a layer streams, and a page of KV is copied home once.
+    again: then a layer streams, and a page of KV is restored once.
 
 Note [Floors]
     A model keeps `floor` device pages for its weights and its caches together. So each candidate is passed over that
     would leave it with less once all before it are taken. The core may take some and not others (a thread leases them),
     but never more than the list has, so that what is left is never less. A model that frees its own KV may be below it.
 
-Note [What comes home first]
+Note [What is restored first]
     What costs most while it is away: KV that is read in place, then layers whose copies are waited for, by the seconds
     that a page of them costs in each iteration. Then layers that hide, as the link is free for others without them;
-    then those of idle models. The KV of an idle cache comes home when it is used again, as nobody else may touch it.
+    then those of idle models. The KV of an idle cache is restored when it is used again, as nobody else may touch it.
 """
 
 from __future__ import annotations
@@ -152,5 +152,5 @@ class Absent:
 
 def restore_order(absent: Iterable[Absent]) -> list[Absent]:
     """In the order in which they come back: the reverse of that in which they went, by what they cost now. See Note
-    [What comes home first]."""
+    [What is restored first]."""
     return sorted(absent, key=lambda each: (not each.active, -each.seconds, -each.priority, each.recency))

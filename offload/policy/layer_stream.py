@@ -82,9 +82,9 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`streamed`: pages of each layer, or as many as it has away, that stay on the host; the others come home.
+    """`streamed`: pages of each layer, or as many as it has away, that stay on the host; the others are restored.
     `slots`: of so many pages each. `pages`: device pages that all this takes. `seconds`: of an iteration when what
-    comes home is there, `exposed` of them for the link. `first`: seconds of the iteration that brings it home.
+    is restored is there, `exposed` of them for the link. `first`: seconds of the iteration that restores it.
     """
 
     way: Way

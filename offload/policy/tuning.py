@@ -112,7 +112,7 @@ class WeightPlans:
 
 @dataclass(frozen=True, slots=True)
 class KVReads:
-    """How KV on the host is read: home, through slots, or in place (layer_stream.py, governor/kv_read_plan.py)."""
+    """How KV on the host is read: restored, through slots, or in place (layer_stream.py, governor/kv_read_plan.py)."""
 
     # Bytes per second of the link where nobody has measured it (a cache with no managed model): that of PCIe 4 x16.
     # Assumed (docs/limits.md).

@@ -12,8 +12,9 @@ Note [File backings]
 
 Note [From the peer to the host]
     A piece gets a page of the peer while that has one, else of the host. Where the peer runs short a page of the host
-    is filled beside it, at the same place of a third range (`demote`), and takes its place, under this range's address
-    and the home's, once the bytes are there (`demoted`); until then everything is as it was.
+    is filled beside it, at the same place of a third range (`demote`). Once the bytes are there it takes the
+    first one's place, under the backing's own address and under the range's (`demoted`); until then everything is as
+    it was.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ FAR: Final = ("host", "peer")
 
 
 class Backing:
-    """The backing of the range `home`: a range of as many pieces, each of which has a page of the host or the peer, or
+    """The backing of `range_`: a range of as many pieces, each of which has a page of the host or the peer, or
     none; or a file, while that serves."""
 
     def __init__(
         self,
         device: Device,
         group: Group,
-        home: Range,
+        range_: Range,
         owner: Owner,
         *,
         file: FileBacking | None = None,
@@ -53,7 +54,7 @@ class Backing:
     ) -> None:
         """`group`: of its own range, which is made when it is first needed. `owner`: of the bytes; weights have no
         pages of the peer. `blank`: a page that addresses lead to while a file serves."""
-        self.home = home
+        self.range = range_
         self.file = file  # None where pages serve
         self.closed = False
         self._blank = blank
@@ -78,7 +79,7 @@ class Backing:
         made = self._made.get(name)
         # Two threads may get here at once; they keep one.
         return made or self._made.setdefault(
-            name, self._device.reserve(self.home.nbytes, self._owner, self._group, reuse=False)
+            name, self._device.reserve(self.range.nbytes, self._owner, self._group, reuse=False)
         )
 
     @property
@@ -115,14 +116,14 @@ class Backing:
         """What brings the bytes of these pieces from the device here. No copy goes to two places."""
         near = self._device.peer is not None
         runs = [(piece, piece + 1) for piece in pieces] if near else runs_of(pieces)
-        here, there, page = self.pages.address, self.home.address, self._page
+        here, there, page = self.pages.address, self.range.address, self._page
         return [(here + first * page, there + first * page, (end - first) * page) for first, end in runs]
 
     def lead(self, first: int, count: int) -> bool:
         """The range's addresses lead here. False where that cannot be now, as `Range.alias`."""
         if self.file is None or self._blank is None:
-            return self.home.alias(first, self.pages, first, count)
-        return all(self.home.alias(piece, self._blank, 0, 1) for piece in range(first, first + count))
+            return self.range.alias(first, self.pages, first, count)
+        return all(self.range.alias(piece, self._blank, 0, 1) for piece in range(first, first + count))
 
     def check(self) -> None:
         """WeightsFileChanged unless its files are what they were."""
@@ -161,7 +162,7 @@ class Backing:
         """Pieces of [first, end) give up their pages, but for those that addresses of the range lead to."""
         for pages in self._made.values():
             for at, count, backing in pages.runs(first, end - first) if end > first else ():
-                for here, pieces, shown in self.home.runs(at, count) if backing not in NO_PAGE else ():
+                for here, pieces, shown in self.range.runs(at, count) if backing not in NO_PAGE else ():
                     if shown != "alias":
                         pages.retire(here, pieces)
 
@@ -221,7 +222,7 @@ class Backing:
         self.stay([piece for piece, done in self.going.items() if done is None or not self._goes(piece)])
         passed = [piece for piece, done in self.going.items() if done is not None and done.passed()]
         for first, end in runs_of(passed):
-            if self.pages.take_over(first, self._spare, first, end - first, self.home):
+            if self.pages.take_over(first, self._spare, first, end - first, self.range):
                 for piece in range(first, end):
                     del self.going[piece]
 

@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class KVExtent:
-    """The pages of the range `home`. Its thread, the one that uses the cache, calls everything; others `look`,
+    """The pages of the range `range_`. Its thread, the one that uses the cache, calls everything; others `look`,
     `takable`, `part`, and what saves pages."""
 
     def __init__(
-        self, device: Device, group: Group, home: Range, lock: threading.Lock, alone: Callable[[], bool]
+        self, device: Device, group: Group, range_: Range, lock: threading.Lock, alone: Callable[[], bool]
     ) -> None:
         """`lock`: held while pages are saved or get dirty again; of the cache. `alone`: does nobody hold a tensor over
         the range?"""
-        self.home = home
+        self.range = range_
         self.alone = alone
-        self.backing = Backing(device, group, home, "kv")
-        self.mover = Mover(device, home, self.backing, lock)
+        self.backing = Backing(device, group, range_, "kv")
+        self.mover = Mover(device, range_, self.backing, lock)
         self.layers = 0  # that have a place in the range
         self.full = 0  # pieces, from the start of the range
         self.first = 0  # pieces without a page, or without their bytes, from the start of the range
@@ -89,7 +89,7 @@ class KVExtent:
         return [
             piece
             for first, end in self.mover.states.within(0, min(self.full, self.end), State.OFFLOADED)
-            for at, count, backing in self.home.runs(first, end - first)
+            for at, count, backing in self.range.runs(first, end - first)
             if backing == "alias"
             for there, pieces, place in self.backing.pages.runs(at, count)
             if place in FAR
@@ -116,7 +116,7 @@ class KVExtent:
         """Returns the part of pieces that `takable` has told and that are still full, for `Device.publish`, which
         passes over what is not what it was. None where there are none. See mover.py, Note [What is known where]."""
         end = min(end, self.full)
-        return (self.home, first, end - first, self.backing.pages, first, []) if first < end else None
+        return (self.range, first, end - first, self.backing.pages, first, []) if first < end else None
 
     def away_runs(self) -> Runs:
         """The pieces that are away, as (first, end)."""
@@ -168,9 +168,9 @@ class KVExtent:
 
     def map_ahead(self) -> None:
         """The next piece may be mapped before it is needed."""
-        if self._asked != self.end < self.home.pieces:
+        if self._asked != self.end < self.range.pieces:
             self._asked = self.end
-            self.home.map_ahead(self.end, 1)
+            self.range.map_ahead(self.end, 1)
 
     # -- moving them
 

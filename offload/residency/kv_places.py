@@ -14,8 +14,8 @@ def on_peer(extent: KVExtent) -> int:
     """The pieces that are away and lie on the peer."""
     if extent.device.peer is None:
         return 0
-    home, pages = extent.home, extent.backing.pages
-    return sum("peer" in (home.backing(n), pages.backing(n)) for run in extent.away_runs() for n in range(*run))
+    shown, pages = extent.range, extent.backing.pages
+    return sum("peer" in (shown.backing(n), pages.backing(n)) for run in extent.away_runs() for n in range(*run))
 
 
 def coldest(extent: KVExtent) -> list[int]:

@@ -224,9 +224,9 @@ class KVSlots:
             if each.slot is slot and extent is not None:
                 for at, first, count in each.runs:
                     low, high = max(at, taken.first), min(at + count, taken.first + taken.pieces)
-                    for here, pieces, backing in extent.home.runs(first + low - at, high - low) if low < high else ():
+                    for here, pieces, backing in extent.range.runs(first + low - at, high - low) if low < high else ():
                         if backing == "alias":
-                            found.append((extent.home, here, pieces, extent.backing.pages, here, []))
+                            found.append((extent.range, here, pieces, extent.backing.pages, here, []))
         return found
 
     def close(self) -> None:

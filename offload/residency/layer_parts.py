@@ -16,7 +16,7 @@ class Part:
     """Pieces of one range of a layer: all, or as many as are left; what moves them, and where in the slot they
     lie, in pages."""
 
-    home: Range
+    range: Range
     mover: Mover
     offset: int
     first: int
@@ -48,7 +48,7 @@ class Streamed:
         """Moves the layer to the host, as far as it is not there. ManageError where addresses cannot be exchanged now;
         DriverError."""
         for part in self.parts:
-            runs = [run for run in spans(part) if part.home.backing(run[0]) != "alias"]
+            runs = [run for run in spans(part) if part.range.backing(run[0]) != "alias"]
             here = [piece for first, count in runs for piece in range(first, first + count)]
             if part.mover.evict(here, transfer, None, whole=True) < len(here):
                 raise not_now()
@@ -78,4 +78,4 @@ def live(opened: Range, first: int, count: int) -> list[tuple[int, int]]:
 
 def spans(part: Part) -> list[tuple[int, int]]:
     """The spans of the part; none where its range is gone."""
-    return [] if part.home.closed else live(part.home, part.first, part.count)
+    return [] if part.range.closed else live(part.range, part.first, part.count)

@@ -30,13 +30,13 @@ from .states import Event, State, States
 
 
 class Mover:
-    """Moves the pieces of `home`. One thread at a time moves them; others may `look`, and `save` and `saved` under the
-    lock. What is done in each iteration goes by runs of pieces, of which there are few; what goes piece by piece is
-    about pages that are moved."""
+    """Moves the pieces of `range_`. One thread at a time moves them; others may `look`, and `save` and
+    `saved` under the lock. What is done in each iteration goes by runs of pieces, of which there are few; what goes
+    piece by piece is about pages that are moved."""
 
-    def __init__(self, device: Device, home: Range, backing: Backing, lock: threading.Lock) -> None:
+    def __init__(self, device: Device, range_: Range, backing: Backing, lock: threading.Lock) -> None:
         """`lock`: held while pieces are saved in the background, or get dirty again."""
-        self.home = home
+        self.range = range_
         self.backing = backing
         self.states = States()
         self._offloaded = self.states[State.OFFLOADED]
@@ -45,7 +45,7 @@ class Mover:
         self._device = device
         self._page = device.page_size
         self._lock = lock
-        self.saving = Saving(home, backing, self.states)
+        self.saving = Saving(range_, backing, self.states)
         self._arriving: Done | None = None
 
     @property
@@ -85,13 +85,13 @@ class Mover:
 
     def look(self, first: int, end: int) -> None:
         """Finds out which pieces of [first, end) were taken."""
-        for at, count, backing in self.home.runs(first, end - first) if end > first else ():
+        for at, count, backing in self.range.runs(first, end - first) if end > first else ():
             if backing == "alias":
                 self.states.move_run(Event.TAKEN, at, at + count)
 
     def look_for_host_pages(self, first: int, end: int) -> None:
         """Finds out which pieces of [first, end) got a page of the host or the peer instead of one of the device."""
-        for at, count, backing in self.home.runs(first, end - first):
+        for at, count, backing in self.range.runs(first, end - first):
             if backing in FAR:
                 self.states.move_run(Event.TAKEN, at, at + count)
 
@@ -130,7 +130,7 @@ class Mover:
             if dirty:
                 self.arrive(stream)  # some may have been restored just now
                 copies = self.backing.saves(dirty)
-                transfer.copy(copies, after=stream, owner=self.home.owner, to="host").wait()
+                transfer.copy(copies, after=stream, owner=self.range.owner, to="host").wait()
             return self._lead(chosen)
         finally:
             for piece in dirty:
@@ -151,7 +151,7 @@ class Mover:
     def _choose(self, pieces: Iterable[int], chosen: list[int], dirty: list[int], whole: bool) -> None:
         """Finds those that can be evicted, and gives the `dirty` ones among them pages of the backing."""
         for piece in sorted(pieces):
-            if self.home.backing(piece) != "device" or piece in self._coming:
+            if self.range.backing(piece) != "device" or piece in self._coming:
                 continue
             if piece in self.saving and not self.saving.finish(piece):
                 continue
@@ -177,7 +177,7 @@ class Mover:
         self.states.move(Event.BIND, pieces)
         led = 0
         for first, end in runs_of(pieces):
-            if not self.home.alias(first, to, at + led, end - first):
+            if not self.range.alias(first, to, at + led, end - first):
                 break
             led += end - first
         self.states.move(Event.UNBIND, pieces[led:])
@@ -187,9 +187,9 @@ class Mover:
         """Leads those before `end` that lead to a slot to their backings again. False where that cannot be now.
         DriverError."""
         for first, last in runs_of(piece for piece in pieces if piece < end):
-            for at, count, kind in self.home.runs(first, last - first):
+            for at, count, kind in self.range.runs(first, last - first):
                 if kind == "alias":
-                    if not self.home.alias(at, self.backing.pages, at, count):
+                    if not self.range.alias(at, self.backing.pages, at, count):
                         return False
                     self.states.move_run(Event.UNBIND, at, at + count)
         return True
@@ -208,13 +208,13 @@ class Mover:
             wanted = frozenset(chosen)
             found = [piece for piece in found if piece in wanted]
         if self._device.peer is not None:
-            found.sort(key=lambda piece: self.home.place(piece) == "peer")
+            found.sort(key=lambda piece: self.range.place(piece) == "peer")
         back = 0
         for first, last in runs_of(found[: max(0, limit)]):
-            for at, count, backing in self.home.runs(first, last - first):
+            for at, count, backing in self.range.runs(first, last - first):
                 if backing in FAR:
                     for piece in range(at, at + count):
-                        if self.home.move(piece, "device"):
+                        if self.range.move(piece, "device"):
                             self.states.move_run(Event.MOVED, piece, piece + 1)
                             back += 1
                 elif backing == "alias":
@@ -224,7 +224,7 @@ class Mover:
     def _own(self, first: int, count: int) -> int:
         self.states.move_run(Event.FETCH, first, first + count)
         try:
-            owned = self.home.own(first, count)
+            owned = self.range.own(first, count)
         except PoolExhausted:
             owned = False
         if not owned:
@@ -239,9 +239,9 @@ class Mover:
             copies = [
                 copy
                 for first, count in runs
-                for copy in self.backing.copies(first, count, self.home.address + first * self._page)
+                for copy in self.backing.copies(first, count, self.range.address + first * self._page)
             ]
-            self._arriving = transfer.copy(copies, after=stream, owner=self.home.owner, to="device")
+            self._arriving = transfer.copy(copies, after=stream, owner=self.range.owner, to="device")
             with self._lock:
                 for first, count in runs:
                     self.states.move_run(Event.ARRIVED, first, min(first + count, full))
@@ -261,7 +261,7 @@ class Mover:
     def _give_up(self) -> None:
         """Whatever is arriving yet is where its addresses lead."""
         for first, end in self._coming.runs:
-            for at, count, backing in self.home.runs(first, end - first):
+            for at, count, backing in self.range.runs(first, end - first):
                 self.states.move_run(Event.RECALL if backing == "alias" else Event.MOVED, at, at + count)
 
     def _lacking(self) -> Spans:
@@ -270,7 +270,7 @@ class Mover:
         return [
             (there, pieces)
             for first, end in self._coming.runs
-            for at, count, backing in self.home.runs(first, end - first)
+            for at, count, backing in self.range.runs(first, end - first)
             if backing == "device"
             for there, pieces, place in self.backing.pages.runs(at, count)
             if place in FAR

@@ -212,7 +212,7 @@ class Ring:
                 each.check()
             for part in each.parts:
                 for first, count in spans(part):
-                    if not part.home.adopt(first, slot.range, part.offset + first - part.first, count):
+                    if not part.range.adopt(first, slot.range, part.offset + first - part.first, count):
                         raise not_now()
                     undo.callback(part.backing.lead, first, count)
             undo.pop_all()

@@ -15,10 +15,10 @@ Runs = list[tuple[int, int]]  # [first, end) each, ascending
 
 
 class Saving:
-    """The pieces of `home` that are being copied, or are about to be. See mover.py for who may call what."""
+    """The pieces of `range_` that are being copied, or are about to be. See mover.py for who may call what."""
 
-    def __init__(self, home: Range, backing: Backing, states: States) -> None:
-        self._home = home
+    def __init__(self, range_: Range, backing: Backing, states: States) -> None:
+        self._range = range_
         self._backing = backing
         self._states = states
         self._copies: dict[int, Done | None] = {}  # of what is SAVING, None where that is only marked
@@ -67,7 +67,7 @@ class Saving:
         ready: list[int] = []
         for piece in pieces:
             known = piece in self._copies and piece < end
-            if not known or self._home.backing(piece) != "device" or self._backing.has(piece):
+            if not known or self._range.backing(piece) != "device" or self._backing.has(piece):
                 continue
             try:
                 self._backing.map(piece)
@@ -94,7 +94,7 @@ class Saving:
         before, passed = len(self._copies), list[int]()
         for piece, done in tuple(self._copies.items()):
             if done is None:
-                if self._home.backing(piece) != "alias":
+                if self._range.backing(piece) != "alias":
                     self._backing.pages.retire(piece, 1)
                 self._states.move_run(Event.DIRTY, piece, piece + 1)
                 del self._copies[piece]

@@ -177,10 +177,10 @@ class Counting:
 
     def __init__(self, place: Place) -> None:
         self.group = place.device.group()
-        self.home, self.twin = (place.device.reserve(PIECES * place.page, "kv", self.group) for _ in range(2))
-        self.home.map(0, PIECES)
+        self.range, self.twin = (place.device.reserve(PIECES * place.page, "kv", self.group) for _ in range(2))
+        self.range.map(0, PIECES)
         self._place, self._lane = place, place.lane()
-        self._counter = over(self.home, torch.int32, words(place)).zero_()
+        self._counter = over(self.range, torch.int32, words(place)).zero_()
         self._launched = 0
         self._lane.follow()
 
@@ -225,13 +225,13 @@ def beside(place: Place, act: Callable[[Counting], bool]) -> None:
 
 @scene()
 def test_moves_beside_a_forward(place: Place) -> None:
-    beside(place, lambda counting: counting.home.move(1, "device"))
+    beside(place, lambda counting: counting.range.move(1, "device"))
 
 
 @scene()
 def test_pages_taken_beside_a_forward(place: Place) -> None:
     def take(counting: Counting) -> bool:
-        place.device.publish([(1, counting.group, [(counting.home, 0, PIECES, counting.twin, 0, [])])])
+        place.device.publish([(1, counting.group, [(counting.range, 0, PIECES, counting.twin, 0, [])])])
         return place.device.take([1]) == PIECES
 
     beside(place, take)

@@ -38,17 +38,17 @@ def test_a_copy_behind_waits_for_who_writes(place: Place) -> None:
             with held_copies(place, "host") as hold:
                 cache.tier.client.write_behind(LAYERS * PAGES)
                 cache.tier.client.write_behind(0)
-                dirty = sum(home.pages.dirty for home in cache.homes)
+                dirty = sum(kv_range.pages.dirty for kv_range in cache.kv_ranges)
                 assert hold.released or dirty == LAYERS * PAGES, "a page is said to be clean before it is copied"
         lane.lead()
         place.synchronize()
         place.device.synchronize()  # on the stand-in copies are late as well
         cache.tier.client.write_behind(0)
-        assert not any(home.pages.dirty for home in cache.homes)
+        assert not any(kv_range.pages.dirty for kv_range in cache.kv_ranges)
         copied = place.device.snapshot()["copied"]["kv_d2h"]
         assert copied == LAYERS * PAGES * place.page
-        for home in cache.homes:
-            assert sum(home.pages.displace(piece) for piece in range(PAGES)) == PAGES
+        for kv_range in cache.kv_ranges:
+            assert sum(kv_range.pages.displace(piece) for piece in range(PAGES)) == PAGES
         assert place.device.snapshot()["copied"]["kv_d2h"] == copied
         cache.finish()
 
@@ -94,8 +94,8 @@ def test_pages_wait_for_a_stream_that_only_appends(place: Place) -> None:
         with closing(Hold(place, place.lane(known=False))) as hold:
             with hold.lane():
                 seen.copy_(layer.update(new, new)[0])
-            assert layer.home is not None
-            pages = layer.home.range
+            assert layer.kv_range is not None
+            pages = layer.kv_range.range
             layer.reset()
             del layer
             keeps(place, pages)
@@ -124,8 +124,8 @@ def test_pages_wait_for_a_later_layer_of_a_forward(place: Place) -> None:
             with hold.lane():
                 seen.copy_(layers[1].update(one, one)[0])
             lease.close()
-            assert layers[1].home is not None
-            pages = layers[1].home.range
+            assert layers[1].kv_range is not None
+            pages = layers[1].kv_range.range
             layers.pop().reset()
             keeps(place, pages)
     place.synchronize()
@@ -166,7 +166,7 @@ def test_a_lease_keeps_pages_where_they_are(place: Place, forwards: bool) -> Non
 
         def move() -> None:
             step = next(steps)
-            if cache.homes[step % LAYERS].range.move(step % AWAY, "device"):
+            if cache.kv_ranges[step % LAYERS].range.move(step % AWAY, "device"):
                 moved.set()
 
         with meanwhile(move):

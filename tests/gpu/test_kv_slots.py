@@ -1,4 +1,4 @@
-"""Layers whose KV is streamed through slots, and comes home one after the other: tokens are stock's."""
+"""Layers whose KV is streamed through slots, and is restored one after the other: tokens are stock's."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ LARGE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads"
 @scene(needs_host=True, pages=2048, host_pages=1024)
 @pytest.mark.parametrize(("mode", "chunk"), [("beam", None), ("greedy", 20)])
 def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
-    """Two thirds of each layer's pages fly; pages leave and come home all the while."""
+    """Two thirds of each layer's pages fly; pages leave and are restored all the while."""
     length = 500 if place.cuda else 25  # several pages of each layer
     dtype = torch.bfloat16 if place.cuda else torch.float32
     drawn, loads = random.Random(1), 0
     append, copies = kv_range.KVRange.append, kv_slots.KVSlots.copies
 
-    def appended(home: Any, at: int, *args: Any) -> Any:
-        twin = home.pages._extent
+    def appended(kv_range: Any, at: int, *args: Any) -> Any:
+        twin = kv_range.pages._extent
         if twin is not None and twin.held and drawn.random() < 0.1:
             piece = drawn.randrange(twin.held)
             if drawn.random() < 0.6:
-                home.pages.displace(piece)
+                kv_range.pages.displace(piece)
             else:
-                home.pages.bring_back(piece)
-        return append(home, at, *args)
+                kv_range.pages.bring_back(piece)
+        return append(kv_range, at, *args)
 
     def copied(slots: Any, *args: Any) -> Any:
         nonlocal loads
@@ -58,7 +58,7 @@ def test_tokens_are_stocks(place: Place, mode: str, chunk: int | None) -> None:
         patch.setattr(kv_range.KVRange, "append", appended)
         patch.setattr(kv_slots.KVSlots, "copies", copied)
         patch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-        patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what comes home does not depend on the time
+        patch.setattr(Governor, "restorable_pages", lambda *_: 0)  # what is restored does not depend on the time
         with tuning(kv_reads={"again": 2, "look": 8}), ballonet.manage(model, interval=None):
             found = models.generate(model, mode, inputs, TOKENS, **more)
         assert not differences(found, expected)

@@ -93,12 +93,12 @@ class Cache:
             self.wrong += (mine != theirs).sum()
 
     @property
-    def homes(self) -> list[Any]:
-        return [elastic.home for elastic, _ in self.pairs]
+    def kv_ranges(self) -> list[Any]:
+        return [elastic.kv_range for elastic, _ in self.pairs]
 
     @property
     def tier(self) -> Any:
-        return self.homes[0].pages._tier
+        return self.kv_ranges[0].pages._tier
 
     def finish(self) -> None:
         self._place.synchronize()
@@ -110,7 +110,7 @@ class Cache:
 
 @contextmanager
 def decided(choice: Choice = IN_SLOTS) -> Iterator[None]:
-    """Nothing comes home by itself. `choice`: how what is away is read."""
+    """Nothing is restored by itself. `choice`: how what is away is read."""
     with (
         mock.patch.object(kv_read_plan, "choose", return_value=choice),
         mock.patch.object(Governor, "restorable_pages", return_value=0),
@@ -125,8 +125,8 @@ def test_layers_take_turns_in_slots(place: Place) -> None:
     steps = 30 if place.cuda else 6
     with torch.no_grad(), decided():
         cache = Cache(place)
-        for home in cache.homes:
-            assert home.pages.displace(0)
+        for kv_range in cache.kv_ranges:
+            assert kv_range.pages.displace(0)
         lanes = [place.lane() for _ in range(3)]
         before: Lane | None = None
         for step in range(steps):
@@ -150,7 +150,7 @@ def test_layers_take_turns_in_slots(place: Place) -> None:
 
 @contextmanager
 def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
-    """What comes home gets pages at once, and its bytes once the hold is released that is in the list then: by itself
+    """What is restored gets pages at once, and its bytes once the hold is released that is in the list then: by itself
     for who waits with the host (`soon`)."""
     fetch, holds = KVExtent.fetch, list[Hold]()
     with ExitStack() as stack:
@@ -167,17 +167,17 @@ def late(place: Place, soon: bool) -> Iterator[list[Hold]]:
 
 
 @scene(needs_host=True, pages=256, host_pages=64)
-def test_pages_come_home_while_layers_compute(place: Place) -> None:
-    """Pages come home while the layers compute, one after the other. In most rounds somebody holds what a layer has
+def test_pages_are_restored_while_layers_compute(place: Place) -> None:
+    """Pages are restored while the layers compute, one after the other. In most rounds somebody holds what a layer has
     shown, and reads it on a stream that waits for nobody; copies to the host go on beside it. In the first rounds what
-    comes home is late."""
+    is restored is late."""
     rounds = 10 if place.cuda else 3
     with torch.no_grad(), decided():
         cache = Cache(place)
         elsewhere, computing = place.lane(), place.lane()
         for step in range(rounds):
-            for home in cache.homes:
-                assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+            for kv_range in cache.kv_ranges:
+                assert sum(kv_range.pages.displace(piece) for piece in range(AWAY)) == AWAY
             shown = cache.pairs[step % LAYERS : step % LAYERS + 1] if step % 3 else []
             held = [tensor for elastic, _ in shown for tensor in (elastic.keys, elastic.values)]
             right = [tensor for _, stock in shown for tensor in (stock.keys, stock.values)]
@@ -188,7 +188,7 @@ def test_pages_come_home_while_layers_compute(place: Place) -> None:
                 with computing():
                     if place.cuda:
                         torch.cuda._sleep(20_000_000)
-                    assert cache.tier.restore(LAYERS * AWAY, cache.homes[0].pages.stream) == LAYERS * AWAY
+                    assert cache.tier.restore(LAYERS * AWAY, cache.kv_ranges[0].pages.stream) == LAYERS * AWAY
                 assert all(hold.released or not held for hold in holds), "what somebody holds was not there yet"
                 with elsewhere():
                     apart = oldest(held)
@@ -209,9 +209,9 @@ def test_pages_come_home_while_layers_compute(place: Place) -> None:
 
 
 @scene(needs_host=True, pages=256, host_pages=64, peer="auto", peer_pages=12)
-def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> None:
+def test_kv_goes_to_the_peer_and_on_to_the_host_and_is_restored(place: Place) -> None:
     """The older pages of each layer leave for the peer, those that find no room there for the host; then some go on to
-    the host, once copies have passed that run beside attention; then all come home."""
+    the host, once copies have passed that run beside attention; then all are restored."""
     shown = place.device.snapshot()
     assert shown["peer"], place.device.peer_refused
     room = shown["peer_budget"] // place.page
@@ -219,8 +219,8 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> 
         cache, lanes = Cache(place), [place.lane() for _ in range(2)]
         before: Lane | None = None
         for _ in range(3):
-            for home in cache.homes:
-                assert sum(home.pages.displace(piece) for piece in range(AWAY)) == AWAY
+            for kv_range in cache.kv_ranges:
+                assert sum(kv_range.pages.displace(piece) for piece in range(AWAY)) == AWAY
             near = cache.tier.client.near
             with held_copies(place, "host") as hold:
                 cache.tier.client.demote(room // 4)
@@ -240,7 +240,7 @@ def test_kv_goes_to_the_peer_and_on_to_the_host_and_comes_home(place: Place) -> 
             cache.tier.client.write_behind(0)
             assert cache.tier.client.leaving == 0
             assert cache.tier.client.near == near - min(near, room // 4)
-            assert cache.tier.restore(AWAY * LAYERS, cache.homes[0].pages.stream) == AWAY * LAYERS
+            assert cache.tier.restore(AWAY * LAYERS, cache.kv_ranges[0].pages.stream) == AWAY * LAYERS
         assert near < room <= AWAY * LAYERS
         copied = place.device.snapshot()["copied"]
         assert min(copied["kv_d2p"], copied["kv_p2d"], copied["kv_p2h"], copied["kv_d2h"]) > 0
@@ -305,7 +305,7 @@ class Interrupted(Cache):
         for _ in range(16):
             for number in range(LAYERS):
                 self.update(number)
-            if all(home.pages._extent.mover.in_slot for home in self.homes):
+            if all(kv_range.pages._extent.mover.in_slot for kv_range in self.kv_ranges):
                 return
         raise AssertionError(self.tier.client.streamed)
 
@@ -316,8 +316,8 @@ def test_slots_are_taken_while_a_layer_is_read(place: Place) -> None:
     times = 4 * LAYERS
     with torch.no_grad(), decided(), tuning(kv_reads={"again": 1}):
         cache = Interrupted(place)
-        for home in cache.homes:
-            assert home.pages.displace(0)
+        for kv_range in cache.kv_ranges:
+            assert kv_range.pages.displace(0)
         for time in range(times):
             cache.fly()
             for number in range(LAYERS):

@@ -83,13 +83,13 @@ def test_who_goes_on_waits_for_who_copied(place: Place) -> None:
 @scene(pages=256)
 def test_other_threads_move_nothing_that_is_copied(place: Place) -> None:
     stored = Stored(place)
-    home = stored.layer.home
-    assert home is not None
+    kv_range = stored.layer.kv_range
+    assert kv_range is not None
 
     def tried() -> int:
         """Pages that another thread moves."""
         with ThreadPoolExecutor(1) as threads:
-            return threads.submit(lambda: sum(home.range.move(piece, "device") for piece in range(2))).result()
+            return threads.submit(lambda: sum(kv_range.range.move(piece, "device") for piece in range(2))).result()
 
     with reading([Run(stored.sequence, 0, stored.tokens)]):
         keys, values = stored.sequence.part(0, 0, stored.tokens)

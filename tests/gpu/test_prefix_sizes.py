@@ -37,8 +37,8 @@ class Cache:
         self.layers = [ElasticLayer(ranges) for _ in range(layers)]
 
     @property
-    def homes(self) -> list[Any]:
-        return list({id(layer.home): layer.home for layer in self.layers}.values())
+    def kv_ranges(self) -> list[Any]:
+        return list({id(layer.kv_range): layer.kv_range for layer in self.layers}.values())
 
     def numbers(self, start: int, end: int) -> torch.Tensor:
         return (torch.arange(start, end, device=self._place.kind) % 1000).to(torch.float16)[:, None]
@@ -98,7 +98,9 @@ def test_resizing_costs_the_same_whatever_there_is(place: Place) -> None:
         taker.add(more, step=more)
         calls_now, moved_now = spent()
         giver.check()
-        assert all(home.range.backing(piece) == "device" for home in taker.homes for piece in range(home.held))
+        assert all(
+            kv_range.range.backing(piece) == "device" for kv_range in taker.kv_ranges for piece in range(kv_range.held)
+        )
         assert 0 < calls_now - calls <= 2 * CALLS
         assert moved_now == moved
 
@@ -114,11 +116,13 @@ def test_lwm_and_qwen3_14b_exchange_40_mib(place: Place) -> None:
             cache = Cache(place, model["layers"], model["heads"], 128, alone=False)
             cache.add(1)  # as a sequence begins: a layer of its own would have a page that is mostly empty
             cache.add(blocks * BLOCK - 1)
-            (home,) = cache.homes
-            assert place.pages("kv") == home.held == exchanged.size // place.page, "whole pages, and all of them full"
+            (kv_range,) = cache.kv_ranges
+            assert place.pages("kv") == kv_range.held == exchanged.size // place.page, (
+                "whole pages, and all of them full"
+            )
             cache.check()
             assert sum(place.device.snapshot()["copied"].values()) == 0
-            del cache, home
+            del cache, kv_range
             gc.collect()
             place.synchronize()
             place.device.reap(wait=True)

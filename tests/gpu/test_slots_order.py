@@ -126,20 +126,20 @@ def test_what_is_written_is_copied_again(place: Place) -> None:
 def test_addresses_that_get_pages_wait_for_who_reads(place: Place) -> None:
     """Addresses that lead to the host get pages with the same bytes, while slow work reads there."""
     group = place.device.group()
-    home, twin, spare = (place.device.reserve(PAGES * place.page, "weights", group) for _ in range(3))
+    range_, twin, spare = (place.device.reserve(PAGES * place.page, "weights", group) for _ in range(3))
     (twin.map_host if place.device.host_pages else twin.map)(0, PAGES)
     spare.map(0, PAGES)
     for each in (twin, spare):
         over(each, torch.uint8, PAGES * place.page).fill_(7)
-    assert home.alias(0, twin, 0, PAGES)
-    shown = over(home, torch.uint8, PAGES * place.page)
+    assert range_.alias(0, twin, 0, PAGES)
+    shown = over(range_, torch.uint8, PAGES * place.page)
     seen = torch.empty_like(shown)
     place.synchronize()
     with held(place) as hold:
         with hold.lane():
             seen.copy_(shown)
         hold.release_soon()
-        assert home.adopt(0, spare, 0, PAGES)
+        assert range_.adopt(0, spare, 0, PAGES)
         assert hold.released, "pages changed while they were read"
     hold.lane.lead()
     assert seen.eq(7).all().item()

@@ -47,21 +47,23 @@ def started(**settings: Any) -> Iterator[Device]:
     runtime.stop()
 
 
-def homes(layers: Iterable[Any]) -> list[KVRange]:
+def kv_ranges(layers: Iterable[Any]) -> list[KVRange]:
     """The ranges of layers that are in use."""
-    found = {id(each._home): each._home for each in layers if isinstance(each, ElasticLayer) and each.elastic}
-    return [home for home in found.values() if home is not None]
+    found = {id(each._range): each._range for each in layers if isinstance(each, ElasticLayer) and each.elastic}
+    return [kv_range for kv_range in found.values() if kv_range is not None]
 
 
 def tiers(ranges: Iterable[KVRange]) -> list[KVTier]:
     """What the governor knows of them."""
-    found = {id(home.pages._tier): home.pages._tier for home in ranges}
+    found = {id(kv_range.pages._tier): kv_range.pages._tier for kv_range in ranges}
     return [tier for tier in found.values() if tier is not None]
 
 
 def away(ranges: Iterable[KVRange]) -> int:
     """Pieces that lead to the host, as the core says."""
-    return sum(home.range.backing(piece) in ("alias", "host") for home in ranges for piece in range(home._most))
+    return sum(
+        kv_range.range.backing(piece) in ("alias", "host") for kv_range in ranges for piece in range(kv_range._most)
+    )
 
 
 def press(device: Device, pages: int) -> int:
@@ -96,17 +98,17 @@ def around_appends(patch: pytest.MonkeyPatch, act: Callable[[KVRange], object]) 
     """From now on `act(range)` is called before and after each append to a range, whichever way that goes."""
     append, append_next = KVRange.append, KVRange.append_next
 
-    def appended(home: KVRange, *args: Any) -> Any:
-        act(home)
-        pair = append(home, *args)
-        act(home)
+    def appended(kv_range: KVRange, *args: Any) -> Any:
+        act(kv_range)
+        pair = append(kv_range, *args)
+        act(kv_range)
         return pair
 
-    def appended_next(home: KVRange, *args: Any) -> Any:
-        act(home)
-        pair = append_next(home, *args)
+    def appended_next(kv_range: KVRange, *args: Any) -> Any:
+        act(kv_range)
+        pair = append_next(kv_range, *args)
         if pair is not None:
-            act(home)
+            act(kv_range)
         return pair
 
     patch.setattr(KVRange, "append", appended)
@@ -129,9 +131,9 @@ class Taker:
         self._device = device
 
     def act(self, ranges: Iterable[KVRange]) -> None:
-        """Takes pages, copies some behind, brings some home, or does nothing."""
+        """Takes pages, copies some behind, restores some, or does nothing."""
         ranges, pages = list(ranges), self.random.randint(1, 9)
-        ways = ["take", "poison", "behind", "behind", "back", "away", "home", "nothing"]
+        ways = ["take", "poison", "behind", "behind", "back", "away", "restore", "nothing"]
         choice = self.random.choice(ways if self._device.peer is None else [*ways, "down", "down"])
         if choice == "take":
             self.done["taken"] += press(self._device, pages)
@@ -150,13 +152,13 @@ class Taker:
                 self.done["down"] += before - tier.client.leaving
             elif choice == "back":
                 self.done["back"] += tier.restore(pages, 0)
-        for home in ranges:
+        for each in ranges:
             found = [
-                piece for piece in range(home._most) if (home.range.backing(piece) == "alias") == (choice == "home")
+                piece for piece in range(each._most) if (each.range.backing(piece) == "alias") == (choice == "restore")
             ]
-            if choice in ("away", "home") and found:
+            if choice in ("away", "restore") and found:
                 piece = self.random.choice(found)
-                self.done[choice] += home.pages.displace(piece) if choice == "away" else home.pages.bring_back(piece)
+                self.done[choice] += each.pages.displace(piece) if choice == "away" else each.pages.bring_back(piece)
 
     def _copied(self) -> int:
         copied = self._device.snapshot()["copied"]

@@ -38,8 +38,8 @@ class Counted:
             self.iterations += 1
             iteration(tier, stream, rows, more, forward)
 
-        def followed(home: KVRange, place: int, keys: object, values: object) -> object:
-            pair = append_next(home, place, keys, values)  # type: ignore[arg-type]
+        def followed(kv_range: KVRange, place: int, keys: object, values: object) -> object:
+            pair = append_next(kv_range, place, keys, values)  # type: ignore[arg-type]
             self.short += pair is not None
             return pair
 

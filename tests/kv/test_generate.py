@@ -29,7 +29,7 @@ def page(request: pytest.FixtureRequest) -> Iterator[int]:
 def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
     """Acts around each append."""
     taker = Taker(runtime.require(), 1)
-    around_appends(monkeypatch, lambda home: taker.act([home]))
+    around_appends(monkeypatch, lambda kv_range: taker.act([kv_range]))
     return taker
 
 

@@ -39,7 +39,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 def where(pair: Pair) -> str:
     """Of each page: device, peer or host, by the first letter."""
-    return "".join((pair.home.range.place(piece) or "-")[0] for piece in range(pair.home._most))
+    return "".join((pair.kv_range.range.place(piece) or "-")[0] for piece in range(pair.kv_range._most))
 
 
 def settled(pair: Pair) -> None:
@@ -48,7 +48,7 @@ def settled(pair: Pair) -> None:
     pair.tier.client.write_behind(0)
 
 
-def test_the_peer_is_filled_first_and_the_host_after_it_and_all_comes_home(device: Device) -> None:
+def test_the_peer_is_filled_first_and_the_host_after_it_and_all_is_restored(device: Device) -> None:
     pair = Pair(100)  # 7 full pages
     assert press(device, 6) == 6
     assert where(pair) == "pppphhdd"
@@ -74,7 +74,7 @@ def test_what_is_copied_behind_lies_on_the_peer_while_it_has_room(device: Device
     pair = Pair(100)
     pair.tier.client.write_behind(6)
     settled(pair)
-    assert [pair.home.pages._extent.backing.pages.place(n) for n in range(7)] == ["peer"] * 4 + ["host"] * 2 + [""]
+    assert [pair.kv_range.pages._extent.backing.pages.place(n) for n in range(7)] == ["peer"] * 4 + ["host"] * 2 + [""]
     assert pair.offers()[:6] == [(n, True) for n in range(6)]
     assert press(device, 6) == 6
     assert where(pair) == "pppphhdd"
@@ -279,7 +279,7 @@ def test_tokens_are_those_of_stock_while_pages_go_all_ways(
     crowded: Device, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     taker = Taker(crowded, 3)
-    around_appends(monkeypatch, lambda home: taker.act([home]))
+    around_appends(monkeypatch, lambda kv_range: taker.act([kv_range]))
     with install.stock():
         model = models.build("llama")
         expected = models.generate(model, way, models.prompts(3, 120), 40)

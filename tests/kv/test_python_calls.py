@@ -21,7 +21,7 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ..counting import each_call
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
 from ..tuned import Tuned
-from .pressure import homes, press, started, tiers, two_thirds
+from .pressure import kv_ranges, press, started, tiers, two_thirds
 
 PAGE = 4096
 LAYERS = 8
@@ -62,7 +62,7 @@ class Cache:
 
     @property
     def tier(self) -> Any:
-        (tier,) = tiers(homes(self.layers))
+        (tier,) = tiers(kv_ranges(self.layers))
         return tier
 
 

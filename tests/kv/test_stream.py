@@ -1,4 +1,4 @@
-"""Layers of a cache that take turns in slots, and layers that come home one after the other."""
+"""Layers of a cache that take turns in slots, and layers that are restored one after the other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ballonet.offload.residency.states import State
 from ..test_cache_faults import Interrupt
 from ..test_kv import tokens
 from ..tuned import Tuned
-from .pressure import STEPS, away, homes, poison, press, started, tiers, two_thirds
+from .pressure import STEPS, away, kv_ranges, poison, press, started, tiers, two_thirds
 from .test_taken import Fuzz
 
 PAGE = 4096
@@ -92,18 +92,18 @@ class Layers:
             assert torch.equal(elastic.values, stock.values)
 
     @property
-    def homes(self) -> list[Any]:
-        return homes(elastic for elastic, _ in self.pairs)
+    def kv_ranges(self) -> list[Any]:
+        return kv_ranges(elastic for elastic, _ in self.pairs)
 
     @property
     def tier(self) -> Any:
-        (tier,) = tiers(self.homes)
+        (tier,) = tiers(self.kv_ranges)
         return tier
 
     @property
     def flying(self) -> int:
         """Layers that do."""
-        return sum(home.pages._extent.mover.in_slot for home in self.homes)
+        return sum(kv_range.pages._extent.mover.in_slot for kv_range in self.kv_ranges)
 
     def way(self) -> Any:
         return self.tier.client.streamed
@@ -143,16 +143,16 @@ class Trace:
     def __init__(self, layers: Layers) -> None:
         self.steps: list[tuple[str, Any]] = []
         self._layers = layers
-        twins = [home.pages._extent for home in layers.homes]
+        twins = [kv_range.pages._extent for kv_range in layers.kv_ranges]
         self.owner = {
             twin.backing.pages.address + piece * PAGE: (index, piece)
             for index, twin in enumerate(twins)
             for piece in range(twin.end)
         }
         self.here = {
-            home.range.address + piece * PAGE: (index, piece)
-            for index, home in enumerate(layers.homes)
-            for piece in range(home.pages._extent.end)
+            kv_range.range.address + piece * PAGE: (index, piece)
+            for index, kv_range in enumerate(layers.kv_ranges)
+            for piece in range(kv_range.pages._extent.end)
         }
         tier, trace, inner = layers.tier, self, layers.tier.transfer
 
@@ -208,7 +208,7 @@ def test_a_load_waits_for_the_attention_before_and_attention_for_its_own_load(st
     assert trace.steps == once * 3
 
 
-def test_layers_come_home_one_after_the_other(device: Device) -> None:
+def test_layers_are_restored_one_after_the_other(device: Device) -> None:
     layers = Layers(100)
     layers.update()
     assert press(device, 16) == 16
@@ -224,7 +224,7 @@ def test_layers_come_home_one_after_the_other(device: Device) -> None:
     device.check()
 
 
-def test_who_looks_at_what_is_on_its_way_home_waits(device: Device) -> None:
+def test_who_looks_at_what_is_on_its_way_back_waits(device: Device) -> None:
     layers = Layers(100)
     layers.update()
     assert press(device, 16) == 16
@@ -262,8 +262,8 @@ def test_what_is_copied_behind_waits_for_whoever_wrote_it(
         for layer in (elastic, stock):
             layer.reorder_cache(torch.tensor([1, 0]))
     else:
-        elastic.home.release_prefix(60)
-        with elastic.home.restoring_prefix() as missing:
+        elastic.kv_range.release_prefix(60)
+        with elastic.kv_range.restoring_prefix() as missing:
             elastic.write(0, stock.keys[:, :, :missing], stock.values[:, :, :missing])
             stream[0] = 7
     stream[0] = 0
@@ -293,7 +293,7 @@ def test_each_iteration_copies_what_is_away_once(streamed: Layers, device: Devic
     assert after["kv_d2h"] == copied["kv_d2h"]
     assert before.way is Way.STREAMED
     assert before.slots == 2
-    assert before.away == away(streamed.homes)
+    assert before.away == away(streamed.kv_ranges)
     assert before.slots * before.slot_pages + 32 - before.away <= 26
 
 
@@ -366,7 +366,7 @@ def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
         layers.update()
     for _ in range(3):
         layers.update()
-    assert not layers.homes[3].pages._extent.mover.in_slot
+    assert not layers.kv_ranges[3].pages._extent.mover.in_slot
     held.clear()
     layers.append = layers._append
     layers.both(lambda layer: layer.reset())
@@ -379,10 +379,10 @@ def test_what_leaves_later_flies_too(device: Device, tuned: Tuned) -> None:
     hog = room(device, 34)
     layers = Layers(100)
     fly(layers)
-    for home in layers.homes[:2]:  # those that the slots hold when the next iteration begins
-        flying = home.pages._extent.away
+    for kv_range in layers.kv_ranges[:2]:  # those that the slots hold when the next iteration begins
+        flying = kv_range.pages._extent.away
         assert flying < layers.way().slot_pages
-        assert home.pages.displace(flying)
+        assert kv_range.pages.displace(flying)
     poison(device)
     layers.tier.client.way._look = 0
     layers.update()
@@ -398,9 +398,9 @@ def test_layers_that_have_run_give_first(device: Device) -> None:
     layers.update(70, only=2)
     tier = layers.tier
     given = [[part[0] for part in tier.client.entry(offer.index)[1]] for offer in tier.client.offers()]
-    ran = [home.range for home in layers.homes[:2]]
-    assert all(home in ran for home in given[0])
-    assert not any(home in ran for home in given[-1])
+    ran = [kv_range.range for kv_range in layers.kv_ranges[:2]]
+    assert all(kv_range in ran for kv_range in given[0])
+    assert not any(kv_range in ran for kv_range in given[-1])
     layers.update(70)
 
 
@@ -417,7 +417,9 @@ def test_any_sequence_of_calls_equals_stock(device: Device, seed: int, tuned: Tu
         steps += 1
         fuzz.random.choice(ways)()
         device.check()
-        flown += sum(tier.client.way._slots.pieces > 0 for tier in tiers(homes(elastic for elastic, _ in fuzz.pairs)))
+        flown += sum(
+            tier.client.way._slots.pieces > 0 for tier in tiers(kv_ranges(elastic for elastic, _ in fuzz.pairs))
+        )
         if fuzz.pairs[0][1].get_seq_length() > 500:
             fuzz.held.clear()
             for pair in fuzz.pairs:
@@ -440,12 +442,12 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: 
     def appended(index: int, *args: Any) -> None:
         append(index, *args)
         device.synchronize()  # the copies have passed by the time that the next layer has computed
-        left.append([away([home]) for home in layers.homes])
+        left.append([away([kv_range]) for kv_range in layers.kv_ranges])
 
     layers.append = appended
     for _ in range(chunks):
         layers.update(225 // chunks)  # 16 pages in each of 8 layers
-    assert away(layers.homes) >= 128 - 40
+    assert away(layers.kv_ranges) >= 128 - 40
     if chunks == 1:
         assert all(each[-1] == 0 for each in left), "a layer that has not been read yet has given pages"
     assert device.snapshot()["copied"]["kv_d2h"] // PAGE == len(_copied(layers))
@@ -463,7 +465,7 @@ def test_the_pages_of_a_prefill_leave_while_it_computes(device: Device, chunks: 
 
 def _copied(layers: Layers) -> list[int]:
     """Pages of which the host has the bytes, or had them."""
-    twins = [home.pages._extent for home in layers.homes]
+    twins = [kv_range.pages._extent for kv_range in layers.kv_ranges]
     states = (State.OFFLOADED, State.IN_SLOT, State.CLEAN, State.SAVING)
     return [piece for twin in twins for state in states for piece in twin.mover.states[state]]
 
@@ -540,7 +542,7 @@ def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
 def test_slots_go_back_where_pages_are_needed(streamed: Layers, device: Device) -> None:
     assert streamed.way().slots == 2
     streamed.update(60)  # they are in the way of what does not fit otherwise
-    assert streamed.tier.client.displaced == away(streamed.homes)
+    assert streamed.tier.client.displaced == away(streamed.kv_ranges)
     while streamed.way().slots == 0:
         streamed.update()
     streamed.tier.client.kept = True
@@ -559,7 +561,9 @@ def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -
     tier.governor.remove_client(tier.number)  # so that nothing of it is taken
     streamed.update(40)
     assert streamed.way().slots == 2
-    assert "host" in {home.range.backing(piece) for home in streamed.homes for piece in range(home._most)}
+    assert "host" in {
+        kv_range.range.backing(piece) for kv_range in streamed.kv_ranges for piece in range(kv_range._most)
+    }
     streamed.both(lambda layer: layer.crop(-40))
     tier.number = tier.governor.add_client(tier.client)
     streamed.update(40)
@@ -615,7 +619,7 @@ def test_an_idle_cache_gives_its_slots_to_who_asks(device: Device) -> None:
     hog.close()
 
 
-def test_all_of_it_comes_home_when_there_is_room(
+def test_all_of_it_is_restored_when_there_is_room(
     device: Device, streamed: Layers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streamed.hog.close()

@@ -50,9 +50,9 @@ def flights(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Flights:
     flights = Flights()
     append, copies = kv_range.KVRange.append, kv_slots.KVSlots.copies
 
-    def appended(home: Any, *args: Any) -> Any:
+    def appended(kv_range: Any, *args: Any) -> Any:
         flights.act()
-        return append(home, *args)
+        return append(kv_range, *args)
 
     def copied(slots: Any, *args: Any) -> Any:
         flights.loads += 1

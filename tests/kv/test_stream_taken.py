@@ -28,7 +28,7 @@ pytestmark = [
 
 def nothing_away(layers: Layers) -> int:
     """Full pages that the cache has on the device, beside its slots."""
-    return sum(twin.held - twin.away for twin in (home.pages._extent for home in layers.homes))
+    return sum(twin.held - twin.away for twin in (kv_range.pages._extent for kv_range in layers.kv_ranges))
 
 
 def in_slots(layers: Layers) -> int:

@@ -17,7 +17,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from ..test_kv import tokens
-from .pressure import Taker, homes, started
+from .pressure import Taker, kv_ranges, started
 
 PAGE = 4096
 
@@ -112,7 +112,7 @@ class Fuzz:
             self.batch = 2
 
     def act(self) -> None:
-        self.taker.act(homes(elastic for elastic, _ in self.pairs))
+        self.taker.act(kv_ranges(elastic for elastic, _ in self.pairs))
 
     def check(self) -> None:
         for elastic, stock in self.pairs:

@@ -75,17 +75,17 @@ class Pair:
         assert torch.equal(self.elastic.values, self.stock.values)
 
     @property
-    def home(self) -> Any:
-        return self.elastic._home
+    def kv_range(self) -> Any:
+        return self.elastic._range
 
     @property
     def tier(self) -> Any:
-        (tier,) = tiers([self.home])
+        (tier,) = tiers([self.kv_range])
         return tier
 
     def places(self) -> str:
         """Of each page: device, host or alias, by the first letter."""
-        return "".join(self.home.range.backing(piece)[0] for piece in range(self.home._most))
+        return "".join(self.kv_range.range.backing(piece)[0] for piece in range(self.kv_range._most))
 
     def offers(self) -> list[tuple[int, bool]]:
         """(piece, clean) of what is offered, and can be published."""
@@ -111,7 +111,7 @@ def test_full_pages_lie_on_the_host_once_taken_and_on_the_device_once_back(devic
     assert pair.places() == "aaadd"
     pair.check()
     by = pool.mapped()
-    address = pair.home.range.address
+    address = pair.kv_range.range.address
     assert [pool.covered(address + n * PAGE, address + (n + 1) * PAGE, by) for n in range(5)] == [False] * 3 + [
         True
     ] * 2
@@ -162,13 +162,13 @@ def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(devic
         pages = len(pair.places())
         assert press(device, pages) == 0 or count > 3
         pair.tier.restore(99, 0)
-        pair.home.keep(True)
+        pair.kv_range.keep(True)
         pair.tier.client.kept = True
         assert press(device, pages) == pages
         assert pair.places() == "a" * pages
         pair.check()
         pair.tier.client.kept = False
-        pair.home.keep(False)
+        pair.kv_range.keep(False)
         for _ in range(20):  # where it lies, and beyond
             pair.update(1)
         pair.tier.restore(99, 0)
@@ -180,15 +180,15 @@ def test_the_last_page_of_what_is_kept_leaves_too_and_is_appended_to_again(devic
 
 def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: Device) -> None:
     pair = Pair(20)
-    pair.home.keep(True)
+    pair.kv_range.keep(True)
     pair.tier.client.write_behind(9)
     device.synchronize()
     pair.tier.client.write_behind(0)
     assert pair.offers() == [(0, True), (1, True)]
-    pair.home.keep(False)
+    pair.kv_range.keep(False)
     assert pair.offers() == [(0, True)]
     pair.update(1)
-    pair.home.keep(True)
+    pair.kv_range.keep(True)
     assert pair.offers() == [(0, True), (1, False)]
     assert press(device, 2) == 2
     pair.check()
@@ -197,7 +197,7 @@ def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: De
 def test_every_page_is_offered_again_whatever_was_done_to_it(device: Device) -> None:
     pair = Pair(60)
     for act in (
-        lambda: pair.home.pages.displace(4),  # the tail, which comes home and is filled then
+        lambda: pair.kv_range.pages.displace(4),  # the tail, which is restored and is filled then
         lambda: pair.tier.restore(9, 0),
         lambda: pair.tier.client.write_behind(9),
         lambda: pair.both(lambda layer: layer.crop(-50)),
@@ -251,7 +251,7 @@ def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     device.synchronize()
     pair.tier.client.write_behind(0)
     assert sum(clean for _, clean in pair.offers()) == 3
-    assert not pair.home.pages.displace(9)
+    assert not pair.kv_range.pages.displace(9)
     assert press(device, 4) == 0
     assert press(device, 3) == 3
     pair.check()
@@ -265,15 +265,17 @@ def test_a_prompt_longer_than_there_are_pages_for_and_on(device: Device) -> None
     for _ in range(3):
         pair.update(1)
     assert kv_pages(device) <= BUDGET
-    assert away([pair.home]) >= 120 - BUDGET
+    assert away([pair.kv_range]) >= 120 - BUDGET
     pair.both(lambda layer: layer.crop(-100 * int(PER_PAGE)))
     device.reap(wait=True)
     pair.tier.restore(99, 0)
-    assert away([pair.home]) == 0
+    assert away([pair.kv_range]) == 0
     device.check()
 
 
-def test_pages_of_the_host_are_the_last_resort_and_come_home(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_of_the_host_are_the_last_resort_and_are_restored(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[bool] = []
     hog = device.reserve((BUDGET - 2) * PAGE, "weights", device.group())
     hog.map(0, BUDGET - 2)
@@ -385,14 +387,14 @@ def test_between_its_calls_no_other_thread_takes_from_a_cache_that_is_used_by_ha
     lease.close()
     assert on_another_thread(lambda: press(device, 1)) == 0  # one is left, and it is not full
     pair.update(30)  # by hand again
-    home = pair.home
-    assert home.group.leases == 1
+    kv_range = pair.kv_range
+    assert kv_range.group.leases == 1
     on_another_thread(lambda: pair.update(1) is None)  # whoever uses it has the lease
-    assert home.group.leases == 1
+    assert kv_range.group.leases == 1
     assert press(device, 1) == 0
     pair.elastic.reset()
     pair.stock.reset()
-    del home
+    del kv_range
 
 
 def test_a_cache_that_forwards_use_can_be_taken_from_between_them(device: Device) -> None:
@@ -410,15 +412,15 @@ def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
     lease = ForwardLease().open()
     pair = Pair(60)
     lease.close()
-    home = pair.home
+    kv_range = pair.kv_range
     taken: list[int] = []
 
     class Press(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             reads = [each for each in args if isinstance(each, torch.Tensor)]
-            first = home.range.address
-            if any(0 <= each.data_ptr() - first < home.range.nbytes for each in reads) and "view" not in str(func):
-                taken.append(home.group.leases)
+            first = kv_range.range.address
+            if any(0 <= each.data_ptr() - first < kv_range.range.nbytes for each in reads) and "view" not in str(func):
+                taken.append(kv_range.group.leases)
             return func(*args, **(kwargs or {}))
 
     with Press():
@@ -459,7 +461,7 @@ def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tun
 def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     pair = Pair(60)
     assert press(device, 3) == 3
-    flat = pair.home._mapped.flat
+    flat = pair.kv_range._mapped.flat
     assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in pair.update(ROWS))
     copies = pair.update(ROWS + 1)
     for part, shown in zip(copies, (pair.elastic.keys, pair.elastic.values), strict=True):
@@ -467,7 +469,7 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
         assert part.stride() == shown.stride()
     assert copies[0].data_ptr() % 512 == 0
     pair.check()
-    pages = pair.home.pages
+    pages = pair.kv_range.pages
     assert not pages.worth_copying(ROWS)
     assert pages.worth_copying(ROWS + 1)
     del copies, part, shown
@@ -480,7 +482,7 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
 
 
 def test_what_is_all_here_is_not_copied(device: Device) -> None:
-    assert not Pair(60).home.pages.worth_copying(ROWS + 1)
+    assert not Pair(60).kv_range.pages.worth_copying(ROWS + 1)
 
 
 class Copies(TorchDispatchMode):
@@ -500,25 +502,27 @@ class Copies(TorchDispatchMode):
 def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> None:
     pair = Pair(100)
     for piece in (0, 1, 3):
-        assert pair.home.pages.displace(piece)
+        assert pair.kv_range.pages.displace(piece)
     with Copies() as copies:
         pair.update(ROWS + 1)
-    home = pair.home.range
-    found = [(begin - home.address, end - home.address) for begin, end in copies.read]
-    ours = [(begin, end) for begin, end in found if 0 <= begin < home.nbytes]
+    kv_range = pair.kv_range.range
+    found = [(begin - kv_range.address, end - kv_range.address) for begin, end in copies.read]
+    ours = [(begin, end) for begin, end in found if 0 <= begin < kv_range.nbytes]
     assert [begin // PAGE for begin, _ in ours] == [0, 2, 3, 4]
-    assert sum(end - begin for begin, end in ours) == 165 * pair.home.geometry.token_bytes
+    assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
 
 
 def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
     ranges = CacheRanges(layers=2, expected=1)
     pairs = [Pair(1, ranges) for _ in range(2)]
-    assert pairs[0].home is pairs[1].home
+    assert pairs[0].kv_range is pairs[1].kv_range
     for pair in pairs:
         pair.update(59)
     for pair in pairs:
-        flat = pair.home._mapped.flat
-        copies = copied_in(device, pair.home.range, pair.home.geometry, flat, (pair.elastic.keys, pair.elastic.values))
+        flat = pair.kv_range._mapped.flat
+        copies = copied_in(
+            device, pair.kv_range.range, pair.kv_range.geometry, flat, (pair.elastic.keys, pair.elastic.values)
+        )
         assert copies is not None
         assert torch.equal(copies[0], pair.stock.keys)
         assert torch.equal(copies[1], pair.stock.values)
@@ -530,15 +534,15 @@ def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
 def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:
     ranges = CacheRanges(layers=2, expected=1)
     long, short = Pair(1, ranges), Pair(3, ranges)
-    assert long.home is short.home
+    assert long.kv_range is short.kv_range
     long.update(59)
-    home = long.home
-    assert all(home.pages.displace(piece) for piece in range(1, 5))
+    kv_range = long.kv_range
+    assert all(kv_range.pages.displace(piece) for piece in range(1, 5))
     view, expected = long.elastic.keys, long.stock.keys.clone()
     long.both(lambda layer: layer.crop(-58))
-    assert home.range.backing(4) == "alias"  # shown by the view
+    assert kv_range.range.backing(4) == "alias"  # shown by the view
     short.update(70)
-    assert short.home is not home
+    assert short.kv_range is not kv_range
     poison(device)
     assert torch.equal(view, expected)
     short.check()
@@ -546,12 +550,12 @@ def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device)
     assert torch.equal(view, expected)
 
 
-def test_a_way_home_that_was_interrupted_is_finished_before_anything_is_read(device: Device) -> None:
+def test_a_restore_that_was_interrupted_is_finished_before_anything_is_read(device: Device) -> None:
     pair = Pair(60)
     assert press(device, 2) == 2
-    pair.home.pages._extent.look()
-    pair.home.pages._extent.mover.states.move(Event.FETCH, (0, 1))
-    pair.home.range.own(0, 2)  # new pages, and there Ctrl-C came
+    pair.kv_range.pages._extent.look()
+    pair.kv_range.pages._extent.mover.states.move(Event.FETCH, (0, 1))
+    pair.kv_range.range.own(0, 2)  # new pages, and there Ctrl-C came
     pair.update(1)
     pair.check()
     assert len(pair.offers()) == 4
@@ -581,7 +585,7 @@ def test_the_next_page_is_mapped_before_it_is_needed(device: Device) -> None:
     pair.update(1)  # the page is full
     device.reap(wait=True)
     assert device.snapshot()["ahead"] == 1
-    assert pair.home.range.backing(1) == "kept"
+    assert pair.kv_range.range.backing(1) == "kept"
     before = device.driver_ns()
     pair.update(1)
     assert device.driver_ns() == before
@@ -593,7 +597,7 @@ INTERRUPTED: dict[str, Callable[[Pair], object]] = {
     "crop": lambda pair: pair.elastic.crop(-70),
     "reorder": lambda pair: pair.elastic.reorder_cache(torch.tensor([1, 0])),
     "copy behind": lambda pair: pair.tier.client.write_behind(4),
-    "take": lambda pair: pair.home.pages.displace(1) and pair.home.pages.displace(4),
+    "take": lambda pair: pair.kv_range.pages.displace(1) and pair.kv_range.pages.displace(4),
     "bring back": lambda pair: pair.tier.restore(9, 0),
     "iterate": lambda pair: pair.tier.iteration(0),
 }
@@ -647,9 +651,9 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
         steps: list[Callable[[], object]] = [
             lambda pair=pair: press(device, 2),
             lambda pair=pair: pair.tier.client.write_behind(2),
-            lambda pair=pair: pair.home.pages.displace(3),
+            lambda pair=pair: pair.kv_range.pages.displace(3),
             lambda pair=pair: pair.tier.restore(9, 0),
-            lambda pair=pair: pair.home.pages.displace(0),
+            lambda pair=pair: pair.kv_range.pages.displace(0),
         ]
         so_far = device.snapshot()["driver_calls"].get(call, 0)
         runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE)).close()

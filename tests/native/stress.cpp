@@ -206,14 +206,14 @@ class Model {
  public:
   Model(Device& device, unsigned index) : device_(device), random_(300 + index), first_key_(index * kLayers) {
     for (Layer& layer : layers_) {
-      layer.home = device.mapper->reserve(kPieces, Owner::kWeights, group_);
+      layer.range = device.mapper->reserve(kPieces, Owner::kWeights, group_);
       layer.twin = device.mapper->reserve(kPieces, Owner::kWeights, group_);
     }
   }
   ~Model() {
     device_.reclaim.withdraw(keys());
     for (Layer& layer : layers_) {
-      device_.mapper->close(*layer.home);
+      device_.mapper->close(*layer.range);
       device_.mapper->close(*layer.twin);
     }
   }
@@ -222,7 +222,7 @@ class Model {
     for (int i = 0; i < operations / 4; ++i) {
       group_->enter();
       for (const Layer& layer : layers_) {
-        if (layer.number != 0 && !holds(words(layer.home), kWords, layer.number, kStep))
+        if (layer.number != 0 && !holds(words(layer.range), kWords, layer.number, kStep))
           die("a layer does not hold what was written into it");
       }
       ++verified;
@@ -240,7 +240,7 @@ class Model {
  private:
   static constexpr std::size_t kLayers = 12, kPieces = 3, kWords = kPieces * kPage / 8;
   struct Layer {
-    std::shared_ptr<Range> home, twin;
+    std::shared_ptr<Range> range, twin;
     std::uint64_t number = 0;  // of what was written; 0: nothing
   };
 
@@ -258,12 +258,12 @@ class Model {
   void bring_back(Layer& layer) {
     try {
       if (layer.number == 0) {
-        device_.map(*layer.home, 0, kPieces, Place::kDevice);
+        device_.map(*layer.range, 0, kPieces, Place::kDevice);
         layer.number = numbers++;
-        fill(words(layer.home), kWords, layer.number, kStep);
-      } else if (layer.home->backing(0) == Backing::kAlias) {
-        if (!device_.own(*layer.home, 0, kPieces)) return;
-        std::memcpy(words(layer.home), words(layer.twin), kPieces * kPage);
+        fill(words(layer.range), kWords, layer.number, kStep);
+      } else if (layer.range->backing(0) == Backing::kAlias) {
+        if (!device_.own(*layer.range, 0, kPieces)) return;
+        std::memcpy(words(layer.range), words(layer.twin), kPieces * kPage);
         ++brought_back;
         if (random_() % 2 == 0) device_.mapper->retire(*layer.twin, {{0, kPieces}});  // else it is clean
       }
@@ -278,7 +278,7 @@ class Model {
       const Layer& layer = layers_[i];
       if (layer.number == 0) continue;
       entries.push_back({first_key_ + static_cast<std::int64_t>(i),
-                         {group_, {{layer.home, 0, 1, layer.twin, 0, {}}, {layer.home, 1, 2, layer.twin, 1, {}}}},
+                         {group_, {{layer.range, 0, 1, layer.twin, 0, {}}, {layer.range, 1, 2, layer.twin, 1, {}}}},
                          std::nullopt});
     }
     std::shuffle(entries.begin(), entries.end(), random_);

@@ -258,7 +258,7 @@ class Life:
         rung = self.draw.choice(LISTED)
         self.done[f"pulled {rung.label}"] += governors.of(self.device).ladder.pull(rung, self.draw.randint(1, 12))
 
-    def _home(self, _: Talker) -> None:
+    def _restore(self, _: Talker) -> None:
         governors.of(self.device).ladder.revert(self.draw.choice((Rung.PREFIX, Rung.IDLE_KV)), self.draw.randint(1, 12))
 
     def _press(self, _: Talker) -> None:
@@ -299,7 +299,7 @@ class Life:
             talker.store.clear()
 
     _ANYTIME = (
-        *("pull", "pull", "pull", "home", "press", "poison", "behind", "behind", "evict", "limit", "pin", "unpin"),
+        *("pull", "pull", "pull", "restore", "press", "poison", "behind", "behind", "evict", "limit", "pin", "unpin"),
         *("shrink", "clear"),
     )
 
@@ -333,10 +333,10 @@ class Life:
         error, count = self.draw.choice((ZeroDivisionError, KeyboardInterrupt)), iter(range(99))
         at, write = self.draw.randrange(8), kv_range.KVRange._write
 
-        def fails(home: Any, *args: Any) -> Any:
+        def fails(kv_range: Any, *args: Any) -> Any:
             if next(count) == at:
                 raise error
-            return write(home, *args)
+            return write(kv_range, *args)
 
         prompt = torch.tensor([self._prompt(talker)])[:, : CONTEXT - 8]
         with pytest.MonkeyPatch.context() as patch, suppress(error):

@@ -114,11 +114,11 @@ def ways(device: Device, both: Sides, patch: pytest.MonkeyPatch, every: bool) ->
         loads["slots"] += 1
         return copies(slots, *args)
 
-    def appended(home: Any, *args: Any) -> Any:
+    def appended(kv_range: Any, *args: Any) -> Any:
         loads["appended"] += 1
         if loads["appended"] % 7 == 0:
             governors.of(device).ladder.pull(Rung.RUNNING_KV, 6)
-        return append(home, *args)
+        return append(kv_range, *args)
 
     def streams() -> None:
         with patch.context() as here:

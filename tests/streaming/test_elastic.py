@@ -111,7 +111,7 @@ def test_a_file_is_looked_at_once_in_a_forward(loaded: Any, monkeypatch: pytest.
             assert len(looks) == 1
 
 
-def test_layers_of_a_file_come_home_and_go(loaded: Any, original: Any, stock: Output) -> None:
+def test_layers_of_a_file_are_restored_and_go(loaded: Any, original: Any, stock: Output) -> None:
     with ballonet.manage(loaded) as managed:
         for plan in plans(managed):
             change(managed, plan)

@@ -1,4 +1,4 @@
-"""CUDA graphs of layers at home, with the default interval: their replays compute what stock does, whatever comes and
+"""CUDA graphs of layers resident, with the default interval: their replays compute what stock does, whatever comes and
 goes meanwhile. See tests/graphs.py."""
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def test_nothing_of_the_model_moves_between_the_forwards_of_a_capture(model: Any
 
 
 @pytest.mark.parametrize("interval", ["auto", 2])
-def test_what_is_not_at_home_cannot_be_captured(model: Any, expected: torch.Tensor, interval: Any) -> None:
+def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Tensor, interval: Any) -> None:
     with ballonet.manage(model, interval=interval) as managed:
         prepare(model)
         if interval == "auto":

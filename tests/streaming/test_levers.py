@@ -194,14 +194,14 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
             logits(idle)
             logits(model)
             logits(model, cache)
-            home = (active.report().pages, other.report().pages)
+            resident = (active.report().pages, other.report().pages)
             for cycle in range(CYCLES):
                 before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
                 candidates = governor.reclaim.candidates()
                 with full(but=2):
                     torch.empty(sum(candidate.pages for candidate in candidates) * PAGE, dtype=torch.uint8)
                     assert torch.equal(logits(model), expected[0])
-                    gone = sum(home) - active.report().pages - other.report().pages
+                    gone = sum(resident) - active.report().pages - other.report().pages
                     assert bytes_that_exist() <= BUDGET
                 for _ in range(4):
                     assert torch.equal(logits(idle), expected[1])
@@ -210,7 +210,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
                 pulled, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
                 assert pulled == back == gone, cycle
                 assert kv_pulled == kv_back, cycle
-                assert (active.report().pages, other.report().pages) == home, cycle
+                assert (active.report().pages, other.report().pages) == resident, cycle
                 device.trim()
                 device.reap(wait=True)
                 found = device.snapshot()["pages"]
