@@ -512,6 +512,29 @@ def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> No
     assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
 
 
+def test_pages_become_full_once_a_layer_that_shared_them_has_moved(device: Device) -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    moved, stays = (Pair(1, ranges) for _ in range(2))
+    for pair in (moved, stays):
+        pair.update(20)
+    moved.both(lambda layer: layer.batch_repeat_interleave(2))
+    assert moved.kv_range is not stays.kv_range
+    moved.elastic.reset()  # it offers pages of its own
+    stays.update(60)
+    assert len(stays.offers()) == len(stays.places()) - 1
+
+
+def test_a_released_prefix_that_cannot_be_restored_has_no_pages(device: Device) -> None:
+    pair = Pair(60)
+    pair.kv_range.release_prefix(40)
+    device.reap(wait=True)
+    missing, pages = pair.kv_range.missing, kv_pages(device)
+    with pytest.raises(ZeroDivisionError), pair.kv_range.restoring_prefix():
+        raise ZeroDivisionError
+    device.reap(wait=True)
+    assert (pair.kv_range.missing, kv_pages(device)) == (missing, pages)
+
+
 def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
     ranges = CacheRanges(layers=2, expected=1)
     pairs = [Pair(1, ranges) for _ in range(2)]

@@ -75,6 +75,17 @@ def test_a_session(name: str) -> None:
             session.generate([7])
 
 
+def test_a_fork_keeps_what_was_said_when_the_session_is_closed() -> None:
+    with sides() as both:
+        with ballonet.Session(both.model) as session:
+            session.generate(words(torch.Generator().manual_seed(1), 40), **FEW)
+            other = session.fork()
+        both.ask(torch.tensor([[7]]))
+        evict_all(both.store)
+        other.generate([5], **FEW)
+        assert other.reused == len(session.tokens) - 1
+
+
 def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
     with sides() as both:
         both.store.limit = PAGE

@@ -45,9 +45,8 @@ def copied() -> dict[str, int]:
     return moved
 
 
-# Every number of streamed layers and slots.
-SHAPES = [(m, slots) for m in range(1, LAYERS + 1) for slots in (1, 2, 3) if slots <= m]
 FEW = [(1, 1), (3, 2), (LAYERS, 3)]
+SHAPES = [*FEW, (LAYERS, 1), (LAYERS - 1, 2)]  # layers that stream, and slots; all of them: test_ring.py
 
 
 def streamed(model: Any, m: int, slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ballonet.Managed:

@@ -410,6 +410,22 @@ def test_copies_begin_before_the_pass_where_nobody_can_write(model: Any, managed
     assert not begun()
 
 
+def test_the_copy_of_the_next_layer_begins_when_a_layer_is_left(model: Any, managed: ballonet.Managed) -> None:
+    """The third layer that streams comes to the slot of the first one while the second computes."""
+    fly(model, managed)
+    copied = []
+    first, second, _ = managed.report().streamed
+    handles = [
+        model.model.layers[layer].mlp.register_forward_hook(lambda *_: copied.append(managed._weights.ring.copied))
+        for layer in (first, second)
+    ]
+    with torch.no_grad():
+        model(IDS)
+    for handle in handles:
+        handle.remove()
+    assert copied[0] < copied[1]
+
+
 @pytest.mark.parametrize("how", ["counted", "data"])
 def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins(
     model: Any, original: Any, monkeypatch: pytest.MonkeyPatch, how: str
