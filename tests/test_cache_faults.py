@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-import linecache
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +22,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.testing import chaos_of
 
 from .caches import BUDGET, SMALL, forget, full_host, installed, kv_pages
+from .lines import interrupted
 from .models import Output, build, generate, prompts
 
 INPUTS = prompts(batch=3, longest=12)
@@ -136,39 +134,6 @@ def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(page: int) -> 
     device.check()
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt before the n-th line that runs in the modules under test; `.done` if it did."""
-
-    def __init__(self, nth: int, *modules: Any) -> None:
-        """`modules`: others than those of the layers."""
-        self._left = nth
-        self._files = [module.__file__ for module in modules or (kv, kv_range)]
-        self.done = False
-
-    def __enter__(self) -> Interrupt:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._line if frame.f_code.co_filename in self._files else None
-
-    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
-        if event == "line" and not self.done and not _with(frame):
-            self._left -= 1
-            if not self._left:
-                self.done = True
-                raise KeyboardInterrupt
-        return self._line
-
-
-def _with(frame: FrameType) -> bool:
-    """Is it about to enter or to leave a block? Python looks for signals neither way."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-
-
 def fresh(count: int, seed: int, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     keys, values = torch.randn(2, batch, 2, count, 8, generator=generator)
@@ -200,12 +165,7 @@ def test_ctrl_c_between_any_two_lines(act: str) -> None:
         for index, layer in enumerate((*layers, *stock)):
             layer.update(*fresh(40, index % 2))
         before = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
-        interrupt = Interrupt(nth)
-        try:
-            with interrupt:
-                INTERRUPTED[act](layers[0])
-        except KeyboardInterrupt:
-            assert interrupt.done
+        came = interrupted(lambda: INTERRUPTED[act](layers[0]), nth, kv, kv_range)  # noqa: B023
         INTERRUPTED[act](stock[0])
         keys, values = layers[0].keys, layers[0].values
         assert torch.equal(layers[1].keys, before[1][0])
@@ -233,7 +193,7 @@ def test_ctrl_c_between_any_two_lines(act: str) -> None:
             layer.reset()
         assert kv_pages(device) == 0
         device.check()
-        if not interrupt.done:
+        if not came:
             break
     assert nth > 5
 

@@ -28,9 +28,9 @@ from ballonet.offload.governor.client import LAYERS
 
 from .core import arm, disarm
 from .kv.pressure import STEPS, kv_ranges, poison, tiers
+from .lines import interrupted
 from .models import build, prompts
 from .pool import take_out
-from .test_cache_faults import Interrupt
 from .test_kv import tokens
 from .tuned import Tuned
 
@@ -236,15 +236,8 @@ def test_a_driver_that_fails_in_the_middle(device: Device, case: list[Case], cal
 
 
 def test_ctrl_c_while_the_list_is_made(device: Device, case: list[Case]) -> None:
-    nth, done = 0, False
-    while not done:
-        nth += 7
-        try:
-            with Interrupt(nth, governor, overview, clients, published, reclaim_list, *STEPS) as interrupt:
-                offered(device, case[0])
-            done = not interrupt.done
-        except KeyboardInterrupt:
-            pass
+    parts, nth = (governor, overview, clients, published, reclaim_list, *STEPS), 0
+    while interrupted(lambda: offered(device, case[0]), nth := nth + 7, *parts):
         assert not governors.of(device)._known.lock.locked()
     assert nth > 14
     assert take(device, case[0]) > 0

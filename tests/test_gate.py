@@ -29,10 +29,10 @@ from ballonet.hooks.programs.first_use import FirstUse
 from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 
+from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
 from .portrait import Portrait, all_in_pool, none_in_pool
-from .test_interrupts import interrupted
 from .tuned import Tuned
 
 BUDGET = 2**22

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import subprocess
 import sys
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +27,7 @@ from ballonet.hooks.weights import moving
 from ballonet.offload.governor import clients, exchange, governor, kv_client, kv_tier, overview, reclaim_list
 
 from .core import PAGE, shim
+from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
 from .tuned import Tuned
@@ -69,37 +67,6 @@ def ignored(monkeypatch: pytest.MonkeyPatch) -> Ignored:
 def installed(tuned: Tuned) -> Iterator[None]:
     with tiny_layers(tuned, 2**22, PAGE):
         yield
-
-
-def interrupted(act: Callable[[], object], at: int, *modules: ModuleType) -> bool:
-    """Runs `act`, with Ctrl-C before the line with this number of those that run in the modules, finalizers included.
-    Was there such a line? Where Python enters and leaves a block it looks for signals neither way."""
-    files, seen = {module.__file__ for module in modules}, 0
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line" and not _enters_block(frame):
-            seen += 1
-            if seen == at:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        act()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return seen >= at
-
-
-def _enters_block(frame: FrameType) -> bool:
-    """Or leaves one."""
-    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:"))
 
 
 class Thing:
@@ -221,9 +188,8 @@ def test_ctrl_c_at_any_line_leaves_torch_s_memory_in_the_pool(installed: None) -
             pass
 
     lines = 0
-    while interrupted(section, lines, install):
+    while interrupted(section, lines := lines + 1, install):
         gc.collect()
-        lines += 1
         assert runtime.require().block_size(torch.empty(2**12).data_ptr()), f"line {lines}"
     assert lines > 10
 

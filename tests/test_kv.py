@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -31,6 +30,7 @@ from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 
+from .core import arm, disarm, faults_fired
 from .pool import bytes_that_exist, in_pool
 
 PAGE = 4096
@@ -449,26 +449,13 @@ def test_out_of_pages_while_the_batch_grows_leaves_the_layer_as_it_was(device: D
 CALLS = ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemAddressFree")
 
 
-def config(*faults: tuple[str, int]) -> Config:
-    return Config(device="cpu", budget=40 * PAGE, page_size=PAGE, faults=faults)
-
-
-def calls_so_far(device: Device, call: str) -> int:
-    count: int = device.snapshot()["driver_calls"].get(call, 0)
-    return count
-
-
 @pytest.mark.parametrize("nth", range(1, 8))
 @pytest.mark.parametrize("call", CALLS)
 def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(device: Device, call: str, nth: int) -> None:
-    before = calls_so_far(device, call)
-    runtime.open_device(config()).close()
-    cost = calls_so_far(device, call) - before  # of a device that is closed again
-    faulty = runtime.start(config(), number=1).device
-    fired = faulty.snapshot()["faults"]
-    # Faults are counted from the start of the process, and armed by opening a device.
-    runtime.open_device(config((call, calls_so_far(device, call) + cost + nth))).close()
-    layer, stock = ElasticLayer(grouping.CacheRanges(device=faulty)), DynamicLayer()
+    layer, stock = ElasticLayer(), DynamicLayer()
+    device.trim()
+    fired = faults_fired()
+    arm(call, nth)
     steps: list[Callable[[Any], Any]] = [
         lambda each: each.update(*tokens(20, 1)),
         lambda each: each.update(*tokens(30, 2)),
@@ -490,24 +477,16 @@ def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(device: De
                 continue
             break
         same(layer, stock)
-    during = faulty.snapshot()["faults"] - fired
+    during = faults_fired() - fired
     assert failures <= during <= 1
     if call in ("cuMemMap", "cuMemSetAccess"):
         assert failures == during
     if nth == 1 and call not in ("cuMemUnmap", "cuMemAddressFree"):  # these happen late, or not at all
         assert during == 1
     layer.reset()
-    for _ in range(20):  # a fault that is still to come must not meet another test
-        if faulty.snapshot()["faults"] == fired:
-            with contextlib.suppress(DriverError, torch.OutOfMemoryError):
-                layer.update(*tokens(30, 4))
-            layer.reset()
-            kv_pages(faulty)
-            faulty.trim()
-    assert faulty.snapshot()["faults"] == fired + 1
-    assert kv_pages(faulty) == 0
-    faulty.check()
-    runtime.stop(1)
+    disarm()
+    assert kv_pages(device) == 0
+    device.check()
 
 
 def test_a_reorder_by_rows_that_do_not_exist_changes_nothing() -> None:

@@ -17,6 +17,7 @@ from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 
 from . import models
+from .core import arm, calls
 from .pool import bytes_that_exist
 from .portrait import Portrait, all_in_pool, none_in_pool
 from .programs import run
@@ -39,14 +40,13 @@ def live(phase: str) -> None:
     model = models.build("llama")
     portrait = Portrait(model)
     for _ in range(2):  # what is called the first time only is no part of the pattern
-        managing, managed = count(device, lambda: ballonet.manage(model, chaos=5))
-        generating, _ = count(device, lambda: generate(model))
-        releasing, _ = count(device, managed.release)
+        managing, managed = count(lambda: ballonet.manage(model, chaos=5))
+        generating, _ = count(lambda: generate(model))
+        releasing, _ = count(managed.release)
     numbers = {"manage": managing, "generate": generating, "release": releasing}[phase]
     places = [(name, nth) for name, number in numbers.items() for nth in some(number)]
     assert len(places) > 20, places
     before = settle(device)
-    cost = count(device, lambda: arm([]))[0]
     fired = device.snapshot()["faults"]
     gc.collect()
     gc.freeze()  # what is there now need not be looked at after every fault
@@ -56,7 +56,7 @@ def live(phase: str) -> None:
         """Runs `act`, with the fault armed if this is its phase; again if it fails, which must leave all `unharmed`."""
         if what == phase:
             name, nth = place
-            arm([(name, calls(device)[name] + cost.get(name, 0) + nth)])
+            arm(name, nth)
         for _ in range(3):  # a fault that was armed earlier and not met may fire now
             try:
                 return act()
@@ -92,26 +92,15 @@ def some(number: int) -> list[int]:
     return sorted({1 + (number - 1) * part // FEW for part in range(FEW + 1)})
 
 
-def arm(faults: list[tuple[str, int]]) -> None:
-    """Arms (function, which call of it since the start fails), which every new device does with what it is given."""
-    library = runtime.standin_library()
-    Device(library=library, ordinal=0, page_size=PAGE, budget=PAGE, host_budget=0, faults=faults).close()
-
-
 def generate(model: Any) -> torch.Tensor:
     return models.generate(model, "greedy", models.prompts(2, 9), tokens=3).tokens
 
 
-def calls(device: Device) -> dict[str, int]:
-    counts: dict[str, int] = device.snapshot()["driver_calls"]
-    return counts
-
-
-def count(device: Device, act: Callable[[], Any]) -> tuple[dict[str, int], Any]:
+def count(act: Callable[[], Any]) -> tuple[dict[str, int], Any]:
     """How often each driver function is called by `act`, and its result."""
-    before = calls(device)
+    before = calls()
     result = act()
-    return {name: number - before[name] for name, number in calls(device).items() if number > before[name]}, result
+    return {name: number - before[name] for name, number in calls().items() if number > before[name]}, result
 
 
 def settle(device: Device) -> dict[str, int]:

@@ -13,6 +13,8 @@ import pytest
 
 from ballonet.hooks.forward import stacks
 
+from .lines import before_line
+
 LONG = 60  # seconds, after which a thread hangs
 
 
@@ -40,25 +42,14 @@ class Running:
 def test_a_stack_is_seen_whole_while_its_thread_goes_on() -> None:
     """A generator that yields while its stack is walked has no caller any more."""
     for at in range(1, 12):
-        running, seen = Running(), 0
+        running, found = Running(), list[FrameType]()
 
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal seen
-            if frame.f_code.co_filename != stacks.__file__:
-                return None
-            if event == "line":
-                seen += 1
-                if seen == at:  # noqa: B023
-                    sys.settrace(None)
-                    running.go_on.set()  # noqa: B023
-                    assert running.outside.wait(LONG)  # noqa: B023
-            return trace
+        def go_on() -> None:
+            running.go_on.set()  # noqa: B023
+            assert running.outside.wait(LONG)  # noqa: B023
 
-        sys.settrace(trace)
-        try:
-            found = stacks.stack_of(cast(int, running.thread.ident))
-        finally:
-            sys.settrace(None)
+        thread = cast(int, running.thread.ident)
+        before_line(lambda: found.extend(stacks.stack_of(thread)), at, go_on, stacks)  # noqa: B023
         assert "run" in [frame.f_code.co_name for frame in found], at
         running.go_on.set()
         running.stop.set()

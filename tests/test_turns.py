@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import FrameType, ModuleType
 from typing import Any, cast
 
 import pytest
@@ -21,6 +19,7 @@ from ballonet.hooks.forward.lease import GroupLease, current
 from ballonet.hooks.forward.turns import Turn, Turns
 from ballonet.hooks.streaming import streamed
 
+from .lines import interrupted
 from .models import build, prompts
 from .pool import tiny_layers
 from .tuned import Tuned
@@ -58,30 +57,6 @@ def until(condition: Callable[[], bool]) -> None:
             return
         threading.Event().wait(0.001)
     raise AssertionError("it never happens")
-
-
-def at_line(act: Callable[[], object], at: int, event: str, then: Callable[[], object], *modules: ModuleType) -> None:
-    """Runs `act`, and `then` before the line or opcode with this number, of those that are run in the modules."""
-    files = {module.__file__ for module in modules}
-    seen = 0
-
-    def trace(frame: FrameType, now: str, _: object) -> Any:
-        nonlocal seen
-        if frame.f_code.co_filename not in files:
-            return None
-        frame.f_trace_opcodes = event == "opcode"
-        if now == event:
-            seen += 1
-            if seen == at:
-                sys.settrace(None)
-                then()
-        return trace
-
-    sys.settrace(trace)
-    try:
-        act()
-    finally:
-        sys.settrace(None)
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for() -> None:
@@ -256,19 +231,6 @@ def test_a_layer_that_runs_the_whole_model_on_a_thread(
 # Ctrl-C anywhere
 
 
-def interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-def interrupted(act: Callable[[], object], at: int, event: str, *modules: ModuleType) -> bool:
-    """Runs `act` and interrupts it there. Was there such a line or opcode?"""
-    try:
-        at_line(act, at, event, interrupt, *modules)
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
 class Caching(nn.Module):
     """Uses a cache in its forward, which is leased from then on."""
 
@@ -291,7 +253,7 @@ def test_ctrl_c_between_any_two_instructions_leaves_no_lease(installed: None) ->
     managed = ballonet.manage(model)
     inputs = torch.ones(4)
     at = 0
-    while interrupted(lambda: model(inputs), at := at + 1, "opcode", lease):
+    while interrupted(lambda: model(inputs), at := at + 1, lease, each="opcode"):
         model(inputs)
         assert managed._weights.group.leases == 0, at
         assert cache.leases == 0, at
@@ -304,7 +266,7 @@ def test_ctrl_c_between_any_two_instructions_leaves_no_lease(installed: None) ->
             assert cache.leases == 1
 
     at = 0
-    while interrupted(alone, at := at + 1, "opcode", lease):
+    while interrupted(alone, at := at + 1, lease, each="opcode"):
         assert cache.leases == 0, at
     assert at > 30
 
@@ -326,7 +288,7 @@ def test_ctrl_c_between_any_two_lines_of_a_forward_leaves_neither_turns_nor_leas
 
     run()
     at = 0
-    while interrupted(run, at := at + 1, "line", turns, forwards, streamed):
+    while interrupted(run, at := at + 1, turns, forwards, streamed):
         if at % 2:
             assert torch.allclose(started(run).result(LONG), expected, atol=1e-5), at
         assert torch.allclose(run(), expected, atol=1e-5), at

@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, DriverError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
@@ -30,7 +29,8 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency import kv_slots
 from ballonet.offload.residency.states import State
 
-from ..test_cache_faults import Interrupt
+from ..core import arm, pending
+from ..lines import interrupted
 from ..test_kv import tokens
 from ..tuned import Tuned
 from .pressure import STEPS, away, kv_ranges, poison, press, started, tiers, two_thirds
@@ -652,11 +652,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
     for nth in itertools.count(1, {"prefill": 401}.get(act, 67)):
         layers = Layers(100)
         layers.update()
-        try:
-            with Interrupt(nth, *INTERRUPTIBLE) as interrupt:
-                INTERRUPTED[act](layers)
-        except KeyboardInterrupt:
-            pass
+        came = interrupted(lambda: INTERRUPTED[act](layers), nth, *INTERRUPTIBLE)  # noqa: B023
         for elastic, stock in layers.pairs:  # a stock layer of what was appended, or of what was not
             length = elastic.get_seq_length()
             if stock.get_seq_length() < length:
@@ -674,7 +670,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         layers.check()
         device.check()
         layers.both(lambda layer: layer.reset())
-        if not interrupt.done:
+        if not came:
             break
     assert nth > 67
     hog.close()
@@ -691,12 +687,8 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
     for nth in range(1, 40, 3):
         layers = Layers(100)
         layers.update()
-        fired, so_far = device.snapshot()["faults"], device.snapshot()["driver_calls"].get(call, 0)
-        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE)).close()
-        cost = device.snapshot()["driver_calls"].get(call, 0) - so_far
-        fault = (call, so_far + 2 * cost + nth)
-        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE, faults=(fault,))).close()
-        while device.snapshot()["faults"] == fired:
+        arm(call, nth)
+        while pending(call):
             layers.seed = seed = layers.seed + 1
             new = tokens(1, seed)
             for index, (elastic, stock) in enumerate(layers.pairs):

@@ -16,7 +16,6 @@ from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError
 from ballonet.hooks.device import governors
 from ballonet.hooks.forward.lease import ForwardLease
@@ -30,7 +29,8 @@ from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.residency.states import Event
 
 from .. import pool
-from ..test_cache_faults import Interrupt
+from ..core import arm, disarm
+from ..lines import interrupted
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from ..tuned import Tuned
 from .pressure import STEPS, away, poison, press, started, tiers
@@ -634,11 +634,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         press(device, 3)
         pair.tier.client.write_behind(2)
         device.synchronize()
-        try:
-            with Interrupt(nth, *STEPS) as interrupt:
-                INTERRUPTED[act](pair)
-        except KeyboardInterrupt:
-            pass
+        came = interrupted(lambda: INTERRUPTED[act](pair), nth, *STEPS)  # noqa: B023
         length, before = pair.elastic.get_seq_length(), tokens(100, 1)
         if act == "reorder":  # in the middle of which Ctrl-C leaves neither
             pair.elastic.keys = before[0].clone()
@@ -658,7 +654,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         assert torch.equal(pair.elastic.keys, torch.cat([expected[0], new[0]], dim=2)), nth
         device.check()
         pair.elastic.reset()
-        if not interrupt.done:
+        if not came:
             break
     assert nth > 5
 
@@ -678,12 +674,7 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
             lambda pair=pair: pair.tier.restore(9, 0),
             lambda pair=pair: pair.kv_range.pages.displace(0),
         ]
-        so_far = device.snapshot()["driver_calls"].get(call, 0)
-        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE)).close()
-        cost = device.snapshot()["driver_calls"].get(call, 0) - so_far
-        so_far += 2 * cost
-        fault = (call, so_far + nth)
-        runtime.open_device(Config(device="cpu", budget=4 * PAGE, page_size=PAGE, faults=(fault,))).close()
+        arm(call, nth)
         for step in steps:
             try:
                 step()
@@ -697,3 +688,4 @@ def test_a_fault_at_any_call_leaves_everything_readable(device: Device, call: st
         poison(device)
         device.trim()
     assert device.snapshot()["faults"] > fired
+    disarm()

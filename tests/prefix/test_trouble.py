@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType, ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +27,7 @@ from ballonet.hooks.prefix import (
     sessions,
 )
 
+from ..lines import interrupted
 from ..pool import tiny_layers
 from ..tuned import Tuned
 from .conversations import Sides, evict_all, sides, words
@@ -149,28 +148,6 @@ def test_a_request_that_is_broken_off(name: str, step: int) -> None:
         assert both.reused == ids.shape[1] - 1
 
 
-def interrupted(act: Callable[[], object], modules: Sequence[ModuleType], at: int) -> bool:
-    """Does it, with Ctrl-C before the line of the modules that comes as the `at`th. Did that come?"""
-    files, lines = {module.__file__ for module in modules}, iter(range(1, at))
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code.co_filename not in files:
-            return None
-        if event == "line" and next(lines, None) is None:
-            sys.settrace(None)
-            raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        act()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 def test_ctrl_c_anywhere() -> None:
     """Before any line of a turn that moves, copies, fills and stores: the next turns are right, and nothing is lost."""
     generator, draw = torch.Generator().manual_seed(3), random.Random(4)
@@ -186,7 +163,7 @@ def test_ctrl_c_anywhere() -> None:
         times = 0
         for number in range(30):  # every other time while the index changes
             times += interrupted(
-                turn, *((INDEX, draw.randint(1, 150)) if number % 2 else (PARTS, draw.randint(1, 900)))
+                turn, *((draw.randint(1, 150), *INDEX) if number % 2 else (draw.randint(1, 900), *PARTS))
             )
             turn()
             gc.collect()
@@ -205,7 +182,7 @@ def test_ctrl_c_while_blocks_are_evicted() -> None:
     with sides() as both:
         for at in range(1, 200, 8):
             both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
-            times += interrupted(lambda: both.store.pressure.give_up(device, 1), INDEX, at)
+            times += interrupted(lambda: both.store.pressure.give_up(device, 1), at, *INDEX)
             both.ask(words(generator, 20), max_new_tokens=1, min_new_tokens=1)
             both.check()
             both.store.clear()

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,8 +17,12 @@ from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import ManageError
 from ballonet.hooks.device import governors
 from ballonet.hooks.device.references import THIS, Interpreter
+from ballonet.hooks.forward import turns
+from ballonet.hooks.streaming import bound, streamed
 from ballonet.offload.policy import plan
+from ballonet.offload.residency import ring
 
+from ..lines import interrupted
 from ..models import Output, generate
 from ..portrait import bits, tensors
 from .conftest import INPUTS, streams
@@ -584,40 +586,19 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
 def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.Managed) -> None:
     """Whatever line of it was interrupted, the weights are what they are and the model goes on."""
     expected = {name: bits(tensor) for name, tensor in tensors(model).items()}
-    names = ("offload.residency.ring", "hooks.streaming.streamed", "hooks.streaming.bound", "hooks.forward.turns")
-    files = {sys.modules[f"ballonet.{name}"].__file__ for name in names}
+    parts = (ring, streamed, bound, turns)
 
-    def interrupted_at(line: int) -> bool:
-        seen = 0
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal seen
-            if frame.f_code.co_filename not in files:
-                return None
-            if event == "line":
-                seen += 1
-                if seen == line:
-                    sys.settrace(None)
-                    raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            with torch.no_grad():
-                model(IDS)
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
+    @torch.no_grad()
+    def run() -> None:
+        model(IDS)
 
     line = 0
-    while interrupted_at(line := line + 7):
+    while interrupted(run, line := line + 7, *parts):
         assert all(bits(tensor) == expected[name] for name, tensor in tensors(model).items()), line
         if line % 5 == 0:
             assert say(model).agrees(stock), line
         with managed.resident():
             pass
-    assert line > 300
+    assert line > 250
     fly(model, managed)
     runtime.require().check()
