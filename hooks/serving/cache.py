@@ -8,6 +8,7 @@ for what lies behind its tensor.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.utils.dlpack import from_dlpack
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 
 from ...allocator._native import Device
+from ...allocator.errors import PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Serving
-from ..forward.lease import GroupLease
+from ..forward.lease import GroupLease, current
+from .sector_client import SectorChaos
 from .sectors import RESERVED, SectorPages, SectorPool
 from .sizes import Sizes, largest_batch, masks_of, readable
 
@@ -58,8 +61,10 @@ class ElasticPagedCache(PagedAttentionCache):
         self.max_batch_tokens = continuous_batching_config.max_batch_tokens or largest_batch(
             on.budget, part, self.sizes, masks, size, most
         )
-        sectors = max(1, on.budget // self.bytes_per_sector)
+        host: int = on.snapshot()["host_budget"] if on.host_pages else 0
+        sectors = max(1, (on.budget + host) // self.bytes_per_sector)
         self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector)
+        self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
         self.max_tokens_read = readable(on.budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
 
@@ -97,9 +102,67 @@ class ElasticPagedCache(PagedAttentionCache):
             return False
         return bool(super().can_store_request_tokens(state, request_len))
 
+    def on_host_bytes(self, request: str) -> int:
+        """Bytes of the request's KV that lie on the host."""
+        return self.on.page_size * len(self.pages.client.away(self._pieces(request)))
+
+    def to_host(self, request: str) -> bool:
+        """Moves the KV of a request to the host, but for what it shares with others; its addresses stay. False where
+        the host has no room, and nothing is moved. DriverError."""
+        others = {piece for name in self._tables() - {request} for piece in self._pieces(name)}
+        try:
+            self.pages.client.evict(self._pieces(request) - others)
+        except PoolExhausted:
+            return False
+        return True
+
+    def to_device(self, request: str) -> None:
+        """Restores the KV of a request, as far as there are pages; what stays is read where it is. DriverError."""
+        client = self.pages.client
+        away = client.away(self._pieces(request))
+        if len(away) > self.on.available:
+            self.on.take(self.on.published, len(away) - self.on.available)
+        client.restore(away)
+
+    def evict_oldest(self, nbytes: int) -> bool:
+        """Forgets blocks that are only kept for prompts, the oldest first, until sectors of so many bytes are free, or
+        all are forgotten. Was there any?"""
+        gone = False
+        for each in self.cache_allocators.values():
+            ledger = each.ledger
+            while ledger.cached_blocks and nbytes > 0:
+                block = next(iter(ledger.cached_blocks))
+                del ledger.cached_blocks[block]
+                del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+                self.pool.free_blocks(each.index, [block])
+                before = self.pool.num_free_sectors
+                self.pool.try_to_free_sectors()
+                nbytes -= (self.pool.num_free_sectors - before) * self.bytes_per_sector
+                gone = True
+        return gone
+
+    def begins(self, requests: Iterable[str]) -> None:
+        """A step with these requests is about to begin. DriverError."""
+        self.pages.client.begins({piece for each in requests for piece in self._pieces(each)})
+
+    def _tables(self) -> set[str]:
+        return {name for each in self.cache_allocators.values() for name in each.block_table}
+
+    def _pieces(self, request: str) -> set[int]:
+        """The pieces that the blocks of the request lie on."""
+        return {
+            piece
+            for each in self.cache_allocators.values()
+            for block in each.block_table.get(request, ())
+            for piece in self.pages.pieces(block // each.blocks_per_sector)
+        }
+
     def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As stock's, under a lease."""
+        """As stock's, under a lease, which a forward keeps."""
         with GroupLease(self.group):
+            self.pages.client.uses()
+            if (lease := current()) is not None:
+                lease.touched(self.chaos)
             keys, values = super().update(*args, **kwargs)
         return keys, values
 

@@ -7,12 +7,15 @@ from ...offload.policy.admission import Memory
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device import governors
 from ..weights.room import host_pages_left
+from .sector_client import SectorClient
 
 
-def memory_of(device: Device, tuning: Serving = DEFAULT.serving) -> Memory:
-    """Free pages, and those that others have published to give: Algorithm 1's P_T. Free blocks of the heap are for
-    activations."""
+def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
+    """Free pages, and those that clients but this one have published to give: Algorithm 1's P_T. Of its own pages
+    those count that no request of the batch reads, as far as the host has room for them. Free blocks of the heap are
+    for activations."""
     idle: int = device.snapshot()["heap"]["cached"]
-    others = device.available + governors.of(device).reclaim.offered
-    page = device.page_size
-    return Memory(0, idle, others * page, host_pages_left(device) * page, device.budget // tuning.reserve)
+    page, host = device.page_size, host_pages_left(device)
+    resting = min(client.resting, host)
+    others = device.available + governors.of(device).reclaim.offered(client.number) + resting
+    return Memory(0, idle, others * page, (host - resting) * page, device.budget // tuning.reserve)

@@ -43,6 +43,9 @@ class ElasticScheduler(Scheduler):
 
     def add_waiting_request(self, state: Any) -> None:
         """As Scheduler's; RequestTooLarge, for the one request, where it can never run."""
+        if state.is_cpu_offloaded:  # it has run before
+            super().add_waiting_request(state)
+            return
         prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
@@ -61,29 +64,39 @@ class ElasticScheduler(Scheduler):
                 break
             looked.append((state, min(self._tokens(state), left)))
             left -= looked[-1][1]
-        found = admit([self._demand(*each) for each in looked], self._memory(), self._tuning)
+        found = admit([self.demand(*each) for each in looked], self._memory(), self._tuning)
+        lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
+        if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
+            found = admit([self.demand(*each) for each in looked], self._memory(), self._tuning)
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
         self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
         chosen = [state for state, _ in looked if state.request_id in found.where]
         scheduled, failed, fast, new, read = super()._process_candidates(chosen, token_budget, *args)
+        self.cache.begins(each.state.request_id for each in scheduled)
         refused = [each for each in looked if each[0].request_id not in found.where]
         self.starved_requests += [each for each in refused if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(refused), fast, new, read
 
+    def room(self) -> int:
+        """Bytes that requests may have beyond what they have."""
+        now = self._memory()
+        return now.total - now.reserve
+
+    def demand(self, state: Any, tokens: int) -> Demand:
+        """What a request needs for so many more tokens."""
+        sizes, kept = self.cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
+        return Demand(
+            state.request_id,
+            self.cache.bytes_needed(state, tokens) + (self.cache.on_host_bytes(state.request_id) if kept else 0),
+            sizes.of(tokens, state.current_len()),
+            staging=sizes.staging(tokens),
+            decoding=kept or state.status == RequestStatus.DECODING,
+            passed=self._passed.get(state.request_id, 0),
+        )
+
     def _tokens(self, state: Any) -> int:
         decoding = state.status == RequestStatus.DECODING
         return len(state.tokens_to_process if decoding else state.remaining_prefill_tokens)
-
-    def _demand(self, state: Any, tokens: int) -> Demand:
-        sizes = self.cache.sizes
-        return Demand(
-            state.request_id,
-            self.cache.bytes_needed(state, tokens),
-            sizes.of(tokens, state.current_len()),
-            staging=sizes.staging(tokens),
-            decoding=state.status == RequestStatus.DECODING,
-            passed=self._passed.get(state.request_id, 0),
-        )
 
 
 class ElasticFIFO(ElasticScheduler, FIFOScheduler):

@@ -38,6 +38,9 @@ _NEEDED: Final = (
     ("cache_allocators", "CacheAllocator.needs_new_sectors", ("request_id", "past_length", "query_length")),
     ("scheduler", "Scheduler.__init__", ("cache", "safety_margin", "max_requests_per_batch")),
     ("scheduler", "Scheduler._process_candidates", ("candidates", "token_budget")),
+    ("offloading_manager", "OffloadingManager.__init__", ("cache", "scheduler")),
+    ("offloading_manager", "OffloadingManager.offload_requests", ()),
+    ("offloading_manager", "OffloadingManager.restore_scheduled_requests", ("requests_in_batch",)),
     ("continuous_api", "ContinuousBatchingManager._create_batch_processor", ()),
 )
 
@@ -90,6 +93,7 @@ def _replace() -> None:
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     from .cache import ElasticPagedCache
+    from .preemption import PagePreemption
     from .room import memory_of
     from .scheduler import ElasticFIFO, ElasticPrefillFirst
 
@@ -109,15 +113,21 @@ def _replace() -> None:
             return PagedAttentionCache(*args, **kwargs)
         return ElasticPagedCache(*args, on=_thread.device, **kwargs)
 
+    stock_preemption = vars(continuous_api)["OffloadingManager"]
+
+    def preemption(*, cache: Any, **kwargs: Any) -> Any:
+        return (PagePreemption if isinstance(cache, ElasticPagedCache) else stock_preemption)(cache=cache, **kwargs)
+
     def scheduling(stock: Callable[..., Any], elastic: Callable[..., Any]) -> Callable[..., Any]:
         def make(cache: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
-            return elastic(cache, *args, memory=functools.partial(memory_of, cache.on), **kwargs)
+            return elastic(cache, *args, memory=functools.partial(memory_of, cache.on, cache.pages.client), **kwargs)
 
         return make
 
     _put(vars(continuous_api), "PagedAttentionCache", cache)
+    _put(vars(continuous_api), "OffloadingManager", preemption)
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         _put(mapping, name, scheduling(mapping[name], elastic))
     manager._create_batch_processor = create  # type: ignore[method-assign]

@@ -20,7 +20,9 @@ from transformers.generation.continuous_batching.cache_allocators import CachePo
 
 from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
+from ..device import governors
 from ..kv.room import find_room
+from .sector_client import SectorClient
 
 if TYPE_CHECKING:
     from ...allocator._native import Place
@@ -33,7 +35,7 @@ class SectorPages:
     all of it."""
 
     def __init__(self, device: Device, group: Group, sectors: int, sector: int) -> None:
-        """Backs the guard and the reserved sectors. torch.OutOfMemoryError, DriverError."""
+        """Backs the guard and the reserved sectors, which stay where they are. torch.OutOfMemoryError, DriverError."""
         self.sector = sector
         self._device = device
         self._page = device.page_size
@@ -41,8 +43,11 @@ class SectorPages:
         self.range: Range = device.reserve(self._front + sectors * sector, "kv", group, reuse=False)
         self._users = [0] * self.range.pieces  # sectors in use, by piece
         self._sectors = sectors
-        self._map([(0, self._front // self._page)])
-        self.take(range(RESERVED))
+        self.client = SectorClient(device, group, self.range, governors.of(device))
+        fixed = self.pieces(RESERVED - 1).stop
+        self._map([(0, fixed)])
+        for piece in range(self._front // self._page, fixed):
+            self._users[piece] += 1
 
     def window(self) -> object:
         """A DLPack capsule over all sectors, uint8."""
@@ -78,7 +83,9 @@ class SectorPages:
         """Backs these sectors, which are in use from now on, with new pages in `place` where there are none: all, or
         none. torch.OutOfMemoryError, DriverError."""
         sectors = list(sectors)
-        self._map(self.missing(sectors), place)
+        runs = self.missing(sectors)
+        self._map(runs, place)
+        self.client.extended(piece for first, count in runs for piece in range(first, first + count))
         for sector in sectors:
             for piece in self.pieces(sector):
                 self._users[piece] += 1
@@ -89,7 +96,7 @@ class SectorPages:
             for piece in self.pieces(sector):
                 self._users[piece] -= 1
                 if not self._users[piece]:
-                    self.range.retire(piece, 1)
+                    self.client.dropped(piece)
 
     def _map(self, runs: list[tuple[int, int]], place: Place = "device") -> None:
         done: list[tuple[int, int]] = []
@@ -100,6 +107,7 @@ class SectorPages:
                 except PoolExhausted as error:
                     if place == "host":
                         raise torch.OutOfMemoryError(f"no room for KV on the host: {error}") from error
+                    self.client.governor.reclaim.publish_now()
                     find_room(self._device, None, self.range, [run], error, 0)
                 done.append(run)
         except BaseException:

@@ -30,11 +30,10 @@ class ReclaimList:
             self._known.list.void()
         self.publish()
 
-    @property
-    def offered(self) -> int:
-        """Pages that are on the published list, without those that nobody gives gladly."""
+    def offered(self, but: int) -> int:
+        """Pages that clients other than that number have on the published list, within caps."""
         with self._known.lock:
-            return sum(self._known.list.pages.values())
+            return sum(pages for number, pages in self._known.list.pages.items() if number != but)
 
     def candidates(self) -> list[Candidate]:
         """All that may be taken now, in the order of taking."""

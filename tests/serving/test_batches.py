@@ -72,6 +72,27 @@ def test_requests_that_do_not_fit_wait(pages: int) -> None:
         assert runtime.require().snapshot()["pages"]["kv"] == 0
 
 
+@pytest.mark.parametrize("host", [34, 0])
+def test_requests_that_are_preempted_go_on(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With their KV on the host; without room there they are computed again."""
+    model, asked, moved = build("llama", num_hidden_layers=12), prompts(16, 60), list[bool]()
+    expected = stock(model, asked, 60)
+    ballonet.install(34 * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
+    to_host = ElasticPagedCache.to_host
+
+    def watched(self: ElasticPagedCache, request: str) -> bool:
+        before = self.on_host_bytes(request)
+        moved.append(to_host(self, request))
+        assert moved[-1] == (self.on_host_bytes(request) > before)
+        return moved[-1]
+
+    monkeypatch.setattr(ElasticPagedCache, "to_host", watched)
+    with ballonet.manage(model):
+        assert answers(model, asked, 60) == expected
+    assert moved
+    assert set(moved) == {host > 0}
+
+
 @pytest.mark.parametrize("schedule", ["fifo", "prefill_first"])
 def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sector has pages from the request that gets it until the last one that has it is gone."""

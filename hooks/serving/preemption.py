@@ -1,0 +1,82 @@
+"""Requests that have to wait while others run: their KV goes to the host and stays where it is in the range, so that
+their tables of blocks hold, and comes back when they are scheduled again (eLLM §4.3.2).
+
+Note [Preempted]
+    A request that is preempted keeps its blocks. Its pages, but for those that it shares with requests that run, become
+    pages of the host: kernels could read them there, only slower. Among those that wait it is one that decodes, so that
+    the admission lets it in before prompts, and only with room for all of its pages on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestStatus
+
+from .cache import ElasticPagedCache
+from .scheduler import ElasticScheduler
+
+
+class PagePreemption(OffloadingManager):
+    """As OffloadingManager, without a pool of its own on the host."""
+
+    cache: ElasticPagedCache
+    scheduler: ElasticScheduler
+
+    def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
+        return 0
+
+    def offload_requests(self) -> bool:
+        """Preempts the newest of the requests that lack pages until the others have room, or one request is left; first
+        blocks that nobody uses go. Was there anything to give?"""
+        evicted = bool(self.cache.evict_cached_blocks())
+        self.cache.pool.try_to_free_sectors()
+        starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
+        gave = False
+        while starved and active > 1 and not self._fits(starved):
+            state, _ = starved.pop()
+            active -= 1
+            gave = True
+            self._preempt(state)
+        self.scheduler.block_new_requests = self.scheduler.block_new_requests or gave
+        return gave or evicted
+
+    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
+        """Brings the KV of preempted requests that are in the batch back to the device, as far as there is room."""
+        for each in requests_in_batch:
+            if each.state.is_cpu_offloaded:
+                self.cache.to_device(each.state.request_id)
+                each.state.is_cpu_offloaded = False
+
+    def free_request_cpu_cache(self, state: Any) -> None:
+        """Its blocks are freed as those of any other."""
+        state.is_cpu_offloaded = False
+
+    def _fits(self, starved: list[Any]) -> bool:
+        demands = [self.scheduler.demand(state, tokens) for state, tokens in starved]
+        return sum(each.kv + each.activations for each in demands) <= self.scheduler.room()
+
+    def _preempt(self, state: Any) -> None:
+        name = state.request_id
+        if self.cache.to_host(name):
+            self._keep_for_later(state)
+            return
+        again = state.create_equivalent_initial_request()  # there is no room on the host: it is computed again
+        state._status = RequestStatus.FINISHED
+        self.scheduler.finish_request(name)
+        self.scheduler.add_waiting_request(again)
+
+    def _keep_for_later(self, state: Any) -> None:
+        """As transformers does with what it has copied to the host: what a batch in flight computes for it is lost, so
+        it goes on from the last token that is known."""
+        if state.status == RequestStatus.DECODING:
+            if state.position_offset == len(state.initial_tokens) + len(state.generated_tokens):
+                state.position_offset -= 1
+                state.remaining_prefill_tokens = [(state.generated_tokens or state.initial_tokens)[-1]]
+            else:
+                state.remaining_prefill_tokens = state.tokens_to_process[:]
+        state._status = RequestStatus.PENDING
+        state.is_cpu_offloaded = True
+        self.scheduler.active_requests.pop(state.request_id, None)
+        self.scheduler.add_waiting_request(state)

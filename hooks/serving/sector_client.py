@@ -1,0 +1,250 @@
+"""The pages under the sectors of a paged cache as a client of the governor (offload/governor/client.py).
+
+Note [One offer]
+    Kernels write to any page of a request in any step, so that none is saved ahead and none stays clean: what is taken
+    is copied then, by the core, in whatever wanted the page, be it an activation in the middle of a step (eLLM §4.3).
+    Its addresses lead to the host from then on, where kernels read and write it, slower, until it is restored. Pages
+    that no request of the batch reads are in an offer of their own, which comes first: those of requests that wait, and
+    of blocks that are only kept for prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from ...allocator._native import Device, Group, Range, Transfer
+from ...allocator.errors import PoolExhausted
+from ...allocator.interrupts import Finalizer
+from ...offload.governor.client import Offer
+from ...offload.governor.governor import Governor
+from ...offload.governor.kv_read_plan import Streamed
+from ...offload.policy.ladder import Rung
+from ...offload.policy.layer_stream import Way
+from ...offload.residency.backing import Backing
+from ...offload.residency.mover import Mover
+from ...offload.residency.pieces import Pieces
+from ...offload.residency.saving import Runs
+from ...offload.residency.states import Event, State
+from ..device.streams import stream_of
+from ..forward.lease import GroupLease
+
+if TYPE_CHECKING:
+    from ...allocator._native import Place
+
+
+class SectorClient:
+    """Used by the thread that schedules; the governor asks on any."""
+
+    name = "KV of requests"
+    block = 1
+    kept = False
+    near = on_peer = leaving = 0
+
+    def __init__(self, device: Device, group: Group, range_: Range, governor: Governor) -> None:
+        """The pages of `range_`. DriverError."""
+        self.governor = governor
+        self.used = governor.clock()  # when a step began last
+        self.stream = 0  # that computed last
+        self._device = device
+        self._group = group
+        self._range = range_
+        self._in_use = Pieces()
+        self._resting: frozenset[int] = frozenset()  # those of these that no request of the batch reads
+        self._transfer = Transfer(device)
+        self._backing = Backing(device, group, range_, "kv")
+        self._mover = Mover(device, range_, self._backing, Lock())
+        self._current = stream_of(device)
+        self._changed = False  # since the governor was told
+        self.number = governor.add_client(self)
+        Finalizer(self, partial(governor.remove_client, self.number))
+
+    # -- for the governor
+
+    @property
+    def running(self) -> bool:
+        """Does any thread lease it?"""
+        return self._group.leases > 0
+
+    @property
+    def displaced(self) -> int:
+        """Pages of requests that lie on the host, as far as known."""
+        return self._mover.away
+
+    @property
+    def held(self) -> int:
+        """Pages of requests, wherever they are."""
+        return len(self._in_use)
+
+    @property
+    def here(self) -> int:
+        """Pages of requests on the device."""
+        self._look()
+        return len(self._in_use) - self._mover.away
+
+    @property
+    def streamed(self) -> Streamed:
+        """They are read in place."""
+        return Streamed(Way.ZERO_COPY if self.displaced else Way.RESIDENT, self.displaced, 0, 0, 0, 0.0)
+
+    def offers(self) -> Sequence[Offer]:
+        """See Note [One offer]."""
+        self._look()
+        return [
+            Offer(index, sum(end - first for first, end in runs), False, divisible=True)
+            for index, runs in enumerate(self._takable())
+            if runs
+        ]
+
+    def entry(self, index: int) -> tuple[Group, list[Any]] | None:
+        """(group, parts) of an offer; None where there is nothing of it."""
+        twin = self._backing.pages
+        parts: list[Any] = [(self._range, first, end - first, twin, first, []) for first, end in self._takable()[index]]
+        return (self._group, parts) if parts else None
+
+    def give_slots(self) -> None:
+        """It has none."""
+
+    def write_behind(self, pages: int) -> None:
+        """Nothing is saved ahead."""
+
+    def demote(self, pages: int) -> None:
+        """Nothing of it is on the peer."""
+
+    # -- for the cache
+
+    @property
+    def resting(self) -> int:
+        """Pages on the device that no request of the batch reads."""
+        return sum(end - first for first, end in self._takable()[0])
+
+    def extended(self, pieces: Iterable[int]) -> None:
+        """These have pages now, of the device or the host."""
+        for piece in pieces:
+            self._forget(piece)
+            self._in_use.add(piece)
+            self._mover.look_for_host_pages(piece, piece + 1)
+        self._changed = True
+
+    def dropped(self, piece: int) -> None:
+        """Nobody uses this one any more; its pages go back once the device is done with them."""
+        self._in_use.discard(piece)
+        self._range.retire(piece, 1)
+        self._forget(piece)
+        self._changed = True
+
+    def begins(self, reads: Collection[int]) -> None:
+        """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
+        DriverError."""
+        self.used = self.governor.clock()
+        self._resting = frozenset(self._in_use).difference(reads)
+        if self.governor.taken_of(self.number) or self.displaced:
+            self._look()
+        if (away := self.displaced) and (pages := self.governor.restorable_pages(self.number)):
+            self._changed |= self.restore(self.away(reads)[:pages]) > 0 or away != self.displaced
+        if self._changed or self.governor.pages.scarce:
+            self._changed = False
+            self.governor.client_changed(self.number)
+
+    def uses(self) -> None:
+        """What this thread submits from now on, under its lease, reads and writes pages. DriverError."""
+        self.stream = self._current()
+        if self._mover.comes:
+            self._mover.arrive(self.stream)
+        self._range.note_use(self.stream, True)
+
+    def away(self, pieces: Iterable[int]) -> list[int]:
+        """Those of these whose bytes are on the host."""
+        self._look()
+        return sorted(piece for piece in pieces if piece in self._mover.states[State.OFFLOADED])
+
+    def evict(self, pieces: Iterable[int]) -> int:
+        """Moves these to the host: all that have pages of the device, or PoolExhausted, and none. DriverError."""
+        self._look()
+        with GroupLease(self._group):
+            led = self._mover.evict(pieces, self._transfer, self.stream, whole=True)
+        if led:
+            self._changed = True
+            self.governor.events.decided(Rung.RUNNING_KV.label, "pull", led, what=self.name)
+        return led
+
+    def restore(self, pieces: Sequence[int]) -> int:
+        """Gives these pages of the device again, as far as there are free ones, and brings their bytes; returns how
+        many. DriverError."""
+        if not pieces:
+            return 0
+        with GroupLease(self._group):
+            back = self._mover.own(len(pieces), self._range.pieces, pieces)
+            self._mover.fetch(self._transfer, self.stream, 0)
+        if back:
+            self._changed = True
+            self.governor.events.decided(Rung.RUNNING_KV.label, "revert", back, what=self.name)
+        return back
+
+    def has(self, piece: int) -> bool:
+        """Does any request have it?"""
+        return piece in self._in_use
+
+    def move(self, piece: int, to: Place) -> bool:
+        """To another page of its own; False where that cannot be now. DriverError."""
+        if not self._range.move(piece, to):
+            return False
+        self._mover.states.move_run(Event.MOVED if to == "device" else Event.TAKEN, piece, piece + 1)
+        return True
+
+    def _look(self) -> None:
+        self._mover.look(0, self._range.pieces)
+
+    def _takable(self) -> tuple[Runs, Runs]:
+        """The pieces on the device, as (first, end): of those that rest, and of the others."""
+        here = self._in_use.copy()
+        here.difference_update(self._mover.states[State.OFFLOADED])
+        here.difference_update(self._mover.states[State.ARRIVING])
+        resting = Pieces()
+        resting.update(piece for piece in self._resting if piece in here)
+        here.difference_update(resting)
+        return list(resting.runs), list(here.runs)
+
+    def _forget(self, piece: int) -> None:
+        self._mover.states.move_run(Event.DROP, piece, piece + 1)
+        self._backing.release(piece, piece + 1)
+
+
+class SectorChaos:
+    """What chaos (offload/governor/chaos.py) needs of the same pages, under a lease. Their peer pages never leave."""
+
+    def __init__(self, client: SectorClient, range_: Range) -> None:
+        self._client = client
+        self._range = range_
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of the range."""
+        return self._range.pieces
+
+    def backing(self, piece: int) -> str:
+        """What the piece leads to; "none" where no request has it."""
+        return self._range.backing(piece) if self._client.has(piece) else "none"
+
+    def move(self, piece: int, to: Place) -> bool:
+        """To another page of its own. DriverError."""
+        return self._client.move(piece, to)
+
+    def displace(self, piece: int) -> bool:
+        """Leads it to its backing, which gets its bytes. DriverError."""
+        try:
+            return self._client.evict((piece,)) > 0
+        except PoolExhausted:
+            return False
+
+    def demote(self, piece: int) -> bool:
+        """Nothing goes from the peer to the host."""
+        return False
+
+    def bring_back(self, piece: int) -> bool:
+        """Restores it, for whatever this thread submits from now on. DriverError."""
+        back = self._client.restore([piece]) > 0
+        self._client.uses()
+        return back
