@@ -531,6 +531,29 @@ def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
     pairs[1].update(1)
 
 
+def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device) -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    stays, moves = Pair(1, ranges), Pair(1, ranges)
+    stays.update(59)
+    assert stays.offers() == []  # the other one may write to all of them
+    moves.both(lambda layer: layer.batch_repeat_interleave(2))
+    assert moves.home is not stays.home
+    stays.update(1)
+    assert [piece for piece, _ in stays.offers()] == [*range(8)]
+
+
+def test_a_prefix_that_could_not_be_restored_keeps_no_pages(device: Device) -> None:
+    pair = Pair(100)
+    pair.elastic.home.release_prefix(60)
+    before = kv_pages(device)
+    with pytest.raises(KeyboardInterrupt), pair.elastic.home.restoring_prefix():
+        raise KeyboardInterrupt
+    assert kv_pages(device) == before
+    with pair.elastic.home.restoring_prefix() as missing:
+        pair.elastic.write(0, pair.stock.keys[:, :, :missing], pair.stock.values[:, :, :missing])
+    pair.check()
+
+
 def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:
     ranges = CacheRanges(layers=2, expected=1)
     long, short = Pair(1, ranges), Pair(3, ranges)

@@ -75,6 +75,16 @@ def test_a_session(name: str) -> None:
             session.generate([7])
 
 
+def test_a_fork_is_pinned_before_it_says_anything() -> None:
+    with sides() as both, ballonet.Session(both.model) as session:
+        session.generate([*range(5, 12)], **FEW)
+        with session.fork() as other:
+            session.close()
+            evict_all(both.store)
+            other.generate([5], **FEW)
+            assert other.reused == len(session.tokens) - 1
+
+
 def test_a_session_stays_whole_above_the_limit_of_the_store() -> None:
     with sides() as both:
         both.store.limit = PAGE
