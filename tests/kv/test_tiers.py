@@ -460,6 +460,7 @@ def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tun
 
 def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     pair = Pair(60)
+    assert not pair.home.pages.worth_copying(ROWS + 1)  # it is all here
     assert press(device, 3) == 3
     flat = pair.kv_range._mapped.flat
     assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in pair.update(ROWS))
@@ -479,10 +480,6 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     assert shown[0].data_ptr() == pair.elastic.keys.data_ptr()
     del shown
     hog.close()
-
-
-def test_what_is_all_here_is_not_copied(device: Device) -> None:
-    assert not Pair(60).kv_range.pages.worth_copying(ROWS + 1)
 
 
 class Copies(TorchDispatchMode):
