@@ -460,7 +460,7 @@ def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tun
 
 def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     pair = Pair(60)
-    assert not pair.home.pages.worth_copying(ROWS + 1)  # it is all here
+    assert not pair.kv_range.pages.worth_copying(ROWS + 1)  # it is all here
     assert press(device, 3) == 3
     flat = pair.kv_range._mapped.flat
     assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in pair.update(ROWS))
@@ -534,19 +534,19 @@ def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device)
     stays.update(59)
     assert stays.offers() == []  # the other one may write to all of them
     moves.both(lambda layer: layer.batch_repeat_interleave(2))
-    assert moves.home is not stays.home
+    assert moves.kv_range is not stays.kv_range
     stays.update(1)
     assert [piece for piece, _ in stays.offers()] == [*range(8)]
 
 
 def test_a_prefix_that_could_not_be_restored_keeps_no_pages(device: Device) -> None:
     pair = Pair(100)
-    pair.elastic.home.release_prefix(60)
+    pair.elastic.kv_range.release_prefix(60)
     before = kv_pages(device)
-    with pytest.raises(KeyboardInterrupt), pair.elastic.home.restoring_prefix():
+    with pytest.raises(KeyboardInterrupt), pair.elastic.kv_range.restoring_prefix():
         raise KeyboardInterrupt
     assert kv_pages(device) == before
-    with pair.elastic.home.restoring_prefix() as missing:
+    with pair.elastic.kv_range.restoring_prefix() as missing:
         pair.elastic.write(0, pair.stock.keys[:, :, :missing], pair.stock.values[:, :, :missing])
     pair.check()
 
