@@ -27,7 +27,6 @@ from .. import graphs
 from ..tuned import Clock, Tuned
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
 
-
 IDS = INPUTS["input_ids"]
 EVERY = tuple(range(3 * LAYERS))  # as many that some may be taken where one is not
 

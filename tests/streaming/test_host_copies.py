@@ -26,7 +26,6 @@ from ..models import build
 from ..tuned import Clock, Tuned
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE
 
-
 IDS = INPUTS["input_ids"]
 
 
