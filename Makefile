@@ -21,8 +21,8 @@ help:  ## this list
 demo: build  ## the same answer with less and less memory; draws build/demo.png
 	@$(PY) examples/demo.py
 
-test: check  ## static checks, then every test that this machine can run
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal
+test: check  ## static checks, then every test that this machine can run; CHAOS=SEED those whose results must not depend on where pages are, while pages move
+	@$(if $(CHAOS),BALLONET_CHAOS=$(CHAOS)) $(PY) -m pytest -n $(JOBS) --dist worksteal
 
 test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0, DELAY=50 SEED=1
 	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH)) $(if $(DELAY),--delay $(DELAY)) $(if $(SEED),--seed $(SEED))

@@ -48,22 +48,18 @@ def test_no_attention_of_transformers_is_forgotten() -> None:
 
 
 CASES = [
-    *(
-        (name, heads, dtype)
-        for name in ("eager", "sdpa")
-        for heads in (4, 2, 1)
-        for dtype in (torch.float32, torch.bfloat16)
-    ),
+    ("eager", 4, torch.bfloat16),
+    ("eager", 2, torch.float32),
+    ("sdpa", 4, torch.float32),
     ("sdpa", 2, torch.float16),
+    ("sdpa", 1, torch.bfloat16),
     ("flex_attention", 2, torch.float32),
-    ("flex_attention", 1, torch.bfloat16),
 ]
 
 
-@pytest.mark.parametrize("chaos", [None, 3], ids=["plain", "chaos"])
 @pytest.mark.parametrize(("implementation", "heads", "dtype"), CASES, ids=str)
 @pytest.mark.filterwarnings("ignore:_compile flag", "ignore:flex_attention called without")
-def test_generate(implementation: str, heads: int, dtype: torch.dtype, chaos: int | None) -> None:
+def test_generate(implementation: str, heads: int, dtype: torch.dtype) -> None:
     """Prefill, left padding, decoding; then a question behind the first, which is a masked prefill on a cache."""
 
     def run(model: Any, cache: Any) -> list[torch.Tensor]:
@@ -82,15 +78,16 @@ def test_generate(implementation: str, heads: int, dtype: torch.dtype, chaos: in
         model = build("llama", num_key_value_heads=heads, head_dim=16).to(dtype)
         model.set_attn_implementation(implementation)
         expected = run(model, DynamicCache(config=model.config))
-    with ballonet.manage(model, chaos=chaos):
-        for cache in (None, KVCache(model.config)):
-            found = run(model, cache)
-            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=False))
-        assert all(layer.elastic for layer in cache.layers)
+    for chaos in (None, 3):
+        with ballonet.manage(model, chaos=chaos):
+            for cache in (None, KVCache(model.config)):
+                found = run(model, cache)
+                assert all(torch.equal(*pair) for pair in zip(found, expected, strict=False)), chaos
+            assert all(layer.elastic for layer in cache.layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 4, 2, 8), (3, 6, 1, 6), (1, 8, 8, 64)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 2, 8), (3, 6, 1, 6), (1, 8, 8, 64)], ids=str)
 @pytest.mark.parametrize("layers", [1, 3])
 def test_views_and_contiguous_tensors_give_the_same_bits(
     layers: int, shape: tuple[int, int, int, int], dtype: torch.dtype
@@ -130,7 +127,7 @@ def attended(layer: Any, new: int, seed: int) -> torch.Tensor:
     return scaled_dot_product_attention(fresh[0], keys, values, attn_mask=mask)
 
 
-@pytest.mark.parametrize("first", [50, 62, 63, 64, 65])
+@pytest.mark.parametrize("first", [50, 62, 63, 64])
 def test_at_the_int32_bound_the_stock_layer_takes_over(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bound at 2**12 elements: a token here has 2 * 2 * (8 + 8) = 64, so 63 of them stay below it."""
     monkeypatch.setattr(geometry, "INT32", 2**12)

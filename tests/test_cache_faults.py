@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -157,9 +158,7 @@ INTERRUPTED: dict[str, Callable[[Any], Any]] = {
 def test_ctrl_c_between_any_two_lines(act: str) -> None:
     """Two layers of a range: one is interrupted, and is then as before or as after; the other is as it was."""
     device = runtime.require()
-    nth = 0
-    while True:
-        nth += 1
+    for nth in itertools.count(1, 3 if act == "update in a larger place" else 1):
         ranges = CacheRanges(layers=2, expected=2)
         layers, stock = [ElasticLayer(ranges) for _ in range(2)], [DynamicLayer() for _ in range(2)]
         for index, layer in enumerate((*layers, *stock)):

@@ -19,6 +19,9 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from .caches import installed
 from .models import build, generate, prompts
 
+pytestmark = pytest.mark.chaos
+
+
 INPUTS = prompts(batch=2, longest=10)
 Call = Callable[..., Any]
 

@@ -22,6 +22,8 @@ from ballonet.hooks.kv.hybrid import ElasticHybridLayer
 from .models import build
 from .pool import in_pool
 
+pytestmark = pytest.mark.chaos
+
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:

@@ -253,7 +253,7 @@ class Twins(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_calls_equals_stock() -> None:
-    run_state_machine_as_test(Twins, settings=settings(max_examples=200, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(Twins, settings=settings(max_examples=100, stateful_step_count=25, deadline=None))
 
 
 @pytest.mark.parametrize(
@@ -626,10 +626,6 @@ def test_sliding_layers_are_transformers_own() -> None:
             assert torch.equal(ours[0], theirs[0])
 
 
-def test_the_definition_of_the_layer_did_not_register_it() -> None:
-    assert compat.layer_types()["full_attention"] is DynamicLayer
-
-
 def test_an_append_is_inside_a_lease() -> None:
     ranges = CacheRanges(layers=2, expected=1)
     layers = [ElasticLayer(ranges) for _ in range(2)]
@@ -665,12 +661,9 @@ def test_leases_that_are_closed_out_of_order() -> None:
     assert (current(), group.leases) == (None, 0)
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.6.0.dev0", "unknown"])
-def test_old_transformers_are_refused(version: str) -> None:
-    with pytest.raises(UnsupportedVersion, match=r"5\.17"):
+def test_old_transformers_are_refused() -> None:
+    for version in ("5.17.0", "5.23.1", "5.24.0.dev0", "6.0.0", "10.2"):
         compat.require_supported(version)
-
-
-@pytest.mark.parametrize("version", ["5.17.0", "5.23.1", "5.24.0.dev0", "6.0.0", "10.2"])
-def test_new_transformers_are_accepted(version: str) -> None:
-    compat.require_supported(version)
+    for version in ("4.57.1", "5.16.2", "5.6.0.dev0", "unknown"):
+        with pytest.raises(UnsupportedVersion, match=r"5\.17"):
+            compat.require_supported(version)

@@ -32,6 +32,9 @@ from .portrait import bits, contents, none_in_pool
 from .streaming.conftest import streams
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 BUDGET = 2**23
 PAGE = 4096
 INPUTS = models.prompts(batch=2, longest=7)

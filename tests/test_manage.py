@@ -21,6 +21,9 @@ from . import models
 from .pool import bytes_that_exist, in_pool, installing, mapped
 from .portrait import Portrait, all_in_pool, bits, conserved, none_in_pool, tensors
 
+pytestmark = pytest.mark.chaos
+
+
 BUDGET = 96 * 2**20
 PAGE = 64 * 2**10
 WIDE = {"hidden_size": 256, "intermediate_size": 1100}  # the MLP's matrices are above 1 MiB, the others are not

@@ -17,6 +17,9 @@ from .pool import installing
 from .portrait import all_in_pool, conserved, contents, none_in_pool
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 TARGETS = ("q_proj", "v_proj")
 
@@ -49,6 +52,7 @@ def lora(peft: Any, **more: Any) -> Any:
     )
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize(("managed_when", "chaos"), [("before", 8), ("after", None)])
 def test_peft_attached_merged_and_unloaded(device: Device, peft: Any, managed_when: str, chaos: int | None) -> None:
     model, twin = build(), build()
@@ -88,6 +92,7 @@ def test_peft_attached_merged_and_unloaded(device: Device, peft: Any, managed_wh
     assert ballonet.stats().pages.weights == 0
 
 
+@pytest.mark.counts
 def test_the_adapters_of_transformers(peft: Any) -> None:
     model, twin = build(), build()
     managed = ballonet.manage(model)

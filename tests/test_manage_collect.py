@@ -28,6 +28,9 @@ from ballonet.hooks.weights import follow
 from . import models
 from .pool import in_pool, installing
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 COUNT = 24
 

@@ -29,6 +29,9 @@ from .portrait import all_in_pool, bits, conserved, contents, none_in_pool, tens
 from .test_managed_lives import Wrapper
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 BUDGET = 2**24
 LARGE = 2**13  # bytes of what has a range of its own

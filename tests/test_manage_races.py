@@ -17,6 +17,9 @@ from .pool import tiny_layers
 from .portrait import none_in_pool
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 LONG = 60  # seconds, after which a thread hangs
 

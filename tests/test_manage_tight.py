@@ -18,6 +18,9 @@ from .models import build, generate, prompts
 from .pool import bytes_that_exist, take_out
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 128, "intermediate_size": 256}
 PAGE = 4096
 INPUTS = prompts(batch=1, longest=5)

@@ -28,6 +28,9 @@ from .portrait import all_in_pool, conserved, contents, none_in_pool, tensors
 from .programs import run
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 BUDGET = 2**24
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -202,6 +205,7 @@ def test_an_operation_leaves_what_it_leaves_of_a_twin(device: Device, name: str)
     assert hooks(model) == hooks(twin)
 
 
+@pytest.mark.counts
 def test_all_operations_one_after_the_other(device: Device) -> None:
     model, twin = build(), build()
     managed = ballonet.manage(model)

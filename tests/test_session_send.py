@@ -18,6 +18,9 @@ import ballonet
 from .pool import installing
 from .test_examples import made_model, smollm2  # noqa: F401 (a fixture)
 
+pytestmark = pytest.mark.chaos
+
+
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ' : ' + message['content'] + ' . ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant :' }}{% endif %}"

@@ -21,6 +21,9 @@ from .caches import LARGE, installed
 from .models import build, generate, prompts
 from .pool import in_pool
 
+pytestmark = pytest.mark.chaos
+
+
 INPUTS = prompts(batch=2, longest=10)
 LABELS = INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)
 

@@ -24,6 +24,9 @@ from .models import build, prompts
 from .pool import tiny_layers
 from .tuned import Tuned
 
+pytestmark = pytest.mark.chaos
+
+
 BUDGET = 2**22
 PAGE = 4096
 INPUTS = prompts(batch=2, longest=9)

@@ -649,7 +649,7 @@ INTERRUPTED: dict[str, Callable[[Layers], object]] = {
 @pytest.mark.parametrize("act", INTERRUPTED)
 def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
     hog = room(device, 26)
-    for nth in itertools.count(1, {"prefill": 401}.get(act, 67)):
+    for nth in itertools.count(1, {"prefill": 797}.get(act, 97)):
         layers = Layers(100)
         layers.update()
         came = interrupted(lambda: INTERRUPTED[act](layers), nth, *INTERRUPTIBLE)  # noqa: B023
@@ -672,7 +672,7 @@ def test_ctrl_c_between_any_two_lines(device: Device, act: str) -> None:
         layers.both(lambda layer: layer.reset())
         if not came:
             break
-    assert nth > 67
+    assert nth > 97
     hog.close()
 
 

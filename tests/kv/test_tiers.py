@@ -460,6 +460,7 @@ def test_who_gives_nothing_is_not_waited_for_again_and_again(device: Device, tun
 
 def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     pair = Pair(60)
+    assert not pair.kv_range.pages.worth_copying(ROWS + 1)  # it is all here
     assert press(device, 3) == 3
     flat = pair.kv_range._mapped.flat
     assert all(part.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for part in pair.update(ROWS))
@@ -479,10 +480,6 @@ def test_many_rows_read_copies_of_what_is_away(device: Device) -> None:
     assert shown[0].data_ptr() == pair.elastic.keys.data_ptr()
     del shown
     hog.close()
-
-
-def test_what_is_all_here_is_not_copied(device: Device) -> None:
-    assert not Pair(60).kv_range.pages.worth_copying(ROWS + 1)
 
 
 class Copies(TorchDispatchMode):
@@ -512,29 +509,6 @@ def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> No
     assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
 
 
-def test_pages_become_full_once_a_layer_that_shared_them_has_moved(device: Device) -> None:
-    ranges = CacheRanges(layers=2, expected=1)
-    moved, stays = (Pair(1, ranges) for _ in range(2))
-    for pair in (moved, stays):
-        pair.update(20)
-    moved.both(lambda layer: layer.batch_repeat_interleave(2))
-    assert moved.kv_range is not stays.kv_range
-    moved.elastic.reset()  # it offers pages of its own
-    stays.update(60)
-    assert len(stays.offers()) == len(stays.places()) - 1
-
-
-def test_a_released_prefix_that_cannot_be_restored_has_no_pages(device: Device) -> None:
-    pair = Pair(60)
-    pair.kv_range.release_prefix(40)
-    device.reap(wait=True)
-    missing, pages = pair.kv_range.missing, kv_pages(device)
-    with pytest.raises(ZeroDivisionError), pair.kv_range.restoring_prefix():
-        raise ZeroDivisionError
-    device.reap(wait=True)
-    assert (pair.kv_range.missing, kv_pages(device)) == (missing, pages)
-
-
 def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
     ranges = CacheRanges(layers=2, expected=1)
     pairs = [Pair(1, ranges) for _ in range(2)]
@@ -552,6 +526,29 @@ def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
     assert press(device, 3) == 3
     pairs[0].update(80)
     pairs[1].update(1)
+
+
+def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device) -> None:
+    ranges = CacheRanges(layers=2, expected=1)
+    stays, moves = Pair(1, ranges), Pair(1, ranges)
+    stays.update(59)
+    assert stays.offers() == []  # the other one may write to all of them
+    moves.both(lambda layer: layer.batch_repeat_interleave(2))
+    assert moves.kv_range is not stays.kv_range
+    stays.update(1)
+    assert [piece for piece, _ in stays.offers()] == [*range(8)]
+
+
+def test_a_prefix_that_could_not_be_restored_keeps_no_pages(device: Device) -> None:
+    pair = Pair(100)
+    pair.elastic.kv_range.release_prefix(60)
+    before = kv_pages(device)
+    with pytest.raises(KeyboardInterrupt), pair.elastic.kv_range.restoring_prefix():
+        raise KeyboardInterrupt
+    assert kv_pages(device) == before
+    with pair.elastic.kv_range.restoring_prefix() as missing:
+        pair.elastic.write(0, pair.stock.keys[:, :, :missing], pair.stock.values[:, :, :missing])
+    pair.check()
 
 
 def test_a_layer_moves_where_a_tensor_still_shows_what_was_taken(device: Device) -> None:

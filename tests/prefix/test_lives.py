@@ -12,6 +12,8 @@ from ..pool import tiny_layers
 from ..tuned import Tuned
 from .lives import PAGE, Life
 
+pytestmark = pytest.mark.chaos
+
 
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Iterator[None]:

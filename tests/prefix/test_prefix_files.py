@@ -26,6 +26,9 @@ from ballonet.offload.residency import prefix_file, prefix_files
 from ballonet.offload.residency.prefix_file import Array, Damaged, OtherFormat
 from ballonet.offload.residency.prefix_files import PrefixFiles
 
+pytestmark = pytest.mark.chaos
+
+
 BLOCK = 4
 SALT = b"model, bfloat16"
 

@@ -25,6 +25,9 @@ from ..tuned import Tuned
 from .conversations import evict_all, growing, outside, sides, state, words
 from .lives import add_adapters, switch
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 ONE_OF_EACH: Final = ("gemma2", "qwen3_next", "mamba2")  # whose layers keep windows or states
 FEW: Final[dict[str, Any]] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -118,6 +121,7 @@ def test_what_a_session_cannot_say_leaves_it_as_it_was() -> None:
             both.store.unpin([1, 2])
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize(("asked", "changes"), [(4, []), (1, ["retire", "map"])])
 def test_pages_stay_that_the_rest_of_the_prompt_will_lie_on(
     monkeypatch: pytest.MonkeyPatch, asked: int, changes: list[str]
@@ -372,6 +376,7 @@ def test_whoever_holds_the_cache_keeps_it(name: str) -> None:
         held.clear()
 
 
+@pytest.mark.counts
 def test_a_prefix_is_stored_once() -> None:
     generator = torch.Generator().manual_seed(1)
     with sides() as both:

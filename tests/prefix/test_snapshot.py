@@ -24,6 +24,9 @@ from ..pool import bytes_that_exist, tiny_layers
 from ..tuned import Tuned
 from .conversations import sides, words
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 # For each set of kinds of layers one architecture: code here looks at nothing else of a model.
 KINDS = (

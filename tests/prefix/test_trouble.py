@@ -33,6 +33,9 @@ from ..tuned import Tuned
 from .conversations import Sides, evict_all, sides, words
 from .test_sessions import ONE_OF_EACH
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 4096
 STORE = (block_index, contents, limit, pins, prefix_index, prompt_filler, sequence, sequence_keeper, sessions)
 PARTS = (kv_layer, kv_range, *STORE)

@@ -19,6 +19,9 @@ from ..models import build
 from ..pool import take_out
 from .batches import answers, prompts, stock
 
+pytestmark = pytest.mark.chaos
+
+
 PAGE = 65536
 SEAMS = (
     lambda: vars(continuous_api)["PagedAttentionCache"],

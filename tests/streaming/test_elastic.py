@@ -25,6 +25,8 @@ from .conftest import BUDGET, LAYERS, PAGE, streams
 from .test_remapping import full
 from .test_streaming import Output, say
 
+pytestmark = pytest.mark.chaos
+
 
 @pytest.fixture(scope="module")
 def stock(original: Any) -> Output:
@@ -79,6 +81,7 @@ def _on_a_thread(act: Callable[[], object]) -> object:
     return found
 
 
+@pytest.mark.counts
 @pytest.mark.parametrize("how", LOOKS)
 def test_what_was_loaded_from_a_file_streams_from_it(loaded: Any, original: Any, stock: Output, how: str) -> None:
     """Until somebody looks: from then on its pages are in host memory, where they can be read and written."""
@@ -191,6 +194,7 @@ def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: 
     assert bytes(row.numpy().tobytes()) == expected[3 * row.nbytes : 4 * row.nbytes]
 
 
+@pytest.mark.counts
 def test_no_token_moves_a_page(model: Any) -> None:
     """Nothing is mapped, led elsewhere or made while layers stream."""
 
@@ -206,6 +210,7 @@ def test_no_token_moves_a_page(model: Any) -> None:
         assert {name: calls().get(name, 0) for name in PAGE_CALLS} == before
 
 
+@pytest.mark.counts
 def test_a_model_that_gives_nothing_pays_nothing(model: Any, stock: Output) -> None:
     """With few pages left, and none asked for: no host page, no copy, and the dictionaries of torch."""
     before = ballonet.stats().copied.weights_d2h

@@ -21,6 +21,8 @@ from ..tuned import Clock, Tuned
 from .conftest import BUDGET, LAYERS, PAGE
 from .test_streaming import Output, say
 
+pytestmark = pytest.mark.chaos
+
 
 @pytest.fixture(scope="module")
 def stock(original: Any) -> Output:
@@ -89,6 +91,7 @@ def read_on(model: Any, long: torch.Tensor) -> None:
         assert torch.equal(model(IDS, use_cache=True).logits, long)
 
 
+@pytest.mark.counts
 def test_an_idle_model_gives_and_gets_back(
     model: Any, idle: Any, stock: Output, stock_of_larger: Output, long: torch.Tensor, clock: Clock
 ) -> None:

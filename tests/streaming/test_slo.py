@@ -21,6 +21,9 @@ from .conftest import LAYERS
 from .test_remapping import full
 from .test_streaming import Output, say
 
+pytestmark = pytest.mark.chaos
+
+
 LAYER = 8 * 4096  # bytes of one that streams
 
 

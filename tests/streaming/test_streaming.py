@@ -29,6 +29,8 @@ from ..pool import bytes_that_exist
 from ..portrait import Portrait, bits, none_in_pool, tensors
 from .conftest import BUDGET, INPUTS, LAYERS, PAGE, streams
 
+pytestmark = pytest.mark.chaos
+
 
 @pytest.fixture(scope="module")
 def stock(original: Any) -> dict[str, Output]:

@@ -21,6 +21,9 @@ from ballonet.offload.policy.plan import Plan, streaming
 from .. import graphs
 from .conftest import INPUTS
 
+pytestmark = pytest.mark.chaos
+
+
 LONG = 60.0  # seconds
 
 

@@ -15,6 +15,9 @@ from ..models import Output, ask, build
 from ..tuned import Tuned
 from .test_streaming import streamed
 
+pytestmark = pytest.mark.chaos
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 5, "first_k_dense_replace": 2},  # dense layers before those with experts
     "jamba": {"num_hidden_layers": 5, "expert_layer_period": 3},  # attention or a state, with experts or without

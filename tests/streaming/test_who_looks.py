@@ -27,6 +27,9 @@ from ..models import Output, generate
 from ..portrait import bits, tensors
 from .conftest import INPUTS, streams
 
+pytestmark = pytest.mark.chaos
+
+
 IDS = INPUTS["input_ids"]
 
 
