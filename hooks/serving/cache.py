@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.dlpack import from_dlpack
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 
 from ...allocator._native import Device
-from ...allocator.errors import PoolExhausted
+from ...allocator.errors import DriverError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..forward.lease import GroupLease, current
 from .sector_client import SectorChaos
@@ -98,7 +99,7 @@ class ElasticPagedCache(PagedAttentionCache):
             return bool(super().can_store_request_tokens(state, request_len, dry_run))
         try:
             self.pool.take(needed, "host" if state.request_id in self.on_host else "device")
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, DriverError):
             return False
         return bool(super().can_store_request_tokens(state, request_len))
 
@@ -108,21 +109,22 @@ class ElasticPagedCache(PagedAttentionCache):
 
     def to_host(self, request: str) -> bool:
         """Moves the KV of a request to the host, but for what it shares with others; its addresses stay. False where
-        the host has no room, and nothing is moved. DriverError."""
+        the host has no room, or the driver refuses: nothing is moved then."""
         others = {piece for name in self._tables() - {request} for piece in self._pieces(name)}
         try:
             self.pages.client.evict(self._pieces(request) - others)
-        except PoolExhausted:
+        except (PoolExhausted, DriverError):
             return False
         return True
 
     def to_device(self, request: str) -> None:
-        """Restores the KV of a request, as far as there are pages; what stays is read where it is. DriverError."""
+        """Restores the KV of a request, as far as there are pages; what stays is read where it is."""
         client = self.pages.client
         away = client.away(self._pieces(request))
         if len(away) > self.on.available:
             self.on.take(self.on.published, len(away) - self.on.available)
-        client.restore(away)
+        with suppress(DriverError):
+            client.restore(away)
 
     def evict_oldest(self, nbytes: int) -> bool:
         """Forgets blocks that are only kept for prompts, the oldest first, until sectors of so many bytes are free, or
@@ -142,8 +144,9 @@ class ElasticPagedCache(PagedAttentionCache):
         return gone
 
     def begins(self, requests: Iterable[str]) -> None:
-        """A step with these requests is about to begin. DriverError."""
-        self.pages.client.begins({piece for each in requests for piece in self._pieces(each)})
+        """A step with these requests is about to begin."""
+        with suppress(DriverError):  # what could not be restored is read where it is
+            self.pages.client.begins({piece for each in requests for piece in self._pieces(each)})
 
     def _tables(self) -> set[str]:
         return {name for each in self.cache_allocators.values() for name in each.block_table}

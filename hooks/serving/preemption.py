@@ -30,9 +30,9 @@ class PagePreemption(OffloadingManager):
     def offload_requests(self) -> bool:
         """Preempts the newest of the requests that lack pages until the others have room, or one request is left; first
         blocks that nobody uses go. Was there anything to give?"""
-        evicted = bool(self.cache.evict_cached_blocks())
         self.cache.pool.try_to_free_sectors()
         starved, active = self.scheduler.starved_requests, len(self.scheduler.active_requests)
+        evicted = not self._fits(starved) and self.cache.evict_oldest(self._needed(starved))
         gave = False
         while starved and active > 1 and not self._fits(starved):
             state, _ = starved.pop()
@@ -40,7 +40,7 @@ class PagePreemption(OffloadingManager):
             gave = True
             self._preempt(state)
         self.scheduler.block_new_requests = self.scheduler.block_new_requests or gave
-        return gave or evicted
+        return gave or evicted or self.scheduler.dares()
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
         """Brings the KV of preempted requests that are in the batch back to the device, as far as there is room."""
@@ -50,22 +50,38 @@ class PagePreemption(OffloadingManager):
                 each.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: Any) -> None:
-        """Its blocks are freed as those of any other."""
+        """Frees nothing: its blocks go as those of any other."""
         state.is_cpu_offloaded = False
 
     def _fits(self, starved: list[Any]) -> bool:
+        return self._needed(starved) <= self.scheduler.room()
+
+    def _needed(self, starved: list[Any]) -> int:
         demands = [self.scheduler.demand(state, tokens) for state, tokens in starved]
-        return sum(each.kv + each.activations for each in demands) <= self.scheduler.room()
+        return sum(each.kv + each.activations for each in demands)
 
     def _preempt(self, state: Any) -> None:
         name = state.request_id
         if self.cache.to_host(name):
             self._keep_for_later(state)
             return
-        again = state.create_equivalent_initial_request()  # there is no room on the host: it is computed again
+        self._compute_again(state)  # there is no room on the host
+
+    def begin_again(self, requests: list[Any]) -> bool:
+        """A step of these found no memory in the middle: all of them are computed again, with more memory left free.
+        False where it was one, and nothing else runs: it cannot be."""
+        if len(self.scheduler.active_requests) == 1:
+            return False
+        self.scheduler.lacked()
+        for each in reversed(requests):
+            self._compute_again(each.state)
+        return True
+
+    def _compute_again(self, state: Any) -> None:
+        again = state.create_equivalent_initial_request()
         state._status = RequestStatus.FINISHED
-        self.scheduler.finish_request(name)
-        self.scheduler.add_waiting_request(again)
+        self.scheduler.finish_request(state.request_id)
+        self.scheduler.wait_again(again)
 
     def _keep_for_later(self, state: Any) -> None:
         """As transformers does with what it has copied to the host: what a batch in flight computes for it is lost, so
@@ -79,4 +95,4 @@ class PagePreemption(OffloadingManager):
         state._status = RequestStatus.PENDING
         state.is_cpu_offloaded = True
         self.scheduler.active_requests.pop(state.request_id, None)
-        self.scheduler.add_waiting_request(state)
+        self.scheduler.wait_again(state)

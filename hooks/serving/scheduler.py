@@ -34,6 +34,7 @@ class ElasticScheduler(Scheduler):
         self._memory = memory
         self._tuning = tuning
         self._passed: dict[str, int] = {}
+        self._caution = 0  # bytes that stay free beside the reserve
         super().__init__(cache, 0.0, max_requests_per_batch)
 
     def reset(self) -> None:
@@ -43,9 +44,6 @@ class ElasticScheduler(Scheduler):
 
     def add_waiting_request(self, state: Any) -> None:
         """As Scheduler's; RequestTooLarge, for the one request, where it can never run."""
-        if state.is_cpu_offloaded:  # it has run before
-            super().add_waiting_request(state)
-            return
         prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
@@ -64,10 +62,10 @@ class ElasticScheduler(Scheduler):
                 break
             looked.append((state, min(self._tokens(state), left)))
             left -= looked[-1][1]
-        found = admit([self.demand(*each) for each in looked], self._memory(), self._tuning)
+        found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
-            found = admit([self.demand(*each) for each in looked], self._memory(), self._tuning)
+            found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
         self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
         chosen = [state for state, _ in looked if state.request_id in found.where]
@@ -77,9 +75,22 @@ class ElasticScheduler(Scheduler):
         self.starved_requests += [each for each in refused if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(refused), fast, new, read
 
+    def wait_again(self, state: Any) -> None:
+        """A request that has run before waits for its turn."""
+        super().add_waiting_request(state)
+
+    def lacked(self) -> None:
+        """A step found no memory in the middle, although it was admitted: from now on more stays free."""
+        self._caution += max(self._caution, self._memory().reserve)
+
+    def dares(self) -> bool:
+        """Nothing runs as too much stays free: no more than the reserve does from now on. False where it does so."""
+        before, self._caution = self._caution, 0
+        return before > 0
+
     def room(self) -> int:
         """Bytes that requests may have beyond what they have."""
-        now = self._memory()
+        now = self._now()
         return now.total - now.reserve
 
     def demand(self, state: Any, tokens: int) -> Demand:
@@ -93,6 +104,10 @@ class ElasticScheduler(Scheduler):
             decoding=kept or state.status == RequestStatus.DECODING,
             passed=self._passed.get(state.request_id, 0),
         )
+
+    def _now(self) -> Memory:
+        now = self._memory()
+        return replace(now, reserve=now.reserve + self._caution)
 
     def _tokens(self, state: Any) -> int:
         decoding = state.status == RequestStatus.DECODING

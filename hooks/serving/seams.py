@@ -42,6 +42,9 @@ _NEEDED: Final = (
     ("offloading_manager", "OffloadingManager.offload_requests", ()),
     ("offloading_manager", "OffloadingManager.restore_scheduled_requests", ("requests_in_batch",)),
     ("continuous_api", "ContinuousBatchingManager._create_batch_processor", ()),
+    ("continuous_api", "ContinuousBatchProcessor._generation_step", ("model",)),
+    ("continuous_api", "ContinuousBatchProcessor.prepare_next_batch", ()),
+    ("continuous_api", "ContinuousBatchProcessor._handle_request_error", ("error", "state")),
 )
 
 
@@ -92,6 +95,7 @@ def _replace() -> None:
     from transformers.generation.continuous_batching import continuous_api, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+    from . import steps
     from .cache import ElasticPagedCache
     from .preemption import PagePreemption
     from .room import memory_of
@@ -130,8 +134,14 @@ def _replace() -> None:
     _put(vars(continuous_api), "OffloadingManager", preemption)
     for name, elastic in (("fifo", ElasticFIFO), ("prefill_first", ElasticPrefillFirst)):
         _put(mapping, name, scheduling(mapping[name], elastic))
-    manager._create_batch_processor = create  # type: ignore[method-assign]
-    _undo.append(functools.partial(setattr, manager, "_create_batch_processor", stock_create))
+    processor = continuous_api.ContinuousBatchProcessor
+    for owner, name, mine in (
+        (manager, "_create_batch_processor", create),
+        (processor, "_generation_step", steps.computing(processor._generation_step)),
+        (processor, "prepare_next_batch", steps.preparing(processor.prepare_next_batch)),
+    ):
+        _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+        setattr(owner, name, mine)
 
 
 def _put(names: dict[str, Any], name: str, mine: object) -> None:
