@@ -21,6 +21,7 @@ import ballonet
 from ballonet.allocator import install
 from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.prefix import sessions
+from ballonet.hooks.prefix.prefix_index import PrefixIndex
 from ballonet.hooks.prefix.store import PrefixStore
 
 from ..models import VOCABULARY, build
@@ -108,11 +109,18 @@ def _grows(layer: Any) -> bool:
 
 def check_index(store: PrefixStore) -> None:
     """What the index says is stored is there once, has what it needs, no request holds it, and keys lead to it."""
-    index = store.contents.index
+    contents = store.contents
+    while True:
+        with contents.lock:  # others may evict meanwhile
+            reading = contents.saver is not None and contents.saver._busy  # in the background
+            if not (reading and any(sequence.readers for sequence in contents.index.idle)):
+                _check(contents.index)
+                return
+        time.sleep(1e-3)
+
+
+def _check(index: PrefixIndex) -> None:
     for sequence in tuple(index.idle):
-        saver = store.contents.saver
-        while sequence.readers and saver is not None and saver._busy:  # which reads in the background
-            time.sleep(1e-3)
         assert not sequence.readers
         assert not sequence.in_use
         assert sequence.keys

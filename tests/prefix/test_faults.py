@@ -27,8 +27,9 @@ from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.residency.kv_slots import KVSlots
 
 from .. import programs
+from ..core import arm
 from ..kv.pressure import two_thirds
-from ..test_manage_faults import ERRORS, arm, calls, count
+from ..test_manage_faults import ERRORS, count
 from ..tuned import tuning
 from .conversations import Sides, sides, words
 
@@ -153,7 +154,7 @@ def calls_fail_once(device: Device, both: Sides, name: str, before: Act, turn: A
     before()
     turn()
     before()
-    numbers, _ = count(device, turn)
+    numbers, _ = count(turn)
     places = [
         (function, nth)
         for function, number in numbers.items()
@@ -162,13 +163,12 @@ def calls_fail_once(device: Device, both: Sides, name: str, before: Act, turn: A
     ]
     assert len(places) > 1, places
     most = PILED if every else 8
-    cost = count(device, lambda: arm([]))[0]
     failures, fired = 0, device.snapshot()["faults"]
     for function, nth in places:
         print(name, function, nth, flush=True)
         again(before, both, most)
         # A fault that was armed earlier and not met may fire here, too.
-        again(partial(arm, [(function, calls(device)[function] + cost.get(function, 0) + nth)]), both, most)
+        again(partial(arm, function, nth), both, most)
         failures += again(turn, both, most)
         both.check()
     assert device.snapshot()["faults"] > fired
