@@ -1,11 +1,10 @@
 """Many requests at once at a fixed budget: transformers' continuous batching by its own sizing, and on the pool.
 
-Stock sizes its cache by what the device has free: here it is told the budget, and that the weights are in it. `spaced`
-is stock with as much memory on the host (`cpu_offload_space`) as ballonet may use; it pins that, and runs only where
-there is CUDA. `fixed` is ballonet with layers that
-never leave the device, so that what is left of the gain is that of the KV alone. All answer the same requests, greedily;
-answers are compared token by token. Steps, preemptions and the largest batch are counts; the tokens per second are those
-of one run after a first one that is not measured.
+Stock sizes its cache by what the device has free: here it is told the budget, and that the weights are in it. With
+`space on the host` it has as much host memory (`cpu_offload_space`) as ballonet may use, which it pins, so that it runs
+only where there is CUDA. With `weights fixed` no layer leaves the device: what is gained then comes of the KV alone.
+All answer the same requests, greedily, and answers are compared token by token. Steps, preemptions and the largest
+batch are counts; tokens per second are those of one run after a short one that is not measured.
 """
 
 from __future__ import annotations
@@ -42,7 +41,12 @@ def main() -> None:
     rows = []
     for budget in BUDGETS[chosen.kind]:
         found: dict[str, dict[str, Any]] = {}
-        for name in (STOCK, *((SPACED,) if chosen.cuda else ()), FIXED, OURS):  # one after the other: none has the memory of another in the caches of the processor
+        for name in (
+            STOCK,
+            *((SPACED,) if chosen.cuda else ()),
+            FIXED,
+            OURS,
+        ):
             with peers(__file__, chosen, (name,)) as one:
                 found[name] = one[name].ask("serve", budget=budget)
         stock = found[STOCK]
@@ -83,7 +87,9 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
     torch.set_num_threads(1 if not chosen.cuda else torch.get_num_threads())
     ours = name in (FIXED, OURS)
     if ours:
-        ballonet.install(budget, host_budget=budget, page_size=None if chosen.cuda else 256 * 1024, device=chosen.device)
+        ballonet.install(
+            budget, host_budget=budget, page_size=None if chosen.cuda else 256 * 1024, device=chosen.device
+        )
     torch.manual_seed(0)
     wide = {"cuda": 4096, "cpu": 512, "tiny": 256}[chosen.kind]
     config = LlamaConfig(

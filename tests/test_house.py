@@ -39,6 +39,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/prefix",
     "hooks",
     "hooks/programs",
+    "hooks/serve",
 )
 FACADE = ROOT / "src" / "ballonet"
 SOURCES = [
@@ -168,6 +169,7 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
+    "hooks/serve/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/serving/sectors.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
     "hooks/weights/room.py": {"_LOGITS"},

@@ -1,9 +1,9 @@
 """Manages every `PreTrainedModel` of a program at its first forward or `generate()`, unasked.
 
 Note [First use]
-    The two entries are patched on the classes of transformers, not hooked on modules: a global forward hook of torch
-    would run before each of the hundreds of submodules of each step. `generate()` counts because it builds its cache
-    before the first forward. transformers itself is left alone until the program imports it.
+    The entries are patched on the classes of transformers, not hooked on modules: a global forward hook of torch
+    would run before each of the hundreds of submodules of each step. `generate()` and continuous batching count because
+    they build their caches before the first forward. transformers itself is left alone until the program imports it.
 
 Note [First uses that arrive together]
     One thread manages the model; the others wait at the entry, so that their `generate()` builds its cache for a
@@ -45,6 +45,7 @@ from ..options import ManageOptions
 _ENTRIES: Final = {  # module of transformers → class and method through which a model is used
     "transformers.modeling_utils": ("PreTrainedModel", "__call__"),
     "transformers.generation.utils": ("GenerationMixin", "generate"),
+    "transformers.generation.continuous_batching.continuous_api": ("ContinuousMixin", "init_continuous_batching"),
 }
 _MISSING: Final = object()
 

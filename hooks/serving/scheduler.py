@@ -9,7 +9,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...allocator.errors import RequestTooLarge
+from ...allocator.errors import ManageError, RequestTooLarge
 from ...offload.policy.admission import Demand, Memory, admit, can_ever_run
 from ...offload.policy.tuning import DEFAULT, Serving
 from .cache import ElasticPagedCache
@@ -43,14 +43,24 @@ class ElasticScheduler(Scheduler):
         self._passed = {}
 
     def add_waiting_request(self, state: Any) -> None:
-        """As Scheduler's; RequestTooLarge, for the one request, where it can never run."""
-        prompt, new = len(state.initial_tokens), state.max_new_tokens or 0
+        """As Scheduler's; RequestTooLarge, for the one request, where it can never run, and ManageError where it has no
+        tokens, which would end the loop."""
+        if not state.initial_tokens:
+            raise ManageError(f"request {state.request_id} has no tokens")
+        refused = self.refusal(state.request_id, len(state.initial_tokens), state.max_new_tokens or 0)
+        if refused is not None:
+            raise refused
+        super().add_waiting_request(state)
+
+    def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | None:
+        """Says why a request of so many tokens, and so many new ones, can never run; None where it can. On any
+        thread."""
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
         most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
-        if not can_ever_run(needed, staging, most) or prompt + new > self.cache.max_tokens_read:
-            raise RequestTooLarge(state.request_id, needed, most.total - most.reserve, most.host)
-        super().add_waiting_request(state)
+        if can_ever_run(needed, staging, most) and prompt + new <= self.cache.max_tokens_read:
+            return None
+        return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
 
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any

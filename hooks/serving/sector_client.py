@@ -86,7 +86,7 @@ class SectorClient:
 
     @property
     def streamed(self) -> Streamed:
-        """They are read in place."""
+        """Always in place."""
         return Streamed(Way.ZERO_COPY if self.displaced else Way.RESIDENT, self.displaced, 0, 0, 0, 0.0)
 
     def offers(self) -> Sequence[Offer]:
@@ -105,13 +105,13 @@ class SectorClient:
         return (self._group, parts) if parts else None
 
     def give_slots(self) -> None:
-        """It has none."""
+        """Does nothing: there are no slots."""
 
     def write_behind(self, pages: int) -> None:
-        """Nothing is saved ahead."""
+        """Does nothing: see Note [One offer]."""
 
     def demote(self, pages: int) -> None:
-        """Nothing of it is on the peer."""
+        """Does nothing: no page on the peer is to leave it."""
 
     # -- for the cache
 
@@ -121,7 +121,7 @@ class SectorClient:
         return sum(end - first for first, end in self._takable()[0])
 
     def extended(self, pieces: Iterable[int]) -> None:
-        """These have pages now, of the device or the host."""
+        """Notes that these have pages now, of the device or the host."""
         for piece in pieces:
             self._forget(piece)
             self._in_use.add(piece)
@@ -129,7 +129,7 @@ class SectorClient:
         self._changed = True
 
     def dropped(self, piece: int) -> None:
-        """Nobody uses this one any more; its pages go back once the device is done with them."""
+        """Gives the page back that nobody uses any more, once the device is done with it."""
         self._in_use.discard(piece)
         self._range.retire(piece, 1)
         self._forget(piece)
@@ -156,7 +156,7 @@ class SectorClient:
         self._range.note_use(self.stream, True)
 
     def away(self, pieces: Iterable[int]) -> list[int]:
-        """Those of these whose bytes are on the host."""
+        """Returns those of these whose bytes are on the host."""
         self._look()
         return sorted(piece for piece in pieces if piece in self._mover.states[State.OFFLOADED])
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,8 +181,33 @@ def test_a_request_that_can_never_run_is_refused_at_once_and_others_are_answered
     expected = stock(model, asked)
     install(16)
     with ballonet.manage(model):
-        first, second, large, last = answers(model, [*asked[:2], asked[0] * 400, asked[2]])
+        first, second, large, last, empty = answers(model, [*asked[:2], asked[0] * 400, asked[2], []])
     caplog.clear()  # which holds the traceback
     assert [first, second, last] == expected
-    assert large.tokens == []
+    assert large.tokens == empty.tokens == []
+    assert "no tokens" in str(empty.error)
     assert re.search(r"req_2 needs .* of KV and activations, of which the device can have .*KiB", str(large.error))
+
+
+def test_a_program_that_knows_nothing_batches_on_the_pool() -> None:
+    code = """
+        import sys
+        sys.path.insert(0, {root!r})
+        from tests.models import build
+        from tests.serving.batches import answers, prompts
+        model = build("llama")
+        found = answers(model, prompts(4, 30))
+        {looks}
+        print([each.tokens for each in found])
+    """
+    said = []
+    for command in (["-m", "ballonet", "run", "--budget", "16MiB", "-c"], ["-c"]):
+        looks = "import ballonet; assert ballonet.stats().pages.weights > 0" if "run" in command else ""
+        program = textwrap.dedent(code.format(root=str(Path(__file__).parents[2]), looks=looks))
+        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_PAGE_SIZE": "64KiB"}
+        done = subprocess.run(
+            [sys.executable, *command, program], capture_output=True, text=True, check=False, env=environment
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout)
+    assert said[0] == said[1]

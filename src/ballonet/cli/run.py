@@ -25,13 +25,18 @@ def add(commands: Any) -> None:
         "nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
     )
     managing = parser.add_argument_group("how models are managed, as by ballonet.manage()")
-    for option in OPTIONS:
-        _add_option(managing, option)
+    add_options(managing)
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("-c", dest="code", action="store_true", help="PROGRAM is Python code")
     parser.add_argument("program", metavar="PROGRAM", help="a Python script")
     rest = parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="the program's own arguments")
     rest.required = False  # so that only what is missing is asked for
+
+
+def add_options(group: Any) -> None:
+    """Adds a flag for each option of `manage()`."""
+    for option in OPTIONS:
+        _add_option(group, option)
 
 
 def _run(args: argparse.Namespace) -> Callable[[], None]:

@@ -1,0 +1,104 @@
+"""Recorded requests: when each came, and how long its prompt and its answer were. Pure but for reading the file.
+
+Formats, told apart by their first line
+    CSV with TIMESTAMP, ContextTokens, GeneratedTokens        Azure's traces of LLM inference
+    CSV with num_prefill_tokens, num_decode_tokens            lengths only, as Sarathi-Serve's
+    CSV with conversation, turn, role, tokens...              turns of conversations, lengths only
+    JSON lines with timestamp (ms), input_length, output_length, hash_ids (of 512 tokens each)    Mooncake's
+
+Where there are no times requests come at random, `rate` a second on average.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+from ...allocator.errors import TraceError
+
+BLOCK: Final = 512  # tokens of a prompt that one of the `blocks` stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """`at`: seconds after the first one; `prompt` and `new`: tokens; `blocks`: what the prompt begins with, equal
+    numbers being equal tokens; the rest of it is its own."""
+
+    at: float
+    prompt: int
+    new: int
+    blocks: tuple[int, ...] = ()
+
+
+def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: float = 1.0) -> list[Arrival]:
+    """Returns the first `limit` requests of a file. `rate`: a second, where it has no times; `scale`: how many times as
+    fast as recorded they come. TraceError where it is none of the formats, or a line is no request; OSError."""
+    with path.open(encoding="utf-8", newline="") as file:
+        first = file.readline()
+        file.seek(0)
+        kind = next((kind for sign, kind in _KINDS.items() if sign in first), None)
+        if kind is None:
+            raise TraceError(str(path), 1, f"no trace of requests begins with {first[:80]!r}")
+        draw = random.Random(0)
+        found: list[Arrival] = []
+        at = 0.0
+        try:
+            for each in islice(kind(file), limit):
+                if each.at < 0:
+                    at += draw.expovariate(rate)
+                    each = replace(each, at=at)
+                found.append(each)
+        except (KeyError, ValueError, TypeError) as error:
+            raise TraceError(str(path), 0, f"request {len(found) + 1} cannot be read: {error!r}") from error
+    if not found:
+        raise TraceError(str(path), 0, "there are no requests")
+    found.sort(key=lambda each: each.at)
+    start = found[0].at
+    return [replace(each, at=(each.at - start) / scale) for each in found]
+
+
+def _azure(lines: Iterable[str]) -> Iterator[Arrival]:
+    for row in csv.DictReader(lines):
+        at = datetime.fromisoformat(row["TIMESTAMP"].strip()[:26]).timestamp()
+        yield Arrival(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+
+
+def _lengths(lines: Iterable[str]) -> Iterator[Arrival]:
+    for row in csv.DictReader(lines):
+        yield Arrival(-1.0, int(row["num_prefill_tokens"]), int(row["num_decode_tokens"]))
+
+
+def _turns(lines: Iterable[str]) -> Iterator[Arrival]:
+    """A request for each answer, whose prompt is all that was said before: a block of its own per 512 tokens of a
+    conversation."""
+    said, conversation = 0, ""
+    for row in csv.DictReader(lines):
+        tokens = int(next(value for name, value in row.items() if name.startswith("tokens")))
+        if row["conversation"] != conversation:
+            said, conversation = 0, row["conversation"]
+        if row["role"] == "gpt" and said:
+            first = int(conversation) * 2**20
+            yield Arrival(-1.0, said, tokens, tuple(range(first, first + said // BLOCK)))
+        said += tokens
+
+
+def _mooncake(lines: Iterable[str]) -> Iterator[Arrival]:
+    for line in lines:
+        row = json.loads(line)
+        blocks = tuple(row["hash_ids"][: row["input_length"] // BLOCK])
+        yield Arrival(row["timestamp"] / 1e3, row["input_length"], row["output_length"], blocks)
+
+
+_KINDS: Final[dict[str, Callable[[Iterable[str]], Iterator[Arrival]]]] = {
+    "ContextTokens": _azure,
+    "num_prefill_tokens": _lengths,
+    "conversation,turn": _turns,
+    "hash_ids": _mooncake,
+}

@@ -1,0 +1,120 @@
+"""Replays recorded requests against a server, with OpenAI's client, and says how fast it was."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Final
+
+from .arrivals import BLOCK, Arrival
+
+# words that most tokenizers have as one token each
+WORDS: Final = """
+    the of and to in is it that he was for on are as with his they at be this from have or by one had not but what all
+    were when we there can an your which their said if do will each about how up out them then she many some so
+""".split()  # noqa: SIM905 (fifty lines otherwise)
+
+
+@dataclass
+class Answered:
+    """What became of one request, in seconds since the first one was due. `times`: of each piece that came."""
+
+    sent: float
+    ended: float = 0.0
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds until the first piece, or until the end where there was none."""
+        return (self.times[0] if self.times else self.ended) - self.sent
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between two pieces."""
+        return [later - sooner for sooner, later in pairwise(self.times)]
+
+
+def prompt_of(arrival: Arrival, number: int, lengths: float) -> str:
+    """Words for a prompt: those of its blocks are the same wherever a block is. `lengths`: times as many tokens as
+    recorded."""
+    words: list[str] = []
+    wanted = max(1, round(arrival.prompt * lengths))
+    for block in (*arrival.blocks, f"request {number}"):
+        draw = random.Random(str(block))
+        words += draw.choices(WORDS, k=min(wanted - len(words), max(1, round(BLOCK * lengths))))
+    draw = random.Random(f"rest of {number}")
+    return " ".join(words + draw.choices(WORDS, k=max(0, wanted - len(words))))
+
+
+async def replay(
+    arrivals: Sequence[Arrival], client: Any, model: str, lengths: float, note: Callable[[int], None]
+) -> list[Answered]:
+    """Sends each request when it is due, whatever has become of those before. `client`: an openai.AsyncOpenAI; `note`:
+    is called with the number that has been answered."""
+    began, done = time.perf_counter(), 0
+
+    def now() -> float:
+        return time.perf_counter() - began
+
+    async def ask(number: int, arrival: Arrival) -> Answered:
+        nonlocal done
+        await asyncio.sleep(max(0.0, arrival.at - now()))
+        found = Answered(now())
+        try:
+            stream = await client.completions.create(
+                model=model,
+                prompt=prompt_of(arrival, number, lengths),
+                max_tokens=max(1, round(arrival.new * lengths)),
+                stream=True,
+            )
+            async for chunk in stream:
+                if chunk.usage is not None:
+                    found.tokens = chunk.usage.completion_tokens
+                if chunk.choices and chunk.choices[0].text:
+                    found.times.append(now())
+        except Exception as error:  # whatever goes wrong with one request is counted, and the others go on
+            found.error = f"{type(error).__name__}: {error}"
+        found.tokens, found.ended = found.tokens or len(found.times), now()
+        done += 1
+        note(done)
+        return found
+
+    return await asyncio.gather(*(ask(number, arrival) for number, arrival in enumerate(arrivals)))
+
+
+def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
+    """Figures over all requests; times in seconds, None where no request was answered. `goodput`: requests per second
+    that kept the SLOs."""
+    good = [each for each in answers if not each.error]
+    seconds = max((each.ended for each in good), default=0.0)
+    starts, gaps = [each.ttft for each in good], [gap for each in good for gap in each.gaps]
+    kept = sum(
+        (ttft_slo is None or each.ttft <= ttft_slo)
+        and (tpot_slo is None or not each.gaps or sum(each.gaps) / len(each.gaps) <= tpot_slo)
+        for each in good
+    )
+    tokens = sum(each.tokens for each in good)
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "tokens": tokens,
+        "seconds": round(seconds, 6),
+        "ttft_p50": quantile(starts, 0.5),
+        "ttft_p99": quantile(starts, 0.99),
+        "tbt_p50": quantile(gaps, 0.5),
+        "tbt_p99": quantile(gaps, 0.99),
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "goodput": kept / seconds if seconds else 0.0,
+    }
+
+
+def quantile(values: Sequence[float], part: float) -> float | None:
+    """Returns the smallest value that at least so great a part of them does not exceed; None of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(part * len(ordered)))] if ordered else None

@@ -1,0 +1,58 @@
+"""`python -m ballonet load`: recorded requests replayed against a server, and how fast it answered."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..allocator.errors import ManageError
+from . import arguments
+
+
+def add(commands: Any) -> None:
+    """Describes the command."""
+    parser = arguments.command(commands, "load", _load, "replay recorded requests against a server, and time it")
+    parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, tokens, seconds, ttft_p50,
+        ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput (requests per second within the SLOs)."""
+    parser.add_argument(
+        "trace", metavar="TRACE", type=Path, help="a file of requests: Azure's, Mooncake's, or of lengths"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
+    parser.add_argument("--model", required=True, help="the model that is asked")
+    parser.add_argument("--api-key", metavar="KEY", default="none", help="what the server wants to be sent")
+    parser.add_argument("--limit", metavar="N", type=arguments.count, help="only so many requests")
+    parser.add_argument("--scale", metavar="X", type=arguments.ratio, default=1, help="X times as fast as recorded")
+    parser.add_argument("--lengths", metavar="X", type=arguments.ratio, default=1, help="X times as many tokens")
+    parser.add_argument(
+        "--rate", metavar="X", type=arguments.ratio, default=1, help="a second, in a trace without times"
+    )
+    parser.add_argument("--ttft-slo", metavar="TIME", type=arguments.seconds, help="for the goodput, such as 500ms")
+    parser.add_argument("--tpot-slo", metavar="TIME", type=arguments.seconds, help="the same of a token, such as 50ms")
+
+
+def _load(args: argparse.Namespace) -> None:
+    from ..hooks.serve.arrivals import read
+    from ..hooks.serve.load import replay, summary
+
+    try:
+        from openai import AsyncOpenAI
+    except ModuleNotFoundError as error:
+        raise ManageError("a load needs OpenAI's client: pip install 'ballonet[serve]'") from error
+    arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
+
+    def note(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {len(arrivals)} requests", end="\n" if done == len(arrivals) else "", file=sys.stderr)
+
+    async def run() -> dict[str, Any]:
+        async with AsyncOpenAI(base_url=f"{args.url}/v1", api_key=args.api_key, max_retries=0, timeout=600) as client:
+            answers = await replay(arrivals, client, args.model, float(args.lengths), note)
+        if failed := next((each.error for each in answers if each.error), ""):
+            print(f"ballonet: the first request that failed: {failed}", file=sys.stderr)
+        return summary(answers, args.ttft_slo, args.tpot_slo)
+
+    print(json.dumps(asyncio.run(run())))

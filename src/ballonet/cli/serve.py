@@ -1,0 +1,70 @@
+"""`python -m ballonet serve`: transformers' OpenAI-compatible server, its models managed on one pool."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..allocator.errors import ConfigError, ManageError
+from ..hooks.options import OPTIONS, ManageOptions
+from . import arguments
+from .run import add_options
+
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+def add(commands: Any) -> None:
+    """Describes the command."""
+    text = "serve models to OpenAI's clients, many requests and several models at once on one pool"
+    parser = arguments.command(commands, "serve", _serve, text)
+    parser.add_argument("models", metavar="MODEL", nargs="+", help="a name on the Hugging Face hub, or a folder")
+    arguments.add_sizes(parser)
+    parser.add_argument("--host-budget", metavar="SIZE", help="host pages, such as 64GiB (BALLONET_HOST_BUDGET)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument(
+        "--port", type=arguments.whole(1, 65535), default=8000, help="port to listen at (default: 8000)"
+    )
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="what clients have to send; needed for any --host but this one"
+    )
+    parser.add_argument("--no-api-key", action="store_true", help="anybody may ask, also from other machines")
+    parser.add_argument(
+        "--waiting", metavar="N", type=arguments.count, default=1024, help="requests that may wait (default: 1024)"
+    )
+    parser.add_argument(
+        "--grace",
+        metavar="TIME",
+        type=arguments.seconds,
+        default=30.0,
+        help="for requests to end (default: 30s)",
+    )
+    parser.add_argument(
+        "--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV (default: 256)"
+    )
+    parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
+    add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
+
+
+def _serve(args: argparse.Namespace) -> Callable[[], None]:
+    """Loads the models, and returns what serves them."""
+    options = ManageOptions.of({each.name: vars(args)[each.name] for each in OPTIONS if each.name in args})
+    if args.host not in LOCAL and args.api_key is None and not args.no_api_key:
+        raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
+    try:
+        from ..hooks.serve.server import Address, Server
+    except ModuleNotFoundError as error:
+        raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
+    from ..allocator import runtime
+    from ..allocator.install import install
+
+    install(budget=args.budget, page_size=args.page_size, host_budget=args.host_budget)
+    given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
+    address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
+    batching = {name: value for name, value in given.items() if value is not None}
+    return Server(args.models, runtime.require(), options, address, _say, **batching).run
+
+
+def _say(line: str) -> None:
+    print(f"ballonet: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""Recorded requests are read as they are, and a load says of its answers what they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ballonet.allocator.errors import TraceError
+from ballonet.hooks.serve.arrivals import Arrival, read
+from ballonet.hooks.serve.load import Answered, prompt_of, quantile, summary
+
+FILES = {
+    "azure": (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:05.9799600,34,8",
+        [Arrival(0.0, 4808, 10), Arrival(2.0, 34, 8)],
+    ),
+    "mooncake": (
+        '{"timestamp": 500, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 9]}\n'
+        '{"timestamp": 0, "input_length": 20, "output_length": 6, "hash_ids": [7]}',
+        [Arrival(0.0, 20, 6), Arrival(0.5, 1100, 5, (7, 8))],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_what_is_recorded_is_read(kind: str, tmp_path: Path) -> None:
+    text, expected = FILES[kind]
+    (tmp_path / "trace").write_text(text)
+    assert read(tmp_path / "trace") == expected
+    fast = read(tmp_path / "trace", scale=4.0, limit=2)
+    assert [each.at for each in fast] == [each.at / 4 for each in expected]
+
+
+def test_a_conversation_is_a_request_for_each_answer(tmp_path: Path) -> None:
+    rows = "0,0,human,9,500\n0,1,gpt,9,100\n0,2,human,9,20\n0,3,gpt,9,30\n1,0,human,9,3\n1,1,gpt,9,4"
+    (tmp_path / "turns").write_text(f"conversation,turn,role,chars,tokens_x\n{rows}")
+    found = read(tmp_path / "turns", rate=2.0)
+    assert [(each.prompt, each.new, each.blocks) for each in found] == [(500, 100, ()), (620, 30, (0,)), (3, 4, ())]
+    assert found[0].at == 0.0
+    assert found == read(tmp_path / "turns", rate=2.0), "the same at each time"
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "num_prefill_tokens,num_decode_tokens\n", "hash_ids\n{}"])
+def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text(text)
+    with pytest.raises(TraceError):
+        read(tmp_path / "trace")
+
+
+def test_prompts_share_what_their_blocks_share() -> None:
+    one, other = Arrival(0.0, 1100, 5, (7, 8)), Arrival(0.0, 1200, 5, (7, 9))
+    first, second = (prompt_of(each, n, 0.1).split() for n, each in enumerate((one, other)))
+    assert (len(first), len(second)) == (110, 120)
+    assert first[:51] == second[:51]
+    assert first[51:102] != second[51:102]
+
+
+def test_the_figures_of_a_load() -> None:
+    good = [Answered(0.0, 1.3, [1.0, 1.1, 1.3], 3), Answered(1.0, 2.0, [1.5, 2.0], 2), Answered(0.0, 0.5, [], 0)]
+    found = summary([*good, Answered(0.0, error="refused")], ttft_slo=0.6, tpot_slo=None)
+    assert (found["requests"], found["failed"], found["tokens"], found["seconds"]) == (4, 1, 5, 2.0)
+    assert (found["ttft_p50"], found["ttft_p99"]) == (0.5, 1.0)
+    assert found["tbt_p99"] == pytest.approx(0.5)
+    assert (found["tokens_per_second"], found["goodput"]) == (2.5, 1.0)
+    assert summary(good, 0.6, 0.2)["goodput"] == 0.5
+    assert summary([Answered(0.0, error="refused")], None, None)["ttft_p50"] is None
+    assert quantile(range(100), 0.99) == 99

@@ -1,0 +1,191 @@
+"""The server of `python -m ballonet serve`, asked as OpenAI's clients ask, and the load generator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import models as kinds
+from transformers import PreTrainedTokenizerFast
+
+from ..models import VOCABULARY, build
+
+KEY = "a key"
+TOKENS = 8
+
+
+class Serving:
+    """A server in a process of its own, of two models."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.models = [saved(folder / f"{layers} layers", layers) for layers in (2, 3)]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._said = (folder / "said").open("w+")
+        sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
+        command = ["-m", "ballonet", "serve", *self.models, "--port", str(port), "--api-key", KEY, *sizes, *options]
+        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, *command], stderr=self._said, env=environment)
+        while "ready" not in self.said():
+            assert self.process.poll() is None, self.said()
+
+    def said(self) -> str:
+        """What it has written so far."""
+        return Path(self._said.name).read_text()
+
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def get(self, path: str, key: str | None = KEY, body: bytes | None = None) -> tuple[int, str]:
+        """The status and the text of an answer."""
+        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        try:
+            with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers)) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def figure(self, name: str) -> float:
+        """The sum of what `/metrics` has by a name."""
+        lines = self.get("/metrics")[1].splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def end(self) -> int:
+        """SIGTERM, and what it ends with."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+def saved(folder: Path, layers: int) -> str:
+    """A tiny model with a tokenizer of whole words."""
+    words = Tokenizer(kinds.WordLevel({f"w{n}": n for n in range(VOCABULARY)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w1", pad_token="w0").save_pretrained(folder)
+    build("llama", num_hidden_layers=layers).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """One for all tests, which ends well after all of them."""
+    server = Serving(tmp_path_factory.mktemp("served"), "--waiting", "64")
+    try:
+        yield server
+        assert server.end() == 0, server.said()
+    finally:
+        server.process.kill()
+
+
+def ask(client: OpenAI, model: str, first: int) -> str:
+    """A completion, greedily."""
+    prompt = " ".join(f"w{first + n}" for n in range(5))
+    answer = client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, temperature=0)
+    return answer.choices[0].text
+
+
+def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
+    client = serving.client()
+    asked = [(model, first) for first in range(3, 15) for model in serving.models]
+    alone = [ask(client, *each) for each in asked]
+    assert len(set(alone)) > len(asked) / 2
+    with ThreadPoolExecutor(12) as threads:
+        assert list(threads.map(lambda each: ask(client, *each), asked)) == alone
+    assert serving.figure("ballonet_requests{") == 0
+    assert serving.figure("ballonet_batches_total") > 2 * TOKENS
+    assert serving.figure("ballonet_created_bytes") <= serving.figure("ballonet_budget_bytes") == 24 * 2**20
+
+
+def test_what_is_refused(serving: Serving) -> None:
+    body: dict[str, Any] = {"model": serving.models[0], "prompt": "w3", "max_tokens": 4}
+    cases: list[tuple[str, str | None, bytes, int, str]] = [
+        ("no key", None, json.dumps(body).encode(), 401, "API key"),
+        ("no JSON", KEY, b'{"model": ', 400, "no JSON"),
+        ("no object", KEY, b"[1]", 400, "not a JSON object"),
+        ("another model", KEY, json.dumps(body | {"model": "gpt-5"}).encode(), 404, serving.models[1]),
+        ("no tokens", KEY, json.dumps(body | {"prompt": ""}).encode(), 400, "no tokens"),
+        ("too long", KEY, json.dumps(body | {"max_tokens": 10**6}).encode(), 413, "of KV and activations"),
+    ]
+    ask(serving.client(), serving.models[0], 3)  # a loop that has not begun knows no sizes yet
+    for name, key, sent, status, says in cases:
+        found = serving.get("/v1/completions", key, sent)
+        assert found[0] == status, (name, found)
+        assert says in found[1], (name, found)
+    assert serving.get("/load_model", KEY, b"{}")[0] == 403
+    assert serving.get("/health", None)[0] == 200
+
+
+def test_a_flood_is_refused_and_the_rest_is_answered(serving: Serving) -> None:
+    async def flood() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{serving.url}/v1", api_key=KEY, max_retries=0) as client:
+            asks = [
+                client.completions.create(model=serving.models[0], prompt="w5 w6 w7", max_tokens=40) for _ in range(400)
+            ]
+            found = await asyncio.gather(*asks, return_exceptions=True)
+        return [str(getattr(each, "status_code", each if isinstance(each, Exception) else "answer")) for each in found]
+
+    answers = asyncio.run(flood())
+    assert set(answers) <= {"answer", "429"}
+    assert answers.count("answer") >= 64
+    ask(serving.client(), serving.models[0], 3)
+
+
+def test_clients_that_go_away_leave_nothing(serving: Serving) -> None:
+    host, port = serving.url.removeprefix("http://").split(":")
+    for n in range(60):
+        body = json.dumps(
+            {"model": serving.models[n % 2], "prompt": "w3 w4", "max_tokens": 400, "stream": True}
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        sent = head.encode() + body
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(sent[: len(sent) if n % 3 else 40 + 3 * n])  # some send half a request
+            if n % 3 == 1:
+                connection.recv(64)
+    for model in serving.models:
+        ask(serving.client(), model, 3)
+    while serving.figure("ballonet_requests{"):
+        pass
+
+
+def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 20 * n, "input_length": 600 + n, "output_length": 5, "hash_ids": [0, n + 1]} for n in range(10)
+    ]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    options = ("--lengths", "0.1", "--limit", "8", "--ttft-slo", "600s", "--api-key", KEY)
+    command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]
+    done = subprocess.run([sys.executable, "-m", "ballonet", *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert list(said) == [
+        *("requests", "failed", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
+        *("tokens_per_second", "goodput"),
+    ]
+    assert (said["requests"], said["failed"]) == (8, 0)
+    assert 0 < said["ttft_p50"] <= said["ttft_p99"] <= said["seconds"]
+    assert said["goodput"] == pytest.approx(8 / said["seconds"], rel=0.01)
+
+
+def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "--api-key" in done.stderr
