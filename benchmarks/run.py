@@ -100,7 +100,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "kv": Part(
         tests=(("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),),
-        benchmarks=("decode", "prefill", "kv_growth", "kv_stream"),
+        benchmarks=("decode", "prefill", "kv_growth", "kv_stream", "serve"),
         test_seconds=250,
     ),
     "weights": Part(
