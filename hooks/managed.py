@@ -505,8 +505,8 @@ def _attach_caches(
 ) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
     `device`: theirs; `kept`: they may be kept, and grow for a long time, so that layers share no pages."""
+    from .batching import seams
     from .kv import generation
-    from .serving import seams
 
     detach_caches = generation.attach(model, device, alone=kept)
     detach_batches = seams.attach(model, device)

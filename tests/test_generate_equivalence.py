@@ -66,7 +66,7 @@ def agrees(model: PreTrainedModel, name: str, way: str) -> bool:
 
 
 def ways(name: str, chaos: int | None) -> list[str]:
-    """Those that differ in what they do to the cache: nothing of it depends on pads, so that "padded" is only for who
+    """Returns the ways that differ in what they do to the cache: nothing of it depends on pads, so "padded" is for who
     refuses others. Without chaos one is enough, which shows what the cache is made of."""
     chosen = [way for way in ("beam", "assisted", "continued") if way not in ARCHITECTURES[name].refuses]
     chosen += ["padded"] if len(chosen) < 3 else []

@@ -35,11 +35,11 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/forward",
     "hooks/streaming",
     "hooks/kv",
-    "hooks/serving",
+    "hooks/batching",
     "hooks/prefix",
     "hooks",
     "hooks/programs",
-    "hooks/serve",
+    "hooks/server",
 )
 FACADE = ROOT / "src" / "ballonet"
 SOURCES = [
@@ -169,8 +169,8 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
-    "hooks/serve/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
-    "hooks/serving/sectors.py": {"RESERVED"},  # transformers has two
+    "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
+    "hooks/batching/sectors.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
     "hooks/weights/room.py": {"_LOGITS"},
     "hooks/weights/storages.py": {"_WIDEST"},

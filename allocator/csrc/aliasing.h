@@ -35,7 +35,8 @@ class Aliasing {
   // Pages of `spare` come to pieces of `twin`, whose own become free, and the same pieces of `range` lead there where
   // they led to those: all hold the same bytes, so that nothing that was admitted is void (takes.h). `spare` has them
   // no more. False also where others lead to these pages.
-  bool take_over(Range& twin, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count, Range& range);
+  bool take_over(Range& twin, std::size_t first, Range& spare, std::size_t spare_first, std::size_t count,
+                 Range& range);
 
  private:
   // What pieces would lead to; was nothing there before, and is one of them about to lose a page?

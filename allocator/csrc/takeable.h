@@ -40,7 +40,7 @@ struct Takeable {
     std::weak_ptr<Range> twin;  // the backing range
     std::size_t twin_first;
     std::vector<Source> sources;  // of what `twin` lacks; none: the part itself
-    bool buffer = false;          // has no `twin`: homes of the other parts lead to its pages
+    bool buffer = false;          // has no `twin`: addresses of the other parts lead to its pages
   };
   std::shared_ptr<Group> group;  // of every range
   std::vector<Part> parts;

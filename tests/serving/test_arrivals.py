@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator.errors import TraceError
-from ballonet.hooks.serve.arrivals import Arrival, read
-from ballonet.hooks.serve.load import Answered, prompt_of, quantile, summary
+from ballonet.hooks.server.arrivals import Arrival, read
+from ballonet.hooks.server.load import Answered, prompt_of, quantile, summary
 
 FILES = {
     "azure": (

@@ -18,8 +18,8 @@ from transformers.generation.continuous_batching import continuous_api, schedule
 import ballonet
 from ballonet import testing
 from ballonet.allocator import runtime
-from ballonet.hooks.serving import seams
-from ballonet.hooks.serving.cache import ElasticPagedCache
+from ballonet.hooks.batching import seams
+from ballonet.hooks.batching.cache import ElasticPagedCache
 
 from ..core import arm, disarm
 from ..models import build

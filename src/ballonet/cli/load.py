@@ -35,8 +35,8 @@ def add(commands: Any) -> None:
 
 
 def _load(args: argparse.Namespace) -> None:
-    from ..hooks.serve.arrivals import read
-    from ..hooks.serve.load import replay, summary
+    from ..hooks.server.arrivals import read
+    from ..hooks.server.load import replay, summary
 
     try:
         from openai import AsyncOpenAI

@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "--port", type=arguments.whole(1, 65535), default=8000, help="port to listen at (default: 8000)"
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="what clients have to send; needed for any --host but this one"
+        "--api-key", metavar="KEY", help="what clients have to send; needed unless --host is this machine"
     )
     parser.add_argument("--no-api-key", action="store_true", help="anybody may ask, also from other machines")
     parser.add_argument(
@@ -53,7 +53,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     if args.host not in LOCAL and args.api_key is None and not args.no_api_key:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
-        from ..hooks.serve.server import Address, Server
+        from ..hooks.server.server import Address, Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
     from ..allocator import runtime

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
-from ..serving.scheduler import ElasticScheduler
+from ..batching.scheduler import ElasticScheduler
 
 
 class Loop(CBGenerateManager):
