@@ -162,6 +162,22 @@ def test_a_cache_that_outgrows_its_budget_gives_the_same_text(tmp_path: Path) ->
     assert small.stdout == stock.stdout
 
 
+def test_a_batch_of_requests_gives_the_same_text(tmp_path: Path) -> None:
+    words = ("examples/generate_batch.py", str(made_model(tmp_path)), "Once upon a time", "A cat", "--tokens", "12")
+    stock = run(*words)
+    pooled = run("-m", "ballonet", "run", "--budget", "256MiB", *words, BALLONET_DEVICE="cpu")
+    assert pooled.returncode == 0, pooled.stderr
+    assert len(stock.stdout.splitlines()) == 8
+    assert pooled.stdout == stock.stdout
+    assert "8 requests, " in pooled.stderr
+
+
+def test_two_models_are_served_from_one_pool() -> None:
+    found = run("examples/serve_two_models.py", "--requests", "8", "--tokens", "8", BALLONET_DEVICE="cpu")
+    assert found.returncode == 0, found.stderr
+    assert ["8 of 8", "8 of 8", "16 of 16"] == re.findall(r"\d+ of \d+", found.stdout)
+
+
 def test_the_bytes_that_exist_never_exceed_the_budget(tmp_path: Path) -> None:
     """Watched from outside, from the first page to the last."""
     folder = made_model(tmp_path)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
+from ...offload.policy.tuning import DEFAULT
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
@@ -23,6 +24,8 @@ class PagePreemption(OffloadingManager):
 
     cache: ElasticPagedCache
     scheduler: ElasticScheduler
+    _patience = DEFAULT.serving.lonely
+    _waits = 0  # looks since a batch could be made last, with one request alone
 
     def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
         return 0
@@ -53,6 +56,13 @@ class PagePreemption(OffloadingManager):
         """Frees nothing: its blocks go as those of any other."""
         state.is_cpu_offloaded = False
 
+    def compute_again(self, state: Any) -> None:
+        """Frees what the request has; it waits, and begins again with all of its tokens."""
+        again = state.create_equivalent_initial_request()
+        state._status = RequestStatus.FINISHED
+        self.scheduler.finish_request(state.request_id)
+        self.scheduler.wait_again(again)
+
     def _fits(self, starved: list[Any]) -> bool:
         return self._needed(starved) <= self.scheduler.room()
 
@@ -65,7 +75,16 @@ class PagePreemption(OffloadingManager):
         if self.cache.to_host(name):
             self._keep_for_later(state)
             return
-        self._compute_again(state)  # there is no room on the host
+        self.compute_again(state)  # there is no room on the host
+
+    def may_wait(self) -> bool:
+        """May a request that is alone and finds no memory wait once more for that of other models?"""
+        self._waits += 1
+        return self._waits <= self._patience
+
+    def scheduled(self) -> None:
+        """Notes that a batch could be made."""
+        self._waits = 0
 
     def begin_again(self, requests: list[Any]) -> bool:
         """A step of these found no memory in the middle: all of them are computed again, with more memory left free.
@@ -74,14 +93,8 @@ class PagePreemption(OffloadingManager):
             return False
         self.scheduler.lacked()
         for each in reversed(requests):
-            self._compute_again(each.state)
+            self.compute_again(each.state)
         return True
-
-    def _compute_again(self, state: Any) -> None:
-        again = state.create_equivalent_initial_request()
-        state._status = RequestStatus.FINISHED
-        self.scheduler.finish_request(state.request_id)
-        self.scheduler.wait_again(again)
 
     def _keep_for_later(self, state: Any) -> None:
         """As transformers does with what it has copied to the host: what a batch in flight computes for it is lost, so

@@ -1,7 +1,8 @@
 """Steps of continuous batching that find no memory: the requests go on later, or one of them fails, and the loop lives.
 
 In stock an error in a step fails every request and ends the loop. Here a step that found no memory for activations is
-undone by computing its requests again (preemption.py), and where nothing can be scheduled the newest request fails.
+undone by computing its requests again (preemption.py). Where nothing can be scheduled the newest request gives up what
+it has and is computed again later; one that has waited alone for long enough fails.
 """
 
 from __future__ import annotations
@@ -34,20 +35,29 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
-    """Stock's `prepare_next_batch`, in which the newest request fails where none could go on."""
+    """Stock's `prepare_next_batch`; where none could go on the newest request waits, and fails in the end."""
 
     @functools.wraps(stock)
     def prepare(self: Any) -> bool:
         while True:
+            active, preemption = self.scheduler.active_requests, self.offloading_manager
             try:
-                return stock(self)
+                found = stock(self)
             except RuntimeError as error:
-                active = self.scheduler.active_requests
-                stuck = "No requests can be scheduled" in str(error)
-                if not (stuck and active and isinstance(self.offloading_manager, PagePreemption)):
+                if not isinstance(preemption, PagePreemption) or "No requests can be scheduled" not in str(error):
                     raise
-                state = next(reversed(active.values()))
-                _fail(self, state, _no_room(state.request_id))
+                state = next(reversed(active.values()), None)
+                if state is not None and len(active) == 1 and not preemption.may_wait():
+                    _fail(self, state, _no_room(state.request_id))
+                    continue
+                if state is not None:
+                    preemption.compute_again(state)
+                if not active:
+                    return False  # the loop looks again soon: other models may give memory
+            else:
+                if found and isinstance(preemption, PagePreemption):
+                    preemption.scheduled()
+                return found
 
     return prepare
 

@@ -314,6 +314,9 @@ class Serving:
     # Iterations in which others may pass a request that does not fit. A prompt takes tens of iterations to be decoded,
     # so a waiting one is looked at again several times before it holds up the rest. Chosen.
     patience: int = 16
+    # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
+    # transformers): requests of other models end meanwhile. Chosen.
+    lonely: int = 100
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
     # eLLM §4.4.2: an event is `violations` within `window` iterations, and changes the buffer by `factor`.
