@@ -3,8 +3,8 @@
     python examples/generate_batch.py MODEL "a prompt" "another prompt" --copies 16
     python -m ballonet run --budget 24GiB examples/generate_batch.py MODEL "a prompt" "another prompt" --copies 16
 
-Each prompt is asked `--copies` times with a number before it, so that no two requests are the same. The second line runs
-the same script with the KV of all requests, weights and activations in one pool of pages.
+Each prompt is asked `--copies` times with a number before it, so that no two requests are the same. The second line
+runs the same script with the KV of all requests, weights and activations in one pool of pages.
 """
 
 from __future__ import annotations

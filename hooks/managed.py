@@ -24,6 +24,7 @@ from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
 from ..offload.policy.plan import Fewest, Interval, Rule
+from ..offload.policy.step_costs import StepCosts
 from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
 from .device import governors, streams
@@ -62,6 +63,7 @@ def manage(
     prefix_cache: bool | int | str | None = None,
     prefix_dir: str | os.PathLike[str] | None = None,
     prefix_dir_limit: int | str | None = None,
+    batches: str = "fast",
     **unknown: object,
 ) -> Managed:
     """Moves the weights of `model` into the pool and hooks it; `generate()` then uses the elastic KV cache. Undone by
@@ -82,7 +84,8 @@ def manage(
     computed is kept, and a prompt that begins with something that is kept computes only the rest; see
     `Managed.prefixes`. `prefix_dir`: a folder where it is kept for later processes too, written in the background; at
     most `prefix_dir_limit` bytes in all, those that were used last (16 GiB by default); `prefix_cache` is True then.
-    What lies there is as private as what was said.
+    What lies there is as private as what was said. `batches`: of `generate_batch()` and the server: "fast" has as many
+    requests in a step as make the most tokens per second, once that is known; "full" as many as there is room for.
 
     Each option can be given by the environment, too, as BALLONET_ and its name in capitals (BALLONET_TPOT_SLO). That
     counts where the keyword is left at its default.
@@ -212,9 +215,7 @@ class Managed:
         generators = _generators(model)
         with ExitStack() as undo:
             open_lease, self._detach = (
-                _attach_caches(model, device, kept=bool(options.kept_prefixes))
-                if generators
-                else (ForwardLease, _nothing)
+                _attach_caches(model, device, options) if generators else (ForwardLease, _nothing)
             )
             undo.callback(self._detach)
             governor = governors.of(device)
@@ -501,15 +502,15 @@ def _attach_prefixes(
 
 
 def _attach_caches(
-    model: nn.Module, device: Device, *, kept: bool
+    model: nn.Module, device: Device, options: ManageOptions
 ) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
-    `device`: theirs; `kept`: they may be kept, and grow for a long time, so that layers share no pages."""
+    `device`: theirs. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
     from .batching import seams
     from .kv import generation
 
-    detach_caches = generation.attach(model, device, alone=kept)
-    detach_batches = seams.attach(model, device)
+    detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
+    detach_batches = seams.attach(model, device, StepCosts() if options.batches == "fast" else None)
     alive = weakref.ref(model)
 
     def detach() -> None:

@@ -65,6 +65,12 @@ def _prefix_dir_limit(value: SupportsIndex | str | None, name: str) -> int:
     return PREFIX_DIR_LIMIT if value is None else parse_size(value, name)
 
 
+def _batches(value: object, name: str) -> str:
+    if isinstance(value, str) and value.strip().lower() in ("fast", "full"):
+        return value.strip().lower()
+    raise ConfigError(f'{name} is {value!r}: give "fast" (the batch with the most tokens per second) or "full"')
+
+
 PREFIX_DIR_LIMIT: Final = 16 * 2**30  # bytes
 
 
@@ -111,6 +117,15 @@ class ManageOptions:
     prefix_dir_limit: int = field(
         default=PREFIX_DIR_LIMIT,
         metadata=_row(_prefix_dir_limit, "SIZE", "bytes of files there, those that were used last; by default 16GiB"),
+    )
+
+    batches: str = field(
+        default="fast",
+        metadata=_row(
+            _batches,
+            "WHICH",
+            "of continuous batching: fast, those with the most tokens per second; full, as many requests as fit",
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -360,7 +360,7 @@ def test_a_module_that_cannot_be_hooked_comes_back_whole(device: Device) -> None
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"budget": "80GiB"}, r"no option 'budget'.*'prefix_dir_limit'"),
+        ({"budget": "80GiB"}, r"no option 'budget'.*'batches'"),
         ({"tpot_slo": "80ms"}, "no decoder layers"),
         ({"priority": 1.5}, "whole number"),
         ({"floor": "2TiB"}, "floor is 2TiB, which the budget of"),

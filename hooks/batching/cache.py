@@ -18,7 +18,9 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 
 from ...allocator._native import Device
 from ...allocator.errors import DriverError, PoolExhausted
+from ...offload.policy.step_costs import StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
+from ...offload.record.record import Point
 from ..forward.lease import GroupLease, current
 from .sector_client import SectorChaos
 from .sectors import RESERVED, SectorPages, SectorPool
@@ -36,15 +38,19 @@ class ElasticPagedCache(PagedAttentionCache):
         continuous_batching_config: Any,
         *args: Any,
         on: Device,
+        costs: StepCosts | None = None,
         tuning: Serving = DEFAULT.serving,
         **kwargs: Any,
     ) -> None:
-        """As PagedAttentionCache, which works out the geometry. torch.OutOfMemoryError, DriverError."""
+        """As PagedAttentionCache, which works out the geometry. `costs`: what steps of the model take, where
+        batches are to be chosen by it. torch.OutOfMemoryError, DriverError."""
         given = copy.copy(continuous_batching_config)
         given.num_blocks, given.max_batch_tokens = 1, 16  # of stock's own tensor, which is dropped
         super().__init__(config, given, *args, **kwargs)
         self.on = on
+        self.costs = costs
         self.group = on.group()
+        self.point: Point | None = None  # of the batch that is computed next
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
         handler = PagedAttentionMemoryHandler(
             config,

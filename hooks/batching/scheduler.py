@@ -11,7 +11,9 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 
 from ...allocator.errors import ManageError, RequestTooLarge
 from ...offload.policy.admission import Demand, Memory, admit, can_ever_run
+from ...offload.policy.step_costs import Step
 from ...offload.policy.tuning import DEFAULT, Serving
+from ..measure.point import packed
 from .cache import ElasticPagedCache
 
 
@@ -35,6 +37,9 @@ class ElasticScheduler(Scheduler):
         self._tuning = tuning
         self._passed: dict[str, int] = {}
         self._caution = 0  # bytes that stay free beside the reserve
+        self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
+        self._next = Step(0, 0)  # the batch that is computed next
+        self._in_row = 0  # steps of prompts alone since requests that decode had one
         super().__init__(cache, 0.0, max_requests_per_batch)
 
     def reset(self) -> None:
@@ -67,7 +72,7 @@ class ElasticScheduler(Scheduler):
     ) -> tuple[list[Any], bool, bool, int, int]:
         self.cache.pool.try_to_free_sectors()
         looked, left = [], token_budget
-        for state in candidates:
+        for state in self._worth(candidates):
             if left <= 0:
                 break
             looked.append((state, min(self._tokens(state), left)))
@@ -78,12 +83,53 @@ class ElasticScheduler(Scheduler):
             found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
         self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
-        chosen = [state for state, _ in looked if state.request_id in found.where]
-        scheduled, failed, fast, new, read = super()._process_candidates(chosen, token_budget, *args)
+        for chosen in self._steps([each for each in looked if each[0].request_id in found.where]):
+            tokens = min(token_budget, sum(tokens for _, tokens in chosen))
+            states = [state for state, _ in chosen]
+            scheduled, failed, fast, new, read = super()._process_candidates(states, tokens, *args)
+            if scheduled:
+                break
         self.cache.begins(each.state.request_id for each in scheduled)
+        sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
+        self.cache.point, self._next = packed(sequences), Step.of(sequences)
         refused = [each for each in looked if each[0].request_id not in found.where]
         self.starved_requests += [each for each in refused if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(refused), fast, new, read
+
+    def begins(self, found: bool) -> None:
+        """A batch is about to be computed; where there is none the loop waits."""
+        now, costs = self.cache.pages.client.governor.clock(), self.cache.costs
+        if costs is not None and self._step is not None:
+            costs.observe(self._step[0], now - self._step[1])
+        self._step = (self._next, now) if found else None
+
+    def _worth(self, candidates: list[Any]) -> list[Any]:
+        """Returns the candidates without those that wait and would make steps slower."""
+        costs, running = self.cache.costs, len(self.active_requests)
+        if costs is None or not candidates:
+            return candidates
+        length = sum(state.current_len() + self._tokens(state) for state in candidates) / len(candidates)
+        if not costs.slower(len(candidates), length):
+            return candidates
+        room = max(0, (costs.largest(length) or 0) - running) or not running
+        worth = []
+        for state in candidates:
+            waits = state.request_id not in self.active_requests
+            if not waits or room:
+                worth.append(state)
+                room -= waits
+        return worth
+
+    def _steps(self, admitted: list[tuple[Any, int]]) -> list[list[tuple[Any, int]]]:
+        """One step of all that are admitted; or, where prompts are faster in one of their own, two, of which the second
+        counts where the first is none: prompts first, which make the batch larger, but only so many times."""
+        decoding = [each for each in admitted if each[0].status == RequestStatus.DECODING]
+        prompts = [each for each in admitted if each[0].status != RequestStatus.DECODING]
+        parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
+        if not decoding or not prompts or self.cache.costs is None or not self.cache.costs.apart(*parts):
+            return [admitted]
+        self._in_row = (self._in_row + 1) % (self._tuning.prompts + 1)
+        return [prompts, decoding] if self._in_row else [decoding, prompts]
 
     def wait_again(self, state: Any) -> None:
         """A request that has run before waits for its turn."""
@@ -92,6 +138,7 @@ class ElasticScheduler(Scheduler):
     def lacked(self) -> None:
         """A step found no memory in the middle, although it was admitted: from now on more stays free."""
         self._caution += max(self._caution, self._memory().reserve)
+        self._step = None  # what it took says nothing
 
     def dares(self) -> bool:
         """Nothing runs as too much stays free: no more than the reserve does from now on. False where it does so."""

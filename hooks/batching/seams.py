@@ -16,12 +16,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 
 from ...allocator._native import Device
 from ...allocator.interrupts import Finalizer
+from ...offload.policy.step_costs import StepCosts
 from ..compat import release
 
 OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
@@ -48,18 +49,27 @@ _NEEDED: Final = (
 )
 
 
+class Attached(NamedTuple):
+    """A model whose continuous batching is elastic, on `device`. `costs`: what its steps take, for as long as it lives;
+    None where batches are to be as large as there is room."""
+
+    device: Device
+    costs: StepCosts | None
+
+
 class _Thread(threading.local):
-    device: Device | None = None  # of the model whose generation loop this thread is making
+    attached: Attached | None = None  # the model whose generation loop this thread is making
 
 
 _thread = _Thread()
 _lock = threading.RLock()  # a model may be collected anywhere
-_attached: dict[int, Device] = {}  # by id of a model that lives
+_attached: dict[int, Attached] = {}  # by id of a model that lives
 _undo: list[Callable[[], None]] = []
 
 
-def attach(model: nn.Module, device: Device) -> Callable[[], object]:
-    """Makes continuous batching of `model` elastic until what is returned is called, or the model is gone."""
+def attach(model: nn.Module, device: Device, costs: StepCosts | None) -> Callable[[], object]:
+    """Makes continuous batching of `model` elastic until what is returned is called, or the model is gone. `costs`: see
+    Attached."""
     if not hasattr(model, "generate_batch"):
         return lambda: None
     if (reason := why_stock()) is not None:
@@ -68,7 +78,7 @@ def attach(model: nn.Module, device: Device) -> Callable[[], object]:
     with _lock:
         if not _undo:
             _replace()
-        _attached[id(model)] = device
+        _attached[id(model)] = Attached(device, costs)
     return Finalizer(model, functools.partial(_detach, id(model)))
 
 
@@ -106,16 +116,16 @@ def _replace() -> None:
 
     @functools.wraps(stock_create)
     def create(self: Any) -> Any:
-        before, _thread.device = _thread.device, _attached.get(id(self.model))
+        before, _thread.attached = _thread.attached, _attached.get(id(self.model))
         try:
             return stock_create(self)
         finally:
-            _thread.device = before
+            _thread.attached = before
 
     def cache(*args: Any, **kwargs: Any) -> Any:
-        if _thread.device is None:
+        if _thread.attached is None:
             return PagedAttentionCache(*args, **kwargs)
-        return ElasticPagedCache(*args, on=_thread.device, **kwargs)
+        return ElasticPagedCache(*args, on=_thread.attached.device, costs=_thread.attached.costs, **kwargs)
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 

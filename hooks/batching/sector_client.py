@@ -25,7 +25,7 @@ from ...offload.policy.ladder import Rung
 from ...offload.policy.layer_stream import Way
 from ...offload.residency.backing import Backing
 from ...offload.residency.mover import Mover
-from ...offload.residency.pieces import Pieces
+from ...offload.residency.pieces import Pieces, runs_of
 from ...offload.residency.saving import Runs
 from ...offload.residency.states import Event, State
 from ..device.streams import stream_of
@@ -52,7 +52,7 @@ class SectorClient:
         self._group = group
         self._range = range_
         self._in_use = Pieces()
-        self._resting: frozenset[int] = frozenset()  # those of these that no request of the batch reads
+        self._read = Pieces()  # by requests of the batch, and those that came since it was chosen
         self._transfer = Transfer(device)
         self._backing = Backing(device, group, range_, "kv")
         self._mover = Mover(device, range_, self._backing, Lock())
@@ -125,6 +125,7 @@ class SectorClient:
         for piece in pieces:
             self._forget(piece)
             self._in_use.add(piece)
+            self._read.add(piece)
             self._mover.look_for_host_pages(piece, piece + 1)
         self._changed = True
 
@@ -139,7 +140,7 @@ class SectorClient:
         """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
         DriverError."""
         self.used = self.governor.clock()
-        self._resting = frozenset(self._in_use).difference(reads)
+        self._read = Pieces(runs_of(reads))
         if self.governor.taken_of(self.number) or self.displaced:
             self._look()
         if (away := self.displaced) and (pages := self.governor.restorable_pages(self.number)):
@@ -202,8 +203,8 @@ class SectorClient:
         here = self._in_use.copy()
         here.difference_update(self._mover.states[State.OFFLOADED])
         here.difference_update(self._mover.states[State.ARRIVING])
-        resting = Pieces()
-        resting.update(piece for piece in self._resting if piece in here)
+        resting = here.copy()
+        resting.difference_update(self._read)
         here.difference_update(resting)
         return list(resting.runs), list(here.runs)
 

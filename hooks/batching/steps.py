@@ -55,8 +55,10 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
                 if not active:
                     return False  # the loop looks again soon: other models may give memory
             else:
-                if found and isinstance(preemption, PagePreemption):
-                    preemption.scheduled()
+                if isinstance(preemption, PagePreemption):
+                    preemption.scheduler.begins(found)
+                    if found:
+                        preemption.scheduled()
                 return found
 
     return prepare

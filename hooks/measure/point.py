@@ -18,14 +18,14 @@ _PACKED: Final = frozenset(("cu_seq_lens_q", "cu_seqlens_q", "block_table"))  # 
 
 def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
     """The point of a forward that is called with these arguments; None where they are not those of a model that reads
-    tokens in rows.
+    tokens in rows. Of sequences that are packed into one row the cache knows it (`packed`).
 
     Prefill: where nothing is held yet, or several tokens are new: as many as each sequence has new, of an
     encoder-decoder's two sides the longer. Decode: one new token to each, and `length` tokens held.
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
     if not _PACKED.isdisjoint(given):
-        return None
+        return getattr(given.get("cache"), "point", None)
     ids, encoded = given.get("input_ids", given.get("inputs_embeds")), 0
     if ids is None and args:
         ids = _tokens(args[0])
@@ -39,6 +39,20 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
     if new == 1 and held != 0:
         return Point("decode", batch, held or _masked(given.get("attention_mask")) or 1)
     return Point("prefill", batch, max(new, encoded))
+
+
+def packed(sequences: Sequence[tuple[int, int]]) -> Point | None:
+    """The point of a batch of sequences that have so many new tokens and hold so many; None of no sequence.
+
+    Decode where each has one new token: `length` is the mean of what they hold, so that the work is that of all of
+    them. Prefill where any has more: all new tokens count, as those of one sequence.
+    """
+    if not sequences:
+        return None
+    if all(new == 1 for new, _ in sequences):
+        held = sum(held for _, held in sequences)
+        return Point("decode", len(sequences), max(1, -(-held // len(sequences))))
+    return Point("prefill", 1, sum(new for new, _ in sequences))
 
 
 def _tokens(given: Any) -> torch.Tensor | None:

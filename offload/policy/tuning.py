@@ -306,7 +306,7 @@ class Timelines:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Requests that are served together (admission.py, buffer.py)."""
+    """Requests that are served together (admission.py, buffer.py, step_costs.py)."""
 
     # 1/64 of the budget stays free when requests are admitted (eLLM's threshold): what a forward allocates beyond the
     # estimate of its peak. Chosen.
@@ -317,6 +317,14 @@ class Serving:
     # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
+    # What steps took (step_costs.py): so many of each size are remembered, and after so many new ones the parts are
+    # worked out anew, 1 ms of numpy. A smaller batch must be so much faster: less is noise here. Chosen.
+    remembered: int = 4
+    refit: int = 8
+    gain: float = 0.1
+    # So many steps of prompts alone may follow one another before those that decode have one: a gap between two tokens
+    # of five steps. Chosen.
+    prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
     # eLLM §4.4.2: an event is `violations` within `window` iterations, and changes the buffer by `factor`.

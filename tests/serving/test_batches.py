@@ -20,6 +20,7 @@ from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.offload.policy.step_costs import Parts, StepCosts
 
 from ..core import arm, disarm
 from ..models import build
@@ -145,6 +146,49 @@ def test_pages_follow_the_requests(schedule: str, monkeypatch: pytest.MonkeyPatc
     most = max(pages for _, pages in seen)
     assert most < 16
     assert most > min(pages for _, pages in seen)
+
+
+class Batches:
+    """Sizes of the batches of a loop: (new tokens of each request, prompts among them?)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: list[list[int]] = []
+        processor = continuous_api.ContinuousBatchProcessor
+        step = processor._generation_step
+
+        def watched(processor: Any, model: Any) -> None:
+            self.sizes.append([each.query_length for each in processor.inputs_and_outputs.requests_in_batch])
+            step(processor, model)
+
+        monkeypatch.setattr(processor, "_generation_step", watched)
+
+
+@pytest.mark.parametrize("batches", ["fast", "full"])
+def test_batches_are_as_large_as_is_fast(batches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where attention costs much, few requests are in a batch, and prompts have steps of their own."""
+    costly = Parts(0.01, 1e-6, 0.0, 1e-5)  # 6 requests of 30 tokens: sqrt(0.01 / 30e-5)
+    monkeypatch.setattr(StepCosts, "observe", lambda self, step, seconds: setattr(self, "parts", costly))
+    model, asked = build("llama", num_hidden_layers=4), prompts(24, 60)
+    expected = stock(model, asked, 8)
+    install(256)
+    seen = Batches(monkeypatch)
+    with ballonet.manage(model, batches=batches):
+        assert answers(model, asked, 8) == expected
+    largest = max(len(sizes) for sizes in seen.sizes)
+    mixed = [sizes for sizes in seen.sizes[3:] if max(sizes) > 1 and 1 in sizes]
+    assert (largest < 8 and not mixed) if batches == "fast" else (largest > 11 and mixed)
+
+
+def test_a_batch_is_an_iteration_for_the_governor() -> None:
+    """It is asked what to stream, and learns what batches take."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)
+    expected = stock(model, asked, 30)
+    install(256)
+    with ballonet.manage(model) as managed:
+        assert answers(model, asked, 30) == expected
+        report = managed.report()
+    assert report.times["decode"].measured is not None
+    assert report.times["prefill"].measured is not None
 
 
 def test_other_models_stay_stock() -> None:

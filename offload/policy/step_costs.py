@@ -1,0 +1,122 @@
+"""What a step of a batch takes, learned from those that ran, and which batch makes the most tokens per second. Pure.
+
+Note [A row without sequences]
+    Attention that does not know the sequences of a packed row (sdpa and eager in transformers' continuous batching)
+    compares each new token with each key that is read, whosever it is. So a step takes
+
+        seconds = fixed + new * row + read * key + new * read * pair
+
+    where `new` are its new tokens and `read` the tokens whose keys it reads. Kernels that know the sequences have
+    pair = 0: then no batch is too large. Otherwise a batch of n requests with L tokens each is fastest, in tokens per
+    second, at n = sqrt(fixed / (pair * L)); and prompts are faster in a step of their own as soon as the pairs that
+    they make with other requests' keys take longer than `fixed`.
+
+Note [What is remembered]
+    The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an
+    hour still knows what others took. Errors count relative to the time, so that long steps say no more than short
+    ones. No part is negative: of all sets of parts whose least squares are positive the one that fits best counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from itertools import combinations
+
+import numpy as np
+
+from .tuning import DEFAULT, Serving
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step: `new` tokens, and tokens whose keys are `read`, the new ones among them."""
+
+    new: int
+    read: int
+
+    @classmethod
+    def of(cls, sequences: Iterable[tuple[int, int]]) -> Step:
+        """The step of sequences that have so many new tokens each and hold so many before."""
+        pairs = list(sequences)
+        new = sum(each for each, _ in pairs)
+        return cls(new, new + sum(held for _, held in pairs))
+
+    def __add__(self, other: Step) -> Step:
+        return Step(self.new + other.new, self.read + other.read)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds: of a step whatever is in it, of a new token, of a token that is read, of a pair of both."""
+
+    fixed: float
+    row: float
+    key: float
+    pair: float
+
+    def seconds(self, step: Step) -> float:
+        """What the step takes."""
+        return self.fixed + step.new * self.row + step.read * self.key + step.new * step.read * self.pair
+
+
+class StepCosts:
+    """What is known of the steps of one model. Used by the thread that schedules."""
+
+    def __init__(self, tuning: Serving = DEFAULT.serving) -> None:
+        self.parts: Parts | None = None  # None while too little ran
+        self._tuning = tuning
+        self._seen: dict[tuple[int, int], deque[tuple[Step, float]]] = {}
+        self._fresh = 0  # steps since `parts` was worked out
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """Notes what a step took. See Note [What is remembered]."""
+        if seconds <= 0 or step.new < 1:
+            return
+        size = step.new.bit_length(), step.read.bit_length()
+        self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
+        self._fresh += 1
+        if self._fresh >= self._tuning.refit:
+            self._fresh = 0
+            self.parts = fitted([each for group in self._seen.values() for each in group])
+
+    def largest(self, length: float) -> int | None:
+        """Requests that decode in one step at most so that it is fastest, where they hold so many tokens as a mean;
+        None where no number is too large, or nobody knows."""
+        parts = self.parts
+        if parts is None or not parts.pair or length <= 0:
+            return None
+        return max(1, round(math.sqrt(parts.fixed / (parts.pair * length))))
+
+    def slower(self, requests: int, length: float) -> bool:
+        """Are so many requests slower, by more than is worth the wait, than the largest batch?"""
+        most, parts = self.largest(length), self.parts
+        if most is None or parts is None or requests <= most:
+            return False
+        rates = [n / parts.seconds(Step(n, round(n * (length + 1)))) for n in (most, requests)]
+        return rates[0] > rates[1] * (1 + self._tuning.gain)
+
+    def apart(self, one: Step, other: Step) -> bool:
+        """Do two steps take less than one of both?"""
+        parts = self.parts
+        return parts is not None and parts.seconds(one) + parts.seconds(other) < parts.seconds(one + other)
+
+
+def fitted(seen: list[tuple[Step, float]]) -> Parts | None:
+    """The parts that explain these steps best; None of fewer steps than there are parts."""
+    if len(seen) < len(fields(Parts)):
+        return None
+    rows = np.array([(1, step.new, step.read, step.new * step.read) for step, _ in seen], dtype=float)
+    rows /= np.array([[seconds] for _, seconds in seen])
+    scale = np.abs(rows).max(axis=0)
+    rows, ones = rows / scale, np.ones(len(seen))
+    best, least = None, math.inf
+    for count in range(1, len(scale) + 1):
+        for chosen in combinations(range(len(scale)), count):
+            found = np.linalg.lstsq(rows[:, chosen], ones, rcond=None)[0]
+            error = float(np.sum((rows[:, chosen] @ found - ones) ** 2))
+            if (found > 0).all() and error < least * (1 - 1e-9):
+                least, best = error, dict(zip(chosen, found.tolist(), strict=True))
+    return None if best is None else Parts(*(best.get(n, 0.0) / float(scale[n]) for n in range(len(scale))))
