@@ -20,13 +20,14 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from . import runtime
 from .config import control_dirs
-from .defaults import CONTROL_GRACE, CONTROL_PATIENCE
+from .defaults import CONTROL_AGAIN, CONTROL_GRACE, CONTROL_PATIENCE
 from .errors import ControlRefused, NoSuchProcess, NotPermitted, NotReachable
 
 LONGEST: Final = 4096  # bytes of a request
@@ -76,8 +77,11 @@ class Control:
             while True:
                 try:
                     connection, _ = self._socket.accept()
-                except OSError:  # closed
-                    return
+                except OSError:
+                    if self._closed:
+                        return
+                    time.sleep(CONTROL_AGAIN)  # out of file descriptors: whoever asks waits meanwhile
+                    continue
                 with contextlib.suppress(OSError), connection:  # the client may go at any time
                     self._serve_one(connection)
 

@@ -35,6 +35,8 @@ BUDGET_LOOK: Final = 0.01
 # and that a client may take for its line. Chosen: a line comes at once or not at all.
 CONTROL_GRACE: Final = 2.0
 CONTROL_PATIENCE: Final = 5.0
+# Seconds until a process that could not take a connection, being out of file descriptors, tries again. Chosen.
+CONTROL_AGAIN: Final = 0.1
 # Seconds that the companion may take to compile. Chosen: a busy machine may take minutes.
 COMPILE: Final = 300
 # Seconds that all probes of a preflight may take together. Chosen: they take seconds, one that hangs is killed.

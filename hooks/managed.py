@@ -215,7 +215,7 @@ class Managed:
         generators = _generators(model)
         with ExitStack() as undo:
             open_lease, self._detach = (
-                _attach_caches(model, device, options) if generators else (ForwardLease, _nothing)
+                _attach_caches(model, device, options, self) if generators else (ForwardLease, _nothing)
             )
             undo.callback(self._detach)
             governor = governors.of(device)
@@ -502,15 +502,22 @@ def _attach_prefixes(
 
 
 def _attach_caches(
-    model: nn.Module, device: Device, options: ManageOptions
+    model: nn.Module, device: Device, options: ManageOptions, handle: Managed
 ) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
     """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
     `device`: theirs. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
     from .batching import seams
+    from .batching.batched import Batched
     from .kv import generation
 
+    known = weakref.ref(handle)
+
+    def require(tpot: float | None, ttft: float | None) -> None:
+        if (it := known()) is not None:
+            it._elastic.require(tpot, ttft)
+
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
-    detach_batches = seams.attach(model, device, StepCosts() if options.batches == "fast" else None)
+    detach_batches = seams.attach(model, Batched(device, StepCosts(), options.batches == "fast", require))
     alive = weakref.ref(model)
 
     def detach() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -407,3 +409,20 @@ def test_it_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
     with pytest.warns(RuntimeWarning, match=r"cannot reach this process: .*BALLONET_CONTROL=0"):
         ballonet.install("8MiB", page_size=PAGE, device="cpu")
     ballonet.restore()
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_answers_again_after_it_was_out_of_file_descriptors(listening: Listening, folder: Path) -> None:
+    path = listening().path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting:
+        waiting.settimeout(60)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        waiting.connect(str(path))  # it has a descriptor for this one already, and gets none for the next
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            waiting.shutdown(socket.SHUT_WR)
+            waiting.recv(4096)
+            time.sleep(0.3)  # it has tried by then; that it answers below is what is asked
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ask(ME, None, 30, [folder])

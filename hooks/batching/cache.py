@@ -16,12 +16,11 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from transformers.generation.continuous_batching.cache import PagedAttentionCache, PagedAttentionMemoryHandler
 
-from ...allocator._native import Device
 from ...allocator.errors import DriverError, PoolExhausted
-from ...offload.policy.step_costs import StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..forward.lease import GroupLease, current
+from .batched import Batched
 from .sector_client import SectorChaos
 from .sectors import RESERVED, SectorPages, SectorPool
 from .sizes import Sizes, largest_batch, masks_of, readable
@@ -37,18 +36,16 @@ class ElasticPagedCache(PagedAttentionCache):
         config: Any,
         continuous_batching_config: Any,
         *args: Any,
-        on: Device,
-        costs: StepCosts | None = None,
+        model: Batched,
         tuning: Serving = DEFAULT.serving,
         **kwargs: Any,
     ) -> None:
-        """As PagedAttentionCache, which works out the geometry. `costs`: what steps of the model take, where
-        batches are to be chosen by it. torch.OutOfMemoryError, DriverError."""
+        """As PagedAttentionCache, which works out the geometry. torch.OutOfMemoryError, DriverError."""
         given = copy.copy(continuous_batching_config)
         given.num_blocks, given.max_batch_tokens = 1, 16  # of stock's own tensor, which is dropped
         super().__init__(config, given, *args, **kwargs)
-        self.on = on
-        self.costs = costs
+        self.model = model
+        self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # of the batch that is computed next
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...allocator.errors import ManageError, RequestTooLarge
+from ...allocator.errors import ManageError, RequestTooLarge, SLOError
 from ...offload.policy.admission import Demand, Memory, admit, can_ever_run
-from ...offload.policy.step_costs import Step
+from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
+from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
 from .cache import ElasticPagedCache
@@ -36,6 +38,8 @@ class ElasticScheduler(Scheduler):
         self._memory = memory
         self._tuning = tuning
         self._passed: dict[str, int] = {}
+        self._slos: dict[str, RequestSLO] = {}  # by request
+        self._required: tuple[float | None, float | None] = (None, None)  # what the governor was told last
         self._caution = 0  # bytes that stay free beside the reserve
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
@@ -48,13 +52,14 @@ class ElasticScheduler(Scheduler):
         self._passed = {}
 
     def add_waiting_request(self, state: Any) -> None:
-        """As Scheduler's; RequestTooLarge, for the one request, where it can never run, and ManageError where it has no
-        tokens, which would end the loop."""
+        """As Scheduler's. For the one request RequestTooLarge where it can never run, SLOError where it cannot have
+        what it asks, and ManageError where it has no tokens, which would end the loop."""
         if not state.initial_tokens:
             raise ManageError(f"request {state.request_id} has no tokens")
-        refused = self.refusal(state.request_id, len(state.initial_tokens), state.max_new_tokens or 0)
-        if refused is not None:
-            raise refused
+        sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
+        if (why := self.refusal(*sizes) or self.impossible(*sizes)) is not None:
+            self._slos.pop(state.request_id, None)
+            raise why
         super().add_waiting_request(state)
 
     def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | None:
@@ -92,32 +97,35 @@ class ElasticScheduler(Scheduler):
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         self.cache.point, self._next = packed(sequences), Step.of(sequences)
-        refused = [each for each in looked if each[0].request_id not in found.where]
-        self.starved_requests += [each for each in refused if each[0].request_id in self.active_requests]
-        return scheduled, failed or bool(refused), fast, new, read
+        self._require([each.state for each in scheduled])
+        left_out = [each for each in looked if each[0].request_id not in found.where]
+        self.starved_requests += [each for each in left_out if each[0].request_id in self.active_requests]
+        return scheduled, failed or bool(left_out), fast, new, read
 
     def begins(self, found: bool) -> None:
         """A batch is about to be computed; where there is none the loop waits."""
-        now, costs = self.cache.pages.client.governor.clock(), self.cache.costs
-        if costs is not None and self._step is not None:
-            costs.observe(self._step[0], now - self._step[1])
+        now = self.clock()
+        if self._step is not None:
+            self._costs.observe(self._step[0], now - self._step[1])
         self._step = (self._next, now) if found else None
 
     def _worth(self, candidates: list[Any]) -> list[Any]:
-        """Returns the candidates without those that wait and would make steps slower."""
-        costs, running = self.cache.costs, len(self.active_requests)
-        if costs is None or not candidates:
-            return candidates
-        length = sum(state.current_len() + self._tokens(state) for state in candidates) / len(candidates)
-        if not costs.slower(len(candidates), length):
-            return candidates
-        room = max(0, (costs.largest(length) or 0) - running) or not running
+        """Returns the candidates without those that wait and would make steps slower than is worth it, or is asked."""
+        running, room = len(self.active_requests), len(candidates)
+        if candidates and self.cache.model.fast:
+            length = sum(state.current_len() + self._tokens(state) for state in candidates) / len(candidates)
+            if self._costs.slower(len(candidates), length):
+                room = max(0, (self._costs.largest(length) or 0) - running) or not running
+        beside = [(_at_end(state), self._slo(state)) for state in self.active_requests.values()]
         worth = []
         for state in candidates:
-            waits = state.request_id not in self.active_requests
-            if not waits or room:
-                worth.append(state)
-                room -= waits
+            if state.request_id not in self.active_requests:
+                tokens, slo = _at_end(state), self._slo(state)
+                if not room or not may_begin(self._costs.parts, beside, tokens, slo):
+                    continue
+                room -= 1
+                beside.append((tokens, slo))
+            worth.append(state)
         return worth
 
     def _steps(self, admitted: list[tuple[Any, int]]) -> list[list[tuple[Any, int]]]:
@@ -126,10 +134,74 @@ class ElasticScheduler(Scheduler):
         decoding = [each for each in admitted if each[0].status == RequestStatus.DECODING]
         prompts = [each for each in admitted if each[0].status != RequestStatus.DECODING]
         parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
-        if not decoding or not prompts or self.cache.costs is None or not self.cache.costs.apart(*parts):
+        if not decoding or not prompts or not self.cache.model.fast or not self._costs.apart(*parts):
             return [admitted]
-        self._in_row = (self._in_row + 1) % (self._tuning.prompts + 1)
+        hurry = any(self._slo(state).tpot is not None for state, _ in decoding)
+        self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
         return [prompts, decoding] if self._in_row else [decoding, prompts]
+
+    def promise(self, request: str, slo: RequestSLO) -> None:
+        """Notes what a request asks that comes next, or that it asks nothing. On any thread."""
+        if slo == NOTHING:
+            self._slos.pop(request, None)
+        else:
+            self._slos[request] = slo
+
+    def asked(self, request: str) -> RequestSLO:
+        """What the request asks."""
+        return self._slos.get(request, NOTHING)
+
+    def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
+        """Says why a request that waits cannot have what it asks; None where it can. On any thread."""
+        slo, batch = self.asked(request), self.cache.max_batch_tokens
+        found = refused(self._costs.parts, slo, prompt, new, batch, self.clock())
+        return None if found is None else SLOError(f"request {request}: {found}", found.possible, None)
+
+    def late(self) -> list[tuple[Any, SLOError]]:
+        """Takes those out of the queue that have waited too long for what they ask."""
+        gone = []
+        for name in [name for name in self._slos if name in self.waiting_requests]:
+            state = self.waiting_requests[name]
+            if not state.generated_tokens and not state.is_cpu_offloaded and not state._true_initial_tokens:
+                error = self.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)
+                if error is not None:
+                    del self.waiting_requests[name]
+                    self.waiting_requests_order.remove(name)
+                    gone.append((state, error))
+        return gone
+
+    def finish_request(self, request_id: str) -> None:
+        """As Scheduler's."""
+        super().finish_request(request_id)
+        self._slos.pop(request_id, None)
+
+    def clear_cancelled_requests(self) -> list[Any]:
+        """As Scheduler's."""
+        found: list[Any] = super().clear_cancelled_requests()
+        for state in found:
+            self._slos.pop(state.request_id, None)
+        return found
+
+    def clock(self) -> float:
+        """Seconds, as the governor has them."""
+        return self.cache.pages.client.governor.clock()
+
+    @property
+    def _costs(self) -> StepCosts:
+        return self.cache.model.costs
+
+    def _slo(self, state: Any) -> RequestSLO:
+        return self.asked(state.request_id)
+
+    def _require(self, scheduled: list[Any]) -> None:
+        """Tells the governor what the batch asks. Of the time to a first token what is left, in steps of a third."""
+        if self._slos or self._required != (None, None):
+            slos, now = [self._slo(state) for state in scheduled], self.clock()
+            prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
+            left = min((max(1e-3, each.arrived + each.ttft - now) for each in prompts if each.ttft), default=None)
+            ttft = None if left is None else 10 ** (math.floor(math.log10(left) * 8) / 8)
+            self._required = tightest(slos).tpot, ttft
+            self.cache.model.require(*self._required)
 
     def wait_again(self, state: Any) -> None:
         """A request that has run before waits for its turn."""
@@ -169,6 +241,11 @@ class ElasticScheduler(Scheduler):
     def _tokens(self, state: Any) -> int:
         decoding = state.status == RequestStatus.DECODING
         return len(state.tokens_to_process if decoding else state.remaining_prefill_tokens)
+
+
+def _at_end(state: Any) -> int:
+    """Tokens that the request holds when it ends."""
+    return len(state.initial_tokens) + (state.max_new_tokens or 0)
 
 
 class ElasticFIFO(ElasticScheduler, FIFOScheduler):

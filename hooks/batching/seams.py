@@ -16,14 +16,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import nn
 
-from ...allocator._native import Device
 from ...allocator.interrupts import Finalizer
-from ...offload.policy.step_costs import StepCosts
 from ..compat import release
+from .batched import Batched
 
 OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
 
@@ -49,27 +48,19 @@ _NEEDED: Final = (
 )
 
 
-class Attached(NamedTuple):
-    """A model whose continuous batching is elastic, on `device`. `costs`: what its steps take, for as long as it lives;
-    None where batches are to be as large as there is room."""
-
-    device: Device
-    costs: StepCosts | None
-
-
 class _Thread(threading.local):
-    attached: Attached | None = None  # the model whose generation loop this thread is making
+    attached: Batched | None = None  # the model whose generation loop this thread is making
 
 
 _thread = _Thread()
 _lock = threading.RLock()  # a model may be collected anywhere
-_attached: dict[int, Attached] = {}  # by id of a model that lives
+_attached: dict[int, Batched] = {}  # by id of a model that lives
 _undo: list[Callable[[], None]] = []
 
 
-def attach(model: nn.Module, device: Device, costs: StepCosts | None) -> Callable[[], object]:
-    """Makes continuous batching of `model` elastic until what is returned is called, or the model is gone. `costs`: see
-    Attached."""
+def attach(model: nn.Module, batched: Batched) -> Callable[[], object]:
+    """Makes continuous batching of `model` elastic until what is returned is called, or the model is gone. `batched`:
+    what its loops know of it."""
     if not hasattr(model, "generate_batch"):
         return lambda: None
     if (reason := why_stock()) is not None:
@@ -78,7 +69,7 @@ def attach(model: nn.Module, device: Device, costs: StepCosts | None) -> Callabl
     with _lock:
         if not _undo:
             _replace()
-        _attached[id(model)] = Attached(device, costs)
+        _attached[id(model)] = batched
     return Finalizer(model, functools.partial(_detach, id(model)))
 
 
@@ -125,7 +116,7 @@ def _replace() -> None:
     def cache(*args: Any, **kwargs: Any) -> Any:
         if _thread.attached is None:
             return PagedAttentionCache(*args, **kwargs)
-        return ElasticPagedCache(*args, on=_thread.attached.device, costs=_thread.attached.costs, **kwargs)
+        return ElasticPagedCache(*args, model=_thread.attached, **kwargs)
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 

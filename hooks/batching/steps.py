@@ -41,6 +41,9 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
     def prepare(self: Any) -> bool:
         while True:
             active, preemption = self.scheduler.active_requests, self.offloading_manager
+            if isinstance(preemption, PagePreemption):
+                for state, why in preemption.scheduler.late():
+                    _fail(self, state, why)
             try:
                 found = stock(self)
             except RuntimeError as error:

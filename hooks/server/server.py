@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from transformers import ContinuousBatchingConfig
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -27,13 +27,15 @@ from transformers.cli.serving.systemone import SystemOneHandler
 from transformers.cli.serving.transcription import TranscriptionHandler
 
 from ...allocator._native import Device
-from ...allocator.errors import ManageError
+from ...allocator.config import parse_time
+from ...allocator.errors import ConfigError, ManageError
 from ..managed import Managed, managed
 from ..options import ManageOptions
 from .metrics import Collector
-from .tenants import Tenants
+from .tenants import Tenants, asked_slo
 
 OPEN = ("/health", "/metrics")  # that need no key
+SLOS = ("x-ttft-slo", "x-tpot-slo")  # headers of a request: what it may take to its first token, and a step, as "80ms"
 
 
 @dataclass(frozen=True)
@@ -129,10 +131,11 @@ class Server:
         app.router.lifespan_context = lifespan
         app.get("/metrics")(lambda: Response(figures.text(), media_type="text/plain; version=0.0.4"))
         app.middleware("http")(self._checked)
+        app.exception_handler(HTTPException)(_refused)
         return app
 
     async def _checked(self, request: Request, go_on: Callable[[Request], Any]) -> Any:
-        """Refuses who has no key, and models that are not served."""
+        """Refuses who has no key, models that are not served, and SLOs that are none; notes those that are."""
         key = self._address.key
         if key is not None and request.url.path not in OPEN and request.headers.get("authorization") != f"Bearer {key}":
             return refusal(401, "an API key is needed: Authorization: Bearer KEY")
@@ -149,7 +152,17 @@ class Server:
             if self._models.process_model_name(name) not in self._names:
                 served = ", ".join(sorted(each.partition("@")[0] for each in self._names))
                 return refusal(404, f"no model {name!r} here: {served}")
+        try:
+            given = [request.headers.get(name) for name in SLOS]
+            ttft, tpot = (parse_time(text, name) if text else None for text, name in zip(given, SLOS, strict=True))
+        except ConfigError as error:
+            return refusal(400, str(error))
+        asked_slo.set((ttft, tpot) if any(given) else None)
         return await go_on(request)
+
+
+async def _refused(_: Request, error: HTTPException) -> JSONResponse:
+    return refusal(error.status_code, str(error.detail))
 
 
 def refusal(status: int, why: str) -> JSONResponse:

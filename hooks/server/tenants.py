@@ -6,22 +6,43 @@ of the device by the governor's ladder, so that none needs to stop.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
+from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
+
+# what the request that is handled asks: seconds to its first token, and of a step in which it decodes
+asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
 
 
 class Loop(CBGenerateManager):
     """The generation loop of one model. A request is refused before it waits, as HTTP errors: 400 where it has no
-    tokens; 413 where it can never run, with the numbers; 429 where too many wait."""
+    tokens; 413 where it can never run, with the numbers; 422 where it cannot have the SLO that it asks for, with the
+    nearest that it can; 429 where too many wait."""
 
     def __init__(self, settings: Any, most_waiting: int) -> None:
         """`settings`: a ContinuousBatchingConfig; `most_waiting`: requests that may wait."""
         super().__init__(settings)
         self._most_waiting = most_waiting
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Begins the loop with the first request, so that its cache and its scheduler are there when this returns, or
+        anew where it has ended by an error. HTTPException."""
+        if self._cb is not None and self.is_alive():
+            return
+        self._cb = None
+        loop = model.init_continuous_batching(generation_config=gen_config, continuous_batching_config=self._cb_config)
+        try:
+            loop.batch_processor = loop._create_batch_processor()  # as its warmup() does
+        except torch.OutOfMemoryError as error:
+            raise HTTPException(503, f"no memory for a cache: {error}") from None
+        loop.start()
+        self._cb = loop
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, *args: Any, **kwargs: Any
@@ -39,9 +60,11 @@ class Loop(CBGenerateManager):
             found: tuple[str, int, list[int]] = await super().generate_non_streaming(
                 model, processor, inputs, gen_config, request_id
             )
-        except BaseException:
+        except BaseException as error:
             if self._cb is not None:
                 self._cb.cancel_request(request_id)
+            if isinstance(error, RuntimeError) and "cannot be kept" in str(error):  # it has waited for too long
+                raise HTTPException(503, str(error)) from None
             raise
         return found
 
@@ -70,6 +93,12 @@ class Loop(CBGenerateManager):
             refusal = scheduler.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
             if refusal is not None:
                 raise HTTPException(413, str(refusal))
+            if (slo := asked_slo.get()) is not None:
+                scheduler.promise(request, RequestSLO(*slo, scheduler.clock()))
+                late = scheduler.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
+                if late is not None:
+                    scheduler.promise(request, NOTHING)
+                    raise HTTPException(422, str(late))
 
 
 class Tenants(GenerationState):

@@ -149,6 +149,18 @@ class Elastic:
             self._measure_link()
         self._pace.begin(point)
 
+    def require(self, tpot: float | None, ttft: float | None) -> None:
+        """Takes note of what requests of the next iteration ask beside what the model was given, in seconds. Where the
+        link cannot be measured, or intervals are fixed, there is nothing to choose."""
+        asked = _strictest(self.options.tpot_slo, tpot), _strictest(self.options.ttft_slo, ttft)
+        if asked == (self.tpot_slo, self.ttft_slo) or not self._governed or self.options.interval != "auto":
+            return
+        if self._governor.link.bandwidth is None:
+            self._measure_link()
+        if self._governor.link.bandwidth is not None:
+            self.tpot_slo, self.ttft_slo = asked
+            self._governor.changed(self)
+
     def after(self) -> None:
         """Notes the end of a forward."""
         self.captured.here = False
@@ -274,6 +286,10 @@ class Elastic:
             with suppress(_Later), self._governor.changing(self):
                 raise _Later  # nothing is arranged now
             self._governor.changed(self)
+
+
+def _strictest(*slos: float | None) -> float | None:
+    return min((each for each in slos if each is not None), default=None)
 
 
 class _Later(Exception):

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, scheduler
 
 import ballonet
@@ -20,12 +22,14 @@ from ballonet import testing
 from ballonet.allocator import runtime
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.offload.policy.request_slo import RequestSLO
 from ballonet.offload.policy.step_costs import Parts, StepCosts
 
 from ..core import arm, disarm
 from ..models import build
 from ..pool import take_out
-from .batches import answers, prompts, stock
+from ..tuned import Tuned
+from .batches import BLOCK, answers, prompts, stock
 
 pytestmark = pytest.mark.chaos
 
@@ -177,6 +181,87 @@ def test_batches_are_as_large_as_is_fast(batches: str, monkeypatch: pytest.Monke
     largest = max(len(sizes) for sizes in seen.sizes)
     mixed = [sizes for sizes in seen.sizes[3:] if max(sizes) > 1 and 1 in sizes]
     assert (largest < 8 and not mixed) if batches == "fast" else (largest > 11 and mixed)
+
+
+def test_requests_wait_for_what_others_are_promised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And one that has waited for too long is told."""
+    costly = Parts(0.01, 1e-6, 0.0, 1e-5)  # a step of 3 requests of 24 tokens takes 12.2 ms
+    monkeypatch.setattr(StepCosts, "observe", lambda self, step, seconds: setattr(self, "parts", costly))
+    model, asked = build("llama", num_hidden_layers=4), prompts(10, 30)
+    expected = stock(model, asked, 8)
+    install(256)
+    seen, found = Batches(monkeypatch), dict[str, Any]()
+    with ballonet.manage(model, batches="full"):
+        settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
+        with model.continuous_batching_context_manager(
+            generation_config=settings, continuous_batching_config=batching
+        ) as manager:
+            first = manager.add_request(asked[0])  # after which it is known what steps take
+            while manager.get_result(timeout=1) is None:
+                pass
+            schedule = manager.batch_processor.scheduler
+            for n, prompt in enumerate(asked):
+                schedule.promise(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
+                manager.add_request(prompt, request_id=str(n))
+            schedule.promise("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
+            manager.add_request(asked[0], request_id="late")
+            while len(found) < len(asked) + 1:
+                if (answer := manager.get_result(timeout=1)) is not None:
+                    found[answer.request_id] = answer
+            manager.add_request(asked[1], request_id="long", max_new_tokens=400)
+            schedule.promise("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
+            manager.add_request(asked[2], request_id="alone")
+            while "alone" not in schedule.waiting_requests:
+                pass
+            schedule.promise("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
+            while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
+                pass
+            found["alone"] = answer
+            manager.cancel_request("long")
+        del manager, schedule, answer
+    assert first is not None
+    for name in ("late", "alone"):
+        assert "ttft of 1 s cannot be kept; the nearest that can is 5.0" in str(found.pop(name).error)
+    caplog.clear()  # which holds a traceback
+    assert [found[str(n)].generated_tokens for n in range(len(asked))] == [each.tokens for each in expected]
+    assert 1 < max(len(sizes) for sizes in seen.sizes) <= 3
+
+
+def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
+    """Nobody asked anything of the model: as many layers stream as the requests of a batch allow, and none after."""
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    model, asked = build("llama", num_hidden_layers=6), prompts(4, 30)
+    expected = stock(model, asked, 40)
+    install(256)
+    streamed: list[tuple[int, ...]] = []
+    with ballonet.manage(model) as managed:
+        assert [answers(model, asked, 40), answers(model, asked, 40)] == [expected, expected]  # what batches take
+        assert managed.report().streamed == ()
+        settings = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
+        with model.continuous_batching_context_manager(
+            generation_config=settings, continuous_batching_config=batching
+        ) as manager:
+            schedule = manager.batch_processor.scheduler
+            for n, prompt in enumerate(asked):
+                schedule.promise(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
+                manager.add_request(prompt, request_id=str(n), streaming=True)
+            found: dict[str, list[int]] = {}
+            while len(found) < len(asked):
+                if (answer := manager.get_result(timeout=1)) is not None:
+                    streamed.append(managed.report().streamed)
+                    if answer.is_finished():
+                        found[answer.request_id] = answer.generated_tokens
+            manager.add_request(asked[0], request_id="nothing asked")
+            while manager.get_result(timeout=1) is None:
+                pass
+        del manager, schedule, answer
+        assert [found[str(n)] for n in range(len(asked))] == [each.tokens for each in expected]
+        assert max(map(len, streamed)) > 2
+        assert managed.report().streamed == ()
 
 
 def test_a_batch_is_an_iteration_for_the_governor() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
@@ -32,7 +32,7 @@ class Serving:
     """A server in a process of its own, of two models."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        self.models = [saved(folder / f"{layers} layers", layers) for layers in (2, 3)]
+        self.models = [saved(folder / f"{layers} layers", layers) for layers in (2, 3, 4)]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -101,7 +101,7 @@ def ask(client: OpenAI, model: str, first: int) -> str:
 
 def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
     client = serving.client()
-    asked = [(model, first) for first in range(3, 15) for model in serving.models]
+    asked = [(model, first) for first in range(3, 15) for model in serving.models[:2]]
     alone = [ask(client, *each) for each in asked]
     assert len(set(alone)) > len(asked) / 2
     with ThreadPoolExecutor(12) as threads:
@@ -121,7 +121,7 @@ def test_what_is_refused(serving: Serving) -> None:
         ("no tokens", KEY, json.dumps(body | {"prompt": ""}).encode(), 400, "no tokens"),
         ("too long", KEY, json.dumps(body | {"max_tokens": 10**6}).encode(), 413, "of KV and activations"),
     ]
-    ask(serving.client(), serving.models[0], 3)  # a loop that has not begun knows no sizes yet
+    body["model"] = serving.models[2]  # whose loop has not begun
     for name, key, sent, status, says in cases:
         found = serving.get("/v1/completions", key, sent)
         assert found[0] == status, (name, found)
@@ -189,3 +189,18 @@ def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "--api-key" in done.stderr
+
+
+def test_an_slo_comes_with_a_request(serving: Serving) -> None:
+    """It is kept, or refused with the nearest that can be."""
+    client, model = serving.client(), serving.models[0]
+    for n in range(12):  # so that it is known what steps take
+        ask(client, model, 3 + n)
+    with pytest.raises(UnprocessableEntityError, match=r"tpot of 1e-06 s cannot be kept; the nearest"):
+        client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers={"x-tpot-slo": "1us"})
+    with pytest.raises(UnprocessableEntityError, match=r"ttft of 1e-06 s cannot be kept"):
+        client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers={"x-ttft-slo": "1us"})
+    with pytest.raises(BadRequestError, match="x-tpot-slo"):
+        client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers={"x-tpot-slo": "soon"})
+    kept = {"x-tpot-slo": "60s", "x-ttft-slo": "600s"}
+    assert client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers=kept).choices[0].text

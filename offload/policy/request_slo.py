@@ -1,0 +1,82 @@
+"""What each request may wait for its tokens, and whether that can be kept (Select-N §4.5, for requests that are served
+together). Pure: times of steps in (step_costs.py), decisions out.
+
+Note [What is promised]
+    `ttft`: seconds from a request's arrival to its first token, of which those that it has waited are gone. `tpot`:
+    seconds of a step in which it decodes, with whatever else is in that step. What a step takes is measured from the
+    beginning of one to that of the next, so that the time that Python takes is part of it: an SLO below that is refused
+    rather than missed. Where nothing has been measured yet nothing is refused.
+
+Note [Who may begin]
+    A request begins where the step of all that decode, and of it, keeps the strictest tpot among them. It waits where
+    it does not, and is refused where it would not even alone, or where its prompt cannot be done any more in the time
+    that is left. Whoever runs is never put out by one that comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .step_costs import Parts, Step
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSLO:
+    """Seconds; None where nothing is asked. `arrived`: by the clock of the scheduler."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    arrived: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest:
+    """An SLO that cannot be kept, and the strictest that could be instead, by its name."""
+
+    slo: str
+    asked: float
+    possible: float
+
+    def __str__(self) -> str:
+        return f"{self.slo} of {self.asked:.3g} s cannot be kept; the nearest that can is {self.possible:.3g} s"
+
+
+NOTHING = RequestSLO()
+
+
+def refused(parts: Parts | None, slo: RequestSLO, prompt: int, new: int, batch: int, now: float) -> Nearest | None:
+    """Why a request that waits cannot have what it asks, even if it ran alone from now on; None where it can, or nobody
+    knows. `prompt`, `new`: its tokens; `batch`: that one step may have at most."""
+    if parts is None:
+        return None
+    if slo.tpot is not None and (least := parts.seconds(Step(1, prompt + new))) > slo.tpot:
+        return Nearest("tpot", slo.tpot, least)
+    if slo.ttft is not None:
+        least = now - slo.arrived + _prefill(parts, prompt, batch)
+        if least > slo.ttft:
+            return Nearest("ttft", slo.ttft, least)
+    return None
+
+
+def may_begin(parts: Parts | None, running: Iterable[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO) -> bool:
+    """May a request begin beside those that run, each with the tokens that it holds when it ends?"""
+    together = [*running, (tokens, slo)]
+    strictest = tightest(each for _, each in together).tpot
+    if parts is None or strictest is None:
+        return True
+    step = Step.of((1, held) for held, _ in together)
+    return len(together) == 1 or parts.seconds(step) <= strictest
+
+
+def tightest(slos: Iterable[RequestSLO]) -> RequestSLO:
+    """The strictest of what is asked."""
+    known = list(slos)
+    ttft = min((each.ttft for each in known if each.ttft is not None), default=None)
+    tpot = min((each.tpot for each in known if each.tpot is not None), default=None)
+    return RequestSLO(ttft, tpot)
+
+
+def _prefill(parts: Parts, prompt: int, batch: int) -> float:
+    """Seconds of the steps in which a prompt is done, `batch` tokens each, alone."""
+    return sum(parts.seconds(Step(min(batch, prompt - at), min(prompt, at + batch))) for at in range(0, prompt, batch))

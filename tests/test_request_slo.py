@@ -1,0 +1,57 @@
+"""Which requests may begin, wait or are refused by what they ask of their tokens: what must hold of any answer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
+from ballonet.offload.policy.step_costs import Parts, Step
+
+PARTS = Parts(0.02, 2e-3, 1e-5, 5e-7)
+slos = st.none() | st.floats(1e-3, 2.0)
+requests = st.builds(RequestSLO, slos, slos, st.floats(0, 5))
+
+
+@given(requests, st.integers(1, 3000), st.integers(1, 500), st.floats(5, 10))
+def test_the_nearest_slo_can_be_kept(slo: RequestSLO, prompt: int, new: int, now: float) -> None:
+    found = refused(PARTS, slo, prompt, new, 256, now)
+    if found is None:
+        return
+    assert found.possible > found.asked
+    asked = {"ttft": slo.ttft, "tpot": slo.tpot} | {found.slo: found.possible * (1 + 1e-9)}
+    again = refused(PARTS, RequestSLO(asked["ttft"], asked["tpot"], slo.arrived), prompt, new, 256, now)
+    assert again is None or again.slo != found.slo
+
+
+def test_what_it_has_waited_is_gone() -> None:
+    slo = RequestSLO(ttft=1.0, arrived=10.0)
+    seconds = PARTS.seconds(Step(200, 200))
+    assert refused(PARTS, slo, 200, 10, 256, 11.0 - seconds - 1e-6) is None
+    late = refused(PARTS, slo, 200, 10, 256, 11.0)
+    assert late is not None
+    assert late.possible == pytest.approx(1.0 + seconds)
+    assert "ttft of 1 s cannot be kept" in str(late)
+
+
+def test_a_long_prompt_takes_all_of_its_steps() -> None:
+    seconds = sum(PARTS.seconds(Step(100, held + 100)) for held in (0, 100, 200))
+    assert refused(PARTS, RequestSLO(ttft=seconds * 0.99), 300, 1, 100, 0.0) is not None
+    assert refused(PARTS, RequestSLO(ttft=seconds * 1.01), 300, 1, 100, 0.0) is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), requests), max_size=12), st.integers(1, 400), requests)
+def test_who_begins_breaks_nobodys_slo(running: list[tuple[int, RequestSLO]], tokens: int, slo: RequestSLO) -> None:
+    together = [*running, (tokens, slo)]
+    strictest = tightest(each for _, each in together).tpot
+    seconds = PARTS.seconds(Step.of((1, held) for held, _ in together))
+    expected = strictest is None or seconds <= strictest or not running
+    assert may_begin(PARTS, running, tokens, slo) == expected
+
+
+def test_nobody_is_judged_by_what_nobody_measured() -> None:
+    hard = RequestSLO(1e-9, 1e-9)
+    assert refused(None, hard, 1000, 1000, 256, 100.0) is None
+    assert may_begin(None, [(100, hard)], 100, hard)
+    assert refused(PARTS, NOTHING, 10**6, 10**6, 256, 100.0) is None
