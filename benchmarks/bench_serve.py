@@ -2,7 +2,8 @@
 
 Stock sizes its cache by what the device has free: here it is told the budget, and that the weights are in it. With
 `space on the host` it has as much host memory (`cpu_offload_space`) as ballonet may use, which it pins, so that it runs
-only where there is CUDA. With `weights fixed` no layer leaves the device: what is gained then comes of the KV alone.
+only where there is CUDA. With `weights fixed` no layer leaves the device: what is gained then comes of the KV alone. With `full batches` as many
+requests as fit are in a batch, else as many as make the most tokens per second.
 All answer the same requests, greedily, and answers are compared token by token. Steps, preemptions and the largest
 batch are counts; tokens per second are those of one run after a short one that is not measured.
 """
@@ -15,7 +16,8 @@ from typing import Any
 from common import GIB, MIB, Figure, Options, report
 from peer import Functions, begin, peers
 
-STOCK, SPACED, FIXED, OURS = "stock", "stock, space on the host", "ballonet, weights fixed", "ballonet"
+STOCK, SPACED, FIXED = "stock", "stock, space on the host", "ballonet, weights fixed"
+FULL, OURS = "ballonet, full batches", "ballonet"
 LAYERS = {"cuda": 32, "cpu": 12, "tiny": 4}
 BUDGETS = {"cuda": (20 * GIB, 18 * GIB), "cpu": (288 * MIB, 240 * MIB), "tiny": (24 * MIB,)}
 REQUESTS = {"cuda": 256, "cpu": 32, "tiny": 8}
@@ -45,6 +47,7 @@ def main() -> None:
             STOCK,
             *((SPACED,) if chosen.cuda else ()),
             FIXED,
+            FULL,
             OURS,
         ):
             with peers(__file__, chosen, (name,)) as one:
@@ -85,7 +88,7 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
     import ballonet
 
     torch.set_num_threads(1 if not chosen.cuda else torch.get_num_threads())
-    ours = name in (FIXED, OURS)
+    ours = name in (FIXED, FULL, OURS)
     if ours:
         ballonet.install(
             budget, host_budget=budget, page_size=None if chosen.cuda else 256 * 1024, device=chosen.device
@@ -104,7 +107,7 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if chosen.cuda else torch.float32)
     model = model.to(chosen.device).eval()
     if ours:
-        ballonet.manage(model, interval=None if name == FIXED else "auto")
+        ballonet.manage(model, interval=None if name == FIXED else "auto", batches="full" if name == FULL else "fast")
     else:
         told(budget, sum(weight.nbytes for weight in model.parameters()))
     answered(name, chosen, model, budget, 2)

@@ -161,3 +161,8 @@ def _detach(key: int) -> None:
         while _undo and not _attached:
             _undo[-1]()
             _undo.pop()
+
+
+def batched(model: nn.Module) -> Batched | None:
+    """What the generation loops of a model know of it; None where they are stock's."""
+    return _attached.get(id(model))

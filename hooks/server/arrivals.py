@@ -14,7 +14,7 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import islice
@@ -62,6 +62,15 @@ def read(path: Path, *, limit: int | None = None, rate: float = 1.0, scale: floa
     found.sort(key=lambda each: each.at)
     start = found[0].at
     return [replace(each, at=(each.at - start) / scale) for each in found]
+
+
+def lengthened(arrivals: Sequence[Arrival], lengths: float) -> list[Arrival]:
+    """The same with `lengths` times as many tokens each, one at least; blocks are cut where the prompt ends."""
+    made = []
+    for each in arrivals:
+        prompt, new = max(1, round(each.prompt * lengths)), max(1, round(each.new * lengths))
+        made.append(replace(each, prompt=prompt, new=new))
+    return made
 
 
 def _azure(lines: Iterable[str]) -> Iterator[Arrival]:

@@ -20,6 +20,7 @@ Note [What is remembered]
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -81,6 +82,15 @@ class StepCosts:
         if self._fresh >= self._tuning.refit:
             self._fresh = 0
             self.parts = fitted([each for group in self._seen.values() for each in group])
+
+    @property
+    def error(self) -> float | None:
+        """By which part of the time `parts` is wrong about half of the steps that are remembered, or more; None where
+        there are no parts."""
+        if self.parts is None:
+            return None
+        seen = [each for group in self._seen.values() for each in group]
+        return statistics.median(abs(self.parts.seconds(step) / seconds - 1) for step, seconds in seen)
 
     def largest(self, length: float) -> int | None:
         """Requests that decode in one step at most so that it is fastest, where they hold so many tokens as a mean;

@@ -317,6 +317,12 @@ class Serving:
     # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
+    look: float = 0.1  # s, that this loop waits (whatif.py)
+    # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
+    # so many: a few seconds of a small model on a CPU. Chosen.
+    sample: int = 24
+    prompt: int = 512
+    answer: int = 48
     # What steps took (step_costs.py): so many of each size are remembered, and after so many new ones the parts are
     # worked out anew, 1 ms of numpy. A smaller batch must be so much faster: less is noise here. Chosen.
     remembered: int = 4
