@@ -2,8 +2,8 @@
 
 Stock sizes its cache by what the device has free: here it is told the budget, and that the weights are in it. With
 `space on the host` it has as much host memory (`cpu_offload_space`) as ballonet may use, which it pins, so that it runs
-only where there is CUDA. With `weights fixed` no layer leaves the device: what is gained then comes of the KV alone. With `full batches` as many
-requests as fit are in a batch, else as many as make the most tokens per second.
+only where there is CUDA. With `weights fixed` no layer leaves the device: what is gained then comes of the KV alone.
+With `full batches` as many requests are in a batch as fit, else as many as make the most tokens per second.
 All answer the same requests, greedily, and answers are compared token by token. Steps, preemptions and the largest
 batch are counts; tokens per second are those of one run after a short one that is not measured.
 """
