@@ -508,7 +508,9 @@ def _attach_caches(
     `device`: theirs. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched
+    from .batching.living import Living
     from .kv import generation
+    from .prefix.identity import Looks
 
     known = weakref.ref(handle)
 
@@ -516,8 +518,11 @@ def _attach_caches(
         if (it := known()) is not None:
             it._elastic.require(tpot, ttft)
 
+    size, living = options.kept_prefixes, None
+    if size:
+        living = Living(Looks(model).now, None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
-    detach_batches = seams.attach(model, Batched(device, StepCosts(), options.batches == "fast", require))
+    detach_batches = seams.attach(model, Batched(device, StepCosts(), options.batches == "fast", require, living))
     alive = weakref.ref(model)
 
     def detach() -> None:

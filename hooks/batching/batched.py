@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...allocator._native import Device
 from ...offload.policy.step_costs import StepCosts
+from .living import Living
 
 Require = Callable[[float | None, float | None], None]
 
@@ -15,9 +16,11 @@ Require = Callable[[float | None, float | None], None]
 class Batched:
     """A model whose continuous batching is elastic, on `device`. `costs`: what its steps take; `fast`: are batches
     chosen by that? `require`: is told what the requests of the next batch ask of a step that decodes, and of one with
-    prompts, in seconds, before it is computed."""
+    prompts, in seconds, before it is computed. `living`: the cache that outlives the
+    loops; None: each has its own."""
 
     device: Device
     costs: StepCosts
     fast: bool
     require: Require
+    living: Living | None = None

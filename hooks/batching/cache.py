@@ -8,7 +8,7 @@ for what lies behind its tensor.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -48,6 +48,8 @@ class ElasticPagedCache(PagedAttentionCache):
         self.on = on = model.device
         self.group = on.group()
         self.point: Point | None = None  # of the batch that is computed next
+        self.user: Callable[[], object] = lambda: None  # who schedules by it, or None
+        self.block_tokens = continuous_batching_config.page_size
         self.on_host: frozenset[str] = frozenset()  # requests whose new KV goes to the host
         handler = PagedAttentionMemoryHandler(
             config,
@@ -145,6 +147,15 @@ class ElasticPagedCache(PagedAttentionCache):
                 nbytes -= (self.pool.num_free_sectors - before) * self.bytes_per_sector
                 gone = True
         return gone
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """As stock's; with the last request of a cache that outlives its loop what it keeps is cut to its limit."""
+        super().free_blocks(request_id, no_cache)
+        if self.model.living is not None and not self._tables():
+            self.pool.try_to_free_sectors()
+            if self.model.living.limit is not None:
+                self.evict_oldest(self.pages.nbytes - self.model.living.limit)
+            self.pages.client.rests()
 
     def begins(self, requests: Iterable[str]) -> None:
         """A step with these requests is about to begin."""

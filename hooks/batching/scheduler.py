@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ class ElasticScheduler(Scheduler):
         self._next = Step(0, 0)  # the batch that is computed next
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         super().__init__(cache, 0.0, max_requests_per_batch)
+        cache.user = weakref.ref(self)
 
     def reset(self) -> None:
         """No request has been passed over."""

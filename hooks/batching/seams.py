@@ -30,6 +30,8 @@ OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
 _NEEDED: Final = (
     ("cache", "PagedAttentionCache.__init__", ("config", "continuous_batching_config", "device", "dtype")),
     ("cache", "PagedAttentionCache.can_store_request_tokens", ("state", "request_len", "dry_run")),
+    ("cache", "PagedAttentionCache.free_all_requests", ()),
+    ("cache", "PagedAttentionCache.free_blocks", ("request_id", "no_cache")),
     ("cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx", "kwargs")),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     ("cache_allocators", "CachePool.allocate_sector", ("index",)),
@@ -116,7 +118,9 @@ def _replace() -> None:
     def cache(*args: Any, **kwargs: Any) -> Any:
         if _thread.attached is None:
             return PagedAttentionCache(*args, **kwargs)
-        return ElasticPagedCache(*args, model=_thread.attached, **kwargs)
+        make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, **kwargs)
+        living = _thread.attached.living
+        return make() if living is None else living.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
 
     stock_preemption = vars(continuous_api)["OffloadingManager"]
 
@@ -157,7 +161,8 @@ def _put(names: dict[str, Any], name: str, mine: object) -> None:
 
 def _detach(key: int) -> None:
     with _lock, suppress(KeyError):
-        del _attached[key]
+        if (living := _attached.pop(key).living) is not None:
+            living.close()
         while _undo and not _attached:
             _undo[-1]()
             _undo.pop()

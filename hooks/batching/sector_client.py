@@ -40,7 +40,6 @@ class SectorClient:
 
     name = "KV of requests"
     block = 1
-    kept = False
     near = on_peer = leaving = 0
 
     def __init__(self, device: Device, group: Group, range_: Range, governor: Governor) -> None:
@@ -58,6 +57,7 @@ class SectorClient:
         self._mover = Mover(device, range_, self._backing, Lock())
         self._current = stream_of(device)
         self._changed = False  # since the governor was told
+        self.kept = False  # is there nothing but blocks that are kept for prompts?
         self.number = governor.add_client(self)
         Finalizer(self, partial(governor.remove_client, self.number))
 
@@ -140,6 +140,7 @@ class SectorClient:
         """A step is about to begin, whose requests have these pieces. What is away is restored as far as there is room.
         DriverError."""
         self.used = self.governor.clock()
+        self._changed, self.kept = self._changed or self.kept, False
         self._read = Pieces(runs_of(reads))
         if self.governor.taken_of(self.number) or self.displaced:
             self._look()
@@ -148,6 +149,11 @@ class SectorClient:
         if self._changed or self.governor.pages.scarce:
             self._changed = False
             self.governor.client_changed(self.number)
+
+    def rests(self) -> None:
+        """There is no request any more: what is there is only kept."""
+        self._read, self.kept = Pieces(), True
+        self.governor.client_changed(self.number)
 
     def uses(self) -> None:
         """What this thread submits from now on, under its lease, reads and writes pages. DriverError."""

@@ -1,0 +1,125 @@
+"""What prompts begin with outlives generation loops, where prefixes are kept: the next computes only what is new."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.continuous_batching import continuous_api
+
+import ballonet
+from ballonet.allocator import runtime
+
+from ..models import build
+from ..pool import take_out
+from .batches import BLOCK, answers, prompts, stock
+
+PAGE = 65536
+NEW = 6  # tokens of a turn's answer, and of what is said next
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    device = runtime.require()
+    device.reap(wait=True)
+    device.check()
+    assert device.snapshot()["pages"]["kv"] == 0
+    take_out()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that each step computed."""
+    found: list[int] = []
+    processor = continuous_api.ContinuousBatchProcessor
+    step = processor._generation_step
+
+    def watched(self: Any, model: Any) -> None:
+        found.append(sum(each.query_length for each in self.inputs_and_outputs.requests_in_batch))
+        step(self, model)
+
+    monkeypatch.setattr(processor, "_generation_step", watched)
+    return found
+
+
+def conversation(model: Any, turns: int, first: list[list[int]], seen: list[int]) -> tuple[list[Any], list[int]]:
+    """Answers of a few conversations at once, each turn in a loop of its own, and the tokens that each computed."""
+    asked, said, tokens = [list(each) for each in first], [], []
+    for turn in range(turns):
+        del seen[:]
+        found = answers(model, asked, NEW, num_blocks=96)
+        said.append(found)
+        tokens.append(sum(seen))
+        said_next = range(3 + turn, 3 + turn + NEW)
+        asked = [[*prompt, *each.tokens, *said_next] for prompt, each in zip(asked, found, strict=True)]
+    return said, tokens
+
+
+def install(pages: int) -> None:
+    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo3"])
+def test_a_turn_computes_what_is_new(name: str, seen: list[int]) -> None:
+    """And less than a block of each conversation. With windows transformers shares nothing."""
+    model, first = build(name), prompts(4, 60)
+    expected, _ = conversation(model, 4, first, seen)
+    install(256)
+    with ballonet.manage(model, prefix_cache=True):
+        found, tokens = conversation(model, 4, first, seen)
+        assert found == expected
+        if name == "llama":
+            assert all(count <= len(first) * (2 * NEW + BLOCK + NEW) for count in tokens[1:])
+        kept = runtime.require().snapshot()["pages"]["kv"]
+        assert kept > 0
+
+
+def test_without_prefixes_nothing_is_kept(seen: list[int]) -> None:
+    model, first = build("llama"), prompts(4, 60)
+    install(256)
+    with ballonet.manage(model):
+        _, tokens = conversation(model, 3, first, seen)
+        gc.collect()
+        assert runtime.require().snapshot()["pages"]["kv"] == 0
+    assert tokens[2] > tokens[1] > tokens[0]
+
+
+def test_changed_weights_make_it_void(seen: list[int]) -> None:
+    model, asked = build("llama"), prompts(6, 60)
+    install(256)
+    with ballonet.manage(model, prefix_cache=True):
+        answers(model, asked)
+        with torch.no_grad():
+            next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
+        del seen[:]
+        found = answers(model, asked)
+        assert sum(seen) >= sum(map(len, asked))
+    assert found == stock(model, asked)
+
+
+@pytest.mark.parametrize("limit", [True, 8 * PAGE])
+def test_what_is_kept_has_a_limit(limit: bool | int) -> None:
+    model, asked = build("llama", num_hidden_layers=8), prompts(24, 60)
+    expected = stock(model, asked)
+    install(256)
+    with ballonet.manage(model, prefix_cache=limit):
+        assert answers(model, asked) == expected
+        gc.collect()
+        kept = runtime.require().snapshot()["pages"]["kv"]
+        assert kept > 14 if limit is True else kept <= 12  # and the guard
+
+
+def test_pages_that_are_kept_serve_others_meanwhile() -> None:
+    """They go to the host, and are found there again."""
+    model, other, asked = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=6), prompts(12, 60)
+    expected = stock(model, asked, 30), stock(other, asked, 60)
+    install(34)
+    with ballonet.manage(model, prefix_cache=True), ballonet.manage(other):
+        assert answers(model, asked, 30) == expected[0]
+        assert answers(other, asked, 60) == expected[1]
+        assert answers(model, asked, 30) == expected[0]
