@@ -100,7 +100,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "kv": Part(
         tests=(("tests/gpu/test_kv_*.py", "tests/test_manage_devices.py"),),
-        benchmarks=("decode", "prefill", "kv_growth", "kv_stream", "serve"),
+        benchmarks=("decode", "prefill", "kv_growth", "kv_stream"),
         test_seconds=250,
     ),
     "weights": Part(
@@ -123,6 +123,11 @@ PARTS: Mapping[str, Part] = {
     "balloon": Part(
         tests=(("tests/gpu/test_balloon_*.py",),),
         benchmarks=BALLOON,
+        test_seconds=130,
+    ),
+    "serve": Part(
+        tests=(("tests/gpu/test_serve_*.py",),),
+        benchmarks=("serve",),
         test_seconds=130,
     ),
     "prefix": Part(

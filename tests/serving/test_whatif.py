@@ -53,8 +53,8 @@ def test_every_request_is_answered_in_about_the_same_time_again(policy: Policy) 
     found = simulated(policy, machine(48))
     assert (found["requests"], found["failed"], found["tokens"]) == (24, 0, 24 * 24)
     again = simulated(policy, machine(48))
-    assert again["seconds"] == pytest.approx(found["seconds"], rel=0.1)
-    assert again["steps"] == pytest.approx(found["steps"], rel=0.1)
+    assert again["seconds"] == pytest.approx(found["seconds"], rel=0.2)
+    assert again["steps"] == pytest.approx(found["steps"], rel=0.2)
     assert runtime.current() is None
     assert found["kv_bytes"] <= (48 - 8 + 64) * MIB
 

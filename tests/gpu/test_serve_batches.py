@@ -1,0 +1,76 @@
+"""Continuous batching on the device: stock's tokens with as many kernels of attention as it has, in little memory, with
+graphs, and while pages move."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet import testing
+
+from ..models import build
+from ..serving.batches import answers, prompts
+from .scene import Place, play, scene
+
+NEW = 24
+
+
+def batched(place: Place, asked: list[list[int]], **settings: Any) -> tuple[Any, list[Any]]:
+    """A model, and what stock answers."""
+    model = build("llama", num_hidden_layers=4).to(place.kind)
+    expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **settings)
+    place.synchronize()
+    gc.collect()
+    return model, expected
+
+
+@scene(pages=256)
+def test_tokens_are_stocks(place: Place) -> None:
+    asked = prompts(8, 60)
+    for settings in ({}, {"use_cuda_graph": True}, {"use_async_batching": True}) if place.cuda else ({},):
+        model, expected = batched(place, asked, **settings)
+        with ballonet.manage(model):
+            assert answers(model, asked, NEW, **settings) == expected, settings
+        del model
+
+
+@scene(pages=256)
+def test_tokens_are_stocks_while_pages_move(place: Place) -> None:
+    asked = prompts(8, 60)
+    model, expected = batched(place, asked)
+    with testing.manage(model, chaos=3):
+        assert answers(model, asked, NEW) == expected
+
+
+@scene(pages=256)
+def test_requests_that_do_not_fit_wait(place: Place) -> None:
+    asked = prompts(16, 60)
+    model, expected = batched(place, asked)
+    with ballonet.manage(model):
+        filler = place.device.reserve(place.device.budget, "kv", place.device.group())
+        filler.map(0, place.device.available - 36)  # for activations and a few requests at once
+        assert answers(model, asked, NEW) == expected
+        filler.close()
+
+
+def flash_is_stocks(place: Place) -> None:
+    asked = prompts(8, 60)
+    model = build("llama", num_hidden_layers=4, hidden_size=128, intermediate_size=128).to(place.kind, torch.bfloat16)
+    model.set_attn_implementation("flash_attention_2")
+    sizes = {"page_size": 256}  # of a block: the least that its kernel with tables of blocks takes
+    expected = answers(model, asked, NEW, num_blocks=16 * len(asked), **sizes)
+    with ballonet.manage(model):
+        assert answers(model, asked, NEW, **sizes) == expected
+
+
+@pytest.mark.gpu
+def test_flash_is_stocks() -> None:
+    from transformers.utils import is_flash_attn_2_available
+
+    if not is_flash_attn_2_available():
+        pytest.skip("flash_attn is not installed, or not for this device")
+    play(flash_is_stocks, "cuda", pages=256)
