@@ -26,6 +26,7 @@ from ballonet.hooks.managed import managed, managed_as
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.programs import first_use
 from ballonet.hooks.programs.first_use import FirstUse
+from ballonet.hooks.streaming.elastic import Elastic
 from ballonet.hooks.weights.moving import MoveIn
 from ballonet.hooks.weights.ranges import Weights
 
@@ -391,6 +392,24 @@ def test_release_is_refused_while_a_layer_is_called_by_itself(model: Any) -> Non
     assert gate_of(layer) is None
     assert torch.equal(held.result(), expected)
     managed.release()
+
+
+def test_a_report_is_made_while_another_thread_measures_its_first_step(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle, typical = ballonet.manage(model), Elastic.typical
+
+    def measured_meanwhile(elastic: Elastic, point: Any) -> float | None:
+        elastic.timings.last["decode"] = elastic.timings.last["prefill"]
+        return typical(elastic, point)
+
+    with torch.no_grad():
+        for _ in range(3):
+            model(**INPUTS)
+    assert handle.report().times["prefill"].measured is not None
+    monkeypatch.setattr(Elastic, "typical", measured_meanwhile)
+    assert handle.report().times["prefill"].measured is not None
+    handle.release()
 
 
 def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: None) -> None:

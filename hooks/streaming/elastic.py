@@ -201,7 +201,7 @@ class Elastic:
         """What streams, why, and what it costs."""
         graphs.tell_of_dropped()
         self.timings.learn()
-        weights, last = self._weights, self.timings.last
+        weights, last = self._weights, dict(self.timings.last)  # to which others add
         why = "" if self.decision is None else self.decision.why
         return Report.of(
             self.name,
