@@ -162,7 +162,7 @@ class ElasticScheduler(Scheduler):
     def late(self) -> list[tuple[Any, SLOError]]:
         """Takes those out of the queue that have waited too long for what they ask."""
         gone = []
-        for name in [name for name in self._slos if name in self.waiting_requests]:
+        for name in [name for name in self.waiting_requests if name in self._slos]:  # to which other threads add
             state = self.waiting_requests[name]
             if not state.generated_tokens and not state.is_cpu_offloaded and not state._true_initial_tokens:
                 error = self.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)

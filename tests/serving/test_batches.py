@@ -186,7 +186,7 @@ def test_batches_are_as_large_as_is_fast(batches: str, monkeypatch: pytest.Monke
 def test_requests_wait_for_what_others_are_promised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And one that has waited for too long is told."""
+    """A request that has waited for too long is told."""
     costly = Parts(0.01, 1e-6, 0.0, 1e-5)  # a step of 3 requests of 24 tokens takes 12.2 ms
     monkeypatch.setattr(StepCosts, "observe", lambda self, step, seconds: setattr(self, "parts", costly))
     model, asked = build("llama", num_hidden_layers=4), prompts(10, 30)
@@ -265,7 +265,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
 
 
 def test_a_batch_is_an_iteration_for_the_governor() -> None:
-    """It is asked what to stream, and learns what batches take."""
+    """The governor is asked what to stream, and learns what batches take."""
     model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)
     expected = stock(model, asked, 30)
     install(256)

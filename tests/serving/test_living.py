@@ -66,7 +66,7 @@ def install(pages: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "olmo3"])
 def test_a_turn_computes_what_is_new(name: str, seen: list[int]) -> None:
-    """And less than a block of each conversation. With windows transformers shares nothing."""
+    """A turn computes less than a block beside that. With windows transformers shares nothing."""
     model, first = build(name), prompts(4, 60)
     expected, _ = conversation(model, 4, first, seen)
     install(256)

@@ -192,7 +192,7 @@ def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
 
 
 def test_an_slo_comes_with_a_request(serving: Serving) -> None:
-    """It is kept, or refused with the nearest that can be."""
+    """An SLO is accepted, or refused with the nearest that can be kept."""
     client, model = serving.client(), serving.models[0]
     for n in range(12):  # so that it is known what steps take
         ask(client, model, 3 + n)

@@ -35,6 +35,16 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", metavar="SIZE", help="bytes per page, such as 2MiB (BALLONET_PAGE_SIZE)")
 
 
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Adds which requests of a trace are replayed, and the SLOs that their goodput is counted by."""
+    parser.add_argument("--limit", metavar="N", type=count, help="only so many requests")
+    parser.add_argument("--scale", metavar="X", type=ratio, default=1, help="X times as fast as recorded")
+    parser.add_argument("--lengths", metavar="X", type=ratio, default=1, help="X times as many tokens")
+    parser.add_argument("--rate", metavar="X", type=ratio, default=1, help="a second, in a trace without times")
+    parser.add_argument("--ttft-slo", metavar="TIME", type=seconds, help="for the goodput, such as 500ms")
+    parser.add_argument("--tpot-slo", metavar="TIME", type=seconds, help="the same of a token, such as 50ms")
+
+
 def count(text: str) -> int:
     """A whole number from 1 on."""
     number = int(text)

@@ -24,14 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--model", required=True, help="the model that is asked")
     parser.add_argument("--api-key", metavar="KEY", default="none", help="what the server wants to be sent")
-    parser.add_argument("--limit", metavar="N", type=arguments.count, help="only so many requests")
-    parser.add_argument("--scale", metavar="X", type=arguments.ratio, default=1, help="X times as fast as recorded")
-    parser.add_argument("--lengths", metavar="X", type=arguments.ratio, default=1, help="X times as many tokens")
-    parser.add_argument(
-        "--rate", metavar="X", type=arguments.ratio, default=1, help="a second, in a trace without times"
-    )
-    parser.add_argument("--ttft-slo", metavar="TIME", type=arguments.seconds, help="for the goodput, such as 500ms")
-    parser.add_argument("--tpot-slo", metavar="TIME", type=arguments.seconds, help="the same of a token, such as 50ms")
+    arguments.add_requests(parser)
 
 
 def _load(args: argparse.Namespace) -> None:

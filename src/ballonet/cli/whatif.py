@@ -38,14 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--page-size", default="2MiB", metavar="SIZE", help="of a page (default: %(default)s)")
     parser.add_argument("--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV")
     parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
-    parser.add_argument("--limit", metavar="N", type=arguments.count, help="only so many requests")
-    parser.add_argument("--scale", metavar="X", type=arguments.ratio, default=1, help="X times as fast as recorded")
-    parser.add_argument("--lengths", metavar="X", type=arguments.ratio, default=1, help="X times as many tokens")
-    parser.add_argument(
-        "--rate", metavar="X", type=arguments.ratio, default=1, help="a second, in a trace without times"
-    )
-    parser.add_argument("--ttft-slo", metavar="TIME", type=arguments.seconds, help="for the goodput, such as 500ms")
-    parser.add_argument("--tpot-slo", metavar="TIME", type=arguments.seconds, help="the same of a token, such as 50ms")
+    arguments.add_requests(parser)
 
 
 def _whatif(args: argparse.Namespace) -> None:
