@@ -214,8 +214,8 @@ class Managed:
         self._model = weakref.ref(model)
         generators = _generators(model)
         with ExitStack() as undo:
-            open_lease, self._detach = (
-                _attach_caches(model, device, options, self) if generators else (ForwardLease, _nothing)
+            open_lease, wanted, self._detach = (
+                _attach_caches(model, device, options, self) if generators else (ForwardLease, _nothing, _nothing)
             )
             undo.callback(self._detach)
             governor = governors.of(device)
@@ -227,6 +227,7 @@ class Managed:
             self._follower = Follower(self._weights)
             undo.callback(self._follower.close)
             self._elastic = Elastic(model, self._weights, self._turns, self._pace, governor, options)
+            self._elastic.wanted_until = wanted
             plan = self._follower.adopt(model, rule, files, progress)
             undo.callback(self._weights.restore, model)
             chaos = None if seed is None else Chaos(seed, device.host_pages, device.peer is not None, tuning.chaos)
@@ -503,9 +504,10 @@ def _attach_prefixes(
 
 def _attach_caches(
     model: nn.Module, device: Device, options: ManageOptions, handle: Managed
-) -> tuple[Callable[[], ForwardLease], Callable[[], object]]:
-    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, and what undoes all.
-    `device`: theirs. Where prefixes are kept, caches may grow for a long time, so that layers share no pages."""
+) -> tuple[Callable[[], ForwardLease], Callable[[], float | None], Callable[[], object]]:
+    """Makes the caches that it builds elastic. Returns what opens the lease of a forward of it, until when requests
+    need it, and what undoes all. `device`: theirs. Where prefixes are kept, caches may grow for a long time, so that
+    layers share no pages."""
     from .batching import seams
     from .batching.batched import Batched
     from .batching.living import Living
@@ -522,7 +524,8 @@ def _attach_caches(
     if size:
         living = Living(Looks(model).now, None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
-    detach_batches = seams.attach(model, Batched(device, StepCosts(), options.batches == "fast", require, living))
+    batched = Batched(device, StepCosts(), options.batches == "fast", require, living)
+    detach_batches = seams.attach(model, batched)
     alive = weakref.ref(model)
 
     def detach() -> None:
@@ -533,4 +536,4 @@ def _attach_caches(
         module = alive()
         return ForwardLease() if module is None else generation.forward_entered(module)
 
-    return open_lease, detach
+    return open_lease, lambda: batched.wanted, detach

@@ -138,6 +138,7 @@ class FakeModel:
         self.asked = 0
         self.entries: Callable[[int], bool] = lambda layer: True
         self.decisions: list[Decision] = []
+        self.wanted: float | None = None
         self.loaded = 0  # pages that came back from the host
         device.models.append(self)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from ballonet.offload.governor import governor as governor_module
 from ballonet.offload.governor import overview
 from ballonet.offload.governor.governor import Governor
 from ballonet.offload.governor.traffic import Traffic, sent
+from ballonet.offload.policy.ladder import Rung
 from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
@@ -305,3 +307,44 @@ def test_traffic_changes_what_streams() -> None:
     assert governor.admit(new, 10) is not None
     governor.link.set_traffic(0)
     assert governor.admit(new, 10) is None
+
+
+def idle_weights(governor: Governor) -> set[int]:
+    """The numbers of the models whose layers are those of an idle one."""
+    return {each.client for each in governor.reclaim.candidates() if each.rung is Rung.IDLE_WEIGHTS}
+
+
+def test_whoever_schedules_requests_says_who_is_idle() -> None:
+    _, governor, clock, (a, b) = governed(100, {}, {})
+    a.wanted = b.wanted = math.inf
+    for each in (a, b):
+        each.step(governor)
+    clock.now += 5 * PAGES.idle
+    a.step(governor)
+    assert not idle_weights(governor), "its turn comes again, however late"
+    b.wanted = clock.now
+    a.step(governor)
+    assert idle_weights(governor) == {2}, "at once"
+    clock.now += 0.1
+    b.step(governor)
+    a.step(governor)
+    assert not idle_weights(governor), "it was used by itself"
+    clock.now += 2 * PAGES.idle
+    a.step(governor)
+    assert idle_weights(governor) == {2}, "and is idle by time then"
+    b.wanted = math.inf
+    a.step(governor)
+    assert not idle_weights(governor), "before its first step"
+
+
+def test_a_model_with_requests_again_is_as_one_that_wakes() -> None:
+    device, governor, clock, (a, b) = governed(90, {}, {})
+    a.wanted = b.wanted = math.inf
+    for each in (a, b, a):
+        each.step(governor)
+    b.wanted = clock.now
+    a.step(governor, kv=35)
+    assert trace(device) == ["b"] * 5, "as many as hide behind a prefill, which an idle one does next"
+    device.kv, b.wanted = 10, math.inf
+    a.step(governor)
+    assert "it decodes" in b.step(governor).why

@@ -32,6 +32,7 @@ class Layers:
     ttft_slo: float | None = None
     priority = 0
     floor = 0
+    wanted: float | None = None
 
     def __init__(self, core: Core, governor: Governor, name: str, first: int) -> None:
         self.name = name

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...allocator._native import Device
 from ...offload.policy.step_costs import StepCosts
@@ -12,15 +14,34 @@ from .living import Living
 Require = Callable[[float | None, float | None], None]
 
 
+class Schedule(Protocol):
+    """The requests of one loop."""
+
+    @property
+    def wanted(self) -> float:
+        """Until when they need the model, on the governor's clock: infinity while there are any."""
+
+
 @dataclass(frozen=True, slots=True)
 class Batched:
     """A model whose continuous batching is elastic, on `device`. `costs`: what its steps take; `fast`: are batches
     chosen by that? `require`: is told what the requests of the next batch ask of a step that decodes, and of one with
-    prompts, in seconds, before it is computed. `living`: the cache that outlives the
-    loops; None: each has its own."""
+    prompts, in seconds, before it is computed. `living`: the cache that outlives the loops; None: each has its own.
+    `schedules`: of its loops, as long as they live."""
 
     device: Device
     costs: StepCosts
     fast: bool
     require: Require
     living: Living | None = None
+    schedules: list[weakref.ref[Schedule]] = field(default_factory=list)
+
+    def scheduled_by(self, schedule: Schedule) -> None:
+        """Notes the schedule of one more loop."""
+        self.schedules[:] = [each for each in self.schedules if each() is not None]
+        self.schedules.append(weakref.ref(schedule))
+
+    @property
+    def wanted(self) -> float | None:
+        """Until when requests of any loop need it; None where there is no loop."""
+        return max((it.wanted for each in tuple(self.schedules) if (it := each()) is not None), default=None)

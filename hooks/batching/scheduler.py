@@ -44,9 +44,11 @@ class ElasticScheduler(Scheduler):
         self._caution = 0  # bytes that stay free beside the reserve
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
+        self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
+        cache.model.scheduled_by(self)
 
     def reset(self) -> None:
         """No request has been passed over."""
@@ -110,6 +112,14 @@ class ElasticScheduler(Scheduler):
         if self._step is not None:
             self._costs.observe(self._step[0], now - self._step[1])
         self._step = (self._next, now) if found else None
+        self._ended = math.inf if self.has_pending_requests() else min(self._ended, now)
+
+    @property
+    def wanted(self) -> float:
+        """Until when requests need the model, by `clock`: infinity while there are any."""
+        if self.has_pending_requests():
+            return math.inf
+        return self._ended if self._ended < math.inf else -math.inf  # the loop has died
 
     def _worth(self, candidates: list[Any]) -> list[Any]:
         """Returns the candidates without those that wait and would make steps slower than is worth it, or is asked."""

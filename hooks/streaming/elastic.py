@@ -57,6 +57,7 @@ class Elastic:
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
         self.decision: Decision | None = None
+        self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
         self.timings = Timings(lambda: governor.link.bandwidth, governor.tuning.weights)
         self.streaming = Streaming(
@@ -102,6 +103,10 @@ class Elastic:
     @property
     def running(self) -> bool:
         return self._weights.group.leases > self._turns.leases
+
+    @property
+    def wanted(self) -> float | None:
+        return self.wanted_until()
 
     def seconds(self, point: Point) -> float | None:
         return self.timings.seconds(point)

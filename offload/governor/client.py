@@ -77,6 +77,11 @@ class ModelClient(Client, Protocol):
     def floor(self) -> int:
         """Device pages that its weights and caches keep."""
 
+    @property
+    def wanted(self) -> float | None:
+        """Until when requests need it, on the governor's clock: infinity while whoever schedules them has some, else
+        when the last one ended; None where nobody schedules any."""
+
     def seconds(self, point: Point) -> float | None:
         """Returns the seconds of such an iteration with every layer resident, at most; None where nobody knows."""
 

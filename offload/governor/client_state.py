@@ -40,6 +40,11 @@ class ClientState:
         """When it was in use last, by its iterations."""
         return self.activity.last(now)
 
+    @property
+    def wanted(self) -> float | None:
+        """See ModelClient.wanted."""
+        return None
+
     def client(self) -> Client | None:
         """None where it was collected."""
         raise NotImplementedError
@@ -87,6 +92,10 @@ class ModelState(ClientState):
         """Seconds; infinite where nobody said."""
         found = self.model.tpot_slo if phase == "decode" else self.model.ttft_slo
         return math.inf if found is None else found
+
+    @property
+    def wanted(self) -> float | None:
+        return self.model.wanted
 
     def client(self) -> ModelClient:
         return self.model

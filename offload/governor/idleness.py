@@ -1,4 +1,10 @@
-"""Who of a governor's clients is idle: unused for a pause, or only kept, and leased by nobody."""
+"""Who of a governor's clients is idle: unused for a pause, or only kept, and leased by nobody.
+
+Note [Who says so]
+    A model whose requests somebody schedules is in use while there are any, however long its turn does not come, and
+    idle as soon as the last one has ended (Oneiros §5.2): no timer decides. Its iterations count by time where they
+    came later, as it was used by itself then; so do those of any other model.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +39,11 @@ class Idleness:
         self._calm_until = -math.inf
 
     def rests(self, state: ClientState, now: float) -> bool:
-        """Has it been unused for the pause, whoever leases it now? `ClientState.used` says from then on since when."""
-        state.used = state.last_use(now)
+        """Has it been unused for the pause, whoever leases it now, or does whoever schedules its requests have none?
+        `ClientState.used` says from then on since when."""
+        state.used, wanted = state.last_use(now), state.wanted
+        if wanted is not None and wanted >= state.used:
+            return wanted != math.inf
         return now - state.used >= self._pause
 
     def idle(self, state: PageState, client: PageClient, now: float) -> bool:
@@ -65,13 +74,16 @@ class Idleness:
             return False, False
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self._clients.models if state.number not in active]
+        for state in self._clients.models:
+            state.waking |= state.number in active and state.number in before[0]
         self._resting = tuple(each.number for each in sorted(idle, key=lambda each: each.used))
         unused = ((state.used, state.number) for state, _ in self._clients.paged if state.number not in active)
         self._unused = tuple(number for _, number in sorted(unused))
         paged = self._clients.paged
         states: list[ClientState] = [*self._clients.models, *(state for state, _ in paged)]
         first = min((state.used for state in states), default=-math.inf) + self._pause
-        self._calm_until = -math.inf if any(client.kept for _, client in paged) else first
+        by_others = any(client.kept for _, client in paged) or any(state.wanted is not None for state in states)
+        self._calm_until = -math.inf if by_others else first
         return self._resting != before[0], self._unused != before[1]
 
     def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -274,6 +276,29 @@ def test_a_batch_is_an_iteration_for_the_governor() -> None:
         report = managed.report()
     assert report.times["decode"].measured is not None
     assert report.times["prefill"].measured is not None
+
+
+def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
+    install(64)
+    model: Any = build("llama")
+    with ballonet.manage(model):
+        found, seen = seams.batched(model), list[float | None]()
+        assert found is not None
+        assert found.wanted is None
+        model.register_forward_pre_hook(lambda *_: seen.append(found.wanted))
+        with model.continuous_batching_context_manager(
+            generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
+        ) as manager:
+            manager.add_request([5, 6, 7])
+            assert manager.get_result(timeout=60).error is None
+            while not 0 < (found.wanted or 0) < math.inf:
+                assert manager.get_result(timeout=0.01) is None
+            assert found.wanted <= time.monotonic()
+        assert seen == [math.inf] * 4
+        del manager
+        gc.collect()
+        assert found.wanted is None
 
 
 def test_other_models_stay_stock() -> None:
