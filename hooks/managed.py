@@ -24,6 +24,7 @@ from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
 from ..offload.policy.plan import Fewest, Interval, Rule
+from ..offload.policy.request_slo import RequestSLO
 from ..offload.policy.step_costs import StepCosts
 from ..offload.record.record import Record
 from ..offload.timeline.recorder import mark
@@ -524,7 +525,8 @@ def _attach_caches(
     if size:
         living = Living(Looks(model).now, None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
-    batched = Batched(device, StepCosts(), options.batches == "fast", require, living)
+    slo = RequestSLO(options.ttft_slo, options.tpot_slo)
+    batched = Batched(device, StepCosts(), options.batches == "fast", require, living, slo)
     detach_batches = seams.attach(model, batched)
     alive = weakref.ref(model)
 

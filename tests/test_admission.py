@@ -138,3 +138,12 @@ def test_shrinking_evicts_nothing() -> None:
     assert buffer.size == 256
     assert buffer.usable(400) == 0
     assert buffer.usable(200) == 56
+
+
+def test_it_opens_where_nothing_runs() -> None:
+    buffer = LogicalBuffer(1024, 1, 512)
+    for _ in range(2):
+        buffer.observe(tpot=True, ttft=False)
+    assert buffer.open()
+    assert not buffer.open()
+    assert buffer.observe(tpot=True, ttft=False) == 1024, "what was slow before counts no more"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...allocator._native import Device
+from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
 from .living import Living
 
@@ -27,13 +28,14 @@ class Batched:
     """A model whose continuous batching is elastic, on `device`. `costs`: what its steps take; `fast`: are batches
     chosen by that? `require`: is told what the requests of the next batch ask of a step that decodes, and of one with
     prompts, in seconds, before it is computed. `living`: the cache that outlives the loops; None: each has its own.
-    `schedules`: of its loops, as long as they live."""
+    `slo`: of requests that ask nothing themselves. `schedules`: of its loops, as long as they live."""
 
     device: Device
     costs: StepCosts
     fast: bool
     require: Require
     living: Living | None = None
+    slo: RequestSLO = NOTHING
     schedules: list[weakref.ref[Schedule]] = field(default_factory=list)
 
     def scheduled_by(self, schedule: Schedule) -> None:

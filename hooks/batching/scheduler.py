@@ -13,6 +13,7 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 
 from ...allocator.errors import ManageError, RequestTooLarge, SLOError
 from ...offload.policy.admission import Demand, Memory, admit, can_ever_run
+from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
@@ -44,6 +45,9 @@ class ElasticScheduler(Scheduler):
         self._caution = 0  # bytes that stay free beside the reserve
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
+        host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
+        self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
+        self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         super().__init__(cache, 0.0, max_requests_per_batch)
@@ -60,6 +64,8 @@ class ElasticScheduler(Scheduler):
         what it asks, and ManageError where it has no tokens, which would end the loop."""
         if not state.initial_tokens:
             raise ManageError(f"request {state.request_id} has no tokens")
+        if (slo := self.cache.model.slo) != NOTHING:
+            self._slos.setdefault(state.request_id, replace(slo, arrived=self.clock()))
         sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
         if (why := self.refusal(*sizes) or self.impossible(*sizes)) is not None:
             self._slos.pop(state.request_id, None)
@@ -102,6 +108,7 @@ class ElasticScheduler(Scheduler):
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         self.cache.point, self._next = packed(sequences), Step.of(sequences)
         self._require([each.state for each in scheduled])
+        self._limits = self._limited([each.state for each in scheduled])
         left_out = [each for each in looked if each[0].request_id not in found.where]
         self.starved_requests += [each for each in left_out if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(left_out), fast, new, read
@@ -111,6 +118,7 @@ class ElasticScheduler(Scheduler):
         now = self.clock()
         if self._step is not None:
             self._costs.observe(self._step[0], now - self._step[1])
+            self.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
         self._step = (self._next, now) if found else None
         self._ended = math.inf if self.has_pending_requests() else min(self._ended, now)
 
@@ -215,6 +223,17 @@ class ElasticScheduler(Scheduler):
             self._required = tightest(slos).tpot, ttft
             self.cache.model.require(*self._required)
 
+    def _limited(self, scheduled: list[Any]) -> tuple[float, float]:
+        """Seconds that the step may take for those of it that decode, and the moment until which the next first token
+        has to be there; infinity where nothing is asked."""
+        if not self._slos:
+            return math.inf, math.inf
+        decoding = tightest(self._slo(state) for state in scheduled if state.generated_tokens).tpot
+        starting = [*self.active_requests.values(), *self.waiting_requests.values()]
+        asked = [self._slo(state) for state in starting if not state.generated_tokens]
+        due = min((slo.arrived + slo.ttft for slo in asked if slo.ttft is not None), default=math.inf)
+        return math.inf if decoding is None else decoding, due
+
     def wait_again(self, state: Any) -> None:
         """A request that has run before waits for its turn."""
         super().add_waiting_request(state)
@@ -225,9 +244,10 @@ class ElasticScheduler(Scheduler):
         self._step = None  # what it took says nothing
 
     def dares(self) -> bool:
-        """Nothing runs as too much stays free: no more than the reserve does from now on. False where it does so."""
+        """Nothing runs as too much stays free: no more than the reserve does from now on, and all of the host may be
+        used. False where it is so."""
         before, self._caution = self._caution, 0
-        return before > 0
+        return self.buffer.open() or before > 0
 
     def room(self) -> int:
         """Bytes that requests may have beyond what they have."""
@@ -248,7 +268,9 @@ class ElasticScheduler(Scheduler):
 
     def _now(self) -> Memory:
         now = self._memory()
-        return replace(now, reserve=now.reserve + self._caution)
+        used = self.cache.pages.client.displaced * self.cache.on.page_size
+        host = min(now.host, self.buffer.usable(used))
+        return replace(now, reserve=now.reserve + self._caution, host=host)
 
     def _tokens(self, state: Any) -> int:
         decoding = state.status == RequestStatus.DECODING

@@ -42,10 +42,15 @@ class Collector:
         yield copied
         requests = GaugeMetricFamily("ballonet_requests", "Requests, by model and state.", labels=["model", "state"])
         steps = CounterMetricFamily("ballonet_batches", "Batches computed, by model.", labels=["model"])
+        buffers = GaugeMetricFamily(
+            "ballonet_host_buffer_bytes", "Host memory that KV of prompts may have, by model.", labels=["model"]
+        )
         for name, loop in tuple(self._tenants.loops.items()):
             running, waiting = loop.queued
             requests.add_metric([name, "running"], running)
             requests.add_metric([name, "waiting"], waiting)
             steps.add_metric([name], loop.steps)
+            buffers.add_metric([name], loop.buffer)
         yield requests
+        yield buffers
         yield steps

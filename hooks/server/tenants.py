@@ -78,6 +78,13 @@ class Loop(CBGenerateManager):
         return len(scheduler.active_requests), len(scheduler.waiting_requests) + loop.input_queue.qsize()
 
     @property
+    def buffer(self) -> int:
+        """Bytes of the host that KV of prompts may have now."""
+        loop = self._cb
+        scheduler = None if loop is None or loop.batch_processor is None else loop.batch_processor.scheduler
+        return scheduler.buffer.size if isinstance(scheduler, ElasticScheduler) else 0
+
+    @property
     def steps(self) -> int:
         """Batches so far."""
         return 0 if self._cb is None else int(getattr(self._cb, "current_batch", 0))

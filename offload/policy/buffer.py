@@ -2,8 +2,10 @@
 
 Note [Algorithm 2]
     Read here: line 4 means min(2 B, B_max). A violation event is three violations within five iterations; a decode
-    step's (TPOT) counts before a first token's (TTFT). After an event counting begins anew, as the next iterations
-    still show what was before it. A smaller buffer evicts nothing: it only lets nobody in until it is used less.
+    step's (TPOT) counts before a first token's (TTFT). The paper begins with 1; here `Serving.buffer` says with how
+    much, as without SLOs nothing is violated, and prompts may have all of the host. After an event counting begins
+    anew, as the next iterations still show what was before it. A smaller buffer evicts nothing: it only lets nobody in
+    until it is used less.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ class LogicalBuffer:
             return self.size
         self._recent.clear()
         return self.size
+
+    def open(self) -> bool:
+        """Makes it as large as it can be, as nothing runs that it could slow down. Was it smaller?"""
+        before, self.size = self.size, self._most
+        self._recent.clear()
+        return before < self._most
 
     def usable(self, used: int) -> int:
         """Bytes that new KV may have, where `used` are used."""

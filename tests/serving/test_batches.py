@@ -11,6 +11,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,62 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
         assert [found[str(n)] for n in range(len(asked))] == [each.tokens for each in expected]
         assert max(map(len, streamed)) > 2
         assert managed.report().streamed == ()
+
+
+def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Algorithm 2 of eLLM in the loop: it falls while steps are too slow, and no request is lost by that."""
+    monkeypatch.setattr(StepCosts, "observe", lambda *_: None)  # so that nothing is refused
+    model, asked = build("llama", num_hidden_layers=4), prompts(24, 30)
+    expected = stock(model, asked, 8)
+    install(24)
+    sizes: list[int] = []
+    model.register_forward_pre_hook(lambda *_: sizes.append(schedule.buffer.size))
+    with ballonet.manage(model):
+        settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
+        with model.continuous_batching_context_manager(
+            generation_config=settings, continuous_batching_config=batching
+        ) as manager:
+            schedule = manager.batch_processor.scheduler
+            for slo in (RequestSLO(), RequestSLO(tpot=1e-9), RequestSLO(ttft=1e-9)):
+                sizes.clear()
+                found: dict[str, Any] = {}
+                for n, prompt in enumerate(asked):
+                    schedule.promise(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
+                    manager.add_request(prompt, request_id=f"{n} {slo}")
+                while len(found) < len(asked):
+                    if (answer := manager.get_result(timeout=1)) is not None:
+                        found[answer.request_id] = answer.generated_tokens
+                assert [found[f"{n} {slo}"] for n in range(len(asked))] == [each.tokens for each in expected]
+                if slo.tpot:
+                    assert sizes[-1] < sizes[0] == 24 * PAGE
+                    assert sizes == sorted(sizes, reverse=True)
+                elif slo.ttft:
+                    assert sizes[-1] > sizes[0]
+                else:
+                    assert set(sizes) == {24 * PAGE}
+        del manager, schedule, answer
+
+
+def test_what_a_model_promises_its_requests_are_promised() -> None:
+    install(64)
+    model: Any = build("llama")
+    asked: list[RequestSLO] = []
+    with ballonet.manage(model, tpot_slo=60.0):
+        with model.continuous_batching_context_manager(
+            generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
+        ) as manager:
+            schedule = manager.batch_processor.scheduler
+            model.register_forward_pre_hook(lambda *_: asked.append(schedule.asked("own" if len(asked) > 3 else "none")))
+            manager.add_request([5, 6, 7], request_id="none")
+            assert manager.get_result(timeout=60).error is None
+            schedule.promise("own", RequestSLO(tpot=50.0))
+            manager.add_request([5, 6, 7], request_id="own")
+            assert manager.get_result(timeout=60).error is None
+        del manager, schedule
+        asked_of = [(each.ttft, each.tpot, each.arrived > 0) for each in asked]
+        assert asked_of == [(None, 60.0, True)] * 4 + [(None, 50.0, False)] * 4
 
 
 def test_a_batch_is_an_iteration_for_the_governor() -> None:
