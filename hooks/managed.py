@@ -46,6 +46,7 @@ from .weights.storages import in_graphs
 
 if TYPE_CHECKING:
     from .prefix.store import PrefixStore
+    from .profile import Grid
 
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
@@ -79,7 +80,8 @@ def manage(
 
     `tpot_slo`, `ttft_slo`: seconds, or a text such as "80ms", that a decode step and a prefill may take. "auto" then
     streams as many layers as that allows, so that their pages are free (Select-N §4.5). What iterations take is
-    measured first, if there is no record of it on this machine. `priority`: models with the lowest give their pages
+    measured first, if there is no record of it on this machine. They hold for each request that is batched, too, where
+    it asks nothing else; `ttft_slo` counts from its arrival then. `priority`: models with the lowest give their pages
     first, and those of their KV caches. `floor`: bytes of device memory, or a text such as "2GiB", that its weights and
     caches keep together, whoever is short. `prefix_cache`: True, or a size such as "8GiB", that what `generate()`
     computed is kept, and a prompt that begins with something that is kept computes only the rest; see
@@ -119,11 +121,12 @@ def managed(
     files: Files | None = None,
     progress: Callable[[int], object] = int,
     on: Runtime | None = None,
+    grid: Grid | None = None,
 ) -> Managed:
     """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
     already. `chaos`: a seed. `files`: given for a model on the CPU that was just loaded and is to come to the device;
     its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
-    whose pages it gets, by default those of what is installed."""
+    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     rule = _rule(model, options)
@@ -167,7 +170,7 @@ def managed(
             _managed[model] = made
         try:
             streams.wait_for_work(device)  # other threads run it on other streams
-            made._govern()
+            made._govern(grid)
         except BaseException:
             if files is None:
                 made.release()
@@ -342,18 +345,18 @@ class Managed:
         self._finalizer.detach()
         _managed.pop(model, None)
 
-    def _govern(self) -> None:
+    def _govern(self, grid: Grid | None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
         if self._elastic.options.slo or any(self._elastic.plan.pages):
-            self._elastic.start(self._measured)
+            self._elastic.start(partial(self._measured, grid), grid is not None)
 
-    def _measured(self) -> Record:
+    def _measured(self, grid: Grid | None) -> Record:
         """What its iterations take, all layers being resident."""
         from .profile import load_or_measure
 
         model = self._model()
         assert model is not None  # manage() holds it
-        return load_or_measure(model, self._pace, self._weights.device).record
+        return load_or_measure(model, self._pace, self._weights.device, grid).record
 
     @property
     def _released(self) -> bool:

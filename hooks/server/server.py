@@ -29,8 +29,10 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from ...allocator._native import Device
 from ...allocator.config import parse_time
 from ...allocator.errors import ConfigError, ManageError
+from ..device import governors
 from ..managed import Managed, managed
 from ..options import ManageOptions
+from ..profile import Grid
 from .metrics import Collector
 from .tenants import Tenants, asked_slo
 
@@ -71,8 +73,9 @@ class Server:
         self._models = ModelManager(device=place, continuous_batching=True, model_timeout=-1)
         self._handles: list[Managed] = []
         self._names = {self._models.process_model_name(name) for name in names}
+        grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
         for name in names:
-            self._load(name, options)
+            self._load(name, options, grid)
         self.app = self._application(Collector(device, self.tenants))
 
     def run(self) -> None:
@@ -99,12 +102,13 @@ class Server:
             self._handles.pop().release()
         self._models.shutdown()
 
-    def _load(self, name: str, options: ManageOptions) -> None:
+    def _load(self, name: str, options: ManageOptions, grid: Grid | None) -> None:
+        """`grid`: what is measured of it first, so that it is known what it can give while others are asked."""
         self._say(f"loading {name}")
         model, _ = self._models.load_model_and_processor(self._models.process_model_name(name))
         if not hasattr(model, "init_continuous_batching"):
             raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")
-        self._handles.append(managed(model, options))
+        self._handles.append(managed(model, options, grid=grid))
         self._say(f"{name}: {self._handles[-1]!r}")
 
     def _application(self, figures: Collector) -> FastAPI:

@@ -173,11 +173,11 @@ class Elastic:
         if self._governed:
             self._governor.after(self)
 
-    def start(self, measured: Callable[[], Record]) -> None:
+    def start(self, measured: Callable[[], Record], always: bool = False) -> None:
         """The governor may change it from now on. `measured` is called for what its iterations take, where it has an
-        SLO. SLOError where that cannot be kept; ManageError where the link cannot be measured."""
+        SLO, or `always`. SLOError where that cannot be kept; ManageError where it, or the link, cannot be measured."""
         governor, device = self._governor, self._weights.device
-        if self.options.slo:
+        if self.options.slo or always:
             record = self.timings.record = measured()
             governor.link.bandwidth = record.bandwidth
         elif governor.link.bandwidth is None and self.plan.streamed:

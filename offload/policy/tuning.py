@@ -333,8 +333,11 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
-    # The buffer for KV of prompts begins with this part of the host's memory: all of it, until steps miss an SLO. Chosen.
+    # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
+    # What is measured of each of several models before it is served: batches and lengths up to these, for so many
+    # seconds. Chosen: enough to know what hides behind its steps while it is idle.
+    measured: tuple[int, int, float] = (4, 512, 10.0)
     # eLLM §4.4.2: an event is `violations` within `window` iterations, and changes the buffer by `factor`.
     violations: int = 3
     window: int = 5

@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,6 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
     expected = stock(model, asked, 8)
     install(24)
     sizes: list[int] = []
-    model.register_forward_pre_hook(lambda *_: sizes.append(schedule.buffer.size))
     with ballonet.manage(model):
         settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
         batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
@@ -282,6 +282,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
             generation_config=settings, continuous_batching_config=batching
         ) as manager:
             schedule = manager.batch_processor.scheduler
+            watch = model.register_forward_pre_hook(partial(lambda it, *_: sizes.append(it.buffer.size), schedule))
             for slo in (RequestSLO(), RequestSLO(tpot=1e-9), RequestSLO(ttft=1e-9)):
                 sizes.clear()
                 found: dict[str, Any] = {}
@@ -299,6 +300,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
                     assert sizes[-1] > sizes[0]
                 else:
                     assert set(sizes) == {24 * PAGE}
+        watch.remove()
         del manager, schedule, answer
 
 
@@ -312,12 +314,16 @@ def test_what_a_model_promises_its_requests_are_promised() -> None:
             continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
         ) as manager:
             schedule = manager.batch_processor.scheduler
-            model.register_forward_pre_hook(lambda *_: asked.append(schedule.asked("own" if len(asked) > 3 else "none")))
+            names = iter(("none",) * 4 + ("own",) * 4)
+            watch = model.register_forward_pre_hook(
+                partial(lambda it, *_: asked.append(it.asked(next(names))), schedule)
+            )
             manager.add_request([5, 6, 7], request_id="none")
             assert manager.get_result(timeout=60).error is None
             schedule.promise("own", RequestSLO(tpot=50.0))
             manager.add_request([5, 6, 7], request_id="own")
             assert manager.get_result(timeout=60).error is None
+        watch.remove()
         del manager, schedule
         asked_of = [(each.ttft, each.tpot, each.arrived > 0) for each in asked]
         assert asked_of == [(None, 60.0, True)] * 4 + [(None, 50.0, False)] * 4

@@ -22,7 +22,14 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import PreTrainedTokenizerFast
 
+import ballonet
+from ballonet.allocator import runtime
+from ballonet.hooks.options import ManageOptions
+from ballonet.hooks.server.server import Address, Server
+
 from ..models import VOCABULARY, build
+from ..pool import take_out
+from ..tuned import Tuned
 
 KEY = "a key"
 TOKENS = 8
@@ -204,3 +211,19 @@ def test_an_slo_comes_with_a_request(serving: Serving) -> None:
         client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers={"x-tpot-slo": "soon"})
     kept = {"x-tpot-slo": "60s", "x-ttft-slo": "600s"}
     assert client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers=kept).choices[0].text
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_models_that_have_not_run_are_measured(
+    count: int, tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is known what one can give while another is asked; alone it gives to nobody."""
+    tuned(weights={"large": 2**11}, serving={"measured": (1, 64, 1.0)})
+    monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
+    names = [saved(tmp_path / str(layers), layers) for layers in (4, 5)[:count]]
+    try:
+        Server(names, runtime.require(), ManageOptions(), Address(), lambda line: None).close()
+        assert len(list(tmp_path.glob("cache/**/*.json"))) == (count if count > 1 else 0)
+    finally:
+        take_out()
