@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from .arrivals import BLOCK, Arrival
 
+# headers of a request: what it may take to its first token, and a step in which it decodes, as "80ms"
+SLOS: Final = ("x-ttft-slo", "x-tpot-slo")
 # words that most tokenizers have as one token each
 WORDS: Final = """
     the of and to in is it that he was for on are as with his they at be this from have or by one had not but what all
@@ -38,6 +40,11 @@ class Answered:
     def gaps(self) -> list[float]:
         """Seconds between two pieces."""
         return [later - sooner for sooner, later in pairwise(self.times)]
+
+
+def headers(*slos: float | None) -> dict[str, str]:
+    """What a request sends to ask for these SLOs, in seconds; None: nothing is asked."""
+    return {name: f"{slo * 1e6:.0f}us" for name, slo in zip(SLOS, slos, strict=True) if slo is not None}
 
 
 def prompt_of(arrival: Arrival, number: int, lengths: float) -> str:

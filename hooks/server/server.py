@@ -33,11 +33,11 @@ from ..device import governors
 from ..managed import Managed, managed
 from ..options import ManageOptions
 from ..profile import Grid
+from .load import SLOS
 from .metrics import Collector
 from .tenants import Tenants, asked_slo
 
 OPEN = ("/health", "/metrics")  # that need no key
-SLOS = ("x-ttft-slo", "x-tpot-slo")  # headers of a request: what it may take to its first token, and a step, as "80ms"
 
 
 @dataclass(frozen=True)

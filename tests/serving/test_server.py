@@ -191,6 +191,19 @@ def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
     assert said["goodput"] == pytest.approx(8 / said["seconds"], rel=0.01)
 
 
+def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
+    for n in range(12):  # so that it is known what steps take
+        ask(serving.client(), serving.models[1], 3 + n)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
+    command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
+    for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
+        asked = [sys.executable, "-m", "ballonet", *command, *options]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["failed"] == failed
+        assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
+
+
 def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

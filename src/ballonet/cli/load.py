@@ -25,11 +25,12 @@ def add(commands: Any) -> None:
     parser.add_argument("--model", required=True, help="the model that is asked")
     parser.add_argument("--api-key", metavar="KEY", default="none", help="what the server wants to be sent")
     arguments.add_requests(parser)
+    parser.add_argument("--ask", action="store_true", help="each request asks the server for the SLOs, too")
 
 
 def _load(args: argparse.Namespace) -> None:
     from ..hooks.server.arrivals import read
-    from ..hooks.server.load import replay, summary
+    from ..hooks.server.load import headers, replay, summary
 
     try:
         from openai import AsyncOpenAI
@@ -41,8 +42,11 @@ def _load(args: argparse.Namespace) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {len(arrivals)} requests", end="\n" if done == len(arrivals) else "", file=sys.stderr)
 
+    settings = {"base_url": f"{args.url}/v1", "api_key": args.api_key, "max_retries": 0, "timeout": 600}
+    asked = headers(args.ttft_slo, args.tpot_slo) if args.ask else {}
+
     async def run() -> dict[str, Any]:
-        async with AsyncOpenAI(base_url=f"{args.url}/v1", api_key=args.api_key, max_retries=0, timeout=600) as client:
+        async with AsyncOpenAI(**settings, default_headers=asked) as client:
             answers = await replay(arrivals, client, args.model, float(args.lengths), note)
         if failed := next((each.error for each in answers if each.error), ""):
             print(f"ballonet: the first request that failed: {failed}", file=sys.stderr)
