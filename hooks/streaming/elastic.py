@@ -175,10 +175,18 @@ class Elastic:
 
     def start(self, measured: Callable[[], Record], always: bool = False) -> None:
         """The governor may change it from now on. `measured` is called for what its iterations take, where it has an
-        SLO, or `always`. SLOError where that cannot be kept; ManageError where it, or the link, cannot be measured."""
+        SLO, or `always`. SLOError where that cannot be kept; ManageError where it, or the link, cannot be measured: a
+        warning without an SLO, as it is assumed then."""
         governor, device = self._governor, self._weights.device
-        if self.options.slo or always:
-            record = self.timings.record = measured()
+        try:
+            record = measured() if self.options.slo or always else None
+        except ManageError as why:
+            if self.options.slo:
+                raise
+            record = None
+            warnings.warn(f"what {self.name} can give while it is idle is assumed: {why}", RuntimeWarning, stacklevel=2)
+        if record is not None:
+            self.timings.record = record
             governor.link.bandwidth = record.bandwidth
         elif governor.link.bandwidth is None and self.plan.streamed:
             governors.measure_link(device, governor)

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -226,17 +227,22 @@ def test_an_slo_comes_with_a_request(serving: Serving) -> None:
     assert client.completions.create(model=model, prompt="w3", max_tokens=8, extra_headers=kept).choices[0].text
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "host_pages", "records"), [(1, True, 0), (2, True, 2), (2, False, 0)])
 def test_models_that_have_not_run_are_measured(
-    count: int, tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+    count: int, host_pages: bool, records: int, tmp_path: Path, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So it is known what one can give while another is asked; alone it gives to nobody."""
+    """So it is known what one can give while another is asked; alone it gives to nobody, and without host pages it is
+    served all the same."""
     tuned(weights={"large": 2**11}, serving={"measured": (1, 64, 1.0)})
     monkeypatch.setenv("BALLONET_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("BALLONET_HOST_PAGES", str(int(host_pages)))
     ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
     names = [saved(tmp_path / str(layers), layers) for layers in (4, 5)[:count]]
     try:
-        Server(names, runtime.require(), ManageOptions(), Address(), lambda line: None).close()
-        assert len(list(tmp_path.glob("cache/**/*.json"))) == (count if count > 1 else 0)
+        with (
+            nullcontext() if host_pages else pytest.warns(RuntimeWarning, match="while it is idle is assumed: the link")
+        ):
+            Server(names, runtime.require(), ManageOptions(), Address(), lambda line: None).close()
+        assert len(list(tmp_path.glob("cache/**/*.json"))) == records
     finally:
         take_out()
