@@ -71,17 +71,15 @@ class Loop(CBGenerateManager):
     @property
     def queued(self) -> tuple[int, int]:
         """Requests that run, and that wait."""
-        loop = self._cb
-        if loop is None or loop.batch_processor is None:
+        loop, scheduler = self._cb, self._scheduler
+        if loop is None or scheduler is None:
             return 0, 0
-        scheduler = loop.batch_processor.scheduler
         return len(scheduler.active_requests), len(scheduler.waiting_requests) + loop.input_queue.qsize()
 
     @property
     def buffer(self) -> int:
         """Bytes of the host that KV of prompts may have now."""
-        loop = self._cb
-        scheduler = None if loop is None or loop.batch_processor is None else loop.batch_processor.scheduler
+        scheduler = self._scheduler
         return scheduler.buffer.size if isinstance(scheduler, ElasticScheduler) else 0
 
     @property
@@ -89,13 +87,18 @@ class Loop(CBGenerateManager):
         """Batches so far."""
         return 0 if self._cb is None else int(getattr(self._cb, "current_batch", 0))
 
+    @property
+    def _scheduler(self) -> Any:
+        """The loop's; None where it has not begun."""
+        processor = None if self._cb is None else self._cb.batch_processor
+        return None if processor is None else processor.scheduler
+
     def _admit(self, request: str, inputs: Any, options: Any) -> None:
         if not inputs["input_ids"]:
             raise HTTPException(400, "the prompt has no tokens")
         if self.queued[1] >= self._most_waiting:
             raise HTTPException(429, f"{self._most_waiting} requests wait already: try again later")
-        loop = self._cb
-        scheduler = None if loop is None or loop.batch_processor is None else loop.batch_processor.scheduler
+        scheduler = self._scheduler
         if isinstance(scheduler, ElasticScheduler):
             refusal = scheduler.refusal(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
             if refusal is not None:

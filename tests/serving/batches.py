@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,16 @@ def answers(model: Any, asked: list[list[int]], tokens: int = 12, **settings: An
     )
     by_number = sorted(found.values(), key=lambda each: int(each.request_id.removeprefix("req_")))
     return [Answer(each.generated_tokens, each.error) for each in by_number]
+
+
+def looping(model: Any, tokens: int) -> AbstractContextManager[Any]:
+    """The manager of a generation loop whose answers have so many tokens."""
+    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
+    found: AbstractContextManager[Any] = model.continuous_batching_context_manager(
+        generation_config=settings, continuous_batching_config=batching
+    )
+    return found
 
 
 def stock(model: Any, asked: list[list[int]], tokens: int = 12) -> list[Answer]:

@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api, scheduler
 
 import ballonet
@@ -33,7 +31,7 @@ from ..core import arm, disarm
 from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
-from .batches import BLOCK, answers, prompts, stock
+from .batches import answers, looping, prompts, stock
 
 pytestmark = pytest.mark.chaos
 
@@ -198,11 +196,7 @@ def test_requests_wait_for_what_others_are_promised(
     install(256)
     seen, found = Batches(monkeypatch), dict[str, Any]()
     with ballonet.manage(model, batches="full"):
-        settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
-        with model.continuous_batching_context_manager(
-            generation_config=settings, continuous_batching_config=batching
-        ) as manager:
+        with looping(model, 8) as manager:
             first = manager.add_request(asked[0])  # after which it is known what steps take
             while manager.get_result(timeout=1) is None:
                 pass
@@ -244,11 +238,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
     with ballonet.manage(model) as managed:
         assert [answers(model, asked, 40), answers(model, asked, 40)] == [expected, expected]  # what batches take
         assert managed.report().streamed == ()
-        settings = GenerationConfig(max_new_tokens=40, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
-        with model.continuous_batching_context_manager(
-            generation_config=settings, continuous_batching_config=batching
-        ) as manager:
+        with looping(model, 40) as manager:
             schedule = manager.batch_processor.scheduler
             for n, prompt in enumerate(asked):
                 schedule.promise(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
@@ -276,11 +266,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
     install(24)
     sizes: list[int] = []
     with ballonet.manage(model):
-        settings = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
-        with model.continuous_batching_context_manager(
-            generation_config=settings, continuous_batching_config=batching
-        ) as manager:
+        with looping(model, 8) as manager:
             schedule = manager.batch_processor.scheduler
             watch = model.register_forward_pre_hook(partial(lambda it, *_: sizes.append(it.buffer.size), schedule))
             for slo in (RequestSLO(), RequestSLO(tpot=1e-9), RequestSLO(ttft=1e-9)):
@@ -309,10 +295,7 @@ def test_what_a_model_promises_its_requests_are_promised() -> None:
     model: Any = build("llama")
     asked: list[RequestSLO] = []
     with ballonet.manage(model, tpot_slo=60.0):
-        with model.continuous_batching_context_manager(
-            generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
-        ) as manager:
+        with looping(model, 4) as manager:
             schedule = manager.batch_processor.scheduler
             names = iter(("none",) * 4 + ("own",) * 4)
             watch = model.register_forward_pre_hook(
@@ -349,10 +332,7 @@ def test_a_model_is_wanted_as_long_as_it_has_requests() -> None:
         assert found is not None
         assert found.wanted is None
         model.register_forward_pre_hook(lambda *_: seen.append(found.wanted))
-        with model.continuous_batching_context_manager(
-            generation_config=GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
-        ) as manager:
+        with looping(model, 4) as manager:
             manager.add_request([5, 6, 7])
             assert manager.get_result(timeout=60).error is None
             while not 0 < (found.wanted or 0) < math.inf:
