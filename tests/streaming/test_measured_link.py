@@ -19,18 +19,9 @@ from ballonet.offload.policy.plan import Fewest, Plan, fewest
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link
 
-from ..models import Output, build
+from ..models import Output
 from ..tuned import Clock, Tuned
-from .conftest import INPUTS, PAGE
-from .test_streaming import say
-
-LAYERS = 8
-
-
-@pytest.fixture(scope="module")
-def larger() -> Any:
-    with install.stock():
-        return build("llama", num_hidden_layers=LAYERS)
+from .conftest import INPUTS, PAGE, say
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import runtime
 from ballonet.allocator.config import cache_dir
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.device import governors
@@ -16,21 +16,14 @@ from ballonet.hooks.device.key import key_of
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
+from ..models import Output
 from ..tuned import Tuned
-from .conftest import LAYERS
-from .test_remapping import full
-from .test_streaming import Output, say
+from .conftest import LAYERS, full, say
 
 pytestmark = pytest.mark.chaos
 
 
 LAYER = 8 * 4096  # bytes of one that streams
-
-
-@pytest.fixture(scope="module")
-def stock(original: Any) -> Output:
-    with install.stock():
-        return say(original)
 
 
 def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> Path:
