@@ -251,34 +251,7 @@ def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:
     assert governor.taken_of(cache.number) == frozenset()
 
 
-def test_nothing_of_a_model_that_changes_is_listed() -> None:
-    device, governor, clock, (a, _) = governed(100, {}, {})
-    cache = FakeCache(device, governor, clock)
-    cache.step(1)
-    governor.reclaim.publish_now()
-    with governor.changing(a):
-        governor.reclaim.publish_now()
-        assert {name for name, _ in in_list(device)} == {"b", "cache"}
-    assert {name for name, _ in in_list(device)} == {"a", "b", "cache"}
-
-
 # -- floors
-
-
-def test_a_floor_keeps_weights_and_caches_together() -> None:
-    """40 pages of layers and 6 of KV, 41 of which stay: five give, and those are layers while there are any to give."""
-    device, governor, clock, (a,) = governed(100, {"floor": 41})
-    governor.before(a, HERE)
-    cache = FakeCache(device, governor, clock)
-    governor.after(a)
-    cache.step(6)
-    clock.now += 2 * PAGES.idle
-    governor.reclaim.publish_now()
-    device.kv = device.free
-    while device.want(1):
-        device.kv += device.free
-    assert a.here + cache.here == 41
-    assert trace(device) == ["a"]
 
 
 @settings(max_examples=60)
@@ -557,11 +530,11 @@ ONCE = 2 * (15 + 25 + 8)  # all that a, b and the chat can give goes, and comes 
 @pytest.mark.parametrize(
     ("half", "periods", "most"),
     [
-        (0.3, 300, 0),
-        (3.0, 300, 20),
-        (0.8 * PAGES.dwell, 120, ONCE),
-        (1.5 * PAGES.dwell, 120, ONCE),
-        (4 * PAGES.dwell, 120, ONCE),
+        (0.3, 60, 0),
+        (3.0, 60, 20),
+        (0.8 * PAGES.dwell, 30, ONCE),
+        (1.5 * PAGES.dwell, 30, ONCE),
+        (4 * PAGES.dwell, 30, ONCE),
     ],
 )
 def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int, most: int) -> None:

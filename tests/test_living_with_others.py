@@ -81,8 +81,8 @@ def fly(model: Any, managed: ballonet.Managed) -> None:
 
 
 def stream(model: Any) -> ballonet.Managed:
-    managed = ballonet.manage(model, interval=2)
-    assert managed.report().streamed == (1, 3)
+    managed = ballonet.manage(model, interval=1)
+    assert managed.report().streamed == (0, 1, 2, 3), "in two slots"
     fly(model, managed)
     return managed
 
@@ -225,7 +225,7 @@ def test_weights_that_are_tied_before() -> None:
         model, twin = build(tie_word_embeddings=True), build(tie_word_embeddings=True)
         for each in (model, twin):
             tie(each)
-        managed = ballonet.manage(model, interval=2)
+        managed = ballonet.manage(model, interval=1)
         alike(model, twin, managed)
         fly(model, managed)
         with torch.no_grad():
@@ -320,7 +320,7 @@ def test_accelerate_that_offloads(how: str, tmp_path: Path) -> None:
         expected = say(twin)
     offload()
     with pytest.raises(ManageError, match="offloaded by accelerate"):
-        ballonet.manage(model, interval=2)
+        ballonet.manage(model, interval=1)
     remove_hook_from_submodules(model)
     managed = stream(model)
     offload()
@@ -458,7 +458,7 @@ def test_weights_of_four_bits() -> None:
 
 def test_weights_of_eight_bits_stay_where_their_layers_put_them() -> None:
     model, twin = (exchanged(build(), Linear8bit) for _ in range(2))
-    managed = ballonet.manage(model, interval=2)
+    managed = ballonet.manage(model, interval=1)
     alike(model, twin, managed)
     assert "puts its memory back" in managed.report().unmanaged_tensors["model.layers.1.mlp.up_proj.weight"]
     assert "model.layers.1.self_attn.q_proj.weight" not in managed.report().unmanaged_tensors
@@ -536,13 +536,13 @@ def test_distributed_data_parallel(group: None) -> None:
     alike(model, twin, managed)
     fly(model, managed)  # whoever holds the weights
     with pytest.raises(AlreadyManaged):
-        ballonet.manage(outside, interval=2)
+        ballonet.manage(outside, interval=1)
     del outside
     alike(model, twin, managed)
     fly(model, managed)
     managed.release()
 
-    with ballonet.manage(inside, interval=2):
+    with ballonet.manage(inside, interval=1):
         assert all(torch.equal(*pair) for pair in zip(step(inside), expected, strict=True))
         alike(other, twin, None)
 
@@ -555,7 +555,7 @@ def test_shards_are_refused(group: None) -> None:
         wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
     for each in (sharded, wrapped):
         with pytest.raises(ManageError, match="sharded by FSDP"):
-            ballonet.manage(each, interval=2)
+            ballonet.manage(each, interval=1)
 
 
 # Adapters
@@ -612,7 +612,7 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
             both.append(peft.get_peft_model(each, lora(peft)))
     one, other = both
     if managed is None:
-        managed = ballonet.manage(one, interval=2)
+        managed = ballonet.manage(one, interval=1)
     steps: dict[str, Act] = {
         "attached": lambda it: None,
         "off for a while": lambda it: it.disable_adapter_layers(),

@@ -223,9 +223,8 @@ ONEIROS = (
     Row(
         "reversion: pages that the cache leaves return to the weights",
         (
-            "test_remap.py::test_weights_come_back_when_the_load_is_gone",
-            "test_governor.py::test_weights_come_back_when_the_load_is_gone",
-            "test_governor.py::test_nothing_flaps_on_a_square_wave",
+            "test_remap.py::test_what_is_given_back_fits_and_costs_no_time",
+            "test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing",
             "streaming/test_levers.py::test_an_idle_model_gives_and_gets_back",
         ),
         ("figure:reactivate",),
