@@ -596,7 +596,7 @@ def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.
         model(IDS)
 
     line = 0
-    while interrupted(run, line := line + 7, *parts):
+    while interrupted(run, line := line + 11, *parts):
         assert all(bits(tensor) == expected[name] for name, tensor in tensors(model).items()), line
         if line % 5 == 0:
             assert say(model).agrees(stock), line
