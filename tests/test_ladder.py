@@ -251,6 +251,17 @@ def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:
     assert governor.taken_of(cache.number) == frozenset()
 
 
+def test_nothing_of_a_model_that_changes_is_listed() -> None:
+    device, governor, clock, (a, _) = governed(100, {}, {})
+    cache = FakeCache(device, governor, clock)
+    cache.step(1)
+    governor.reclaim.publish_now()
+    with governor.changing(a):
+        governor.reclaim.publish_now()
+        assert {name for name, _ in in_list(device)} == {"b", "cache"}
+    assert {name for name, _ in in_list(device)} == {"a", "b", "cache"}
+
+
 # -- floors
 
 
