@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -489,15 +487,6 @@ def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(device: De
     device.check()
 
 
-def test_a_reorder_by_rows_that_do_not_exist_changes_nothing() -> None:
-    layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
-        each.update(*tokens(20))
-        with pytest.raises(IndexError):
-            each.reorder_cache(torch.tensor([0, BATCH]))
-    same(layer, stock)
-
-
 def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
     layer, stock = ElasticLayer(), DynamicLayer()
     for each in (layer, stock):
@@ -511,19 +500,6 @@ def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
     assert not layer.elastic
 
 
-def test_crop_by_a_positive_number_is_what_transformers_makes_of_it() -> None:
-    layer, stock = ElasticLayer(), DynamicLayer()
-    outcomes = []
-    for each in (layer, stock):
-        each.update(*tokens(20))
-        try:
-            outcomes.append(each.crop(7))
-        except ValueError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
-    same(layer, stock)
-
-
 def test_autograd_does_not_take_appending_for_a_change() -> None:
     layer = ElasticLayer()
     keys, _ = layer.update(*tokens(20))
@@ -535,38 +511,6 @@ def test_autograd_does_not_take_appending_for_a_change() -> None:
     layer.update(*tokens(5, 2))
     scores.sum().backward()
     assert torch.allclose(query.grad, tokens(20)[0].sum(dim=2, keepdim=True))
-
-
-def test_under_a_compiler_the_layer_is_stock_and_comes_back() -> None:
-    layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
-        each.update(*tokens(20))
-    step = torch.compile(lambda each, *new: each.update(*new)[0] * 2, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(step(layer, *tokens(1, 1)), step(stock, *tokens(1, 1)))
-    assert not layer.elastic
-    same(layer, stock)
-    for each in (layer, stock):
-        each.update(*tokens(2, 2))
-    assert layer.elastic
-    same(layer, stock)
-
-
-def test_tensors_and_caches_can_be_saved(tmp_path: Path) -> None:
-    cache = KVCache(LlamaConfig(num_hidden_layers=2))
-    for index in range(2):
-        cache.update(*tokens(20, index), layer_idx=index)
-    torch.save(cache.layers[1].keys, tmp_path / "keys")
-    assert torch.equal(torch.load(tmp_path / "keys"), cache.layers[1].keys)
-    buffer = io.BytesIO()
-    torch.save(cache, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    assert type(loaded) is KVCache
-    for index in range(2):
-        same(loaded.layers[index], cache.layers[index])
-    assert torch.equal(loaded.update(*tokens(1, 5), layer_idx=1)[0], cache.update(*tokens(1, 5), layer_idx=1)[0])
-    assert loaded.layers[1].elastic
 
 
 def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -613,17 +557,6 @@ def test_kv_cache_without_install_says_what_to_do(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runtime, "current", lambda number: None)
     with pytest.raises(NotInstalled, match="install"):
         KVCache()
-
-
-def test_sliding_layers_are_transformers_own() -> None:
-    config = LlamaConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
-    cache = KVCache(config)
-    stock = DynamicCache(config=config)
-    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "ElasticLayer"]
-    for step in range(3):
-        for index in range(2):
-            ours, theirs = (each.update(*tokens(3, step), layer_idx=index) for each in (cache, stock))
-            assert torch.equal(ours[0], theirs[0])
 
 
 def test_an_append_is_inside_a_lease() -> None:

@@ -15,7 +15,6 @@ from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.offload.governor import kv_read_plan
 
-from ..test_kv import tokens
 from ..tuned import Tuned
 from .pressure import poison, two_thirds
 from .test_stream import LAYERS, PAGE, Layers, device, fly, room, small, streamed  # noqa: F401 (fixtures)
@@ -69,35 +68,6 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
         streamed.update()  # in place
     assert streamed.flying == 0
     device.check()
-    streamed.check()
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_it_may_be_the_attention_of_a_layer_that_flies_itself(
-    streamed: Layers,  # noqa: F811
-    device: Device,  # noqa: F811
-    blocks: list[int],
-    layer: int,
-) -> None:
-    """Between what `update` has returned and the last time that it is read."""
-    streamed.update(only=layer - 1)
-    elastic, stock = streamed.pairs[layer]
-    new = tokens(1, 99)
-    ours, theirs = elastic.update(*new), stock.update(*new)
-    blocks.append(device.allocate((device.available + nothing_away(streamed) + in_slots(streamed) - 1) * PAGE))
-    poison(device)
-    assert all(map(torch.equal, ours, theirs)), "it reads the same bytes on the host"
-    assert sum(each.range.backed for each in streamed.tier.client.way._slots._slots) <= 1
-    del ours, theirs
-    for elastic, stock in streamed.pairs[layer + 1 :]:
-        new = tokens(1, 98)
-        assert all(map(torch.equal, elastic.update(*new), stock.update(*new)))
-    device.check()
-    streamed.check()
-    while blocks:
-        device.deallocate(blocks.pop())
-    device.trim()
-    fly(streamed)
     streamed.check()
 
 
