@@ -174,37 +174,6 @@ def test_the_explicit_cache(device: Device) -> None:
     assert cache.get_seq_length() == 12 + 14 - 1
 
 
-def test_a_prefix_is_reused_by_deepcopy(device: Device) -> None:
-    """The way that transformers documents."""
-    model = model_of("llama")
-    prefix = {name: tensor[:, :8] for name, tensor in INPUTS.items()}
-
-    def answers(empty: Any) -> list[Output]:
-        with torch.no_grad():
-            filled = model(**prefix, past_key_values=empty).past_key_values
-        outputs = [generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(filled)) for _ in range(2)]
-        outputs.append(generate(model, "greedy", INPUTS, past_key_values=filled))
-        return outputs
-
-    ours, theirs = answers(KVCache(model.config)), answers(DynamicCache(config=model.config))
-    assert all(mine.agrees(other) for mine, other in zip(ours, theirs, strict=True))
-
-
-def test_assisted_decoding_crops_every_round(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, one = model_of("llama"), {name: tensor[:1] for name, tensor in INPUTS.items()}
-    plain = generate(model, "greedy", one, tokens=30)
-    cuts: list[int] = []
-    crop = ElasticLayer.crop
-    monkeypatch.setattr(ElasticLayer, "crop", lambda layer, count: (cuts.append(count), crop(layer, count))[1])
-    helper = build("llama", num_hidden_layers=1)
-    with attached(model), attached(helper):
-        drafted = generate(model, "greedy", one, tokens=30, prompt_lookup_num_tokens=4)
-        assisted = generate(model, "greedy", one, tokens=30, assistant_model=helper)
-    assert any(cuts)
-    assert torch.equal(drafted.tokens, plain.tokens)
-    assert torch.equal(assisted.tokens, plain.tokens)
-
-
 @pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized"])
 def test_other_kinds_of_cache_stay_what_they_are(
     device: Device, implementation: str, monkeypatch: pytest.MonkeyPatch

@@ -27,8 +27,8 @@ from ballonet.allocator.errors import AlreadyManaged, ManageError
 from ballonet.offload.policy import plan
 
 from . import models
-from .pool import installing
-from .portrait import bits, contents, none_in_pool
+from .pool import in_pool, installing, mapped
+from .portrait import all_in_pool, bits, conserved, contents, none_in_pool
 from .streaming.conftest import streams
 from .tuned import Tuned
 
@@ -326,6 +326,8 @@ def test_accelerate_that_offloads(how: str, tmp_path: Path) -> None:
     offload()
     for _ in range(2):
         assert agree(say(model), expected)
+    if how == "disk":  # on the CPU what is offloaded to it keeps its memory
+        assert "offloaded by accelerate" in managed.report().unmanaged_tensors["lm_head.weight"]
     remove_hook_from_submodules(model)
     alike(model, twin, managed)
     assert not managed.report().unmanaged_tensors
@@ -450,6 +452,8 @@ def test_weights_of_four_bits() -> None:
     fly(model, managed)
     weight = model.model.layers[1].mlp.up_proj.weight
     assert type(weight) is Packed
+    assert in_pool(weight, mapped("host"))
+    assert not in_pool(weight.quant_state)
     assert bits(weight.quant_state) == bits(twin.model.layers[1].mlp.up_proj.weight.quant_state)
     del weight
     exchanged(model, nn.Identity)  # type: ignore[arg-type]
@@ -556,9 +560,23 @@ def test_shards_are_refused(group: None) -> None:
     for each in (sharded, wrapped):
         with pytest.raises(ManageError, match="sharded by FSDP"):
             ballonet.manage(each, interval=1)
+    later = build()
+    with ballonet.manage(later, interval=1) as managed:
+        with install.stock():
+            fully_shard(later)
+        assert later(IDS, labels=IDS).loss.item() == sharded(IDS, labels=IDS).loss.item()
+        unmanaged = managed.report().unmanaged_tensors
+        assert set(unmanaged.values()) == {unmanaged["lm_head.weight"]}
+        assert "sharded by FSDP" in unmanaged["lm_head.weight"]
 
 
 # Adapters
+
+
+@pytest.fixture
+def peft() -> Any:
+    with install.stock():  # it makes tensors when it is imported
+        return pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
 
 
 def lora(peft: Any) -> Any:
@@ -566,10 +584,8 @@ def lora(peft: Any) -> Any:
     return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-def test_adapters_are_merged_into_whatever_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_merged_into_whatever_streams(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every number of layers and slots: the weights are those of stock, byte for byte, and so they stay."""
-    with install.stock():
-        peft = pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
     for m, slots in ((m, slots) for m in range(1, 5) for slots in (1, 2, 3) if slots <= m):
         monkeypatch.setattr(
             plan, "at_interval", lambda pages, _, m=m, slots=slots: plan.streaming(pages, plan.spread(pages, m), slots)
@@ -600,9 +616,7 @@ def test_adapters_are_merged_into_whatever_streams(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
-    with install.stock():  # it makes tensors when it is imported
-        peft = pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
+def test_peft_through_its_life(peft: Any, when: str, tmp_path: Path) -> None:
     model, twin = build(), build()
     managed = stream(model) if when == "before" else None
     with install.stock():
@@ -632,6 +646,7 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
                 act(each)
         alike(one, other, managed, name)
         assert not managed.report().unmanaged_tensors
+        assert conserved(runtime.require(), managed), name
     fly(one, managed)
     one.save_pretrained(tmp_path / "ours")
     other.save_pretrained(tmp_path / "stock")
@@ -647,3 +662,23 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
         fly(bases[0], managed)
     managed.release()
     alike(*bases, None)
+
+
+@pytest.mark.counts
+def test_the_adapters_of_transformers(peft: Any) -> None:
+    model, twin = build(), build()
+    managed = stream(model)
+    steps: list[Act] = [
+        lambda one: (torch.manual_seed(1), one.add_adapter(lora(peft), adapter_name="first")),
+        lambda one: one.disable_adapters(),
+        lambda one: one.enable_adapters(),
+        lambda one: one.delete_adapter("first"),
+    ]
+    for step in steps:
+        for one in (model, twin):
+            with install.stock():
+                step(one)
+        alike(model, twin, managed)
+        assert all_in_pool(model, "device", "host")
+    managed.release()
+    assert none_in_pool(model)

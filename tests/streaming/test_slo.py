@@ -18,7 +18,7 @@ from ballonet.offload.record.record import Point, Record
 
 from ..models import Output
 from ..tuned import Tuned
-from .conftest import LAYERS, full, say
+from .conftest import full, say
 
 pytestmark = pytest.mark.chaos
 
@@ -95,18 +95,6 @@ def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, tune
     with ballonet.manage(model, tpot_slo=caught.value.slo, ttft_slo=5.0) as managed:
         say(model)
         assert managed.report().streamed == ()
-
-
-def test_a_damaged_record_is_measured_anew(model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
-    path.write_text(path.read_text()[:-100])
-    monkeypatch.setattr("ballonet.hooks.profile.Grid.sizes", lambda grid, longest=0: [(1, 16)])
-    with pytest.warns(RuntimeWarning, match=r"cannot be read|damaged"):
-        managed = ballonet.manage(model, tpot_slo=60.0)
-    with managed:
-        assert say(model).agrees(stock)
-        assert managed.report().times["decode"].resident is not None
-    assert len(managed.report().streamed) <= LAYERS
 
 
 def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, stock: Output) -> None:
