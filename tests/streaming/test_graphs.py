@@ -179,39 +179,6 @@ def test_what_was_published_is_withdrawn_before_anything_is_captured(model: Any)
         assert seen == [0]
 
 
-def test_a_graph_that_is_collected_lets_its_layers_go(model: Any, expected: torch.Tensor) -> None:
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        captured = Captured(lambda: logits(model))
-        again = Captured(lambda: logits(model))
-        del captured
-        gc.collect()
-        prepare(model)
-        assert not take()
-        assert torch.equal(again.replay(), expected)
-        del again
-        gc.collect()
-        prepare(model)
-        assert take()
-        assert torch.equal(logits(model), expected)
-        assert managed.report().streamed
-
-
-def test_a_graph_that_holds_a_capture_cannot_begin_another_one(model: Any, expected: torch.Tensor) -> None:
-    with ballonet.manage(model) as managed:
-        prepare(model)
-        captured = Captured(lambda: logits(model))
-        with pytest.raises(AssertionError, match="owns a captured graph already"):
-            captured.graph.capture_begin()
-        prepare(model)
-        assert not take()
-        assert torch.equal(captured.replay(), expected)
-        captured.graph.reset()
-        with graphs.capture(captured.graph):
-            pass
-        assert managed.report().kept == (), "it can be used again"
-
-
 def hidden(model: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 3, model.config.hidden_size, generator=generator)
@@ -361,20 +328,6 @@ def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Ten
         gc.collect()
         assert torch.equal(logits(model), expected)
         assert managed.report().kept == ()
-
-
-def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expected: torch.Tensor) -> None:
-    states = hidden(model)
-    with install.stock(), torch.no_grad():
-        right = original.model.layers[0].mlp(states)
-    with ballonet.manage(model, interval=2) as managed:
-        before = managed.report().streamed
-        captured = Captured(lambda: model.model.layers[0].mlp(states))
-        assert managed.report().kept == (0,)
-        for _ in range(2):
-            assert torch.equal(logits(model), expected)
-            assert torch.equal(captured.replay(), right)
-        assert managed.report().streamed == before
 
 
 def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) -> None:
