@@ -13,6 +13,7 @@ Note [Who asks when]
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -149,20 +150,18 @@ class Governor:
             free = self._known.look(now)
             self.exchange.spare(now)
             self._compare(state, point, now, free)
-            decision = self._known.answers.get((state.number, point))
-            if decision is None:
-                situation = self._known.situation(now, free)
-                decision = decide(situation, state, point)
-                state.waking &= point.phase != "decode" or decision.plan != state.model.plan
-                self._known.settled = situation.settled
-                self._known.wanting = free.bit_length() + 1 if situation.short else self._known.wanting
-                self._known.answers[state.number, point] = replace(decision, notice=None)
+            decision, offered = self._decided(state, point, now, free), self._known.list.pages
             stale = self._known.list.stale
             tended = [cache for _, cache in self._known.clients.paged] if self.pages.short and not stale else []
             resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
         if stale:
             self.reclaim.publish()
             self._watch()
+            kept = decision.refusal is None and state.slo(point.phase) < math.inf
+            if kept and self._known.list.pages is not offered:
+                with self._known.lock:  # it was promised what others do not offer any more
+                    self._known.moved()
+                    decision = self._decided(state, point, now, self._known.look(now))
         for cache in resting:
             cache.give_slots()
         for cache in tended:
@@ -301,6 +300,18 @@ class Governor:
         return pages
 
     # -- what happened; the caller holds the lock
+
+    def _decided(self, state: ModelState, point: Point, now: float, free: int) -> Decision:
+        """Looks the decision up, or decides."""
+        decision = self._known.answers.get((state.number, point))
+        if decision is None:
+            situation = self._known.situation(now, free)
+            decision = decide(situation, state, point)
+            state.waking &= point.phase != "decode" or decision.plan != state.model.plan
+            self._known.settled = situation.settled
+            self._known.wanting = free.bit_length() + 1 if situation.short else self._known.wanting
+            self._known.answers[state.number, point] = replace(decision, notice=None)
+        return decision
 
     def _arrive(self, state: ModelState, point: Point, now: float) -> None:
         if self._known.clients.idleness.woke(state, now):
