@@ -19,15 +19,14 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import GenerationMixin
 
-from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks import compat
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
+from .kv.pressure import started
 from .models import Output, before_each_forward, build, generate, prompts, questions
 
 INPUTS = prompts(batch=3, longest=12)
@@ -36,17 +35,8 @@ Act = Callable[[int, Any], None]
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=4096)).device
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    assert opened.snapshot()["pages"]["kv"] == 0
-    del opened
-    runtime.stop()
-    torch.set_num_threads(threads)
+    with started(budget=2**24, page_size=4096) as opened:
+        yield opened
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,14 +26,6 @@ HYBRID = ("hybrid", "LinearAttentionAndFullAttentionLayer", "ElasticHybridLayer"
 INDEXED = ("indexed_attention", "DynamicIndexedLayer", "DynamicIndexedLayer")
 NOTHING = ("dummy", "DummyLayer", "DummyLayer")
 CROSS = (CROSS_ATTENTION, "DynamicLayer", "ElasticLayer")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    yield
-    torch.set_num_threads(threads)
 
 
 def planned(model: Any) -> CachePlan:

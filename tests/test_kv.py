@@ -18,7 +18,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError, NotInstalled, UnsupportedVersion
 from ballonet.hooks import compat
 from ballonet.hooks.forward.lease import ForwardLease, current
@@ -29,6 +28,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .core import arm, disarm, faults_fired
+from .kv.pressure import started
 from .pool import bytes_that_exist, in_pool
 
 PAGE = 4096
@@ -39,14 +39,8 @@ BATCH, HEADS, K_DIM, V_DIM = 2, 3, 8, 4  # 288 bytes per token in float32: a pag
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:
-    opened = runtime.start(Config(device="cpu", budget=BUDGET, host_budget=HOST * PAGE, page_size=PAGE)).device
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    assert opened.snapshot()["pages"]["kv"] == 0
-    del opened
-    runtime.stop()
+    with started(budget=BUDGET, host_budget=HOST * PAGE, page_size=PAGE) as opened:
+        yield opened
 
 
 @pytest.fixture

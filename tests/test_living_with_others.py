@@ -43,12 +43,9 @@ IDS = INPUTS["input_ids"]
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     with installing(BUDGET, PAGE) as now:
         now()
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

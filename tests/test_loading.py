@@ -38,8 +38,6 @@ from .portrait import all_in_pool, contents
 from .programs import run
 from .tuned import Tuned
 
-torch.set_num_threads(1)
-
 PAGE = 4096
 BUDGET = 2**25
 LAYERS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,6 @@ from . import core
 from .models import build, generate, prompts
 
 HERE = Point("decode", 1, 100)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    yield
-    torch.set_num_threads(threads)
 
 
 class Clock:

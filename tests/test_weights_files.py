@@ -23,8 +23,6 @@ from . import weights
 from .models import build
 from .programs import run
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:

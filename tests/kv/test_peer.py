@@ -264,14 +264,11 @@ def test_without_peer_access_it_says_so_and_goes_on() -> None:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device under torch whose peer is small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     ballonet.install(2**22, page_size=4096, host_budget=2**24, peer_budget=24 * 4096, device="cpu")
     yield runtime.require()
     runtime.require().check()
     assert bytes_that_exist("peer") <= 24 * 4096
     take_out()
-    torch.set_num_threads(threads)
 
 
 def test_tokens_are_those_of_stock_while_pages_go_all_ways(crowded: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
@@ -28,14 +27,11 @@ PAGE = 4096
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
     yield
     gc.collect()
     runtime.require().check()
     take_out()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
