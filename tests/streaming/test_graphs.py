@@ -330,6 +330,20 @@ def test_what_is_not_resident_cannot_be_captured(model: Any, expected: torch.Ten
         assert managed.report().kept == ()
 
 
+def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expected: torch.Tensor) -> None:
+    states = hidden(model)
+    with install.stock(), torch.no_grad():
+        right = original.model.layers[0].mlp(states)
+    with ballonet.manage(model, interval=2) as managed:
+        before = managed.report().streamed
+        captured = Captured(lambda: model.model.layers[0].mlp(states))
+        assert managed.report().kept == (0,)
+        for _ in range(2):
+            assert torch.equal(logits(model), expected)
+            assert torch.equal(captured.replay(), right)
+        assert managed.report().streamed == before
+
+
 def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) -> None:
     """Every number of layers and slots that can be asked for, and what was decided before the capture."""
     states = hidden(model)
