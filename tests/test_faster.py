@@ -86,6 +86,20 @@ def test_layers_of_any_size_and_iterations_of_several_kinds(
     assert fastest(found, done, MARGIN, most) == found
 
 
+def test_what_takes_the_time_decides() -> None:
+    """At r = 2 two slots are faster, at r = 8 one is."""
+    one, two = (fewest(EQUAL, 30, Fraction(ratio)) for ratio in (8, 2))
+    assert one is not None
+    assert two is not None
+    assert (len(one.slot_pages), len(two.slot_pages)) == (1, 2)
+    prefill, decode = costs(EQUAL, Fraction(2), 1.0), costs(EQUAL, Fraction(8), 0.1)
+    assert fastest(one, [(1, decode), (10, prefill)], MARGIN) == two
+    assert fastest(two, [(1, decode), (10, prefill)], MARGIN) == two
+    assert fastest(two, [(63, decode), (1, prefill)], MARGIN) == one
+    assert fastest(one, [(63, decode), (1, prefill)], MARGIN) == one
+    assert fastest(two, [], MARGIN) == two, "nothing was measured"
+
+
 # -- as the governor asks
 
 
