@@ -179,6 +179,21 @@ def test_what_was_published_is_withdrawn_before_anything_is_captured(model: Any)
         assert seen == [0]
 
 
+def test_a_graph_that_holds_a_capture_cannot_begin_another_one(model: Any, expected: torch.Tensor) -> None:
+    with ballonet.manage(model) as managed:
+        prepare(model)
+        captured = Captured(lambda: logits(model))
+        with pytest.raises(AssertionError, match="owns a captured graph already"):
+            captured.graph.capture_begin()
+        prepare(model)
+        assert not take()
+        assert torch.equal(captured.replay(), expected)
+        captured.graph.reset()
+        with graphs.capture(captured.graph):
+            pass
+        assert managed.report().kept == (), "it can be used again"
+
+
 def hidden(model: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(2, 3, model.config.hidden_size, generator=generator)

@@ -50,15 +50,18 @@ def wanted(original: Any, managed: ballonet.Managed, n: int = 2) -> bytes:
 
 
 def test_memory_that_a_weight_had_before(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    """What averages of weights do: data is exchanged, and put back later."""
+    """What averages of weights do: data is exchanged, and put back later. Or the weight itself is replaced."""
     fly(model, managed)
     weight = projection(model, managed).weight
     backup = weight.data
     weight.data = weight.data * 2
     del weight
+    module = projection(model, managed, 1)
+    old, module.weight = module.weight, nn.Parameter(torch.zeros_like(module.weight))
     for _ in range(2):
         say(model)
         assert bits(backup) == wanted(original, managed)
+        assert bits(old) == wanted(original, managed, 1)
 
 
 def test_a_part_that_outlives_its_model(original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +496,19 @@ def test_a_section_outlives_a_change_of_the_model(model: Any, stock: Output, man
         model.model.layers[0].register_buffer("new", torch.zeros(4096))
         assert not streams(managed, lambda: say(model).agrees(stock))
     fly(model, managed)
+
+
+def test_a_module_in_several_layers(original: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with install.stock():
+        model = copy.deepcopy(original)
+        for layer in model.model.layers:
+            layer.mlp.gate_proj = model.model.layers[0].mlp.gate_proj
+            layer.register_buffer("shared", model.model.rotary_emb.inv_freq, persistent=False)
+        expected = say(copy.deepcopy(model))
+    with streamed(model, 3, 2, monkeypatch) as managed:
+        for _ in range(2):
+            assert say(model).agrees(expected)
+        fly(model, managed)
 
 
 def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
