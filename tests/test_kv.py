@@ -553,6 +553,17 @@ def test_kv_cache_without_install_says_what_to_do(monkeypatch: pytest.MonkeyPatc
         KVCache()
 
 
+def test_sliding_layers_are_transformers_own() -> None:
+    config = LlamaConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], sliding_window=4)
+    cache = KVCache(config)
+    stock = DynamicCache(config=config)
+    assert [type(layer).__name__ for layer in cache.layers] == ["DynamicSlidingWindowLayer", "ElasticLayer"]
+    for step in range(3):
+        for index in range(2):
+            ours, theirs = (each.update(*tokens(3, step), layer_idx=index) for each in (cache, stock))
+            assert torch.equal(ours[0], theirs[0])
+
+
 def test_an_append_is_inside_a_lease() -> None:
     ranges = CacheRanges(layers=2, expected=1)
     layers = [ElasticLayer(ranges) for _ in range(2)]
