@@ -322,7 +322,6 @@ DECODING = [Point("decode", 2, length) for length in (9, 10, 11)]
     [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("mamba", (1,) * 3)],
 )
 def test_points_of_a_generation(name: str, held: tuple[int, ...]) -> None:
-    """One that keeps a state instead of tokens holds none, however many it has read."""
     model = build(name)
     assert points(model, prompts(2, 9)) == [Point("prefill", 2, 9), *(Point("decode", 2, length) for length in held)]
     assert points(model, prompts(2, 9), "beam")[1] == Point("decode", 6, held[0])

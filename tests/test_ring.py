@@ -253,7 +253,6 @@ def test_a_read_before_enter_is_out_of_order() -> None:
 
 
 def test_a_layer_that_has_come_back_is_copied_to_its_slot_once() -> None:
-    """And again where it was written on the host meanwhile."""
     with model([2, 2], range(2), 1) as it:
         it.arrange([0])
         before = it.copied()

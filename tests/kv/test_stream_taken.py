@@ -72,7 +72,6 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
 
 
 def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, device: Device) -> None:  # noqa: F811
-    """It is demanded: who streams leases its cache."""
     lease = ForwardLease().open()
     streamed.update()
     wanted = (device.available + nothing_away(streamed) + 3) * PAGE

@@ -163,7 +163,6 @@ def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Outp
 
 
 def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: Any, stock: Output) -> None:
-    """Read and written by a reference from before, with layers coming and going."""
     weight = model.model.layers[1].mlp.up_proj.weight
     row = weight.data[3]
     expected = bytes(original.model.layers[1].mlp.up_proj.weight.detach().numpy().tobytes())
@@ -183,7 +182,6 @@ def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: 
 
 @pytest.mark.counts
 def test_no_token_moves_a_page(model: Any) -> None:
-    """Nothing is mapped, led elsewhere or made while layers stream."""
 
     @torch.no_grad()
     def tokens() -> None:
@@ -198,7 +196,6 @@ def test_no_token_moves_a_page(model: Any) -> None:
 
 
 def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
-    """The first layers that leave give theirs."""
     with ballonet.manage(model) as managed:
         device = runtime.require()
         device.trim()
@@ -221,7 +218,6 @@ def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
 def test_a_release_that_fails_leaves_a_model_whose_layers_come_and_go(
     model: Any, original: Any, stock: Output, monkeypatch: pytest.MonkeyPatch, interval: Any
 ) -> None:
-    """And nobody reads a slot."""
     with ballonet.manage(model, interval=interval) as managed:
         assert say(model).agrees(stock)
         with monkeypatch.context() as patched:

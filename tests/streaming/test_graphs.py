@@ -246,7 +246,6 @@ def test_runs_of_layers_within_a_forward(model: Any, expected: torch.Tensor) -> 
 
 
 def test_what_nobody_notices_within_a_forward(model: Any, original: Any, expected: torch.Tensor) -> None:
-    """As a compiled layer reads its weights."""
     states, made = hidden(model), []
     with install.stock(), torch.no_grad():
         right = original.model.layers[5].mlp.up_proj(states)
@@ -360,7 +359,6 @@ def test_an_interval_that_was_asked_for_is_kept(model: Any, original: Any, expec
 
 
 def test_whatever_is_planned(model: Any, original: Any, expected: torch.Tensor) -> None:
-    """Every number of layers and slots that can be asked for, and what was decided before the capture."""
     states = hidden(model)
     with install.stock(), torch.no_grad():
         right = original.model.layers[3].mlp(states)

@@ -52,7 +52,6 @@ def ladder(governor: Any) -> dict[Rung, Lever]:
 
 
 def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> None:
-    """What a lever says that it would free is what it frees, and pages that went come back."""
     with install.stock():
         expected, idle = say(model), copy.deepcopy(larger)
     device = runtime.require()
@@ -222,7 +221,6 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
 
 
 def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
-    """Whatever is pulled or reverted at whatever boundary, tokens are stock's."""
     with install.stock():
         them: list[tuple[Any, Output]] = [(model, say(model)), (copy.deepcopy(larger), say(larger))]
     managed = [ballonet.manage(each, chaos=seed) for seed, (each, _) in enumerate(them)]
@@ -250,7 +248,6 @@ def test_chaos_with_all_levers(model: Any, larger: Any, governor: Any) -> None:
 
 
 def test_a_link_that_matters_is_measured(model: Any, governor: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who may give what depends on it, once pages are scarce."""
     monkeypatch.setattr(governor.link, "_bandwidth", None)
     monkeypatch.setattr(governor.pages, "scarce", False)
     with ballonet.manage(model):

@@ -245,7 +245,6 @@ def test_a_thread_that_looks_while_the_layer_runs(
 def test_what_is_kept_of_a_layer_that_runs_is_its_weight(
     model: Any, original: Any, stock: Output, managed: ballonet.Managed, how: str
 ) -> None:
-    """For good, and what is written there is written to the layer."""
     module = projection(model, managed)
     kept: list[Any] = []
     looks: dict[str, Any] = {
@@ -342,7 +341,6 @@ def test_what_is_written_between_two_forwards_is_read(
 
 
 def test_copies_begin_before_the_pass_where_nobody_can_write(model: Any, managed: ballonet.Managed) -> None:
-    """And where somebody can, with it: after a look, and while someone holds a weight."""
     ring = managed._weights.ring
     begin = ring.begin
     copied: list[int] = []
@@ -391,7 +389,6 @@ def test_the_copy_of_the_next_layer_begins_when_a_layer_is_left(model: Any, mana
 def test_where_references_cannot_be_counted_layers_are_copied_when_a_pass_begins(
     model: Any, original: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if somebody held every weight: slower, and right. What is kept of a layer is seen as ever."""
     before = governors.composed_with()
     unknown = before._replace(interpreter=Interpreter((3, 14), free_threaded=False, gil=True))
     copied = []
@@ -465,7 +462,6 @@ def test_a_functional_call_reads_what_it_is_given(model: Any, original: Any, man
 
 
 def test_a_layer_that_reads_another_one(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    """One that has run, one that is to run, and one that it runs inside of itself."""
     seen: list[bytes] = []
     layers = model.model.layers
     first, second, third = managed.report().streamed
@@ -528,7 +524,6 @@ def test_a_look_at_a_changed_model_that_breaks_off_is_made_up_for(
 
 
 def test_ctrl_c_anywhere_in_a_pass(model: Any, stock: Output, managed: ballonet.Managed) -> None:
-    """Whatever line of it was interrupted, the weights are what they are and the model goes on."""
     expected = {name: bits(tensor) for name, tensor in tensors(model).items()}
     parts = (ring, streaming, bound, turns)
 
