@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from budgets import OURS, STOCK, what
-from common import GIB, MIB, Figure, Options, report
+from common import GIB, MIB, Figure, Options, tell
 from peer import Functions, Peer, begin, peers
 
 import ballonet
@@ -34,17 +34,6 @@ HELD = {"cuda": 32768, "cpu": 512, "tiny": 256}  # tokens of each sequence of a 
 LONGER, MORE = 4, 3  # times what stock reaches
 TOKENS = 4  # of a generate() over a batch
 MOST = 2**18  # tokens
-COLUMNS = [
-    "",
-    STOCK,
-    OURS,
-    "ballonet / stock",
-    "tokens per chunk",
-    "stock: time",
-    "ballonet: time",
-    "next tokens that differ",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -55,7 +44,7 @@ def main() -> None:
     with peers(__file__, chosen, (OURS,)) as found:
         rows = [context(found[OURS], stock, CHUNK[kind]), batch(found[OURS], stock, HELD[kind])]
     title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
-    report(chosen, "context", title, COLUMNS, rows)
+    tell(chosen, "context", title, rows)
 
 
 class Stock(NamedTuple):
@@ -76,43 +65,44 @@ def of_stock(peer: Peer, chunk: int, held: int) -> Stock:
     return Stock(found, longer, answer, most)
 
 
-def context(peer: Peer, stock: Stock, chunk: int) -> list[Any]:
+def context(peer: Peer, stock: Stock, chunk: int) -> dict[str, Any]:
     """The row of the longest context; `LONGER` times as long as stock's it is enough."""
     least, longer = stock.context, stock.longer
     ours = peer.ask("context", most=longer["tokens"], chunk=chunk)
     again = peer.ask("context", most=least["tokens"], chunk=chunk)
     differ = (again["next"] != least["next"]) + (ours["tokens"] == longer["tokens"] and ours["next"] != longer["next"])
-    return [
-        "longest context, tokens",
-        least["tokens"],
-        ours["tokens"],
-        Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
-        chunk,
-        f"first token {least['seconds']:.3g} s; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
-        f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
-        Figure.of([float(differ)]).at_most(0),
-        ours["decided"],
-    ]
+    theirs = f"first token {least['seconds']:.3g} s"
+    return {
+        "": "longest context, tokens",
+        STOCK: least["tokens"],
+        OURS: ours["tokens"],
+        "ballonet / stock": Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
+        "tokens per chunk": chunk,
+        "stock: time": f"{theirs}; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
+        "ballonet: time": f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
+        "next tokens that differ": Figure.of([float(differ)]).at_most(0),
+        "what gave pages": ours["decided"],
+    }
 
 
-def batch(peer: Peer, stock: Stock, held: int) -> list[Any]:
+def batch(peer: Peer, stock: Stock, held: int) -> dict[str, Any]:
     """The row of the largest batch."""
     wanted = MORE * stock.most
     ours = peer.ask("batch", sequences=wanted, tokens=held)
     more = wanted
     if ours["ms"] is None:
         more, ours = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), wanted)
-    return [
-        f"largest batch of {held:,} tokens each",
-        stock.most,
-        more,
-        Figure.of([more / stock.most]).at_least(MORE),
-        "",
-        f"{stock.batch['ms']:.3g} ms per token",
-        f"{ours['ms']:.3g} ms per token",
-        "",
-        ours["decided"],
-    ]
+    return {
+        "": f"largest batch of {held:,} tokens each",
+        STOCK: stock.most,
+        OURS: more,
+        "ballonet / stock": Figure.of([more / stock.most]).at_least(MORE),
+        "tokens per chunk": "",
+        "stock: time": f"{stock.batch['ms']:.3g} ms per token",
+        "ballonet: time": f"{ours['ms']:.3g} ms per token",
+        "next tokens that differ": "",
+        "what gave pages": ours["decided"],
+    }
 
 
 def largest(ask: Callable[[int], dict[str, Any]], high: int) -> tuple[int, dict[str, Any]]:
@@ -152,12 +142,8 @@ def longest(held: Held, budget: int, most: int, chunk: int, limited: bool = True
     if not limited:
         held.reset()
         held.hold(budget)
-    return {
-        "tokens": tokens,
-        "next": following,
-        "seconds": seconds,
-        "decided": "" if before is None else decided(before),
-    }
+    gave = "" if before is None else decided(before)
+    return {"tokens": tokens, "next": following, "seconds": seconds, "decided": gave}
 
 
 def computed(held: Held, most: int, chunk: int) -> tuple[int, int, float]:

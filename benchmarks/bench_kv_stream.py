@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common import MIB, Figure, Options, interleaved, report
+from common import MIB, Figure, Options, interleaved, tell
 from peer import Functions, answering, begin, peers, synchronize
 from streamed import environment, page_size, titled
 
@@ -23,16 +23,6 @@ AWAY = 0.75
 IN_PLACE = "in place"
 LIMITS = {"through slots": 1.1, IN_PLACE: 1.2}
 TOKENS, WARM = 10, 4
-COLUMNS = [
-    "sequences",
-    "tokens held",
-    "KV",
-    "ms per token",
-    "MiB away",
-    "MiB copied per token",
-    "bound, ms",
-    "ms / bound",
-]
 
 
 def main() -> None:
@@ -45,10 +35,10 @@ def main() -> None:
         for batch, held in CASES[chosen.kind]:
             rows += rows_of(found, batch, held, chosen)
     title = f"decoding with KV on the host: ms per token, {what}"
-    report(chosen, "kv-stream", titled(chosen, title), COLUMNS, rows)
+    tell(chosen, "kv-stream", titled(chosen, title), rows)
 
 
-def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[list[Any]]:
+def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[dict[str, Any]]:
     answers: dict[str, dict[str, float]] = {}
 
     def decode(name: str) -> float:
@@ -65,9 +55,19 @@ def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> li
         over = Figure.of([ms.median / bound])
         if name in LIMITS and chosen.cuda and not chosen.tiny:
             over = over.at_most(LIMITS[name])
-        sizes = [Figure.of([answer[kind] / MIB]) for kind in ("away", "copied")]
         how = name if chosen.cuda or name != IN_PLACE else f"{name}, at the speed of memory"
-        rows.append([batch, held, how, ms, *sizes, Figure.of([bound]), over])
+        rows.append(
+            {
+                "sequences": batch,
+                "tokens held": held,
+                "KV": how,
+                "ms per token": ms,
+                "MiB away": Figure.of([answer["away"] / MIB]),
+                "MiB copied per token": Figure.of([answer["copied"] / MIB]),
+                "bound, ms": Figure.of([bound]),
+                "ms / bound": over,
+            }
+        )
     return rows
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from budgets import OURS, page_size, unlimited
-from common import Figure, Options, describe_few, report
+from common import Figure, Options, describe_few, tell
 from peer import Functions, begin, peers
 
 LAYERS = {"cuda": (16, 12), "cpu": (16, 12), "tiny": (4, 2)}  # of the one that lends, and of the other
@@ -22,18 +22,6 @@ OTHERS = {"cuda": 24, "cpu": 12, "tiny": 6}  # prompts of the other in a round, 
 ROOM = {"cuda": 12 * 2**30, "cpu": 56 * 2**20, "tiny": 12 * 2**18}  # bytes beside all weights
 ROUNDS = {"cuda": 5, "cpu": 5, "tiny": 1}
 SLOWER = 1.10
-COLUMNS = [
-    "alone, ms per token",
-    "beside, ms per token",
-    "beside / alone",
-    "alone, ms to the first",
-    "beside, ms to the first",
-    "beside / alone",
-    "pages borrowed",
-    "pages taken back",
-    "pages of a unit",
-    "tokens that differ",
-]
 
 
 def main() -> None:
@@ -48,20 +36,20 @@ def main() -> None:
     )
     slower = Figure.ratio(beside, alone)
     row = [
-        alone,
-        beside,
-        slower if chosen.tiny else slower.at_most(SLOWER),
-        first,
-        first_beside,
-        Figure.ratio(first_beside, first),
-        borrowed,
-        back,
-        rounds[-1]["unit"],
-        differ.at_most(0),
+        ("alone, ms per token", alone),
+        ("beside, ms per token", beside),
+        ("beside / alone", slower if chosen.tiny else slower.at_most(SLOWER)),
+        ("alone, ms to the first", first),
+        ("beside, ms to the first", first_beside),
+        ("beside / alone", Figure.ratio(first_beside, first)),
+        ("pages borrowed", borrowed),
+        ("pages taken back", back),
+        ("pages of a unit", rounds[-1]["unit"]),
+        ("tokens that differ", differ.at_most(0)),
     ]
     lender, other = LAYERS[kind]
     title = f"lending pages: {PROMPT[kind]:,} tokens, {describe_few(chosen, lender)}, beside one with {other} layers"
-    report(chosen, "lending", title, COLUMNS, [row])
+    tell(chosen, "lending", title, [row])
 
 
 def functions(name: str, chosen: Options) -> Functions:

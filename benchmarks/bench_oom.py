@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from budgets import OURS, STOCK, what
-from common import MIB, Figure, Options, report
+from common import MIB, Figure, Options, tell
 from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
@@ -24,16 +24,6 @@ CASES = {
     "tiny": (8, 128, 3),
 }  # sequences, tokens of the prompt, and new ones
 SHARES = {"cuda": (0.4,), "cpu": (0.6, 0.3), "tiny": (0.7,)}  # of what stock needs beside the weights
-COLUMNS = [
-    "budget, MiB",
-    "of what stock needs",
-    "stock",
-    "ballonet",
-    "tokens that differ",
-    "ms per token",
-    "of stock without a limit",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -50,23 +40,23 @@ def main() -> None:
             rows.append(row_of(budget, free, their, started[OURS].ask("say", budget=budget)))
     batch, length, tokens = CASES[kind]
     title = f"a budget of which stock dies: {batch} x {length} tokens and {tokens} more, {what(chosen)}"
-    report(chosen, "oom", title, COLUMNS, rows)
+    tell(chosen, "oom", title, rows)
 
 
-def row_of(budget: int, free: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> list[Any]:
+def row_of(budget: int, free: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """`free`: what stock said without a limit."""
     differ = sum(a != b for a, b in zip(free["tokens"], ours["tokens"] or [-1] * len(free["tokens"]), strict=True))
     ms = Figure.of([ours["ms"]]) if ours["ms"] is not None else ""
-    return [
-        round(budget / MIB),
-        Figure.of([budget / free["peak"]]),
-        ending(stock),
-        ending(ours),
-        Figure.of([float(differ)]).at_most(0),
-        ms,
-        "" if ms == "" else Figure.of([ours["ms"] / free["ms"]]),
-        ours["decided"],
-    ]
+    return {
+        "budget, MiB": round(budget / MIB),
+        "of what stock needs": Figure.of([budget / free["peak"]]),
+        STOCK: ending(stock),
+        OURS: ending(ours),
+        "tokens that differ": Figure.of([float(differ)]).at_most(0),
+        "ms per token": ms,
+        "of stock without a limit": "" if ms == "" else Figure.of([ours["ms"] / free["ms"]]),
+        "what gave pages": ours["decided"],
+    }
 
 
 def ending(answer: dict[str, Any]) -> str:

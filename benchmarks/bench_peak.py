@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import MIB, Figure, Options, report
+from common import MIB, Figure, Options, tell
 from peer import Functions, answering, begin, peers, synchronize
 
 # Few layers, so that activations count beside the weights; lengths that no size class fits twice.
@@ -49,14 +49,10 @@ def main() -> None:
             ratio = Figure.of([physical / live])
             if name == "ballonet":
                 ratio = ratio.at_most(round(1.02 + 4 * page / live, 4))
-            rows.append([name, round(live / MIB), round(physical / MIB), ratio])
-    report(
-        chosen,
-        "peak",
-        "peak physical memory against peak live, prefills of varied length (limit: 1.02 x peak live + 4 pages)",
-        ["allocator", "peak live MiB", "peak physical MiB", "physical / live"],
-        rows,
-    )
+            row = {"allocator": name, "peak live MiB": round(live / MIB), "peak physical MiB": round(physical / MIB)}
+            rows.append({**row, "physical / live": ratio})
+    title = "peak physical memory against peak live, prefills of varied length (limit: 1.02 x peak live + 4 pages)"
+    tell(chosen, "peak", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from common import MIB, Figure, Options, describe_few, report
+from common import MIB, Figure, Options, describe_few, tell
 from peer import Functions, begin, peers, seconds
 from streamed import environment, page_size
 
@@ -29,17 +29,6 @@ ROUNDS = 3
 PATIENCE = 30.0  # s until weights are back
 IDLE = 1.2  # s after which a model counts as idle
 LIMIT = 1.1
-COLUMNS = [
-    "who gives first",
-    "layers of the next, the last",
-    "first token of the next: resident, ms",
-    "ms",
-    "MiB over the link",
-    "bound, ms",
-    "ms / bound",
-    "token later / resident",
-    "to the host twice",
-]
 
 
 def main() -> None:
@@ -53,20 +42,20 @@ def main() -> None:
         bound = max(answer["resident"], answer["bytes"] / link * 1e3)
         over, later = Figure.of([answer["ms"] / bound]), Figure.of([answer["later"] / answer["token"]])
         rows.append(
-            [
-                policy,
-                f"{answer['next']}, {answer['last']}",
-                Figure.of([answer["resident"]]),
-                Figure.of([answer["ms"]]),
-                round(answer["bytes"] / MIB, 1),
-                round(bound, 1),
-                over.at_most(LIMIT) if chosen.cuda else over,
-                later.at_most(1.03) if chosen.cuda else later,
-                Figure.of([float(answer["back"])]).at_most(0),
-            ]
+            {
+                "who gives first": policy,
+                "layers of the next, the last": f"{answer['next']}, {answer['last']}",
+                "first token of the next: resident, ms": Figure.of([answer["resident"]]),
+                "ms": Figure.of([answer["ms"]]),
+                "MiB over the link": round(answer["bytes"] / MIB, 1),
+                "bound, ms": round(bound, 1),
+                "ms / bound": over.at_most(LIMIT) if chosen.cuda else over,
+                "token later / resident": later.at_most(1.03) if chosen.cuda else later,
+                "to the host twice": Figure.of([float(answer["back"])]).at_most(0),
+            }
         )
     title = f"a model that gave pages of its layers runs again: three models of {describe_few(chosen, LAYERS)}"
-    report(chosen, "reactivate", title, COLUMNS, rows)
+    tell(chosen, "reactivate", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -13,7 +13,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
-from common import GIB, MIB, Figure, Options, describe_few, report
+from common import GIB, MIB, Figure, Options, describe_few, tell
 from peer import Functions, begin, peers, synchronize
 from streamed import WARM
 
@@ -25,17 +25,6 @@ HELD = {"cuda": (4, 4096), "cpu": (4, 512), "tiny": (2, 64)}  # sequences, token
 TOKENS = {"cuda": 32, "cpu": 24, "tiny": 8}
 ROUNDS = {"cuda": 3, "cpu": 3, "tiny": 1}
 LONGER = 50.0  # ms
-COLUMNS = [
-    "shrinks by, MiB",
-    "longest gap, ms",
-    "nobody shrinks, ms",
-    "longer by, ms",
-    "set_budget took, ms",
-    "ms per token before",
-    "after",
-    "refused",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -46,20 +35,20 @@ def main() -> None:
         rounds = [found[OURS].ask("round") for _ in range(ROUNDS[kind])]
     columns = {name: Figure.of([each[name] for each in rounds]) for name in rounds[0] if name != "decided"}
     longer = Figure.of([each["gap"] - each["quiet"] for each in rounds])
-    row = [
-        round(LESS[kind] / MIB),
-        columns["gap"],
-        columns["quiet"],
-        longer.at_most(LONGER) if chosen.cuda else longer,
-        columns["took"],
-        columns["before"],
-        columns["after"],
-        columns["refused"].at_most(0),
-        rounds[-1]["decided"],
-    ]
+    row = {
+        "shrinks by, MiB": round(LESS[kind] / MIB),
+        "longest gap, ms": columns["gap"],
+        "nobody shrinks, ms": columns["quiet"],
+        "longer by, ms": longer.at_most(LONGER) if chosen.cuda else longer,
+        "set_budget took, ms": columns["took"],
+        "ms per token before": columns["before"],
+        "after": columns["after"],
+        "refused": columns["refused"].at_most(0),
+        "what gave pages": rounds[-1]["decided"],
+    }
     batch, length = HELD[kind]
     title = f"the budget shrinks while {batch} x {length} tokens decode, {describe_few(chosen, LAYERS[kind])}"
-    report(chosen, "shrink", title, COLUMNS, [row])
+    tell(chosen, "shrink", title, [row])
 
 
 def functions(name: str, chosen: Options) -> Functions:

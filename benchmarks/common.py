@@ -9,7 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ import ballonet
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
 REPETITIONS = 7
+Row = Mapping[str, Any] | Sequence[tuple[str, Any]]  # of a table: cells by column; pairs where two have one name
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
@@ -160,6 +161,12 @@ def report(chosen: Options, name: str, title: str, columns: list[str], rows: lis
     plain = [[asdict(cell) if isinstance(cell, Figure) else cell for cell in row] for row in rows]
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps({"benchmark": name, "title": title, "columns": columns, "rows": plain}, indent=1))
+
+
+def tell(chosen: Options, name: str, title: str, rows: list[Row]) -> None:
+    """The same of rows whose cells have their columns' names, all in the same order."""
+    cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
+    report(chosen, name, title, [column for column, _ in cells[0]], [[value for _, value in row] for row in cells])
 
 
 def machine() -> dict[str, Any]:
