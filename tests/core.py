@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -28,6 +28,7 @@ from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExha
 
 from .contract.driver import Driver, private_standin
 
+T = TypeVar("T")
 PAGE = 4096
 PLACES = ("device", "host", "peer")
 # Every call that changes what lies behind an address; the others only ask, wait, or choose a context.
@@ -315,9 +316,10 @@ class Core:
         owner: _native.Owner = "kv",
         group: _native.Group | None = None,
         auto_retire: bool = False,
+        **soon: Any,
     ) -> _native.Range:
-        """A range that is closed at the end, if it was not before."""
-        made = self.device.reserve(pieces * self.page, owner, group or self.device.group(), auto_retire)
+        """A range that is closed at the end, if it was not before. `soon`: expected, reuse, more; see `reserve`."""
+        made = self.device.reserve(pieces * self.page, owner, group or self.device.group(), auto_retire, **soon)
         self._ranges.append(made)
         return made
 
@@ -338,6 +340,16 @@ class Core:
         """Pages of closed ranges, which still lie behind their addresses."""
         found: int = self.device.snapshot()["kept"]
         return found
+
+    def cached_ranges(self, *sizes: tuple[int, int]) -> list[int]:
+        """Closes ranges of so many pieces and pages: the addresses at which these stay, the oldest first."""
+        ranges = [self.range(pieces, reuse=False) for pieces, _ in sizes]
+        for some, (_, mapped) in zip(ranges, sizes, strict=True):
+            some.map(0, mapped)
+        for some in ranges:
+            some.close()
+        self.device.reap(wait=True)
+        return [some.address for some in ranges]
 
     def copied(self) -> dict[str, int]:
         """Bytes, of those ways on which there were any."""
@@ -372,6 +384,9 @@ class Core:
         for one in self._ranges:
             one.close()
         self._ranges.clear()
+        for *_, blocks in self.device.segments():
+            for address, *_ in blocks:
+                self.device.deallocate(address)  # what is no block is ignored
 
 
 def clean() -> None:
@@ -421,6 +436,38 @@ def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) 
             wait(running, timeout=0.01)
         for each in running:
             each.result()
+
+
+def faults_at_every_call(
+    prepare: Callable[[Core], T], work: Callable[[T], object], times: int = 1, **options: Any
+) -> Iterator[tuple[T, bool]]:
+    """Scenes in which one driver call of the work, or so many in a row, have failed, for each call that it makes.
+
+    Yields the scene and whether the work was done: it returned something other than False and raised nothing. It may
+    only fail where a fault struck. No fault is left.
+    """
+    with opened(**options) as core:
+        scene = prepare(core)
+        made = all_calls(lambda: work(scene))
+    struck = scenes = 0
+    for function, count in made.items():
+        for ahead in faulted(function, count):
+            with opened(**options) as core:
+                scene, fired = prepare(core), faults_fired()
+                for more in range(times):
+                    arm(function, ahead + more)
+                try:
+                    done = work(scene) is not False
+                except (BallonetError, PoolExhausted):
+                    done = False
+                assert done or faults_fired() > fired, (function, ahead)
+                struck, scenes = struck + (faults_fired() > fired), scenes + 1
+                core.device.check()
+                assert physical() == core.created() * core.page
+                disarm()
+                driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's current
+                yield scene, done
+    assert struck > scenes // 2, "how many calls there are may depend on the device's thread, but not by so much"
 
 
 # Around every other call, always in the same way: a few of them are as good as all.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, PAGE_CALLS, Core, arm, behind, calls, capturing, disarm, holds, opened, physical, write
-from .test_core_reclaim import Other, other  # noqa: F401 (a fixture)
+from .core import PAGE, Core, behind, capturing, faults_at_every_call, holds, opened, physical, write
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 PIECES = 3
 LAYERS = 2
@@ -171,7 +170,7 @@ def test_a_tensor_over_the_buffer_keeps_it() -> None:
         assert core.device.take([1]) == PIECES
 
 
-def test_who_leases_it_gives_it(other: Other) -> None:  # noqa: F811
+def test_who_leases_it_gives_it(other: Other) -> None:
     with opened(budget=PIECES + LAYERS) as core:
         turns = Turns(core)
         core.device.publish([turns.entry()])
@@ -205,30 +204,22 @@ def test_while_a_graph_is_captured_it_stays(tmp_path: Path) -> None:
     core.device.close()
 
 
-@pytest.mark.parametrize("call", [*PAGE_CALLS[2:], "cuEventSynchronize"])
-def test_a_fault_leaves_it_as_it_was_or_gone(call: str) -> None:
-    for nth in itertools.count(1):
-        with opened(budget=PIECES + LAYERS) as core:
-            turns = Turns(core)
-            core.device.publish([turns.entry()])
-            before = calls().get(call, 0)
-            arm(call, nth)
-            try:
-                taken = core.device.take([1])
-            except DriverError:
-                taken = 0
-            struck = calls().get(call, 0) - before >= nth
-            disarm()
-            core.device.check()
-            assert turns.shows(0)
-            assert turns.shows(1) == (taken > 0)
-            if not taken:
-                core.device.publish([turns.entry()])
-                assert core.device.take([1]) == PIECES
-                assert turns.shows(1)
-        if not struck:
-            break
-    assert nth > 1 or call == "cuEventSynchronize"
+def test_a_fault_leaves_it_as_it_was_or_gone() -> None:
+    def prepare(core: Core) -> Turns:
+        turns = Turns(core)
+        core.device.publish([turns.entry()])
+        return turns
+
+    def take(turns: Turns) -> bool:
+        return turns.core.device.take([1]) > 0
+
+    for turns, done in faults_at_every_call(prepare, take, budget=PIECES + LAYERS):
+        assert turns.shows(0)
+        assert turns.shows(1) == done
+        if not done:
+            turns.core.device.publish([turns.entry()])
+            assert turns.core.device.take([1]) == PIECES
+            assert turns.shows(1)
 
 
 def test_threads_take_buffers_while_others_lead_to_them() -> None:

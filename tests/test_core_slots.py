@@ -12,7 +12,20 @@ from torch.utils.dlpack import from_dlpack
 from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 
-from .core import PAGE, Core, all_calls, arm, behind, calls, capturing, holds, opened, physical, write
+from .core import (
+    PAGE,
+    Core,
+    all_calls,
+    arm,
+    behind,
+    calls,
+    capturing,
+    faults_at_every_call,
+    holds,
+    opened,
+    physical,
+    write,
+)
 
 LONG_NS = 10**9  # that a copy or a stream takes where a test must see that it goes on
 
@@ -139,37 +152,24 @@ def test_a_slot_that_is_closed_stays_until_its_last_layer_leaves() -> None:
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_failure_leaves_the_layer_as_it_was(back: bool) -> None:
-    """At every call of the driver in turn."""
-    with opened() as core:
+    """Where it is led to a slot, and where it gets pages of its own back."""
+
+    def prepare(core: Core) -> tuple[_native.Range, _native.Range, list[int]]:
         one, slot = layer(core, pieces=3, value=5), layer(core, pieces=3, value=9)
+        assert not back or one.alias(0, slot, 0, 3)
+        return one, slot, [one.page(piece) for piece in range(3)]
 
-        def change() -> bool:
-            return one.own(0, 3) if back else one.alias(0, slot, 0, 3)
+    def change(scene: tuple[_native.Range, _native.Range, list[int]]) -> bool:
+        one, slot, _ = scene
+        return one.own(0, 3) if back else one.alias(0, slot, 0, 3)
 
-        def undo() -> None:
-            assert one.alias(0, slot, 0, 3) if back else one.own(0, 3)
-            write(one.address, 9 if back else 5, 3 * PAGE)
-
-        if back:
-            undo()
-        made = all_calls(change)
-        assert min(made["cuMemMap"], made["cuMemUnmap"]) == 3
-        refused = 0
-        for function, count in made.items():
-            for ahead in range(1, count + 1):
-                undo()
-                before = [one.page(piece) for piece in range(3)]
-                arm(function, ahead)
-                try:
-                    assert change()
-                except DriverError:
-                    refused += 1
-                    assert [one.page(piece) for piece in range(3)] == before
-                    assert holds(one.address, 9 if back else 5, 3 * PAGE)
-                    core.device.check()
-                    assert change()
-                assert behind(one.address)[1] == "rw-s"
-        assert refused >= 7
+    for scene, done in faults_at_every_call(prepare, change):
+        one, _, before = scene
+        if not done:
+            assert [one.page(piece) for piece in range(3)] == before
+            assert holds(one.address, 9 if back else 5, 3 * PAGE)
+            assert change(scene)
+        assert behind(one.address)[1] == "rw-s"
 
 
 def twin(core: Core, value: int, pieces: int = 2) -> _native.Range:

@@ -433,6 +433,7 @@ class Machine(RuleBasedStateMachine):
         assert exist == snapshot["created"] * self.page
         assert physical("host") == snapshot["host_pages"] * self.page
         assert snapshot["created"] <= self.budget
+        assert snapshot["kept"] + snapshot["ahead"] <= snapshot["pages"]["free"]
         self.addresses_show_what_they_should(table, before.backings)
         for space in self.spaces:
             for i, page in enumerate(space.pages):
