@@ -27,7 +27,7 @@ from .core import (
     write,
 )
 
-LONG_NS = 10**9  # that a copy or a stream takes where a test must see that it goes on
+LONG = 1.0  # seconds that a copy or a stream takes where a test must see that it goes on
 
 
 def layer(core: Core, pieces: int = 2, value: int = 1) -> _native.Range:
@@ -197,10 +197,11 @@ def test_a_copy_fills_a_slot_and_is_counted() -> None:
 
 def test_copies_run_beside_the_host_and_in_their_order() -> None:
     """The host goes on; what is not waited for is poison; the second copy of a call follows the first."""
-    with opened(link_latency_ns=LONG_NS) as core:
+    with opened() as core:
         slot, first, second = layer(core, value=1), twin(core, 2), twin(core, 3)
         transfer = _native.Transfer(core.device)
         parts = [(slot.address, first.address, 2 * PAGE), (slot.address, second.address, PAGE)]
+        core.slow_copies(LONG / 2)
         done = transfer.copy(parts, after=0, owner="weights", to="device")
         assert not done.passed(), "the call waited for its copies"
         assert not holds(slot.address, 3)
@@ -215,7 +216,7 @@ def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
         slot, on_host = layer(core), twin(core, 6)
         lane = core.stream()
         transfer = _native.Transfer(core.device)
-        core.occupy(lane, LONG_NS / 1e9)
+        core.occupy(lane, LONG)
         done = transfer.copy([(slot.address, on_host.address, PAGE)], after=lane, owner="weights", to="device")
         assert not done.passed(), "what still runs may read it"
         assert not holds(slot.address, 6)
@@ -226,9 +227,10 @@ def test_a_copy_waits_for_the_work_that_was_submitted_before_it() -> None:
 
 def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting() -> None:
     waits = calls()["cuEventSynchronize"]
-    with opened(link_latency_ns=LONG_NS) as core:
+    with opened() as core:
         slot, on_host = layer(core), twin(core, 6)
         transfer = _native.Transfer(core.device)
+        core.slow_copies(LONG)
         done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
         thread = threading.Thread(target=done.wait)
         thread.start()
@@ -244,7 +246,7 @@ def test_whoever_waits_for_a_copy_keeps_nobody_else_waiting() -> None:
 def test_where_a_stream_is_captured_the_host_waits_for_a_copy(tmp_path: Path) -> None:
     """A capture that waits for what is not part of it is no graph."""
     path, set_capturing = capturing(tmp_path)
-    with opened(path=path, link_latency_ns=LONG_NS // 10) as core:
+    with opened(path=path, link_latency_ns=100_000_000) as core:
         slot, on_host = layer(core), twin(core, 6)
         transfer = _native.Transfer(core.device)
         done = transfer.copy([(slot.address, on_host.address, PAGE)], after=0, owner="weights", to="device")
