@@ -7,7 +7,9 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,6 @@ from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 
-from .compilations import compile_it_at_once
 from .core import arm
 
 pytestmark = pytest.mark.skipif(
@@ -155,8 +156,14 @@ def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pyte
         assert companion.build(tmp_path / "other compiler").name != here
 
 
-def test_two_processes_compile_it_at_once(tmp_path: Path) -> None:
-    compile_it_at_once("COMPANION", tmp_path)
+@pytest.mark.usefixtures("quick")
+def test_two_who_compile_it_at_once_have_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, compiles = threading.Barrier(2, timeout=60), companion._compile
+    monkeypatch.setattr(companion, "_compile", lambda *given: (both.wait(), compiles(*given)))
+    with ThreadPoolExecutor(2) as threads:
+        paths = {*threads.map(companion.build, [tmp_path] * 2)}
+    assert paths == {*tmp_path.iterdir()}
+    assert len(paths) == 1
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path, quick: Path) -> None:
