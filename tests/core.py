@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +171,12 @@ def memfd(place: str) -> os.stat_result:
     return os.fstat(found[place].value)
 
 
+@functools.cache
+def inodes() -> dict[int, str]:
+    """The place of each memfd."""
+    return {memfd(place).st_ino: place for place in PLACES}
+
+
 def physical(place: str = "device") -> int:
     """Bytes that exist in the memfd of the place, as the kernel counts them."""
     return memfd(place).st_blocks * 512
@@ -190,16 +196,15 @@ class Map:
     @property
     def place(self) -> str | None:
         """ "device", "host" or "peer" where it shows this stand-in's memory."""
-        for place in PLACES:
-            if f"/memfd:ballonet-{place}" in self.name and self.inode == memfd(place).st_ino:
-                return place
-        return None
+        return inodes().get(self.inode) if self.name.startswith("/memfd:ballonet-") else None
 
 
-def maps(address: int, nbytes: int) -> list[Map]:
-    """The process's memory maps that touch [address, address + nbytes)."""
+def maps(address: int, nbytes: int, only: Sequence[str] = ("",)) -> list[Map]:
+    """The process's memory maps that touch [address, address + nbytes). `only`: of lines that have one of these."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
+        if not any(each in line for each in only):
+            continue
         match = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ (\d+)\s*(.*)", line)
         assert match is not None, line
         begin, end, offset = int(match[1], 16), int(match[2], 16), int(match[4], 16)
@@ -397,7 +402,7 @@ class Core:
 def clean() -> None:
     """Takes another copy of the stand-in where a test that failed left something in this one."""
     if any(map(physical, PLACES)):
-        for cached in (library, driver, _any_device):
+        for cached in (library, driver, inodes, _any_device):
             cached.cache_clear()
 
 

@@ -99,34 +99,12 @@ class Life:
             device.set_budget(2 * PAGE)  # there is more in use
         self.pieces.pop(kv.address + PAGE)
         self.tensors.clear()
-        self.pieces = {at: value for at, value in self.pieces.items() if not kv.address <= at < kv.address + 6 * PAGE}
-        self.cached(device, kv)
         self.free(small)
         device.set_budget(4 * PAGE)
         assert device.snapshot()["created"] <= 4
         device.free_memory()
         device.synchronize()
         self.done = True
-
-    def cached(self, device: _native.Device, kv: _native.Range) -> None:
-        """A closed range's pages stay where they are; the next one claims some, gets others ahead, gives some up."""
-        kv.close()
-        device.reap(wait=True)
-        again, other = (device.reserve(6 * PAGE, "kv", device.group(), reuse=reuse) for reuse in (True, False))
-        self.ranges += [again, other]
-        for piece in range(2):
-            again.map(piece, 1)
-            self.put(again, piece, 40 + piece)
-        again.map_ahead(2, 2)
-        device.reap(wait=True)
-        other.map(0, 3)
-        for piece in range(3):
-            self.put(other, piece, 50 + piece)
-        self.intact()
-        for piece in range(3):
-            self.retire(other, piece)
-        for piece in range(2):
-            self.retire(again, piece)
 
     def intact(self) -> None:
         """What is in use is there, with the bytes that were written."""

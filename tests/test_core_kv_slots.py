@@ -17,12 +17,14 @@ from .core import (
     backings,
     calls,
     eventually,
+    faults_at_every_call,
     holds,
     make,
     maps,
     opened,
     page_calls,
     physical,
+    refused,
     write,
 )
 
@@ -244,6 +246,16 @@ def test_pages_are_taken_out_of_the_oldest_slot_before_new_ones_are_made() -> No
         core.device.check()
 
 
+def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
+    with opened(budget=8) as core:
+        closed(core, (9, 4))
+        some = core.range(9)
+        refused(lambda: some.map(0, 9))
+        assert core.pages()["kv"] == 0
+        assert [some.backing(piece) for piece in range(4)] == ["kept"] * 4
+        core.range(8, "weights").map(0, 8)
+
+
 def test_other_pages_go_where_something_is_kept() -> None:
     """Those of the host, of another range, and what a layer that is taken leaves on the host."""
     with opened(budget=9) as core:
@@ -302,3 +314,27 @@ def test_a_device_that_is_dropped_leaves_no_slot() -> None:
         del open_one
         eventually(lambda: physical() == 0)
         assert core.created() == 0
+
+
+def test_a_fault_at_every_driver_call_of_their_lives() -> None:
+    """They are made, claimed, get pages ahead, give them up and are emptied; what is in use holds what was written."""
+    Scene = tuple[Core, dict[int, int]]
+
+    def use(scene: Scene, some: _native.Range, pieces: int) -> None:
+        some.map(0, pieces)
+        scene[1][some.address] = pieces
+        write(some.address, len(scene[1]), pieces * PAGE)
+
+    def live(scene: Scene) -> None:
+        core, _ = scene
+        closed(core, (4, 4))
+        again = core.range(4)
+        use(scene, again, 2)
+        again.map_ahead(2, 2)
+        core.device.reap(wait=True)
+        use(scene, core.range(8, "weights"), 6)
+        core.device.trim()
+
+    for (_, used), _ in faults_at_every_call(lambda core: (core, {}), live, budget=8):
+        for value, (address, pieces) in enumerate(used.items(), 1):
+            assert holds(address, value, pieces * PAGE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
 
 from .core import PAGE, PLACES, Core, arm, behind, disarm, faults_fired, holds, make, opened, physical, shim, write
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 PEER = {"peer": 1, "peer_budget": 3 * PAGE}
 
@@ -133,26 +133,15 @@ def test_a_clean_page_resident_may_be_taken_after_its_twin_has_left_the_peer() -
         kv.intact()
 
 
-def test_nothing_leaves_the_peer_while_another_thread_holds_a_lease() -> None:
+def test_nothing_leaves_the_peer_while_another_thread_holds_a_lease(other: Other) -> None:
     with opened(**PEER) as core:
         kv = KV(core)
         core.device.publish([kv.entry(0, 2)])
         core.device.take([0])
-        held, done = threading.Event(), threading.Event()
-
-        def lease() -> None:
-            kv.group.enter()
-            held.set()
-            done.wait()
-            kv.group.leave()
-
-        thread = threading.Thread(target=lease)
-        thread.start()
-        held.wait()
+        other.does(kv.group.enter)
         assert not kv.demote(0, 2)
         assert kv.places().startswith("pp")
-        done.set()
-        thread.join()
+        other.does(kv.group.leave)
         assert kv.twin.take_over(0, kv.spare, 0, 2, kv.range)
         assert kv.places().startswith("hh")
         kv.intact()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,6 +24,7 @@ from .core import (
     refused,
     write,
 )
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 
@@ -236,17 +236,17 @@ def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
             slot.alias(0, slot, 1, 1)
 
 
-def test_a_page_does_not_move_under_another_threads_lease() -> None:
-    with opened() as core, ThreadPoolExecutor(1) as another:
+def test_a_page_does_not_move_under_another_threads_lease(other: Other) -> None:
+    with opened() as core:
         group = core.device.group()
         some = core.range(1, "weights", group)
         some.map(0, 1)
-        another.submit(group.enter).result()
+        other.does(group.enter)
         group.enter()
         assert group.leases == 2
         assert not some.move(0, "host")
         assert some.backing(0) == "device"
-        another.submit(group.leave).result()
+        other.does(group.leave)
         assert some.move(0, "host")  # this thread's own lease does not stand in its way
         group.leave()
         with pytest.raises(BallonetError, match="no lease"):

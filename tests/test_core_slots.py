@@ -26,6 +26,7 @@ from .core import (
     physical,
     write,
 )
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 LONG = 1.0  # seconds that a copy or a stream takes where a test must see that it goes on
 
@@ -111,27 +112,16 @@ def test_a_layer_rests_on_its_twin() -> None:
         core.device.check()
 
 
-def test_another_threads_lease_keeps_a_layer_as_it_is() -> None:
+def test_another_threads_lease_keeps_a_layer_as_it_is(other: Other) -> None:
     with opened() as core:
         group = core.device.group()
         one = core.range(1, "weights", group)
         one.map(0, 1)
         slot = layer(core)
-        entered, leave = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            group.enter()
-            entered.set()
-            leave.wait()
-            group.leave()
-
-        thread = threading.Thread(target=hold)
-        thread.start()
-        entered.wait()
+        other.does(group.enter)
         assert not one.alias(0, slot, 0, 1)
         assert one.backing(0) == "device"
-        leave.set()
-        thread.join()
+        other.does(group.leave)
         group.enter()  # one's own is none to wait for
         assert one.alias(0, slot, 0, 1)
         assert one.own(0, 1)

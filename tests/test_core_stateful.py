@@ -494,7 +494,7 @@ class AddressTable:
 
     def __init__(self, page: int) -> None:
         self.page = page
-        self.lines = [one for one in outside.maps(0, 2**48) if one.place or one.access == "---p"]
+        self.lines = outside.maps(0, 2**48, only=("---p", "memfd:ballonet"))
 
     def behind(self, address: int) -> tuple[str | None, str, int]:
         for one in self.lines:
