@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from common import Figure, Options, tell
-from peer import Functions, answering, begin, in_turns, peers, synchronize
+from peer import EXPANDABLE, Functions, answering, begin, in_turns, peers, synchronize
 
 SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)}
 BUDGET = "512MiB"
 RATIO = 1.10  # of the stock allocator's time
 CORE = 100  # ns
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 EMPTY = """
 #include <cstddef>
 alignas(512) static char memory[64 * 512];

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from common import Figure, Options, describe_few, tell
-from peer import Functions, begin, in_turns, peers, synchronize
+from peer import Functions, begin, in_turns, peers
 from streamed import interval_of, is_managed, page_size
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def generated(peer: str, model: PreTrainedModel, chosen: Options, note: Any) -> 
 
     device = chosen.device
     cache = filled("ballonet" if is_managed(peer) else peer, model.config, 1, HELD, device)
-    return timed(model, cache, (1, HELD), device, TOKENS[chosen.kind], Clock(lambda: synchronize(device), note)).times
+    return timed(model, cache, (1, HELD), device, TOKENS[chosen.kind], Clock(device, note)).times
 
 
 if __name__ == "__main__":

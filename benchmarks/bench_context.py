@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from budgets import OURS, STOCK, what
@@ -121,7 +119,6 @@ def largest(ask: Callable[[int], dict[str, Any]], high: int) -> tuple[int, dict[
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     budget = BUDGET[chosen.kind]
@@ -149,10 +146,10 @@ def longest(held: Held, budget: int, most: int, chunk: int, limited: bool = True
 def computed(held: Held, most: int, chunk: int) -> tuple[int, int, float]:
     """How many tokens there was room for, the one that follows, and seconds."""
     import torch
+    from generating import words
     from peer import synchronize
 
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randint(1, held.model.config.vocab_size, (1, MOST), generator=generator).to(held.device)
+    text = words(held.model, (1, MOST), seed=2).to(held.device)
     cache = held.cache()
     tokens, seconds, following = 0, 0.0, -1
     begin = time.perf_counter()
@@ -172,16 +169,15 @@ def decoded(held: Held, sequences: int, tokens: int) -> dict[str, Any]:
     from capped import decided
     from generating import Clock, timed
     from llama import filled
-    from peer import synchronize
 
     held.reset()
     before = ballonet.stats() if held.peer == OURS else None
-    clock = Clock(lambda: synchronize(held.device), int)
+    clock = Clock(held.device)
     ms = None
     with suppress(torch.OutOfMemoryError):
         cache = filled(held.peer, held.model.config, sequences, tokens, held.device)
         timed(held.model, cache, (sequences, tokens), held.device, TOKENS, clock)
-        ms = median(b - a for a, b in pairwise(clock.times)) * 1e3
+        ms = clock.ms()
     return {"ms": ms, "decided": "" if before is None else decided(before)}
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common import Figure, Options, describe, interleaved, tell
-from peer import Functions, begin, peers, synchronize
+from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +66,7 @@ def decode(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: s
     def calls() -> int:
         return sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if peer == "ballonet" else 0
 
-    clock = Clock(lambda: synchronize(device), calls)
+    clock = Clock(device, calls)
     timed(model, filled(peer, model.config, batch, tokens, device), (batch, tokens), device, STEPS, clock)
     each = STEPS - WARM
     ms = (clock.times[-1] - clock.times[WARM - 1]) / each * 1e3

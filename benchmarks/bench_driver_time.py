@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
 from common import MIB, Figure, Options, describe_few, tell
-from peer import Functions, begin, peers, synchronize
+from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
     from capped import Held
@@ -91,7 +91,6 @@ def calls(counts: list[int]) -> str:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     held = Held(name, chosen)
@@ -139,10 +138,8 @@ def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
         return device.driver_ns()
 
     prompt = torch.ones(batch, length, dtype=torch.long, device=held.device)
-    clock = Clock(lambda: synchronize(held.device), look)
-    synchronize(held.device)
-    clock.counts.append(look())
-    clock.times.append(time.perf_counter())
+    clock = Clock(held.device, look)
+    clock.note()
     answer(held.model, prompt, tokens, clock)
 
     def between(first: int, last: int) -> dict[str, Any]:

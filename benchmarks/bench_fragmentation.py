@@ -57,7 +57,6 @@ def main() -> None:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     import torch
 
     import ballonet

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from common import MIB, Figure, Options, interleaved, tell
-from peer import Functions, answering, begin, peers, synchronize
+from peer import Functions, answering, begin, peers
 from streamed import environment, page_size, titled
 
 if TYPE_CHECKING:
@@ -98,7 +98,6 @@ def without_buffers() -> None:
 def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str) -> dict[str, float]:
     """ms per token, bytes of KV on the host, bytes that came over the link for a token."""
     from contextlib import nullcontext
-    from statistics import median
 
     from generating import Clock, timed
     from llama import filled
@@ -113,16 +112,15 @@ def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str
         budget = ballonet.stats().budget if ours else 0
         if ours and peer != "resident":
             lower(int(AWAY * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)))
-        clock = Clock(lambda: synchronize(device), lambda: ballonet.stats().copied.kv_h2d if ours else 0)
+        clock = Clock(device, lambda: ballonet.stats().copied.kv_h2d if ours else 0)
         timed(model, cache, (batch, held), device, TOKENS, clock)
         away = pages_away(cache) * ballonet.stats().page_size if ours else cache_bytes(cache)
         del cache
         if ours:
             ballonet.set_budget(budget)
-    times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
     steps = TOKENS - WARM
     copied = (clock.counts[-1] - clock.counts[WARM - 1]) / steps
-    return {"ms": median(times[WARM - 1 :]) * 1e3, "away": away, "copied": copied}
+    return {"ms": clock.ms(WARM - 1), "away": away, "copied": copied}
 
 
 def lower(nbytes: int) -> None:

@@ -53,7 +53,6 @@ def main() -> None:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     pair = Pair(chosen)
     return {"round": pair.round}
 
@@ -112,28 +111,18 @@ class Pair:
 
     def _say(self, which: int, prompt: Any) -> tuple[float, float, list[int]]:
         """ms per token after the first, ms to that, the tokens."""
-        import time
+        from statistics import mean
 
-        from generating import Clock
-        from peer import synchronize
+        from generating import said
 
-        device = self._chosen.device
-        ids = prompt.to(device)
-        clock = Clock(lambda: synchronize(device), int)
-        synchronize(device)
-        begin = time.perf_counter()
-        found = self._models[which].generate(
-            ids, max_new_tokens=TOKENS[self._kind], do_sample=False, stopping_criteria=[clock]
-        )
-        first, later = clock.times[0] - begin, clock.times[-1] - clock.times[0]
-        return later * 1e3 / (len(clock.times) - 1), first * 1e3, found[0, prompt.shape[1] :].tolist()
+        clock, tokens = said(self._models[which], prompt, TOKENS[self._kind], self._chosen.device)
+        first, *later = clock.gaps()
+        return mean(later), first, tokens
 
     def _text(self, seed: int) -> Any:
-        import torch
+        from generating import words
 
-        generator = torch.Generator().manual_seed(seed)
-        vocabulary = self._models[0].config.vocab_size
-        return torch.randint(1, vocabulary, (1, PROMPT[self._kind]), generator=generator)
+        return words(self._models[0], (1, PROMPT[self._kind]), seed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ stock is. A budget of which stock does not die is no such case, and shown all th
 from __future__ import annotations
 
 import gc
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from budgets import OURS, STOCK, what
@@ -64,7 +63,6 @@ def ending(answer: dict[str, Any]) -> str:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     held: list[Held] = []
 
     def say(budget: int | None = None) -> dict[str, Any]:
@@ -81,18 +79,14 @@ def functions(name: str, chosen: Options) -> Functions:
 
 def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
     """What came of it: the tokens, or how many there were until the `error`; ms per token; bytes; who gave pages."""
-    from statistics import median
-
     import torch
     from capped import decided
-    from generating import Clock, answer
-    from peer import synchronize
+    from generating import Clock, answer, words
 
     held.reset()
     weights, _ = held.memory()
-    torch.manual_seed(1)
-    prompt = torch.randint(1, held.model.config.vocab_size, (batch, length)).to(held.device)
-    clock = Clock(lambda: synchronize(held.device), int)
+    prompt = words(held.model, (batch, length), seed=1).to(held.device)
+    clock = Clock(held.device)
     said, error = None, None
     try:
         output = answer(held.model, prompt, tokens, clock)
@@ -100,12 +94,11 @@ def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any
     except torch.OutOfMemoryError as failure:
         error = type(failure).__name__
     gc.collect()
-    times = clock.times
     return {
         "tokens": said,
         "error": error,
-        "said": len(times),
-        "ms": median(b - a for a, b in pairwise(times)) * 1e3 if said is not None else None,
+        "said": len(clock.times),
+        "ms": clock.ms() if said is not None else None,
         "weights": weights,
         "peak": held.memory()[1],
         "decided": decided() if held.peer == OURS else "",

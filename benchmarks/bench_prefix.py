@@ -117,7 +117,6 @@ def begun(history: int, started: Mapping[str, Peer], chosen: Options, kind: str)
 
 
 def functions(peer: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     import talking
 
     return talking.functions(peer, chosen, TOKENS)

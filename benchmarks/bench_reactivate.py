@@ -65,6 +65,7 @@ def functions(name: str, chosen: Options) -> Functions:
 def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     """`priority`: of the model that is next."""
     import torch
+    from generating import answer
     from llama import build, few
 
     import ballonet
@@ -80,11 +81,7 @@ def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     too_long = torch.ones(batch, length, dtype=torch.long, device=chosen.device)
 
     def say(model: Any, prompt: torch.Tensor, tokens: int = 1) -> float:
-        mask = torch.ones_like(prompt)
-        work: Callable[[], object] = lambda: model.generate(  # noqa: E731
-            prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False
-        )
-        return seconds(chosen.device, work) * 1e3
+        return seconds(chosen.device, lambda: answer(model, prompt, tokens)) * 1e3
 
     for model in models:
         say(model, question, 2)

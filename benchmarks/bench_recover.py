@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
 from common import Figure, Options, describe_few, tell
-from peer import Functions, Peer, begin, in_turns, peers, synchronize
+from peer import Functions, Peer, begin, in_turns, peers
 from streamed import WARM
 
 if TYPE_CHECKING:
@@ -81,7 +80,6 @@ def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     kind = chosen.kind
     decoding = Decoding(chosen, HELD[kind], TOKENS[kind])
     return {
@@ -117,16 +115,14 @@ class Decoding:
 
     def decode(self, tokens: int | None = None) -> float:
         """ms per token: the median. The cache is as long afterwards as before."""
-        from statistics import median
-
         from generating import Clock, timed
 
         assert self._cache is not None
         device = self._held.device
-        clock = Clock(lambda: synchronize(device), int)
+        clock = Clock(device)
         timed(self._held.model, self._cache, self._size, device, tokens or self._tokens, clock)
         self._cache.crop(self._size[1] - self._cache.get_seq_length())
-        return median(b - a for a, b in pairwise(clock.times[WARM - 1 :])) * 1e3
+        return clock.ms(WARM - 1)
 
     def press(self, smaller: float) -> dict[str, Any]:
         """The budget is that part of what all takes, or as near as it comes: ms per token, and what is away."""

@@ -8,13 +8,12 @@ one who decodes; `set_budget()` itself takes as long as it takes until the pages
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
 from common import GIB, MIB, Figure, Options, describe_few, tell
-from peer import Functions, begin, peers, synchronize
+from peer import Functions, begin, peers
 from streamed import WARM
 
 if TYPE_CHECKING:
@@ -52,7 +51,6 @@ def main() -> None:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     held, kind = Held(name, chosen), chosen.kind
@@ -96,11 +94,11 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
     held.settle()
     held.reset()
     cache = filled(OURS, held.model.config, *size, held.device)
-    timed(held.model, cache, size, held.device, tokens, Clock(lambda: synchronize(held.device), int))
+    timed(held.model, cache, size, held.device, tokens, Clock(held.device))
     cache.crop(size[1] - cache.get_seq_length())
     _, peak = held.memory()
     ballonet.set_budget(peak)  # with few pages left, twins are made
-    timed(held.model, cache, size, held.device, tokens, Clock(lambda: synchronize(held.device), int))
+    timed(held.model, cache, size, held.device, tokens, Clock(held.device))
     cache.crop(size[1] - cache.get_seq_length())
     reached = Event()
     took, refused = 0.0, 0.0
@@ -122,7 +120,7 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
             reached.set()
         return 0
 
-    clock = Clock(lambda: synchronize(held.device), count)
+    clock = Clock(held.device, count)
     other = Thread(target=shrink)
     other.start()
     try:
@@ -130,8 +128,7 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
     finally:
         reached.set()
         other.join()
-    times = clock.times[WARM:]
-    return [(b - a) * 1e3 for a, b in pairwise(times)], took, refused
+    return clock.gaps(WARM), took, refused
 
 
 if __name__ == "__main__":

@@ -127,10 +127,9 @@ class Measuring:
         return token, first
 
     def _say(self, model: Any, tokens: int) -> float:
-        def work() -> object:
-            return model.generate(self._prompt, max_new_tokens=tokens, do_sample=False)
+        from generating import answer
 
-        return seconds(self._device, work) * 1e3
+        return seconds(self._device, lambda: answer(model, self._prompt, tokens)) * 1e3
 
 
 if __name__ == "__main__":

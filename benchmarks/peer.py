@@ -32,6 +32,8 @@ from common import Figure, Options, interleaved, options
 
 SECONDS = 300.0  # that an answer may take
 TAIL = 2000  # characters of what a peer that failed had said
+# torch's own allocator with expandable segments, by the environment of a peer
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 Functions = Mapping[str, Callable[..., Any]]  # what a peer answers, by name
