@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Options, tell
+from common import Figure, Options, report
 from peer import EXPANDABLE, Functions, answering, begin, in_turns, peers, synchronize
 
 SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)}
@@ -40,7 +40,7 @@ def main() -> None:
             taken = in_turns(found, chosen.repetitions, "torch", size=size)
             ratio = Figure.ratio(taken["ballonet"], taken["native"]).at_most(RATIO)
             rows.append({"bytes": size, "core alone": core.at_most(CORE), **taken, "ballonet / native": ratio})
-    tell(chosen, "allocate", "allocating: ns per allocation and free, by torch.empty and in the core alone", rows)
+    report(chosen, "allocate", "allocating: ns per allocation and free, by torch.empty and in the core alone", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, describe_few, tell
+from common import Figure, Options, describe_few, report
 from peer import Functions, begin, in_turns, peers
 from streamed import interval_of, is_managed, page_size
 
@@ -39,7 +39,7 @@ def main() -> None:
             times = times.at_most(LIMITS[name])
         row = {"peer": name, "calls": calls, "ballonet's": ours, "times stock's": times, "ms": taken[name]}
         rows.append({**row, "us per layer over stock": Figure.of([over])})
-    tell(chosen, "calls", f"Python per decoded token, {describe_few(chosen, LAYERS[chosen.kind])}", rows)
+    report(chosen, "calls", f"Python per decoded token, {describe_few(chosen, LAYERS[chosen.kind])}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import MIB, Figure, Options, describe, tell
+from common import MIB, Figure, Options, describe, report
 from peer import Functions, begin, peers, seconds
 from streamed import environment, page_size, titled
 
@@ -59,7 +59,7 @@ def main() -> None:
             }
         )
     title = f"cold load of a file of {round(nbytes / MIB):,} MiB, {what}: ms to the first token"
-    tell(chosen, "cold-load", titled(chosen, title), rows)
+    report(chosen, "cold-load", titled(chosen, title), rows)
 
 
 def once(name: str, chosen: Options, what: str, **arguments: Any) -> Any:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from budgets import OURS, STOCK, what
-from common import GIB, MIB, Figure, Options, tell
+from common import GIB, MIB, Figure, Options, report
 from peer import Functions, Peer, begin, peers
 
 import ballonet
@@ -42,7 +42,7 @@ def main() -> None:
     with peers(__file__, chosen, (OURS,)) as found:
         rows = [context(found[OURS], stock, CHUNK[kind]), batch(found[OURS], stock, HELD[kind])]
     title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
-    tell(chosen, "context", title, rows)
+    report(chosen, "context", title, rows)
 
 
 class Stock(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, describe, interleaved, tell
+from common import Figure, Options, describe, interleaved, report
 from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def main() -> None:
             faster = Figure.ratio(taken["stock"], taken["ballonet"]).at_least(limit)
             row = {"sequences": batch, "tokens held": tokens, **taken, "times faster": faster}
             rows.append({**row, "page calls per token": Figure.of(calls).at_most(0)})
-    tell(chosen, "decode", f"decoding: ms per token, {describe(chosen)}", rows)
+    report(chosen, "decode", f"decoding: ms per token, {describe(chosen)}", rows)
 
 
 def noted(name: str, peer: Any, batch: int, tokens: int, calls: list[float]) -> float:

@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
-from common import MIB, Figure, Options, describe_few, tell
+from common import MIB, Figure, Options, describe_few, report
 from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main() -> None:
         more += beside(first["prefill"], first["page"])
     rows += [dict.fromkeys(rows[0], "") | row for row in more]
     title = f"time in driver calls that change page tables, {describe_few(chosen, LAYERS[kind])}"
-    tell(chosen, "driver-time", title, rows)
+    report(chosen, "driver-time", title, rows)
 
 
 def beside(prefill: dict[str, Any], page: int) -> list[dict[str, Any]]:

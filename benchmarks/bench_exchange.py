@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from common import MIB, Figure, Options, options, tell
+from common import MIB, Figure, Options, options, report
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device, Range
@@ -46,7 +46,7 @@ def main() -> None:
                 rows.append(row)
         finally:
             device.close()
-    tell(chosen, "exchange", "pages change their owner: ms of the mapper per GiB", rows)
+    report(chosen, "exchange", "pages change their owner: ms of the mapper per GiB", rows)
 
 
 def measure(device: Device, nbytes: int, chosen: Options) -> dict[str, list[Timed]]:

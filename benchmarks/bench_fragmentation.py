@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from common import GIB, MIB, Figure, Options, tell
+from common import GIB, MIB, Figure, Options, report
 from peer import Functions, answering, begin, peers
 
 from ballonet.allocator.units import format_size
@@ -53,7 +53,7 @@ def main() -> None:
                 }
             )
     title = f"30 % of what lives is dropped at random, pages of {format_size(page)}"
-    tell(chosen, "fragmentation", title, rows)
+    report(chosen, "fragmentation", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from common import Figure, options, tell
+from common import Figure, options, report
 
 from ballonet.offload.policy.prefix_sim import hits
 
@@ -28,7 +28,7 @@ AT = 50_000
 def main() -> None:
     chosen = options("hit-rate", __doc__)
     rows = [row for trace in [None, *chosen.files] for row in measure(trace, TURNS[chosen.tiny])]
-    tell(chosen, "hit-rate", "blocks of prompts that a prefix cache has", rows)
+    report(chosen, "hit-rate", "blocks of prompts that a prefix cache has", rows)
 
 
 def measure(path: Path | None, turns: int) -> Iterator[dict[str, Any]]:

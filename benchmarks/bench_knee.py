@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from common import Figure, Options, describe_few, interleaved, tell
+from common import Figure, Options, describe_few, interleaved, report
 from peer import Functions, answering, begin, peers
 from streamed import WARM, environment
 
@@ -56,7 +56,7 @@ def main() -> None:
             }
         )
     title = f"how many layers stream for nothing: {most} predicted; {describe_few(chosen, LAYERS)}"
-    tell(chosen, "knee", title, rows)
+    report(chosen, "knee", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

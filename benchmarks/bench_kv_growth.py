@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from common import Figure, Options, tell
+from common import Figure, Options, report
 from peer import Functions, begin, in_turns, peers, synchronize
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def main() -> None:
             theirs, ours = taken["stock"], taken["ballonet"]
             row = {"tokens held": length, "stock DynamicLayer": theirs, "ballonet": ours.at_most(LIMIT)}
             rows.append({**row, "times faster": Figure.ratio(theirs, ours)})
-    tell(chosen, "kv-growth", "one more token in a KV cache: µs per layer", rows)
+    report(chosen, "kv-growth", "one more token in a KV cache: µs per layer", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from common import MIB, Figure, Options, interleaved, tell
+from common import MIB, Figure, Options, interleaved, report
 from peer import Functions, answering, begin, peers
 from streamed import environment, page_size, titled
 
@@ -35,7 +35,7 @@ def main() -> None:
         for batch, held in CASES[chosen.kind]:
             rows += rows_of(found, batch, held, chosen)
     title = f"decoding with KV on the host: ms per token, {what}"
-    tell(chosen, "kv-stream", titled(chosen, title), rows)
+    report(chosen, "kv-stream", titled(chosen, title), rows)
 
 
 def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from budgets import OURS, page_size, unlimited
-from common import Figure, Options, describe_few, tell
+from common import Figure, Options, describe_few, report
 from peer import Functions, begin, peers
 
 LAYERS = {"cuda": (16, 12), "cpu": (16, 12), "tiny": (4, 2)}  # of the one that lends, and of the other
@@ -49,7 +49,7 @@ def main() -> None:
     ]
     lender, other = LAYERS[kind]
     title = f"lending pages: {PROMPT[kind]:,} tokens, {describe_few(chosen, lender)}, beside one with {other} layers"
-    tell(chosen, "lending", title, [row])
+    report(chosen, "lending", title, [row])
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -11,7 +11,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 from budgets import OURS, STOCK, what
-from common import MIB, Figure, Options, tell
+from common import MIB, Figure, Options, report
 from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def main() -> None:
             rows.append(row_of(budget, free, their, started[OURS].ask("say", budget=budget)))
     batch, length, tokens = CASES[kind]
     title = f"a budget of which stock dies: {batch} x {length} tokens and {tokens} more, {what(chosen)}"
-    tell(chosen, "oom", title, rows)
+    report(chosen, "oom", title, rows)
 
 
 def row_of(budget: int, free: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:

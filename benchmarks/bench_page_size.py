@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common import MIB, Figure, Options, options, tell
+from common import MIB, Figure, Options, options, report
 
 from ballonet.allocator import runtime
 from ballonet.allocator.config import Config
@@ -24,7 +24,7 @@ def main() -> None:
     chosen = options("page-size", __doc__)
     smallest = runtime.GRANULARITY["cuda" if chosen.cuda else "standin"]
     rows = [costs(page, chosen) | waste(page) for page in PAGE_SIZES if page % smallest == 0]
-    tell(chosen, "page-size", "the cost of a page size", rows)
+    report(chosen, "page-size", "the cost of a page size", rows)
 
 
 def costs(page: int, chosen: Options) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import MIB, Figure, Options, tell
+from common import MIB, Figure, Options, report
 from peer import EXPANDABLE, Functions, answering, begin, peers, synchronize
 
 # Few layers, so that activations count beside the weights; lengths that no size class fits twice.
@@ -33,7 +33,7 @@ def main() -> None:
             row = {"allocator": name, "peak live MiB": round(live / MIB), "peak physical MiB": round(physical / MIB)}
             rows.append({**row, "physical / live": ratio})
     title = "peak physical memory against peak live, prefills of varied length (limit: 1.02 x peak live + 4 pages)"
-    tell(chosen, "peak", title, rows)
+    report(chosen, "peak", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common import Figure, Options, describe, tell
+from common import Figure, Options, describe, report
 from peer import Functions, begin, in_turns, peers, seconds
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def main() -> None:
             taken = in_turns(found, chosen.repetitions, "prefill", tokens=length)
             ratio = Figure.ratio(taken["ballonet"], taken["stock"]).at_most(LIMIT)
             rows.append({"tokens": length, **taken, "ballonet / stock": ratio})
-    tell(chosen, "prefill", f"prefill: ms per prompt, {describe(chosen)}", rows)
+    report(chosen, "prefill", f"prefill: ms per prompt, {describe(chosen)}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

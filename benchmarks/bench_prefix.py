@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from common import MIB, Figure, Options, describe, interleaved, tell
+from common import MIB, Figure, Options, describe, interleaved, report
 from peer import Functions, Peer, PeerFailed, begin, peers
 from streamed import LINK
 
@@ -52,7 +52,7 @@ def main() -> None:
     with peers(__file__, chosen, ("stock", "ballonet", "peer", "link"), slow) as started:
         rows = [row(history, started, chosen, kind) for history in HISTORY[kind]]
     title = f"time to the first token of a turn, {describe(chosen)}, {QUESTION[kind]} new tokens"
-    tell(chosen, "prefix", title if chosen.cuda else f"{title}, {SPEEDS}", rows)
+    report(chosen, "prefix", title if chosen.cuda else f"{title}, {SPEEDS}", rows)
 
 
 def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from common import MIB, Figure, Options, describe_few, tell
+from common import MIB, Figure, Options, describe_few, report
 from peer import Functions, begin, peers, seconds
 from streamed import environment, page_size
 
@@ -55,7 +55,7 @@ def main() -> None:
             }
         )
     title = f"a model that gave pages of its layers runs again: three models of {describe_few(chosen, LAYERS)}"
-    tell(chosen, "reactivate", title, rows)
+    report(chosen, "reactivate", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
-from common import Figure, Options, describe_few, tell
+from common import Figure, Options, describe_few, report
 from peer import Functions, Peer, begin, in_turns, peers
 from streamed import WARM
 
@@ -60,7 +60,7 @@ def main() -> None:
     ]
     batch, length = HELD[kind]
     title = f"after the pressure: {batch} x {length} tokens held, {describe_few(chosen, LAYERS[kind])}"
-    tell(chosen, "recover", title, [row])
+    report(chosen, "recover", title, [row])
 
 
 def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:

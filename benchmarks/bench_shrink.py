@@ -12,7 +12,7 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
-from common import GIB, MIB, Figure, Options, describe_few, tell
+from common import GIB, MIB, Figure, Options, describe_few, report
 from peer import Functions, begin, peers
 from streamed import WARM
 
@@ -47,7 +47,7 @@ def main() -> None:
     }
     batch, length = HELD[kind]
     title = f"the budget shrinks while {batch} x {length} tokens decode, {describe_few(chosen, LAYERS[kind])}"
-    tell(chosen, "shrink", title, [row])
+    report(chosen, "shrink", title, [row])
 
 
 def functions(name: str, chosen: Options) -> Functions:

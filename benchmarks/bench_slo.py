@@ -12,7 +12,7 @@ import tempfile
 from statistics import median
 from typing import Any
 
-from common import MIB, Figure, Options, describe_few, tell
+from common import MIB, Figure, Options, describe_few, report
 from peer import Functions, begin, peers, seconds
 from streamed import environment, page_size
 
@@ -39,7 +39,7 @@ def main() -> None:
             if row[column] != "":
                 figure = Figure.of([row[column]])
                 row[column] = figure.at_most(1.0) if chosen.cuda else figure
-    tell(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", rows)
+    report(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from common import MIB, Figure, Options, interleaved, tell
+from common import MIB, Figure, Options, interleaved, report
 from peer import Functions, Peer, answering, begin, peers
 from streamed import WARM, environment, interval_of, is_managed, titled
 
@@ -57,7 +57,7 @@ def main() -> None:
         for case in CASES[kind]:
             rows += rows_of(case, found, about, chosen, ROUNDS[kind])
     title = f"decoding while layers stream: ms per token, {about['what']}"
-    tell(chosen, "streaming", titled(chosen, title), rows)
+    report(chosen, "streaming", titled(chosen, title), rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import Figure, options, tell
+from common import Figure, options, report
 
 PAGE_SIZES = ("2MiB", "8MiB")
 
@@ -23,7 +23,7 @@ def main() -> None:
         made = Path(folder) / "prefills (made here).csv"
         make_trace(made, layers=2 if chosen.tiny else 16)
         rows = [measure(trace, page) for trace in [made, *chosen.files] for page in PAGE_SIZES]
-    tell(chosen, "traces", "peak physical memory against peak live (limit: 1.02 x peak live + 4 pages)", rows)
+    report(chosen, "traces", "peak physical memory against peak live (limit: 1.02 x peak live + 4 pages)", rows)
 
 
 def measure(trace: Path, page: str) -> dict[str, object]:

@@ -151,22 +151,19 @@ def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REP
     return {name: Figure.of(taken) for name, taken in values.items()}
 
 
-def report(chosen: Options, name: str, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    """Prints the table and writes it as JSON, with the spread of each figure and the limits."""
+def report(chosen: Options, name: str, title: str, rows: list[Row]) -> None:
+    """Prints the table and writes it as JSON, with the spread of each figure and the limits. All rows have the same
+    columns in the same order."""
+    cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
+    columns, lines = [column for column, _ in cells[0]], [[value for _, value in row] for row in cells]
     table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+    for line in lines:
+        table.add_row(*(escape(str(value)) for value in line))
     console = Console()
     Console(width=None if console.is_terminal else 160).print(table)
-    plain = [[asdict(cell) if isinstance(cell, Figure) else cell for cell in row] for row in rows]
+    plain = [[asdict(value) if isinstance(value, Figure) else value for value in line] for line in lines]
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps({"benchmark": name, "title": title, "columns": columns, "rows": plain}, indent=1))
-
-
-def tell(chosen: Options, name: str, title: str, rows: list[Row]) -> None:
-    """The same of rows whose cells have their columns' names, all in the same order."""
-    cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
-    report(chosen, name, title, [column for column, _ in cells[0]], [[value for _, value in row] for row in cells])
 
 
 def machine() -> dict[str, Any]:
