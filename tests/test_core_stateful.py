@@ -510,7 +510,7 @@ def test_anything_in_any_order(page: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(os.environ.get("BALLONET_EXAMPLES", "12")),
+            max_examples=int(os.environ.get("BALLONET_EXAMPLES", "25")),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
