@@ -27,7 +27,7 @@ PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "
 INSIDE = (
     *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
-    *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming"),
+    *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve"),
 )
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 
