@@ -89,7 +89,6 @@ def test_an_unmap_that_fails_is_done_again() -> None:
         arm("cuMemUnmap", 2)
         some.retire(0, 3)
         eventually(lambda: faults_fired() == fired + 1 and backings(some) == ["none"] * 3)
-        core.device.check()
 
 
 def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
@@ -244,7 +243,6 @@ def test_whoever_needs_pages_gets_those_mapped_ahead_after_all_others() -> None:
         assert (core.ahead(), core.pages()["weights"]) == (0, 12)
         assert all(one.place is None for one in maps(some.address, some.nbytes))
         refused(lambda: some.map(0, 1))
-        core.device.check()
 
 
 def test_no_more_is_mapped_ahead_than_fifty_megabytes() -> None:

@@ -47,7 +47,6 @@ def test_the_pages_of_a_closed_range_are_free_and_stay_where_they_are() -> None:
         assert core.pages() == {"free": 4, "weights": 0, "activations": 0, "kv": 0, "retiring": 0}
         assert core.kept() == 4
         assert {(one.place, one.access) for one in maps(address, 4 * PAGE)} == {("device", "rw-s")}
-        core.device.check()
 
 
 def test_the_next_range_claims_them_without_the_driver() -> None:
@@ -66,7 +65,6 @@ def test_the_next_range_claims_them_without_the_driver() -> None:
         assert page_calls(lambda: some.map(3, 2)) == {"cuMemCreate": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
         assert holds(some.address, 5, 3 * PAGE)
         assert calls()["cuMemAddressReserve"] == before["cuMemAddressReserve"]
-        core.device.check()
 
 
 def request(core: Core, pages: int, group: _native.Group) -> None:
@@ -243,7 +241,6 @@ def test_pages_are_taken_out_of_the_oldest_slot_before_new_ones_are_made() -> No
         assert [one.place for one in maps(second, 3 * PAGE)] == ["device"]
         assert page_calls(lambda: other.map(4, 5))["cuMemCreate"] == 1
         assert (core.kept(), physical()) == (0, 9 * PAGE)
-        core.device.check()
 
 
 def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
@@ -277,7 +274,6 @@ def test_other_pages_go_where_something_is_kept() -> None:
         assert core.device.take([1]) == 2
         assert holds(weights.address, 6, 2 * PAGE)
         assert weights.backing(0) == "alias"
-        core.device.check()
 
 
 def test_a_lower_budget_a_trim_and_the_end_empty_the_slots() -> None:

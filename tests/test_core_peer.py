@@ -207,7 +207,6 @@ def test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own() -> None:
         assert physical() == (numbers["created"] + 3) * PAGE
         assert physical("peer") == 0
         assert all(holds(kv.range.address + n * PAGE, n + 1) for n in range(8))
-        core.device.check()
 
 
 REFUSING = "int cuDeviceCanAccessPeer(int* can, int device, int peer) { *can = 0; return 0; }"

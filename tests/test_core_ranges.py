@@ -66,8 +66,6 @@ def test_growth_of_the_heap_stays_one_memory_map() -> None:
         blocks = [core.device.allocate(PAGE * 3 // 2) for _ in range(200)]
         assert max(blocks) - min(blocks) < 302 * PAGE
         assert len(maps(min(blocks), max(blocks) - min(blocks))) == 1
-        for block in blocks:
-            core.device.deallocate(block)
 
 
 def test_a_retired_page_goes_back_once_its_streams_have_passed(gate: Gate) -> None:
