@@ -382,7 +382,7 @@ class Managed:
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""
-        if self._pending:
+        if self._behind or self._follower.pending:
             with _lock:
                 model = None if self._released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
@@ -531,14 +531,9 @@ def _attach_caches(
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     batched = Batched(device, StepCosts(), options.batches == "fast", require, living, slo)
     detach_batches = seams.attach(model, batched)
-    alive = weakref.ref(model)
 
     def detach() -> None:
         detach_caches()
         detach_batches()
 
-    def open_lease() -> ForwardLease:
-        module = alive()
-        return ForwardLease() if module is None else generation.forward_entered(module)
-
-    return open_lease, lambda: batched.wanted, detach
+    return partial(generation.ModelLease, weakref.ref(model)), lambda: batched.wanted, detach

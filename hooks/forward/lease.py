@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...allocator._native import Group, Lease
 
@@ -31,6 +31,10 @@ class _Opened(threading.local):
 
     def __init__(self) -> None:
         self.leases: list[weakref.ref[ForwardLease]] = []
+
+
+def _no_model() -> None:
+    """The model of a lease that is no model's."""
 
 
 _opened = _Opened()
@@ -46,15 +50,19 @@ class ForwardLease:
 
     _closed = True
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[], Any] = _no_model) -> None:
+        """`model`: returns the model whose forward it is, as a weak reference does."""
+        self.model = model
         self.number = next(_numbers)  # another one for each
         self._entered = Lease()
         self._ranges: dict[int, weakref.ref[KV]] = {}
 
-    def open(self) -> Self:
-        """Makes it the innermost lease of this thread."""
+    def open(self, group: Group | None = None) -> Self:
+        """Makes it the innermost lease of this thread, and leases the group."""
         self._closed = False
         _opened.leases.append(weakref.ref(self))
+        if group is not None:
+            self._entered.enter(group)
         return self
 
     def enter_group(self, group: Group) -> None:
