@@ -403,16 +403,6 @@ def first_argument(frame: FrameType) -> object:
     """What the call was made with first, or what that variable is now; None where it has no argument. Unlike
     `frame.f_locals`, may be asked of a call that another thread is running."""
 
-class Registrations:
-    """A registration hook of torch: `noticed` once something was registered in a module that is watched, until whoever
-    asks sets it back."""
-
-    noticed: bool
-    def watch(self, ids: set[int]) -> None:
-        """Watches the modules with these ids, and no others."""
-
-    def __call__(self, module: object, *registered: object) -> None: ...
-
 class AnyLock(Protocol):
     def acquire(self, blocking: bool = ..., /) -> bool: ...
     def release(self) -> None: ...

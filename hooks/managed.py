@@ -253,7 +253,7 @@ class Managed:
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
             self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
-            self._elastic.arrangement.break_graphs = self._forwards.break_graphs
+            self._elastic.arrangement.tell = self._forwards.streams
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (

@@ -122,7 +122,6 @@ PYBIND11_MODULE(_native, module) {
   py::class_<Checkpoint>(module, "Checkpoint");
   bind_frames(module);
   bind_interrupts(module);
-  bind_modules(module);
   bind_range(module);
   bind_transfer(module);
   bind_device(device);

@@ -67,7 +67,6 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device);
 void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device);
 void bind_frames(py::module_& module);
 void bind_interrupts(py::module_& module);
-void bind_modules(py::module_& module);
 void bind_range(py::module_& module);
 void bind_transfer(py::module_& module);
 

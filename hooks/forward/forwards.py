@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import FrameType
 from typing import Any, Final, Protocol
@@ -76,8 +77,10 @@ class Forwards:
         self._gate: Gate | None = None
         self._unhooked = False
         self._handles: list[RemovableHandle] = []
+        self._layers: list[weakref.ref[nn.Module]] = []
         self._boundaries: list[RemovableHandle] = []
-        self._hooks: dict[int, tuple[_OfLayer, _OfLayer]] = {}
+        self._hooks: dict[int, tuple[_EnterLayer, _LeaveLayer]] = {}
+        self._leaving: dict[int, RemovableHandle] = {}  # hooks of layers that stream: others have nothing to say then
 
     def hook(self, gate: Gate, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
         """`entries`: the modules that a forward may begin with; `parts`: others that may be called by themselves, which
@@ -95,24 +98,35 @@ class Forwards:
 
     def hook_layers(self, layers: Sequence[nn.Module]) -> None:
         """`layers`: the decoder layers, in order; those that were hooked before are no more."""
-        _remove(self._boundaries)
+        self._remove_boundaries()
         self._hooks.clear()
         self.count = len(layers)
         for index, layer in enumerate(layers):
             if not isinstance(layer, torch.jit.ScriptModule):
-                enter, leave = self._hooks[index] = _EnterLayer(self, index), _LeaveLayer(self, index)
+                enter, _ = self._hooks[index] = _EnterLayer(self, index), _LeaveLayer(self, index)
                 self._boundaries.append(layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                self._boundaries.append(layer.register_forward_hook(leave))
+        self._layers = [weakref.ref(layer) for layer in layers]
 
-    def break_graphs(self, layer: int, here: bool) -> None:
-        """Must the compiler's graph break where the layer is entered and left?"""
-        for hook in self._hooks.get(layer, ()):
-            hook.opaque = here
+    def streams(self, layer: int, here: bool) -> None:
+        """Notes whether a layer streams: then it is left, too, and the compiler's graph breaks at both."""
+        if (found := self._hooks.get(layer)) is None:
+            return
+        enter, leave = found
+        enter.opaque = here
+        if not here and layer in self._leaving:
+            self._leaving.pop(layer).remove()
+        elif here and layer not in self._leaving and (module := self._layers[layer]()) is not None:
+            self._leaving[layer] = module.register_forward_hook(leave)
 
     def unhook(self) -> None:
         self._unhooked = True
         _remove(self._handles)
+        self._remove_boundaries()
+
+    def _remove_boundaries(self) -> None:
         _remove(self._boundaries)
+        while self._leaving:
+            self._leaving.popitem()[1].remove()
 
     def running(self) -> bool:
         """Whether a forward of the model runs now, on any thread."""
@@ -217,6 +231,9 @@ class Layers(Protocol):
     def inside(self) -> int | None:
         """The layer that runs, by this or another thread, and reads what `enter` has returned."""
 
+    def capturing(self) -> bool:
+        """Is what this thread does being captured? Then `enter` is called of each layer, else of those that stream."""
+
     def prepare(self, turn: Turn) -> None: ...
     def begin(self, turn: Turn) -> None: ...
     def end(self, turn: Turn) -> None: ...
@@ -246,7 +263,7 @@ class _Enter(Hook):
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
             return
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not CALL:  # as `call_frame`
+        while frame is not None and frame.f_code is not CALL:  # the call that the hook is of
             frame = frame.f_back
         call, forwards = id(frame), self._forwards
         if outermost := forwards.outermost.call:
@@ -276,20 +293,16 @@ class _Leave(Hook):
                 self._forwards.leave()
 
 
-class _OfLayer(Hook):
-    """A hook of a decoder layer, which is called for each token: so what it does is here, in one call, and calls what
-    there is to do. Where `opaque` the compiler breaks its graph at it. See hook.py, Note [Streaming and
-    torch.compile]."""
+class _EnterLayer(Hook):
+    """Before a decoder layer: what may change under a running forward changes here. It is called for each token: so
+    what it does is here, in one call, and calls what there is to do. `opaque`: the compiler breaks its graph at it, see
+    hook.py, Note [Streaming and torch.compile]."""
 
     opaque = False
 
     def __init__(self, forwards: Forwards, layer: int) -> None:
         self._forwards = forwards
         self._layer = layer
-
-
-class _EnterLayer(_OfLayer):
-    """Before a decoder layer: what may change under a running forward changes here."""
 
     def __call__(self, *_: Any) -> None:
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
@@ -302,19 +315,22 @@ class _EnterLayer(_OfLayer):
         # Did another thread find no pages? This one may have some that it can do without.
         if weights.device.demand:
             forwards.obey()
-        slot = forwards.layers.enter(layer)
+        # What does not stream reads its own addresses; where that is captured the layers have a say in it.
+        slot = forwards.layers.enter(layer) if self.opaque or forwards.layers.capturing() else None
         if slot is None:
             weights.use(layer)
         else:
             slot.note_use(weights.stream(), False)
 
 
-class _LeaveLayer(_OfLayer):
-    """After a decoder layer, which has nothing to say where it does not stream."""
+class _LeaveLayer(Hook):
+    """After a decoder layer that streams, as `_EnterLayer`."""
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
 
     def __call__(self, *_: Any) -> None:
-        if not self.opaque:
-            return
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             opaquely(self)
         elif self._forwards.layers.inside == self._layer:

@@ -37,7 +37,7 @@ def _no_model() -> None:
     """The model of a lease that is no model's."""
 
 
-_opened = _Opened()
+here = _Opened()
 _numbers = count(1)
 
 
@@ -48,7 +48,7 @@ class ForwardLease:
     because something ended the forward that runs no hooks, ends with whoever holds it.
     """
 
-    _closed = True
+    closed = True
 
     def __init__(self, model: Callable[[], Any] = _no_model) -> None:
         """`model`: returns the model whose forward it is, as a weak reference does."""
@@ -59,8 +59,8 @@ class ForwardLease:
 
     def open(self, group: Group | None = None) -> Self:
         """Makes it the innermost lease of this thread, and leases the group."""
-        self._closed = False
-        _opened.leases.append(weakref.ref(self))
+        self.closed = False
+        here.leases.append(weakref.ref(self))
         if group is not None:
             self._entered.enter(group)
         return self
@@ -80,7 +80,7 @@ class ForwardLease:
 
     def close(self) -> None:
         """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
-        self._closed = True
+        self.closed = True
         current()  # forgets those that are closed by now
         self._ranges.clear()
         self._entered.close()
@@ -88,10 +88,10 @@ class ForwardLease:
 
 def current() -> ForwardLease | None:
     """The innermost lease of this thread that is open."""
-    leases = _opened.leases
+    leases = here.leases
     while leases:
         lease = leases[-1]()
-        if lease is not None and not lease._closed:  # by another thread
+        if lease is not None and not lease.closed:  # by another thread
             return lease
         del lease
         leases.pop()
@@ -100,9 +100,9 @@ def current() -> ForwardLease | None:
 
 def opened() -> Iterator[ForwardLease]:
     """The leases of this thread that are open, the innermost first."""
-    for reference in reversed(_opened.leases):
+    for reference in reversed(here.leases):
         lease = reference()
-        if lease is not None and not lease._closed:
+        if lease is not None and not lease.closed:
             yield lease
 
 

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from time import monotonic
+from types import FrameType
 from typing import Final, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.layer_parts import Part
 from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
-from ..forward.hook import call_frame
+from ..forward.hook import CALL
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
@@ -72,7 +73,7 @@ class Streaming:
         self._stream = stream
         self._on_host = on_host
         self._captured = captured
-        self._capturing = capturing
+        self.capturing = capturing
         self._waiting = waiting
         self._interpreter = interpreter
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
@@ -125,7 +126,8 @@ class Streaming:
             self._turns.take(turn)  # layers have begun to stream in this forward
         if not self._turns.has(turn):
             return
-        self._end()
+        if self.inside is not None:  # it was interrupted
+            self._end()
         self._turn = turn
         self._ring.begin(self._stream(), self._unchanged)
 
@@ -133,14 +135,15 @@ class Streaming:
         """The forward has run its layers, or some. WeightsFileChanged where what they computed with may not have been
         the weights; DriverError."""
         if self._turn is turn:
-            self._end()
+            if self.inside is not None:
+                self._end()
             self._turn = None
             self._ring.check()
 
     def enter(self, layer: int) -> Range | None:
         """A layer is about to run. Returns the slot that its call reads, None where it reads its own addresses.
         WeightsFileChanged, DriverError; ManageError where it is captured, and cannot be."""
-        if self._capturing():
+        if self.capturing():
             self._captured(layer)
         bound = self.bound.get(layer)
         if bound is None or not self._turns.has(self._turn) or torch.is_grad_enabled():
@@ -155,7 +158,10 @@ class Streaming:
         slot = self._ring.enter(layer, self._stream()) if fits else None
         if slot is not None:
             self.inside = layer
-            bound.enter(call_frame())
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code is not CALL:  # the layer's call
+                frame = frame.f_back
+            bound.enter(frame)
         return slot
 
     def leave(self, layer: int) -> None:
@@ -180,22 +186,23 @@ class Streaming:
 
     def _loading(self, layer: int, first: bool) -> None:
         """The copy of a layer begins. See bound.py, Note [Written between two passes]."""
-        self._versions[layer] = self.bound[layer].written()
-        if first:
-            self._unseen.add(layer)  # before the look: whoever asks from now on takes it out
-            if not self.bound[layer].unheld():
-                self._unseen.discard(layer)
+        if not first:
+            self._versions[layer] = self.bound[layer].written()
+            return
+        self._unseen.add(layer)  # before the look: whoever asks from now on takes it out
+        self._versions[layer], unheld = self.bound[layer].examine()
+        if not unheld:
+            self._unseen.discard(layer)
 
     def _unchanged(self, layer: int) -> bool:
-        bound = self.bound[layer]
-        return layer in self._unseen and bound.unheld() and self._versions.get(layer) == bound.written()
+        return layer in self._unseen and self.bound[layer].examine() == (self._versions.get(layer), True)
 
     def _asked(self, layer: int) -> None:
         """Someone is handed a weight of the layer as it lies on the host."""
         self._unseen.discard(layer)
         if layer in self._hidden:
             self.reveal(layer)
-        if self._capturing():
+        if self.capturing():
             self._captured(layer)
 
     def _end(self) -> bool:

@@ -22,6 +22,7 @@ Note [Left for good]
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,6 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from ...allocator._native import Registrations
 from ...allocator.errors import BallonetError, ManageError
 from ...offload.policy.plan import Plan, Rule, Same
 from ..device.streams import torch_device
@@ -50,6 +50,8 @@ _CAPTURED = "it was new when a CUDA graph was captured, which may hold its addre
 _capturing = torch.cuda.is_current_stream_capturing
 
 _followers: set[Follower] = set()
+_handles: list[RemovableHandle] = []
+_lock = threading.RLock()  # a model may be collected anywhere
 
 
 class Follower:
@@ -59,10 +61,10 @@ class Follower:
         self.left: dict[str, str] = {}  # name of a tensor outside of the ranges, at the last look -> why
         self._weights = weights
         self._cuda = weights.device.kind == "cuda"
-        self._registrations = Registrations()
-        self._hooks: list[RemovableHandle] = []
+        self.parts: set[int] = set()  # ids of all modules
         self._lists: list[tuple[weakref.ref[nn.ModuleList], int]] = []
         self._unpinned = 0
+        self.registered = False
         self._settled: dict[int, str] = {}  # address of what was left for good -> why
         self._moved: Counter[str] = Counter()
 
@@ -91,22 +93,17 @@ class Follower:
         plan = self._weights.adopt(found.spans, working, len(layers), rule, _still(layers), files, progress)
         self.left = dict(found.left) | dict.fromkeys(shared.values(), _SHARED)
         self._remember(model)
-        _followers.add(self)
-        self._listen()
+        _watch(self)
         return plan
 
     @property
     def pending(self) -> bool:
         """Is there to be a look at the model? See Note [Noticing a change], Note [Left for good]."""
-        if (
-            self._registrations.noticed
-            or self._weights.group.unpinned != self._unpinned
-            or (self._cuda and _capturing())
-        ):
+        if self.registered or self._weights.group.unpinned != self._unpinned or (self._cuda and _capturing()):
             return True
         for reference, length in self._lists:
             each = reference()
-            if each is None or len(each) != length:
+            if each is None or len(each._modules) != length:
                 return True
         return False
 
@@ -121,27 +118,13 @@ class Follower:
 
     def close(self) -> None:
         """Follows the model no more. Again: does nothing."""
-        _followers.discard(self)
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _listen(self) -> None:
-        noticed = self._registrations
-
-        def buffer(module: nn.Module, name: str, *_: Any) -> None:
-            """Modules assign buffers as they run: one that was there before is noticed by what it replaces."""
-            if name not in module._buffers:
-                noticed(module)
-
-        self._hooks.append(torch_module.register_module_parameter_registration_hook(noticed))
-        self._hooks.append(torch_module.register_module_module_registration_hook(noticed))
-        self._hooks.append(torch_module.register_module_buffer_registration_hook(buffer))
+        _unwatch(self)
 
     def _remember(self, model: nn.Module) -> None:
         """First of all, so that what changes during a look is seen at the next one."""
         self._unpinned = self._weights.group.unpinned
-        self._registrations.noticed = False
-        self._registrations.watch({id(module) for module in model.modules()})
+        self.registered = False
+        self.parts = {id(module) for module in model.modules()}
         self._lists = [(weakref.ref(each), len(each)) for each in layer_lists(model)]
 
     def _adopt_new(self, new: Sequence[Member], model: nn.Module, layers: Sequence[nn.Module]) -> None:
@@ -152,7 +135,7 @@ class Follower:
             found = survey(_without(shared, new), torch_device(self._weights.device))
         except ManageError as error:
             self.left = dict.fromkeys(names.values(), str(error))
-            self._registrations.noticed = True  # nothing may show that it is no longer so
+            self.registered = True  # nothing may show that it is no longer so
             return
         reasons = [self._reason_to_leave(span, names) for span in found.spans]
         chosen = [span for span, reason in zip(found.spans, reasons, strict=True) if reason is None]
@@ -202,3 +185,33 @@ def _still(layers: Sequence[nn.Module]) -> set[int]:
 
 def _without(some: Mapping[int, str], found: Sequence[Member]) -> list[Member]:
     return [member for member in found if id(member.tensor) not in some]
+
+
+def _watch(follower: Follower) -> None:
+    with _lock:
+        _followers.add(follower)
+        if not _handles:
+            _handles.append(torch_module.register_module_parameter_registration_hook(_registered))
+            _handles.append(torch_module.register_module_module_registration_hook(_registered))
+            _handles.append(torch_module.register_module_buffer_registration_hook(_buffer_registered))
+
+
+def _unwatch(follower: Follower) -> None:
+    with _lock:
+        _followers.discard(follower)
+        if not _followers:
+            while _handles:
+                _handles.pop().remove()
+
+
+def _registered(module: nn.Module, *_: Any) -> None:
+    # Models make lists of their layers in each forward: that of another's module is to cost nothing.
+    for follower in tuple(_followers):
+        if id(module) in follower.parts:
+            follower.registered = True
+
+
+def _buffer_registered(module: nn.Module, name: str, *_: Any) -> None:
+    """Modules assign buffers as they run: one that was there before is noticed by what it replaces."""
+    if name not in module._buffers:
+        _registered(module)

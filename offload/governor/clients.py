@@ -132,7 +132,7 @@ class Clients:
 
     def client_began(self, state: PageState, now: float) -> None:
         """An iteration of it begins on this thread, within one of its model's where there is such."""
-        state.activity.began(now)
+        state.activity.at = max(state.activity.at, now)
         thread = threading.get_ident()
         if thread in self._on:
             self._read.setdefault(thread, set()).add(state)
@@ -140,11 +140,11 @@ class Clients:
     def ended(self, model: ModelClient, now: float) -> None:
         """Notes that its iteration on this thread has been launched, if it began. May be called in the middle of
         anything."""
-        state, thread = self.get(model), threading.get_ident()
+        state, thread = self.by_model.get(id(model)), threading.get_ident()
         read = self._read.pop(thread, set())
         if state is None:
             return
-        end = self._progress.end()
+        end = self._progress.end() if self._progress.ahead else None
         state.activity.ended(now, end)
         for each in read:
             each.activity.ended(now, end)

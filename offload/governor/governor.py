@@ -292,7 +292,7 @@ class Governor:
             if state is None or cache is None:
                 return frozenset()
             now = self.clock()
-            state.waking = self._known.clients.idleness.rests(state, now)
+            state.waking = self._known.clients.idleness.woke(state, now)
             self._known.clients.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .client import PageClient
-from .client_state import ClientState, ModelState, PageState
+from .client_state import ClientState, PageState
 
 if TYPE_CHECKING:
     from .clients import Clients
@@ -30,8 +30,8 @@ class Idleness:
         self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
         self.calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
 
-    def woke(self, state: ModelState, now: float) -> bool:
-        """An iteration of the model is about to begin: has it been idle until now?"""
+    def woke(self, state: ClientState, now: float) -> bool:
+        """An iteration of it is about to begin: has it been idle until now?"""
         return now >= self.calm_until and self.rests(state, now)
 
     def changed(self) -> None:

@@ -95,19 +95,19 @@ class Overview:
         """Takes in what the core took, and which models and caches are gone."""
         if self.clients.gone:
             self.drop_dead()
-        self._heard(self.device.taken())
+        if taken := self.device.taken():
+            self._heard(taken)
 
     def _heard(self, taken: Sequence[tuple[int, int, int]]) -> None:
         for _, key, _ in taken:
             self.clients.took(*divmod(key, LAYERS))
-        if taken:
-            self.events.hear()
-            self._waited = True
-            for paged, _ in self.clients.paged:
-                paged.restorable = 0
-            for model in self.clients.models:
-                model.grant = None
-            self.moved()
+        self.events.hear()
+        self._waited = True
+        for paged, _ in self.clients.paged:
+            paged.restorable = 0
+        for model in self.clients.models:
+            model.grant = None
+        self.moved()
 
     def repeated(self, model: ModelClient, point: Point, now: float) -> Decision | None:
         """An iteration of the model begins. Its last decision, where all that made it is as it was, and all that an
