@@ -37,7 +37,7 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
-from .streamed import CAPTURED, Streaming
+from .streamed import Streaming
 
 
 class Elastic:
@@ -140,8 +140,7 @@ class Elastic:
         if graphs.loosened:
             graphs.tell_of_dropped()
         if self._pace.capturing():
-            if self._weights.on_host():  # whose slots the graph's replays would read at any time
-                raise ManageError(CAPTURED)
+            self.streaming.check_capture()
             graphs.noticed(self.captured)
             self._pace.begin(None)
             return

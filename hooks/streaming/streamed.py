@@ -110,6 +110,12 @@ class Streaming:
         self._hidden.clear()
         self._unseen.clear()
 
+    def check_capture(self) -> None:
+        """ManageError where this forward is captured, and layers are on the host: replays would read slots at any
+        time."""
+        if self.capturing() and self._on_host():
+            raise ManageError(CAPTURED)
+
     def prepare(self, turn: Turn) -> None:
         """A forward is about to begin, with no lease yet: it gets the slots, or will read the host. ManageError,
         PoolExhausted, WeightsFileChanged, DriverError."""
