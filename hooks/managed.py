@@ -254,7 +254,7 @@ class Managed:
             inner = runners(model)
             whole = [module for module, runs_all in inner.items() if runs_all]
             self._forwards.hook(gate, dict.fromkeys((model, *generators, *whole)), inner.keys() - {*generators, *whole})
-            self._elastic.arrangement.break_graphs = self._forwards.break_graphs
+            self._elastic.arrangement.tell = self._forwards.streams
             undo.callback(self._elastic.close)
             self._follow(model, len(plan.slot_pages))
             self._prefixes, self._forget_prefixes = (
@@ -383,7 +383,7 @@ class Managed:
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""
-        if self._pending:
+        if self._behind or self._follower.pending:
             with _lock:
                 model = None if self._released else self._model()
                 # Whoever comes by later sees that there is something to do and waits for the lock.
@@ -536,14 +536,9 @@ def _attach_caches(
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     batched = Batched(device, StepCosts(), options.batches == "fast", require, lends, living, slo)
     detach_batches = seams.attach(model, batched)
-    alive = weakref.ref(model)
 
     def detach() -> None:
         detach_caches()
         detach_batches()
 
-    def open_lease() -> ForwardLease:
-        module = alive()
-        return ForwardLease() if module is None else generation.forward_entered(module)
-
-    return open_lease, lambda: batched.wanted, detach
+    return partial(generation.ModelLease, weakref.ref(model)), lambda: batched.wanted, detach

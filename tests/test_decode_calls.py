@@ -67,5 +67,5 @@ def decoding(layers: int) -> tuple[int, int]:
 def test_a_resident_layer_costs_few_calls() -> None:
     few, many = decoding(4), decoding(12)
     assert (many[1] - few[1]) / 8 <= 12
-    assert few[0] <= 84
-    assert many[0] - few[0] <= 8  # torch tells of each module of the list that the model makes of its layers
+    # torch tells of each module of the list that the model makes of its layers
+    assert few[0] - 4 == many[0] - 12 <= 25

@@ -8,6 +8,7 @@ import gc
 import inspect
 import pickle
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +86,7 @@ def test_only_this_thread_and_this_model_get_elastic_layers(device: Device) -> N
 
     with (
         attached(managed),
-        managed.register_forward_pre_hook(lambda *_: leases.append(generation.forward_entered(managed).open())),
+        managed.register_forward_pre_hook(lambda *_: leases.append(generation.ModelLease(weakref.ref(managed)).open())),
         managed.register_forward_hook(lambda *_: leases.pop().close(), always_call=True),
         before_each_forward(managed, in_the_middle),
         before_each_forward(other, look("other")),
@@ -145,7 +146,7 @@ def test_who_wrapped_ours_keeps_his_wrapper(device: Device, monkeypatch: pytest.
 def test_a_cache_that_a_forward_makes_for_itself_is_elastic(device: Device) -> None:
     model = model_of("llama")
     with attached(model):
-        lease = generation.forward_entered(model).open()
+        lease = generation.ModelLease(weakref.ref(model)).open()
         with torch.no_grad():
             cache = model(**INPUTS, use_cache=True).past_key_values
         assert cache.layers[0]._range.group.leases == 1
@@ -195,7 +196,7 @@ def test_what_builds_no_dynamic_cache_is_left_alone() -> None:
     for module in (*modules, torch.nn.Linear(2, 2)):
         with attached(module):
             assert compat.layer_types()["full_attention"] is DynamicLayer
-            generation.forward_entered(module).open().close()
+            generation.ModelLease(weakref.ref(module)).open().close()
 
 
 @pytest.mark.parametrize("name", ["t5", "t5gemma"])
@@ -204,7 +205,7 @@ def test_both_halves_of_an_encoder_decoder_s_cache_have_ranges_of_their_own(devi
     model = build(name)
     with attached(model):
         prepared = model.generate(**questions(name, 2), max_new_tokens=3, return_dict_in_generate=True).past_key_values
-        lease = generation.forward_entered(model).open()
+        lease = generation.ModelLease(weakref.ref(model)).open()
         forwarded = model(**questions(name, 2), decoder_input_ids=torch.tensor([[2], [2]])).past_key_values
         lease.close()
     assert type(prepared) is type(forwarded) is EncoderDecoderCache
@@ -226,7 +227,7 @@ def test_a_decoder_that_is_given_what_an_encoder_said(device: Device, name: str)
     said = {"encoder_hidden_states": torch.randn(3, 5, 32, generator=torch.Generator().manual_seed(2))}
 
     def steps() -> tuple[Any, torch.Tensor]:
-        lease = generation.forward_entered(model).open()
+        lease = generation.ModelLease(weakref.ref(model)).open()
         with torch.no_grad():
             cache = model(INPUTS["input_ids"], **said, use_cache=True).past_key_values
             logits = model(INPUTS["input_ids"][:, :2], **said, past_key_values=cache, use_cache=True).logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import pytest
@@ -118,7 +119,7 @@ def test_a_class_of_layer_that_is_not_known_stays(monkeypatch: pytest.MonkeyPatc
     assert (layer.stock, layer.layer, layer.elastic) == ("Compressed", "Compressed", False)
     assert __name__ in layer.why
     detach = generation.attach(model)
-    lease = generation.forward_entered(model).open()
+    lease = generation.ModelLease(weakref.ref(model)).open()
     assert [type(layer) for layer in DynamicCache(config=model.config).layers] == [Compressed]
     lease.close()
     detach()
@@ -130,7 +131,7 @@ def test_a_new_type_of_layer_with_a_known_class_is_elastic(monkeypatch: pytest.M
     model.config.layer_types = ["global_attention"]
     assert planned(model).elastic == 1
     detach = generation.attach(model)
-    lease = generation.forward_entered(model).open()
+    lease = generation.ModelLease(weakref.ref(model)).open()
     assert [type(layer) for layer in DynamicCache(config=model.config).layers] == [ElasticLayer]
     lease.close()
     detach()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,13 @@ class Later:
 
     def release(self, marks: Iterable[list[float]]) -> None:
         self.free.extend(marks)
+
+    def read(self, marks: Sequence[list[float]]) -> list[float] | None:
+        if not self.passed(marks):
+            return None
+        times = [self.seconds(marks[0], each) for each in marks]
+        self.release(marks)
+        return times
 
 
 def forward(pace: Pace, clock: Clock, *steps: float, point: Point | None = HERE) -> None:

@@ -178,14 +178,14 @@ class Record:
     def close(self) -> None:
         """The graph is gone. Whose layers it kept hears of that later: this may be a finalizer."""
         self.end()
-        _loosened.extend(reference for reference, _, _ in self._models.values())
+        loosened.extend(reference for reference, _, _ in self._models.values())
         self._shown.clear()
 
 
 _records: dict[int, Record] = {}  # by id of the graph
 _others: dict[int, Record] = {}  # by id of the model: of captures that torch's class does not know of
 _models: dict[int, weakref.ref[Model]] = {}  # those that are managed, by id
-_loosened: deque[weakref.ref[Model]] = deque()  # of which a graph is gone
+loosened: deque[weakref.ref[Model]] = deque()  # models of which a graph is gone; see `tell_of_dropped`
 
 
 class _Graphs(captures.Listener):
@@ -298,12 +298,12 @@ def leases(group: Group) -> int:
 
 
 def tell_of_dropped() -> None:
-    """Models hear of graphs that are gone. Called before each forward of any of them."""
-    for _ in range(len(_loosened)):
-        reference = _loosened.popleft()
+    """Models hear of graphs that are gone. Called before the next forward of any of them."""
+    for _ in range(len(loosened)):
+        reference = loosened.popleft()
         model = reference()
         if model is not None and not model.kept():
-            _loosened.append(reference)
+            loosened.append(reference)
     if not _models:
         _leave()
 
@@ -320,7 +320,7 @@ def _managed() -> list[Model]:
 
 def _include(record: Record, other: Record) -> None:
     record.include(other)
-    _loosened.extend(reference for reference, _, _ in list(record._models.values()))
+    loosened.extend(reference for reference, _, _ in list(record._models.values()))
     tell_of_dropped()
 
 

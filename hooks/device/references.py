@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -56,7 +55,9 @@ def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS
     stands in the list as often as in a dictionary; the caller has no other reference. None of them is a wrapper."""
     if not interpreter.counts_references:
         return True
-    times = Counter(map(id, held))
+    times: dict[int, int] = {}
+    for key in map(id, held):  # in one call: this is asked of each layer that streams, in each forward
+        times[key] = times.get(key, 0) + 1
     references = list(map(sys.getrefcount, held))
     for each, found in zip(held, references, strict=True):
         if found != _ALONE[0] + 2 * (times[id(each)] - 1) or each._use_count() != 1:  # type: ignore[attr-defined]
@@ -67,7 +68,10 @@ def perhaps_referenced(held: list[torch.Tensor], interpreter: Interpreter = THIS
         if sys.getrefcount(its) != _ALONE[2]:
             return True
         storages[its._cdata] = storages.get(its._cdata, 0) + 1
-    return list(map(torch._C._storage_Use_Count, storages)) != [_ALONE[1] + n - 1 for n in storages.values()]
+    for its_memory, tensors in storages.items():
+        if torch._C._storage_Use_Count(its_memory) != _ALONE[1] + tensors - 1:
+            return True
+    return False
 
 
 def memory_references(memory: torch.UntypedStorage, interpreter: Interpreter = THIS) -> int:

@@ -4,7 +4,7 @@ Note [Leases and interrupts]
     A lease is opened before the outermost forward of the model on a thread and closed after it, also when it raises.
     But torch runs no hook for an exception that is no `Exception`, and Ctrl-C is none. So each lease remembers which
     call of the module it belongs to; a call that is no longer on the stack was interrupted, and its lease is closed
-    when the thread comes by again, or ends.
+    when the thread comes by again, or ends. A call within one that is on the stack is nested: nothing is done for it.
 
 Note [Chaos and backward]
     A forward has ended, and so has its lease, when backward reads weights that its graph holds, perhaps on a thread of
@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from types import FrameType
 from typing import Any, Final, Protocol
 
@@ -32,7 +33,7 @@ from ...offload.governor.chaos import Chaos
 from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
 from .gate import Gate
-from .hook import CALL, Hook, call_frame, opaquely
+from .hook import CALL, Hook, opaquely
 from .lease import ForwardLease, current
 from .turns import Turn, Turns
 
@@ -72,12 +73,14 @@ class Forwards:
         self._learning: set[int] = set()  # threads that have run it with gradients
         self._turns = turns
         self.layers = layers
-        self._thread = _Thread()
+        self.outermost = _Outermost()
         self._gate: Gate | None = None
         self._unhooked = False
         self._handles: list[RemovableHandle] = []
+        self._layers: list[weakref.ref[nn.Module]] = []
         self._boundaries: list[RemovableHandle] = []
-        self._hooks: dict[int, tuple[_OfLayer, _OfLayer]] = {}
+        self._hooks: dict[int, tuple[_EnterLayer, _LeaveLayer]] = {}
+        self._leaving: dict[int, RemovableHandle] = {}  # hooks of layers that stream: others have nothing to say then
 
     def hook(self, gate: Gate, entries: Iterable[nn.Module], parts: Iterable[nn.Module] = ()) -> None:
         """`entries`: the modules that a forward may begin with; `parts`: others that may be called by themselves, which
@@ -86,41 +89,49 @@ class Forwards:
 
         Scripted modules can have no hooks; their forwards hold no lease.
         """
-        enter, enter_part = _Entry(self._enter), Hook(self._enter, (), {})
+        enter, enter_part, leave = _Enter(self, whole=True), _Enter(self, whole=False), _Leave(self)
         for entry, hook in (*((each, enter) for each in entries), *((each, enter_part) for each in parts)):
             if isinstance(entry, torch.jit.ScriptModule):
                 continue
             gate.take(entry, hook, self._handles)
-            self._handles.append(entry.register_forward_hook(Hook(self._leave), always_call=True))
+            self._handles.append(entry.register_forward_hook(leave, always_call=True))
 
     def hook_layers(self, layers: Sequence[nn.Module]) -> None:
         """`layers`: the decoder layers, in order; those that were hooked before are no more."""
-        _remove(self._boundaries)
+        self._remove_boundaries()
         self._hooks.clear()
         self.count = len(layers)
         for index, layer in enumerate(layers):
             if not isinstance(layer, torch.jit.ScriptModule):
-                enter, leave = self._hooks[index] = _EnterLayer(self, index), _LeaveLayer(self, index)
+                enter, _ = self._hooks[index] = _EnterLayer(self, index), _LeaveLayer(self, index)
                 self._boundaries.append(layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-                self._boundaries.append(layer.register_forward_hook(leave))
+        self._layers = [weakref.ref(layer) for layer in layers]
 
-    def break_graphs(self, layer: int, here: bool) -> None:
-        """Must the compiler's graph break where the layer is entered and left?"""
-        for hook in self._hooks.get(layer, ()):
-            hook.opaque = here
+    def streams(self, layer: int, here: bool) -> None:
+        """Notes whether a layer streams: then it is left, too, and the compiler's graph breaks at both."""
+        if (found := self._hooks.get(layer)) is None:
+            return
+        enter, leave = found
+        enter.opaque = here
+        if not here and layer in self._leaving:
+            self._leaving.pop(layer).remove()
+        elif here and layer not in self._leaving and (module := self._layers[layer]()) is not None:
+            self._leaving[layer] = module.register_forward_hook(leave)
 
     def unhook(self) -> None:
         self._unhooked = True
         _remove(self._handles)
+        self._remove_boundaries()
+
+    def _remove_boundaries(self) -> None:
         _remove(self._boundaries)
+        while self._leaving:
+            self._leaving.popitem()[1].remove()
 
     def running(self) -> bool:
         """Whether a forward of the model runs now, on any thread."""
-        self._forget_interrupted(sys._getframe())
+        self.forget_interrupted(sys._getframe())
         return self.weights.group.leases > self._turns.leases
-
-    def _is_unhooked(self) -> bool:
-        return self._unhooked
 
     def check_none_runs(self, gate: Gate) -> None:
         """ModelInUse where a forward of the model runs on any thread. None begins until the gate is opened, which is
@@ -131,41 +142,53 @@ class Forwards:
 
     def forget(self) -> None:
         """The model is gone, so no forward of it runs: what this thread still holds for one was interrupted."""
-        self._forget_interrupted(None)
+        self.forget_interrupted(None)
 
-    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if self._is_unhooked():  # since this call began
-            return
-        frame = call_frame()
-        self._forget_interrupted(frame and frame.f_back)
-        if self._thread.calls:
-            self._thread.calls.append((id(frame), None))
-            return
-        outermost = _Outermost(Turn())
-        self._thread.calls.append((id(frame), outermost))  # before it holds anything
-        self.layers.prepare(outermost.turn)  # before the lease: layers may have to be moved for it
+    def _enter(self, call: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before an outermost forward. `call`: the id of its frame."""
+        outermost, layers = self.outermost, self.layers
+        outermost.call = call  # before it holds anything
+        if layers.bound:  # before the lease: layers may have to be moved for it
+            outermost.turn = Turn()
+            layers.prepare(outermost.turn)
         outermost.lease = self._lease()
-        outermost.lease.open().enter_group(self.weights.group)
+        outermost.lease.open(self.weights.group)
         if self._gate is not None and self._gate.is_closed:  # by whoever did not see the lease
             outermost.lease.close()
             self._gate.wait()
             outermost.lease = self._lease()
-            outermost.lease.open().enter_group(self.weights.group)
-        if self._is_unhooked():
-            outermost.lease.close()
-            self._turns.end(outermost.turn)
-            self._thread.calls.pop()
+            outermost.lease.open(self.weights.group)
+        if self._unhooked:  # since this call began
+            self._drop()
             return
         if self.chaos is not None:
             with self._moving:
                 self._note_gradients()
         self._before(args, kwargs)
-        self.layers.begin(outermost.turn)
+        if layers.bound:
+            outermost.turn = outermost.turn or Turn()  # layers have begun to stream in this forward
+            layers.begin(outermost.turn)
         self.weights.use(None)
 
-    def _leave(self) -> None:
-        if self._thread.calls and self._thread.calls[-1][0] == id(call_frame()):
-            self._close_last()
+    def leave(self) -> None:
+        """The outermost forward of this thread has ended, or was interrupted."""
+        turn = self.outermost.turn
+        try:
+            self._after()
+            if turn is not None:
+                self.layers.end(turn)
+        finally:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Gives back what the outermost forward of this thread holds."""
+        outermost = self.outermost
+        if outermost.lease is not None:
+            outermost.lease.close()
+        if outermost.turn is not None:
+            self._turns.end(outermost.turn)
+        outermost.lease = outermost.turn = None
+        outermost.call = 0  # last: what is interrupted before is done again
 
     def act(self, chaos: Chaos) -> None:
         """Between two layers pages move."""
@@ -183,45 +206,33 @@ class Forwards:
         if torch.is_grad_enabled():
             self._learning.add(threading.get_ident())
 
-    def _forget_interrupted(self, frame: FrameType | None) -> None:
-        """Closes the leases of this thread's calls that are not among `frame` and its callers."""
-        if self._thread.calls:
-            alive = set()
-            while frame is not None:
-                if frame.f_code is CALL:  # another frame may be where that of a call was
-                    alive.add(id(frame))
-                frame = frame.f_back
-            while self._thread.calls and self._thread.calls[-1][0] not in alive:
-                self._close_last()
-
-    def _close_last(self) -> None:
-        outermost = self._thread.calls[-1][1]
-        try:
-            if outermost is not None:
-                self._after()
-                self.layers.end(outermost.turn)
-        finally:
-            if outermost is not None:
-                if outermost.lease is not None:
-                    outermost.lease.close()
-                self._turns.end(outermost.turn)
-            self._thread.calls.pop()  # last: what is interrupted before is done again
-
-
-class _Outermost:
-    """What the outermost call holds."""
-
-    def __init__(self, turn: Turn) -> None:
-        self.turn = turn
-        self.lease: ForwardLease | None = None
+    def forget_interrupted(self, frame: FrameType | None) -> bool:
+        """Is `frame`, or one of its callers, the outermost forward of this thread? If it is not, and there is one, that
+        was interrupted: what it holds is given back."""
+        call = self.outermost.call
+        if not call:
+            return False
+        while frame is not None:
+            if id(frame) == call and frame.f_code is CALL:  # another frame may be where that of a call was
+                return True
+            frame = frame.f_back
+        self.leave()
+        return False
 
 
 class Layers(Protocol):
     """What is told of forwards and of decoder layers; `enter` returns what the layer is read from, None for itself."""
 
     @property
+    def bound(self) -> Sized:
+        """The layers that are read from slots. `prepare`, `begin` and `end` are called only where there are any."""
+
+    @property
     def inside(self) -> int | None:
         """The layer that runs, by this or another thread, and reads what `enter` has returned."""
+
+    def capturing(self) -> bool:
+        """Is what this thread does being captured? Then `enter` is called of each layer, else of those that stream."""
 
     def prepare(self, turn: Turn) -> None: ...
     def begin(self, turn: Turn) -> None: ...
@@ -230,37 +241,68 @@ class Layers(Protocol):
     def leave(self, layer: int) -> None: ...
 
 
-class _Thread(threading.local):
-    """The calls of one model on a thread, outermost first: (id of the call's frame, what the outermost holds). They are
-    gone with the thread, or the model, and so are the leases that they hold."""
+class _Outermost(threading.local):
+    """The outermost forward of one model that runs on a thread: the id of its frame, 0 where there is none, and what it
+    holds. That is gone with the thread, or the model."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, _Outermost | None]] = []
+    call = 0
+    turn: Turn | None = None
+    lease: ForwardLease | None = None
 
 
-class _Entry(Hook):
-    """Hands the arguments of the call on."""
+class _Enter(Hook):
+    """Before a forward, which as a rule is nested: that is found out here, in one call. `whole`: is it one of the whole
+    model, whose arguments say what it works on?"""
+
+    def __init__(self, forwards: Forwards, *, whole: bool) -> None:
+        self._forwards = forwards
+        self._whole = whole
 
     def __call__(self, module: object, args: Any, kwargs: Any = _NO_KEYWORDS) -> None:
         # Without keywords where it was removed after the call had begun.
-        if not torch.compiler.is_compiling():
-            self._act(args, kwargs)
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not CALL:  # the call that the hook is of
+            frame = frame.f_back
+        call, forwards = id(frame), self._forwards
+        if outermost := forwards.outermost.call:
+            caller = frame and frame.f_back
+            while caller is not None and not (id(caller) == outermost and caller.f_code is CALL):
+                caller = caller.f_back  # as `forget_interrupted`
+            if caller is not None:
+                return
+            forwards.leave()
+        forwards._enter(call, *((args, kwargs) if self._whole else ((), {})))
 
 
-class _OfLayer(Hook):
-    """A hook of a decoder layer, which is called for each token: so what it does is here, in one call, and calls what
-    there is to do. Where `opaque` the compiler breaks its graph at it. See hook.py, Note [Streaming and
-    torch.compile]."""
+class _Leave(Hook):
+    """After a forward, however it ended."""
+
+    def __init__(self, forwards: Forwards) -> None:
+        self._forwards = forwards
+
+    def __call__(self, *_: Any) -> None:
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+            return
+        if call := self._forwards.outermost.call:
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code is not CALL:
+                frame = frame.f_back
+            if id(frame) == call:
+                self._forwards.leave()
+
+
+class _EnterLayer(Hook):
+    """Before a decoder layer: what may change under a running forward changes here. It is called for each token: so
+    what it does is here, in one call, and calls what there is to do. `opaque`: the compiler breaks its graph at it, see
+    hook.py, Note [Streaming and torch.compile]."""
 
     opaque = False
 
     def __init__(self, forwards: Forwards, layer: int) -> None:
         self._forwards = forwards
         self._layer = layer
-
-
-class _EnterLayer(_OfLayer):
-    """Before a decoder layer: what may change under a running forward changes here."""
 
     def __call__(self, *_: Any) -> None:
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # as `is_compiling`, in one call
@@ -273,19 +315,22 @@ class _EnterLayer(_OfLayer):
         # Did another thread find no pages? This one may have some that it can do without.
         if weights.device.demand:
             forwards.obey()
-        slot = forwards.layers.enter(layer)
+        # What does not stream reads its own addresses; where that is captured the layers have a say in it.
+        slot = forwards.layers.enter(layer) if self.opaque or forwards.layers.capturing() else None
         if slot is None:
             weights.use(layer)
         else:
             slot.note_use(weights.stream(), False)
 
 
-class _LeaveLayer(_OfLayer):
-    """After a decoder layer, which has nothing to say where it does not stream."""
+class _LeaveLayer(Hook):
+    """After a decoder layer that streams, as `_EnterLayer`."""
+
+    def __init__(self, forwards: Forwards, layer: int) -> None:
+        self._forwards = forwards
+        self._layer = layer
 
     def __call__(self, *_: Any) -> None:
-        if not self.opaque:
-            return
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
             opaquely(self)
         elif self._forwards.layers.inside == self._layer:

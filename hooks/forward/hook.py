@@ -18,16 +18,14 @@ Note [Streaming and torch.compile]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-CALL: Final = nn.Module._call_impl.__code__
+CALL: Final = nn.Module._call_impl.__code__  # of the call of a module, which its hooks find on the stack
 _REASON: Final = (
     "ballonet streams the weights of this layer through slots that it shares with others, which a compiled graph "
     "cannot follow: compile without fullgraph=True, or give a budget in which nothing streams"
@@ -53,11 +51,3 @@ class Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # takes anything and returns None
-
-
-def call_frame() -> FrameType | None:
-    """The innermost call of a module on the stack: the one whose hook is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not CALL:
-        frame = frame.f_back
-    return frame

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ...allocator._native import Group, Lease
 
@@ -33,7 +33,11 @@ class _Opened(threading.local):
         self.leases: list[weakref.ref[ForwardLease]] = []
 
 
-_opened = _Opened()
+def _no_model() -> None:
+    """The model of a lease that is no model's."""
+
+
+here = _Opened()
 _numbers = count(1)
 
 
@@ -44,17 +48,21 @@ class ForwardLease:
     because something ended the forward that runs no hooks, ends with whoever holds it.
     """
 
-    _closed = True
+    closed = True
 
-    def __init__(self) -> None:
+    def __init__(self, model: Callable[[], Any] = _no_model) -> None:
+        """`model`: returns the model whose forward it is, as a weak reference does."""
+        self.model = model
         self.number = next(_numbers)  # another one for each
         self._entered = Lease()
         self._ranges: dict[int, weakref.ref[KV]] = {}
 
-    def open(self) -> Self:
-        """Makes it the innermost lease of this thread."""
-        self._closed = False
-        _opened.leases.append(weakref.ref(self))
+    def open(self, group: Group | None = None) -> Self:
+        """Makes it the innermost lease of this thread, and leases the group."""
+        self.closed = False
+        here.leases.append(weakref.ref(self))
+        if group is not None:
+            self._entered.enter(group)
         return self
 
     def enter_group(self, group: Group) -> None:
@@ -72,7 +80,7 @@ class ForwardLease:
 
     def close(self) -> None:
         """Gives every group back, whether those inside it are closed or not. Closing again does nothing."""
-        self._closed = True
+        self.closed = True
         current()  # forgets those that are closed by now
         self._ranges.clear()
         self._entered.close()
@@ -80,10 +88,10 @@ class ForwardLease:
 
 def current() -> ForwardLease | None:
     """The innermost lease of this thread that is open."""
-    leases = _opened.leases
+    leases = here.leases
     while leases:
         lease = leases[-1]()
-        if lease is not None and not lease._closed:  # by another thread
+        if lease is not None and not lease.closed:  # by another thread
             return lease
         del lease
         leases.pop()
@@ -92,9 +100,9 @@ def current() -> ForwardLease | None:
 
 def opened() -> Iterator[ForwardLease]:
     """The leases of this thread that are open, the innermost first."""
-    for reference in reversed(_opened.leases):
+    for reference in reversed(here.leases):
         lease = reference()
-        if lease is not None and not lease._closed:
+        if lease is not None and not lease.closed:
             yield lease
 
 

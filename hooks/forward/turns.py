@@ -32,8 +32,10 @@ class Turn:
         self._bell.acquire()
 
     def ring(self) -> None:
-        with suppress(RuntimeError):  # it rings already
+        try:
             self._bell.release()
+        except RuntimeError:
+            return  # it rings already
 
     def listen(self, seconds: float) -> None:
         """Returns when the turn has ended, or after so long."""
@@ -79,8 +81,10 @@ class Turns:
         """The next one, please. Idempotent."""
         for each in self._queue[:]:
             if each() is turn:
-                with suppress(ValueError):  # someone else has done it meanwhile
+                try:
                     self._queue.remove(each)
+                except ValueError:
+                    continue  # someone else has done it meanwhile
         turn.ring()
 
     def section(self) -> Guarded[None]:

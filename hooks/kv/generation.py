@@ -5,7 +5,7 @@ Note [Who builds the cache]
     encoder-decoder model does so twice. While any model is attached the entries whose class has an elastic counterpart
     (`kinds`) are functions of ours: they make elastic layers where an attached model is building a cache on this very
     thread, and call what was there before in every other case. That it is building is said by two sides: by the entry
-    and exit of its forward (`forward_entered`), and by `_prepare_cache_for_generation`, which is wrapped on the class
+    and exit of its forward (`ModelLease`), and by `_prepare_cache_for_generation`, which is wrapped on the class
     that has it, as a rule GenerationMixin, so that the model itself carries nothing that a copy or a pickle of it would
     take along. The cache's own type stays `DynamicCache`. With the last model all goes back to what it was; where
     someone else has wrapped ours meanwhile, ours stays below and passes on.
@@ -18,7 +18,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -114,23 +114,20 @@ def attach(model: nn.Module, device: Device | None = None, *, alone: bool = Fals
     return detach
 
 
-def forward_entered(model: nn.Module) -> ForwardLease:
-    """The lease of a forward of a managed model, to be opened on its thread when it begins, and closed when it ends."""
-    known = _attached.get(id(model))
-    return _Forward(None if known is None else Building(*known))
+class ModelLease(ForwardLease):
+    """The lease of a forward of a managed model, which may build caches, or of what prepares one for it. To be opened
+    on its thread when that begins, and closed when it ends."""
 
-
-class _Forward(ForwardLease):
-    """The lease of a forward that may build caches, or of what prepares one for it."""
-
-    def __init__(self, building: Building | None) -> None:
-        super().__init__()
-        self.building = building
+    @cached_property
+    def building(self) -> Building | None:
+        """What makes elastic layers; None where the model is not attached."""
+        known = _attached.get(id(self.model()))
+        return None if known is None else Building(*known)
 
 
 def _building() -> Building | None:
     """Returns the `Building` of the innermost forward on this thread."""
-    return next((each.building for each in opened() if isinstance(each, _Forward)), None)
+    return next((each.building for each in opened() if isinstance(each, ModelLease)), None)
 
 
 def listening(listener: Listener) -> AbstractContextManager[None]:
@@ -194,7 +191,9 @@ def _patch_preparation(owner: type) -> Callable[[], None]:
             listener = None
         else:  # not for what the stock method may call
             _thread.listener = None
-        preparing = _Forward(None if known is None else Building(*known, expected)).open()
+        preparing = ModelLease()
+        preparing.building = None if known is None else Building(*known, expected)
+        preparing.open()
         try:
             result = stock(model, *args, **kwargs)
         finally:

@@ -42,12 +42,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...allocator._native import Device, Group
+from ...allocator._native import Device, Group, Lease
 from ...offload.governor.kv_tier import KVTier
 from ...offload.policy.geometry import Geometry
 from ...offload.policy.tuning import DEFAULT
 from ..device.streams import raw_stream
-from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current
+from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
 from .pages import KVPages
 from .prefill import copied_in
 from .tensors import Pair, RangeTensors, Shape
@@ -166,10 +166,12 @@ class KVRange:
         tier, mapped, latest = self._tier, self._mapped, self._latest[place]
         if tier is None or mapped is None or not tier.turns.forward:
             return None
-        lease, start = current(), latest.length
+        leases, start = here.leases, latest.length
+        lease = leases[-1]() if leases else None  # as `current`, as a rule
         end = start + 1
         if (
             lease is None
+            or lease.closed
             or end >= mapped.capacity
             or end >= self.pages.fills
             or start < self._shown[place]
@@ -191,7 +193,11 @@ class KVRange:
         if self._forward != lease.number:
             self._forward = lease.number
             lease.touched(self.pages)
-        return self._write(latest, place, views, keys, values, end)
+        views.write_keys.narrow(2, start, 1).copy_(keys)  # as `_write`
+        views.write_values.narrow(2, start, 1).copy_(values)
+        shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
+        latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
+        return shown
 
     def append(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
         """Copies the tokens behind the layer's last one and returns all of its keys and values, to be read now: where
@@ -203,8 +209,12 @@ class KVRange:
         latest, tokens = self._latest[place], keys.shape[2]
         start = latest.length
         end = start + tokens
-        lease = current()
-        with GroupLease(self.group):
+        lease, alone = current(), Lease()
+        if lease is not None:
+            lease.enter_group(self.group)  # until that ends
+        else:
+            alone.enter(self.group)
+        try:
             self.pages.begin(place, tokens, end, lease)
             mapped = self._mapped or self._open()
             took = end > mapped.capacity
@@ -216,6 +226,8 @@ class KVRange:
             views = mapped.views[place] or self._views(mapped, place)
             self._note(start, tokens, lease)
             shown = self._write(latest, place, views, keys, values, end)
+        finally:
+            alone.close()
         if end >= self.pages.fills:
             self.pages.filled(self._lengths(), soon=tokens > 1)
         if tokens == 1 and (took or end == mapped.capacity):

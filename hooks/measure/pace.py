@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, NamedTuple
 
@@ -59,6 +58,7 @@ class Pace:
         self.capturing: Final = marks.capturing  # is what this thread does being captured?
         self._marks = marks
         self._clock = clock
+        self._same = marks.mark is clock  # is a mark a look at the clock?
         self._driver = driver
         self._pending = pending
         self._thread = _Thread()
@@ -77,9 +77,16 @@ class Pace:
         if self._marks.capturing():
             thread.before = None
             return
-        thread.before = None if point is None else (point, now)
-        thread.forward = _Forward(point, now, _between(before, thread.before), _handled(), [self._marks.mark()])
-        thread.forward.driver = self._driver()
+        thread.before, between = None if point is None else (point, now), None
+        if before is not None and point is not None and point.phase == "decode":
+            last, then = before
+            if (last.phase, last.batch, last.length + 1) == point:  # it follows directly
+                between = (now - then) / 1e9
+        moment = now if self._same else self._marks.mark()
+        forward = _Forward()
+        forward.point, forward.began, forward.between = point, now, between
+        forward.handled, forward.marks, forward.driver = id(sys.exception()), [moment], self._driver()
+        thread.forward = forward
 
     def waiting(self) -> _Wait:
         """`with pace.waiting():` around what has this thread's stream wait for a copy."""
@@ -91,12 +98,14 @@ class Pace:
         if forward is None:
             return
         thread.forward = None
-        if _handled() != forward.handled or self._marks.capturing():
+        # After a forward another exception is handled than before: it was that forward's end.
+        if id(sys.exception()) != forward.handled or self._marks.capturing():
             thread.before = None
             self._marks.release(forward.marks)
             return
-        forward.marks.append(self._marks.mark())
-        forward.host = (self._clock() - forward.began) / 1e9
+        moment = self._marks.mark()
+        forward.marks.append(moment)
+        forward.host = ((moment if self._same else self._clock()) - forward.began) / 1e9
         forward.driver = self._driver() - forward.driver
         with self._lock:
             self._ended.append(forward)
@@ -111,10 +120,12 @@ class Pace:
         with self._lock:
             measured = []
             for each in tuple(self._ended):
-                if self._marks.passed(reversed(each.marks)):
-                    measured.append(self._read(each))
-                    self._ended.remove(each)
-                    self._marks.release(each.marks)
+                if (times := self._marks.read(each.marks)) is None:
+                    continue
+                self._ended.remove(each)
+                total, stall = times[-1], sum(times[2:-1:2]) - sum(times[1:-1:2])
+                seconds = max(total - stall, min(total, each.host)) if self._marks.ahead else total - stall
+                measured.append(Measured(each.point, seconds, stall, total, each.between, each.driver / 1e9))
             for listener in self._listeners:
                 listener.extend(measured)
         return measured
@@ -131,30 +142,24 @@ class Pace:
             with self._lock:
                 self._listeners[:] = [each for each in self._listeners if each is not heard]
 
-    def _read(self, forward: _Forward) -> Measured:
-        first, *waits, last = forward.marks
-        total = self._marks.seconds(first, last)
-        stall = sum(map(self._marks.seconds, waits[::2], waits[1::2]))
-        seconds = max(total - stall, min(total, forward.host)) if self._marks.ahead else total - stall
-        return Measured(forward.point, seconds, stall, total, forward.between, forward.driver / 1e9)
-
 
 Began = tuple[Point, int]  # and when, by the host's clock
 
 
-@dataclass(slots=True, eq=False)
 class _Forward:
     """`handled`: the exception that was being handled when it began, by its id. `marks`: its beginning, beginning and
     end of each wait, its end. `host`: seconds until it was launched. `driver`: ns in the driver, until its end those
-    before its beginning."""
+    before its beginning. Made without a call of Python, for each token."""
+
+    __slots__ = ("began", "between", "driver", "handled", "host", "marks", "point")
 
     point: Point | None
     began: int
     between: float | None
     handled: int
     marks: list[Any]
-    host: float = 0.0
-    driver: int = 0
+    driver: int
+    host: float
 
 
 class _Thread(threading.local):
@@ -182,16 +187,3 @@ class _Wait:
         forward = self._thread.forward
         if forward is not None:
             forward.marks.append(self._marks.mark())
-
-
-def _between(before: Began | None, now: Began | None) -> float | None:
-    """Seconds from one decode step to the next one of the same sequences, None where they are not such."""
-    if before is None or now is None or now[0].phase != "decode":
-        return None
-    follows = before[0]._replace(length=before[0].length + 1) == now[0]
-    return (now[1] - before[1]) / 1e9 if follows else None
-
-
-def _handled() -> int:
-    """The exception that is being handled now. After a forward's another one: it was that forward's end."""
-    return id(sys.exception())

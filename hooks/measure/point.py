@@ -1,6 +1,7 @@
 """What a forward of a transformers model works on: the point of the performance record that its time belongs to.
 
-Read from shapes alone, on the host: no value on a device is asked for, which would make the host wait for it.
+Read from shapes alone, on the host: no value on a device is asked for, which would make the host wait for it. Read
+for each token: so what is asked of most forwards is in one function.
 """
 
 from __future__ import annotations
@@ -23,19 +24,30 @@ def point_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Point | None:
     Prefill: where nothing is held yet, or several tokens are new: as many as each sequence has new, of an
     encoder-decoder's two sides the longer. Decode: one new token to each, and `length` tokens held.
     """
-    given = {name: value for name, value in kwargs.items() if value is not None}
+    given: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if value is not None:
+            given[name] = value
     if not _PACKED.isdisjoint(given):
         return getattr(given.get("cache"), "point", None)
     ids, encoded = given.get("input_ids", given.get("inputs_embeds")), 0
     if ids is None and args:
-        ids = _tokens(args[0])
+        first = args[0]  # tokens, [batch, tokens], or something else
+        ids = first if isinstance(first, torch.Tensor) and first.dim() == 2 and not first.is_floating_point() else None
     if (decoded := given.get("decoder_input_ids", given.get("decoder_inputs_embeds"))) is not None:
         ids, encoded = decoded, _encoded(ids, given)
     if not isinstance(ids, torch.Tensor) or ids.dim() < 2 or not ids.shape[0] or not ids.shape[1]:
         return None
     batch, new = ids.shape[0], ids.shape[1]
-    caches = [given[name] for name in _CACHES if name in given]
-    held = _held(caches[0]) if caches else 0
+    held: int | None = 0
+    for name in _CACHES:
+        if (cache := given.get(name)) is not None:
+            try:
+                held = cache.get_seq_length()
+            except (AttributeError, ValueError):  # one of states, not of tokens
+                held = None
+            held = held if isinstance(held, int) else None  # it cannot say without a look at the device
+            break
     if new == 1 and held != 0:
         return Point("decode", batch, held or _masked(given.get("attention_mask")) or 1)
     return Point("prefill", batch, max(new, encoded))
@@ -55,26 +67,11 @@ def packed(sequences: Sequence[tuple[int, int]]) -> Point | None:
     return Point("prefill", 1, sum(new for new, _ in sequences))
 
 
-def _tokens(given: Any) -> torch.Tensor | None:
-    """The first argument where it is tokens, [batch, tokens]."""
-    tokens = isinstance(given, torch.Tensor) and given.dim() == 2 and not given.is_floating_point()
-    return given if tokens else None
-
-
 def _encoded(ids: Any, given: Mapping[str, Any]) -> int:
     """Tokens on the encoder's side, those that it has read or is to read."""
     outputs = given.get("encoder_outputs")
     states = outputs[0] if outputs else ids
     return states.shape[1] if isinstance(states, torch.Tensor) and states.dim() > 1 else 0
-
-
-def _held(cache: Any) -> int | None:
-    """Tokens in the cache; None where it cannot say without a look at the device, or has no such number."""
-    try:
-        held = cache.get_seq_length()
-    except (AttributeError, ValueError):  # one of states, not of tokens
-        return None
-    return held if isinstance(held, int) else None
 
 
 def _masked(mask: Any) -> int:

@@ -21,6 +21,7 @@ class Timings:
         self._bandwidth = bandwidth
         self._tuning = tuning
         self._lessons: deque[tuple[Point, float]] = deque()  # that the record does not have yet
+        self._known: tuple[Record, Point] | None = None  # a listed point that this record knows
 
     def seconds(self, point: Point) -> float | None:
         """See ModelClient.seconds."""
@@ -38,8 +39,13 @@ class Timings:
         self.last[point.phase] = measured
         self._lessons.append((point, measured.seconds))
         # Not each time: a lesson is a hundred calls, and after news all decisions are made anew.
-        if len(self._lessons) < self._tuning.tell and self.record is not None and self.record.knows(point):
-            return False
+        if len(self._lessons) < self._tuning.tell and (record := self.record) is not None:
+            known = self._known
+            if known is not None and record is known[0] and point.counts_for(known[1]):
+                return False
+            if record.knows(point):
+                self._known = record, point.corner
+                return False
         before = self.seconds(point)
         self.learn()
         now = self.seconds(point)

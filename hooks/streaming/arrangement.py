@@ -36,7 +36,7 @@ class Arrangement:
         self.pages: tuple[int, ...] = ()
         self.order: list[int] = []
         self.kept: frozenset[int] = frozenset()
-        self.break_graphs: Callable[[int, bool], None] = lambda layer, here: None  # is told of layers that stream
+        self.tell: Callable[[int, bool], None] = lambda layer, here: None  # is told of layers that stream
         self._model = weakref.ref(model)
         self._weights = weights
         self._passes = passes
@@ -106,7 +106,7 @@ class Arrangement:
     def close(self) -> None:
         """Ends streaming: layers stay where they are, and are read there."""
         for layer in self._weights.on_host():
-            self.break_graphs(layer, False)
+            self.tell(layer, False)
         self._passes.close()
 
     def _bind(self) -> None:
@@ -126,7 +126,7 @@ class Arrangement:
                 bound[each.layer] = Layer(module, tensors, each.parts)
         self._passes.bind(bound, self._weights.device.page_size)
         for layer in range(len(modules)):
-            self.break_graphs(layer, layer in bound)
+            self.tell(layer, layer in bound)
 
     def _plan_of(self, streamed: tuple[int, ...], slots: tuple[int, ...]) -> None:
         pages = (0 if layer in self.kept else pages for layer, pages in enumerate(self.pages))

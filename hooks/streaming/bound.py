@@ -118,10 +118,14 @@ class Bound:
         if held is None:
             return 0, False
         leaves = self._flat(held) if self.wraps else held
-        if not self._makers or _layouts(leaves) != self._layouts:
-            return _versions(leaves), False
+        written = sum(map(_version, leaves)) if not any(map(_inference, leaves)) else 0  # as `_versions`
+        if (
+            not self._makers
+            or ([*map(_address, leaves)], [*map(_size, leaves)], [*map(_stride, leaves)]) != self._layouts
+        ):
+            return written, False
         self.now = dict(zip(map(id, held), zip(held, self._makers, strict=True), strict=True))
-        return _versions(leaves), True
+        return written, True
 
     def written(self) -> int:
         """The first of what `look` returns."""
@@ -141,6 +145,15 @@ class Bound:
         it can write to it. False too where that cannot be told."""
         held = self._held()
         return held is not None and not self.wraps and not perhaps_referenced(held, self._interpreter)
+
+    def examine(self) -> tuple[int, bool]:
+        """What `written` and `unheld` say, in one look."""
+        held = self._held()
+        if held is None:
+            return 0, False
+        if self.wraps:
+            return _versions(self._flat(held)), False
+        return _versions(held), not perhaps_referenced(held, self._interpreter)
 
     def active(self, frame: FrameType | None) -> bool:
         """Does this frame belong to a call that reads the slot?"""
@@ -199,8 +212,6 @@ class Shown(dict[str, Any]):
         held = super().__getitem__(name)
         if held is None:
             return None
-        if is_dynamo_compiling():
-            return opaquely(Shown.__getitem__, self, name)
         bound = self.bound
         call = bound.call
         if call is not None and (found := bound.now.get(id(held))) is not None:
@@ -214,6 +225,8 @@ class Shown(dict[str, Any]):
                     if not (bound.wraps and _wraps(held)):
                         view.__dict__ = held.__dict__  # what is noted at one is noted at the other
                 return view
+        if is_dynamo_compiling():  # not before: the compiler cannot trace what looks at frames
+            return opaquely(Shown.__getitem__, self, name)
         bound.asked()
         return held
 

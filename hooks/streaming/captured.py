@@ -54,7 +54,7 @@ class Captured:
         self._governor = governor
         self._arrangement = arrangement
         self._changed = changed
-        self._thread = _Thread()
+        self.thread = _Thread()
 
     @property
     def group(self) -> Group:
@@ -66,11 +66,7 @@ class Captured:
 
     @property
     def here(self) -> bool:
-        return self._thread.open
-
-    @here.setter
-    def here(self, is_open: bool) -> None:
-        self._thread.open = is_open
+        return self.thread.open
 
     @property
     def kept_pages(self) -> int:

@@ -79,6 +79,7 @@ class Elastic:
         self._governor = governor
         self._turns = turns
         self._tuning = governor.tuning.weights
+        self._arranged: Decision | None = None  # all is as this one says: whatever changes it has another one made
         self._patience = 0
         self._unmeasured = 0  # iterations to which a link matters that nobody has measured
         self._governed = self._was_governed = False
@@ -135,9 +136,11 @@ class Elastic:
     def before(self, point: Point | None) -> None:
         """An iteration begins. See Note [Between iterations]. WeightsFileChanged, DriverError; ManageError where it is
         captured, and cannot be."""
-        self.captured.here = True
-        graphs.tell_of_dropped()
+        self.captured.thread.open = True
+        if graphs.loosened:
+            graphs.tell_of_dropped()
         if self._pace.capturing():
+            self.streaming.check_capture()
             graphs.noticed(self.captured)
             self._pace.begin(None)
             return
@@ -145,7 +148,9 @@ class Elastic:
             if self.timings.note(measured) and self._governed:
                 self._governor.changed(self)
         if self._governed and point is not None:
-            self._ask(point)
+            decision = self._governor.before(self, point)
+            if decision is not self._arranged:
+                self._arrange(decision)
         if (
             self._governed
             and (self.arrangement.plan.streamed or self._governor.pages.scarce)
@@ -168,7 +173,7 @@ class Elastic:
 
     def after(self) -> None:
         """Notes the end of a forward."""
-        self.captured.here = False
+        self.captured.thread.open = False
         self._pace.end()
         if self._governed:
             self._governor.after(self)
@@ -252,9 +257,9 @@ class Elastic:
         self.captured.forget()
         self.arrangement.close()
 
-    def _ask(self, point: Point) -> None:
-        decision = self.decision = self._governor.before(self, point)
-        plan = self.arrangement.plan
+    def _arrange(self, decision: Decision) -> None:
+        """Streams what was decided, if that can be done now."""
+        self.decision, self._arranged, plan = decision, None, self.arrangement.plan
         if decision.notice is not None:
             warnings.warn(decision.notice, RuntimeWarning, stacklevel=2)
         if self._patience:
@@ -270,6 +275,8 @@ class Elastic:
                 raise
             except (PoolExhausted, ManageError):
                 self._patience = self._tuning.again  # all is valid as it is
+        if decision.plan == self.arrangement.plan and not self._weights.ring.own.layers:
+            self._arranged = decision
 
     def _prepare_capture(self) -> None:
         with self.captured.lock, suppress(PoolExhausted, ManageError):

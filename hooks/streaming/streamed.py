@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from time import monotonic
+from types import FrameType
 from typing import Final, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.layer_parts import Part
 from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
-from ..forward.hook import call_frame
+from ..forward.hook import CALL
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
 from .bound import Bound, Spot
@@ -72,10 +73,10 @@ class Streaming:
         self._stream = stream
         self._on_host = on_host
         self._captured = captured
-        self._capturing = capturing
+        self.capturing = capturing
         self._waiting = waiting
         self._interpreter = interpreter
-        self._layers: dict[int, Bound] = {}
+        self.bound: dict[int, Bound] = {}  # the layers that are read from slots
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._hidden: set[int] = set()  # layers that nobody has seen
         self._revealing = threading.RLock()
@@ -95,42 +96,44 @@ class Streaming:
             hidden = any(part.backing.file is not None for part in layer.parts)
             if hidden:
                 self._hidden.add(number)
-            self._layers[number] = Bound(layer.module, layer.tensors, partial(self._asked, number), self._interpreter)
+            self.bound[number] = Bound(layer.module, layer.tensors, partial(self._asked, number), self._interpreter)
             self._parts[number] = layer.parts
             self._show(number, flats)
 
     def close(self) -> None:
         """No layer is read from a slot any more; they stay where they are."""
         self._turn = self.inside = None
-        for bound in self._layers.values():
+        for bound in self.bound.values():
             bound.release()
-        self._layers.clear()
+        self.bound.clear()
         self._parts.clear()
         self._hidden.clear()
         self._unseen.clear()
 
+    def check_capture(self) -> None:
+        """ManageError where this forward is captured, and layers are on the host: replays would read slots at any
+        time."""
+        if self.capturing() and self._on_host():
+            raise ManageError(CAPTURED)
+
     def prepare(self, turn: Turn) -> None:
         """A forward is about to begin, with no lease yet: it gets the slots, or will read the host. ManageError,
         PoolExhausted, WeightsFileChanged, DriverError."""
-        if not self._layers:
-            return
         wanted = not (torch.is_grad_enabled() or self._turns.sections)
         if not (wanted and self._turns.take(turn)):
             for layer in sorted(self._hidden):
                 self.reveal(layer)
 
     def begin(self, turn: Turn) -> None:
-        """The forward is about to run layers. ManageError while a graph is being captured, whose replays would read
-        slots at any time; DriverError."""
-        if self._capturing() and self._on_host():
-            raise ManageError(CAPTURED)
-        if not self._layers or torch.is_grad_enabled() or self._turns.sections:
+        """The forward is about to run layers. DriverError."""
+        if torch.is_grad_enabled() or self._turns.sections:
             return
         if not turn.asked:
             self._turns.take(turn)  # layers have begun to stream in this forward
         if not self._turns.has(turn):
             return
-        self._end()
+        if self.inside is not None:  # it was interrupted
+            self._end()
         self._turn = turn
         self._ring.begin(self._stream(), self._unchanged)
 
@@ -138,20 +141,21 @@ class Streaming:
         """The forward has run its layers, or some. WeightsFileChanged where what they computed with may not have been
         the weights; DriverError."""
         if self._turn is turn:
-            self._end()
+            if self.inside is not None:
+                self._end()
             self._turn = None
             self._ring.check()
 
     def enter(self, layer: int) -> Range | None:
         """A layer is about to run. Returns the slot that its call reads, None where it reads its own addresses.
         WeightsFileChanged, DriverError; ManageError where it is captured, and cannot be."""
-        if self._capturing():
+        if self.capturing():
             self._captured(layer)
-        bound = self._layers.get(layer)
+        bound = self.bound.get(layer)
         if bound is None or not self._turns.has(self._turn) or torch.is_grad_enabled():
             return None
         if self.inside is not None:
-            if self._layers[self.inside].active(sys._getframe()):
+            if self.bound[self.inside].active(sys._getframe()):
                 return None  # a layer that runs another one: its slot is in use
             self._end()
         written, fits = bound.look()
@@ -160,12 +164,15 @@ class Streaming:
         slot = self._ring.enter(layer, self._stream()) if fits else None
         if slot is not None:
             self.inside = layer
-            bound.enter(call_frame())
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame.f_code is not CALL:  # the layer's call
+                frame = frame.f_back
+            bound.enter(frame)
         return slot
 
     def leave(self, layer: int) -> None:
         """The layer has run. ManageError where it has written to its slot, DriverError."""
-        if self.inside == layer and self._layers[layer].active(sys._getframe()) and self._end():
+        if self.inside == layer and self.bound[layer].active(sys._getframe()) and self._end():
             raise ManageError(_WRITTEN.format(layer))
 
     def reveal(self, layer: int) -> None:
@@ -185,22 +192,23 @@ class Streaming:
 
     def _loading(self, layer: int, first: bool) -> None:
         """The copy of a layer begins. See bound.py, Note [Written between two passes]."""
-        self._versions[layer] = self._layers[layer].written()
-        if first:
-            self._unseen.add(layer)  # before the look: whoever asks from now on takes it out
-            if not self._layers[layer].unheld():
-                self._unseen.discard(layer)
+        if not first:
+            self._versions[layer] = self.bound[layer].written()
+            return
+        self._unseen.add(layer)  # before the look: whoever asks from now on takes it out
+        self._versions[layer], unheld = self.bound[layer].examine()
+        if not unheld:
+            self._unseen.discard(layer)
 
     def _unchanged(self, layer: int) -> bool:
-        bound = self._layers[layer]
-        return layer in self._unseen and bound.unheld() and self._versions.get(layer) == bound.written()
+        return layer in self._unseen and self.bound[layer].examine() == (self._versions.get(layer), True)
 
     def _asked(self, layer: int) -> None:
         """Someone is handed a weight of the layer as it lies on the host."""
         self._unseen.discard(layer)
         if layer in self._hidden:
             self.reveal(layer)
-        if self._capturing():
+        if self.capturing():
             self._captured(layer)
 
     def _end(self) -> bool:
@@ -208,12 +216,12 @@ class Streaming:
         layer, self.inside = self.inside, None
         if layer is None:
             return False
-        written, kept = self._layers[layer].leave()
+        written, kept = self.bound[layer].leave()
         if kept:
             self._give_away(layer)
         if written:
             self._ring.forget(layer)
-        self._ring.leave(layer, lambda following: self._layers[following].unheld())
+        self._ring.leave(layer, lambda following: self.bound[following].unheld())
         return written
 
     def _give_away(self, layer: int) -> None:
@@ -223,7 +231,7 @@ class Streaming:
         if layer in self._hidden:
             self.reveal(layer)
         for each in others:
-            self._layers[each].show(None, None)
+            self.bound[each].show(None, None)
         try:
             self._ring.give_away(layer)
         except PoolExhausted:
@@ -240,7 +248,7 @@ class Streaming:
         address = slot.range.address
         if address not in flats:
             flats[address] = flat_over(slot.range, 0, slot.range.nbytes)
-        self._layers[layer].show(flats[address], _spot(self._parts[layer], self._page))
+        self.bound[layer].show(flats[address], _spot(self._parts[layer], self._page))
 
 
 def _spot(parts: tuple[Part, ...], page: int) -> Spot:

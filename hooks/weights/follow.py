@@ -103,7 +103,7 @@ class Follower:
             return True
         for reference, length in self._lists:
             each = reference()
-            if each is None or len(each) != length:
+            if each is None or len(each._modules) != length:
                 return True
         return False
 

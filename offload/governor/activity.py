@@ -53,6 +53,7 @@ class Progress:
 
     def __init__(self, marks: Marks | None, clock: Callable[[], float]) -> None:
         """`clock`: seconds."""
+        self.ahead = marks is not None  # does the host go on while the device does what it was given?
         self._marks = marks
         self._clock = clock
         self._idle: Mark | None = None  # recorded when the device had nothing to do
@@ -98,16 +99,16 @@ class Activity:
     def __init__(self, progress: Progress | None = None) -> None:
         """`progress`: of the device; None for a client that never runs."""
         self._progress = progress
-        self._at = -math.inf
+        self.at = -math.inf  # by its iterations, as far as known
         self._ends: list[Mark] = []  # that have not passed, as far as known
 
     def began(self, now: float) -> None:
         """An iteration begins."""
-        self._at = max(self._at, now)
+        self.at = max(self.at, now)
 
     def ended(self, now: float, end: Mark | None) -> None:
         """An iteration has been launched, up to `end`."""
-        self._at = max(self._at, now)
+        self.at = max(self.at, now)
         if end is not None:
             self._ends.append(end)
 
@@ -116,7 +117,7 @@ class Activity:
         if self._ends and self._progress is not None:
             self._progress.look()
             for end in tuple(self._ends):
-                self._at = max(self._at, now if end.passed is None else end.passed)
+                self.at = max(self.at, now if end.passed is None else end.passed)
                 if end.passed is not None:
                     self._ends.remove(end)
-        return self._at
+        return self.at

@@ -60,7 +60,8 @@ class ModelState(ClientState):
     """State of a ModelClient. `base`: layers that stream because its memory demands it. `taken`: since `model.plan`.
     `held`: nothing of it may be taken. `grant`: a plan with more resident layers, for which there are pages to spare;
     `faster`: one that takes less time and no more pages. `lent`: the plan that an SLO gave it last. `passes`: its
-    iterations since its plan was looked at, by phase, and at how many of them it will be: `due`."""
+    iterations since its plan was looked at, by phase, and at how many of them it will be: `due`; `streams`: did
+    it when it was asked about last?"""
 
     model: ModelClient
     base: int
@@ -75,6 +76,7 @@ class ModelState(ClientState):
     costs: dict[Point, tuple[Costs, bool]] = field(default_factory=dict)
     passes: Counter[Phase] = field(default_factory=Counter)
     due: int = 0
+    streams: bool = False
 
     def __post_init__(self) -> None:
         self.due = self.tuning.look
@@ -131,6 +133,13 @@ class ModelState(ClientState):
         found = fewest(plan.pages, smallest(plan.pages), costs.ratio)
         assert found is not None
         return found
+
+    def passed(self, phase: Phase) -> bool:
+        """Counts an iteration, unless its plan is to be looked at then: False."""
+        if sum(self.passes.values()) + 1 >= self.due:
+            return False
+        self.passes[phase] += 1
+        return True
 
     def arranged(self, before: Plan, promised: Plan | None) -> None:
         """Notes that its plan was `before`; `promised`: what was `faster` then."""

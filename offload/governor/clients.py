@@ -35,7 +35,7 @@ class Clients:
         self._plans = plans
         self._progress = progress
         self._numbers = 0
-        self._models: dict[int, ModelState] = {}  # by id of the model, in the order in which they came
+        self.by_model: dict[int, ModelState] = {}  # by id of the model, in the order in which they came
         self._paged: dict[int, PageState] = {}  # by number
         self.gone: deque[tuple[bool, int]] = deque()  # (True, id of a model) or (False, number): collected
         self._on: dict[int, ModelState] = {}  # whose forward runs, by thread
@@ -47,7 +47,7 @@ class Clients:
     @property
     def models(self) -> tuple[ModelState, ...]:
         """The states of models, in the order in which they came."""
-        return tuple(self._models.values())
+        return tuple(self.by_model.values())
 
     @property
     def paged(self) -> list[tuple[PageState, PageClient]]:
@@ -56,16 +56,21 @@ class Clients:
 
     def of_model(self, model: ModelClient) -> ModelState:
         """KeyError where there is no such model any more."""
-        return self._models[id(model)]
+        return self.by_model[id(model)]
 
     @property
     def running(self) -> tuple[ModelState, ...]:
         """The models whose forward runs, or was interrupted."""
         return tuple(self._on.values())
 
+    @property
+    def several(self) -> bool:
+        """Is there more than one model?"""
+        return len(self.by_model) > 1
+
     def get(self, model: ModelClient) -> ModelState | None:
         """None where there is no such model any more."""
-        return self._models.get(id(model))
+        return self.by_model.get(id(model))
 
     def numbered(self, number: int) -> PageState | None:
         """The page client of that number; None where it is gone."""
@@ -79,7 +84,7 @@ class Clients:
             name = f"{name} ({self._numbers})"
         activity, streamed = Activity(self._progress), len(model.plan.streamed)
         self.idleness.changed()
-        self._models[id(model)] = ModelState(self._numbers, name, activity, model, streamed, self._plans)
+        self.by_model[id(model)] = ModelState(self._numbers, name, activity, model, streamed, self._plans)
 
     def add_paged(self, client: PageClient) -> int:
         """Adds a page client and returns its number. See Note [Whose pages]."""
@@ -97,7 +102,7 @@ class Clients:
 
     def left(self, model: ModelClient) -> None:
         """Notes that a model was collected."""
-        if id(model) in self._models:
+        if id(model) in self.by_model:
             self.gone.append((True, id(model)))
 
     def client_left(self, number: int) -> None:
@@ -120,13 +125,14 @@ class Clients:
     def began(self, state: ModelState, now: float) -> None:
         """An iteration of it begins on this thread."""
         state.used = now
-        self._progress.begin()
-        state.activity.began(now)
+        if self._progress.ahead:
+            self._progress.begin()
+        state.activity.at = max(state.activity.at, now)
         self._on[threading.get_ident()] = state
 
     def client_began(self, state: PageState, now: float) -> None:
         """An iteration of it begins on this thread, within one of its model's where there is such."""
-        state.activity.began(now)
+        state.activity.at = max(state.activity.at, now)
         thread = threading.get_ident()
         if thread in self._on:
             self._read.setdefault(thread, set()).add(state)
@@ -134,11 +140,11 @@ class Clients:
     def ended(self, model: ModelClient, now: float) -> None:
         """Notes that its iteration on this thread has been launched, if it began. May be called in the middle of
         anything."""
-        state, thread = self.get(model), threading.get_ident()
+        state, thread = self.by_model.get(id(model)), threading.get_ident()
         read = self._read.pop(thread, set())
         if state is None:
             return
-        end = self._progress.end()
+        end = self._progress.end() if self._progress.ahead else None
         state.activity.ended(now, end)
         for each in read:
             each.activity.ended(now, end)
@@ -147,7 +153,7 @@ class Clients:
 
     def took(self, number: int, index: int) -> None:
         """The core took a layer of a model, or an offer of a page client."""
-        for state in (*self._models.values(), *self._paged.values()):
+        for state in (*self.by_model.values(), *self._paged.values()):
             if state.number == number:
                 state.taken.add(index)
 
@@ -213,7 +219,7 @@ class Clients:
     def _take_out(self, key: int) -> ModelState | None:
         """Nothing refers to the model of that id any more."""
         self.idleness.changed()
-        state = self._models.pop(key, None)
+        state = self.by_model.pop(key, None)
         for thread, on in list(self._on.items()):
             if on is state:  # its iteration ends without it, or has been interrupted
                 self._on.pop(thread, None)

@@ -79,7 +79,7 @@ class Exchange:
 
     def spare(self, now: float) -> None:
         """Now and then: reserves that were not used for long enough are others'. The caller holds the lock."""
-        if len(self._known.clients.models) > 1 and self._known.lending.is_due(now):
+        if len(self._known.clients.models) > 1 and now >= self._known.lending.due_at:
             self._dues(now)
 
     def _dues(self, now: float) -> Mapping[int, int]:

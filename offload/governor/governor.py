@@ -9,6 +9,22 @@ Note [Who asks when]
     looked up: by phase and by powers of two of batch and length, as in the performance record.
     A KV cache says when it offers something else (`client_changed`), and while pages of it are on the host it asks in
     each iteration how many it may bring back (`restorable_pages`).
+
+Note [The same answer]
+    A decode step of a calm device is told what the step before it was told, in a few calls (`Overview.repeated`); all
+    else is `_decide`. That is sound because nothing has to report a change to it: each thing that an answer is made of
+    is asked, under the lock, for what would make it another one, and the answer is repeated only if none would.
+        what was decided    is in `answers`, from which whoever changes a model, a plan, the link or a grant removes it
+        who is gone         `Clients.gone`; what the core took: `taken`, as ever
+        who is idle         nobody becomes so before `Idleness.calm_until`, which whoever adds, removes or keeps a
+                            client takes back
+        free pages          their number, the budget and the demand are those of the last look, and time alone ends
+                            neither a dwell nor a shortage yet (`Pages.unchanged`); while pages are short, never
+        reserves            are not due (`Lending.due_at`)
+        the reclaim list    is not out of date
+        a faster plan       passes are counted on, and the one that is due is looked at
+    What is left of an answer is that the model has begun to run, which is noted. A change that another thread makes
+    while this one asks counts from the next iteration on, as it always did.
 """
 
 from __future__ import annotations
@@ -142,7 +158,11 @@ class Governor:
     def before(self, model: ModelClient, point: Point) -> Decision:
         """Called by whoever has the turn of the model, before an iteration. What differs from `model.plan` is to be
         arranged within `changing`. KeyError."""
-        point = point.corner
+        with self._known.lock:
+            again = self._known.repeated(model, point, self.clock())
+        return self._decide(model, point.corner) if again is None else again
+
+    def _decide(self, model: ModelClient, point: Point) -> Decision:
         with self._known.lock:
             state = self._known.clients.of_model(model)
             now = self.clock()
@@ -287,7 +307,7 @@ class Governor:
             if state is None or cache is None:
                 return frozenset()
             now = self.clock()
-            state.waking = self._known.clients.idleness.rests(state, now)
+            state.waking = self._known.clients.idleness.woke(state, now)
             self._known.clients.client_began(state, now)
             taken, state.taken = frozenset(state.taken), set()
             return taken
@@ -354,7 +374,8 @@ class Governor:
 
     def _compare(self, state: ModelState, point: Point, now: float, free: int) -> None:
         """Now and then, of a model that streams: is there a faster plan?"""
-        if not state.model.plan.streamed:
+        state.streams = bool(state.model.plan.streamed)
+        if not state.streams:
             return
         state.passes[point.phase] += 1
         if state.passes.total() >= state.due:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .client import PageClient
-from .client_state import ClientState, ModelState, PageState
+from .client_state import ClientState, PageState
 
 if TYPE_CHECKING:
     from .clients import Clients
@@ -28,15 +28,15 @@ class Idleness:
         self._pause = pause
         self._resting: tuple[int, ...] = ()  # idle models, in the order in which they ran
         self._unused: tuple[int, ...] = ()  # idle page clients, in the order in which they were used
-        self._calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
+        self.calm_until = -math.inf  # before then nobody becomes idle, as all are in use and none is only kept
 
-    def woke(self, state: ModelState, now: float) -> bool:
-        """An iteration of the model is about to begin: has it been idle until now?"""
-        return now >= self._calm_until and self.rests(state, now)
+    def woke(self, state: ClientState, now: float) -> bool:
+        """An iteration of it is about to begin: has it been idle until now?"""
+        return now >= self.calm_until and self.rests(state, now)
 
     def changed(self) -> None:
         """Notes that there are other clients, or that some are only kept, or are not any more."""
-        self._calm_until = -math.inf
+        self.calm_until = -math.inf
 
     def rests(self, state: ClientState, now: float) -> bool:
         """Has it been unused for the pause, whoever leases it now, or does whoever schedules its requests have none?
@@ -70,7 +70,7 @@ class Idleness:
 
     def rested(self, now: float) -> tuple[bool, bool]:
         """Are others idle, or were they used in another order, than when this was asked last? Of models, of others."""
-        if now < self._calm_until:
+        if now < self.calm_until:
             return False, False
         active, before = self.active(now), (self._resting, self._unused)
         idle = [state for state in self._clients.models if state.number not in active]
@@ -83,7 +83,7 @@ class Idleness:
         states: list[ClientState] = [*self._clients.models, *(state for state, _ in paged)]
         first = min((state.used for state in states), default=-math.inf) + self._pause
         by_others = any(client.kept for _, client in paged) or any(state.wanted is not None for state in states)
-        self._calm_until = -math.inf if by_others else first
+        self.calm_until = -math.inf if by_others else first
         return self._resting != before[0], self._unused != before[1]
 
     def idle_pages(self, offered: Mapping[int, int], now: float, but: int) -> int:

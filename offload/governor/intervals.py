@@ -39,10 +39,12 @@ class Intervals(Generic[Tag]):
         else:
             self._begun.append((marks.mark(), tag))
         ended = []
-        while len(self._begun) > 1 and self._passed(self._begun[1][0]):
+        while len(self._begun) > 1 and (marks is None or marks.passed((self._begun[1][0],))):
             first, said = self._begun.popleft()
-            ended.append((said, self._seconds(first, self._begun[0][0])))
-            self._release(first)
+            last = self._begun[0][0]
+            ended.append((said, float(last - first) if marks is None else marks.seconds(first, last)))
+            if marks is not None:
+                marks.release((first,))
         if len(self._begun) > self._pending:
             self._release(self._begun.popleft()[0])
         return ended
@@ -51,12 +53,6 @@ class Intervals(Generic[Tag]):
         """What is not read yet counts no more."""
         while self._begun:
             self._release(self._begun.popleft()[0])
-
-    def _passed(self, mark: Any) -> bool:
-        return self._marks is None or self._marks.passed((mark,))
-
-    def _seconds(self, first: Any, last: Any) -> float:
-        return float(last - first) if self._marks is None else self._marks.seconds(first, last)
 
     def _release(self, mark: Any) -> None:
         if self._marks is not None:

@@ -59,11 +59,7 @@ class Lending:
         self._window = window
         self._tuning = tuning
         self._books: dict[int, _Book] = {}
-        self._looked = 0.0
-
-    def is_due(self, now: float) -> bool:
-        """Is it time to look what can be spared?"""
-        return now - self._looked >= self._tuning.check
+        self.due_at = tuning.check  # when it is time to look what can be spared
 
     def covers(self, use: Use, now: float) -> bool:
         """Is what the model uses its own? It is noted."""
@@ -74,7 +70,7 @@ class Lending:
     def look(self, uses: Sequence[Use], now: float, total: int) -> list[tuple[Use, int]]:
         """Reserves follow what is used, of a pool of so many pages. Returns who took back how many of what it had lent,
         or for fewer than none lent them."""
-        self._looked = now
+        self.due_at = now + self._tuning.check
         self._books = {use.number: self._book(use.number) for use in uses}
         for use in uses:
             self._books[use.number].block = use.block or self._books[use.number].block

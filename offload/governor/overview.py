@@ -20,7 +20,7 @@ from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Marks, Progress
 from .candidates import Held, listed, of_models
-from .client import LAYERS
+from .client import LAYERS, ModelClient
 from .client_state import ModelState
 from .clients import Clients
 from .decision import Decision
@@ -95,17 +95,46 @@ class Overview:
         """Takes in what the core took, and which models and caches are gone."""
         if self.clients.gone:
             self.drop_dead()
-        taken = self.device.taken()
+        if taken := self.device.taken():
+            self._heard(taken)
+
+    def _heard(self, taken: Sequence[tuple[int, int, int]]) -> None:
         for _, key, _ in taken:
             self.clients.took(*divmod(key, LAYERS))
-        if taken:
-            self.events.hear()
-            self._waited = True
-            for paged, _ in self.clients.paged:
-                paged.restorable = 0
-            for model in self.clients.models:
-                model.grant = None
-            self.moved()
+        self.events.hear()
+        self._waited = True
+        for paged, _ in self.clients.paged:
+            paged.restorable = 0
+        for model in self.clients.models:
+            model.grant = None
+        self.moved()
+
+    def repeated(self, model: ModelClient, point: Point, now: float) -> Decision | None:
+        """An iteration of the model begins. Its last decision, where all that made it is as it was, and all that an
+        answer does beside that would be done in vain; else None, and nothing has been noted. See governor.py, Note [The
+        same answer]. KeyError."""
+        state = self.clients.by_model[id(model)]
+        last, (phase, batch, length) = state.point, point
+        if (
+            last is None
+            or last.phase != phase  # as `Point.counts_for`
+            or not last.batch < 2 * batch <= 2 * last.batch
+            or not last.length < 2 * length <= 2 * last.length
+            or self.list.stale
+            or self.clients.gone
+            or now >= self.clients.idleness.calm_until
+            or (now >= self.lending.due_at and self.clients.several)
+            or not self.pages.unchanged(now)
+        ):
+            return None
+        if taken := self.device.taken():
+            self._heard(taken)
+            return None
+        decision = self.answers.get((state.number, last))
+        if decision is None or (state.streams and not state.passed(phase)):
+            return None
+        self.clients.began(state, now)
+        return decision
 
     def rest(self, now: float) -> None:
         """Who is idle, and in which order were they used?"""

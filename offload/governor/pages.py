@@ -3,6 +3,7 @@ gave theirs."""
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -17,6 +18,8 @@ class Pages:
     def __init__(self, device: Pool, tuning: FreePages) -> None:
         self.short = False  # were few free when it was looked last?
         self.scarce = False  # or not long ago?
+        self._quiet_until = -math.inf  # before then time alone changes nothing of what a look finds
+        self._seen = 0, 0  # what was free at the last look, and the budget
         self._ample: float | None = None  # since when
         self._device = device
         self._tuning = tuning
@@ -49,12 +52,29 @@ class Pages:
     def look(self, now: float, waited: bool) -> tuple[int, int]:
         """How many are free, and how many of them may go back. `waited`: did anyone go without, or take, since the last
         look?"""
-        free, total = self._device.available, self.total
+        free, budget = self._device.available, self._device.budget
+        total = budget // self._device.page_size
         self.short = free * self._tuning.short < total
         self.scarce = self._scarce(now, free, total)
         waited = waited or self._device.demand > 0
         self._calm, spare = observe(self._calm, now, free, waited, self._mark(total), self._tuning.dwell)
+        self._seen = free, budget
+        self._quiet_until = self._next_change(free < self._mark(total) and not waited)
         return free, spare
+
+    def unchanged(self, now: float) -> bool:
+        """Would a look find what the last one found, with none to go back, while plenty are free?"""
+        device = self._device
+        return now < self._quiet_until and not device.demand and (device.available, device.budget) == self._seen
+
+    def _next_change(self, waits: bool) -> float:
+        """The moment from which on a look may find something else, though as many pages are free as at this one: at
+        once while they are short, or where the next look begins a dwell. `waits`: does none begin while it is so?"""
+        if self.short or (self._calm is None and not waits):
+            return -math.inf
+        calm = math.inf if self._calm is None else self._calm.since + self._tuning.dwell
+        ample = math.inf if self._ample is None else self._ample + self._tuning.forget
+        return min(calm, ample)
 
     def _mark(self, total: int) -> int:
         return max(1, total // self._tuning.spare)
@@ -70,7 +90,7 @@ class Pages:
 
     def went_back(self) -> None:
         """Some did, which is no use that grows: the dwell begins anew."""
-        self._calm = None
+        self._calm, self._quiet_until = None, -math.inf
 
     def wait(self, timeout: float) -> bool:
         """Waits until others may have given some, `timeout` seconds at most, and gives meanwhile what others demand of

@@ -54,6 +54,14 @@ class Point(NamedTuple):
         """The listed point that it counts for: powers of two that are no smaller (Select-N §4.4)."""
         return Point(self.phase, 1 << (self.batch - 1).bit_length(), 1 << (self.length - 1).bit_length())
 
+    def counts_for(self, corner: Point) -> bool:
+        """Is that its corner? In one call: this is asked for each token."""
+        return (
+            self.phase == corner.phase
+            and corner.batch < 2 * self.batch <= 2 * corner.batch
+            and corner.length < 2 * self.length <= 2 * corner.length
+        )
+
 
 class Lesson(NamedTuple):
     """A time that was seen: `work`: sequences times tokens."""

@@ -62,7 +62,10 @@ class KVExtents:
     @property
     def busy(self) -> bool:
         """Is anything being copied to a backing? See `Saving.busy`."""
-        return True in [extent.mover.saving.busy for extent in self.all()]
+        busy = False
+        for ref in tuple(self._refs):  # in one call, as `away`: this is asked for each token
+            busy |= (extent := ref()) is not None and extent.mover.saving.busy
+        return busy
 
     @property
     def comes(self) -> bool:
@@ -72,7 +75,11 @@ class KVExtents:
     @property
     def away(self) -> int:
         """Pieces that lead to a backing or a slot, as far as known."""
-        return sum([extent.mover.away for extent in self.all()])
+        pieces = 0
+        for ref in tuple(self._refs):
+            if (extent := ref()) is not None:
+                pieces += extent.mover.away
+        return pieces
 
     @property
     def pieces(self) -> int:

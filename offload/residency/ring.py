@@ -182,12 +182,18 @@ class Ring:
     def check(self) -> None:
         """WeightsFileChanged unless the files of all backings are what they were; each is looked at once. After a pass:
         what was copied was right."""
-        parts = [
-            part for each in (*self._layers.values(), *(each for each, _ in self.own.members)) for part in each.parts
-        ]
-        files = [part.backing.file for part in parts if part.backing.file is not None]
-        for file in {file: None for each in files for file in each.files}:
-            file.check()
+        checked = set()
+        layers = [*self._layers.values()]
+        for each, _ in self.own.members:
+            layers.append(each)
+        for each in layers:  # in one call: this is done for each token
+            for part in each.parts:
+                if (backed := part.backing.file) is None:
+                    continue
+                for file in backed.files:
+                    if id(file) not in checked:
+                        checked.add(id(file))
+                        file.check()
 
     def reveal(self, layer: int) -> None:
         """Someone else may look at the layer: its addresses lead to its weights, also where its backing was a file.
@@ -252,7 +258,7 @@ class Ring:
         """What fills the slot with the layer."""
         each = self.layer(member)
         assert each is not None
-        led = self.own.get(member) is not None and is_taken(slot)  # to the host copy: it would be copied onto itself
+        led = member not in self._layers and is_taken(slot)  # to the host copy: it would be copied onto itself
         return [] if led else each.copies(slot.range)
 
     def filling(self, member: int, slot: Slot[int]) -> None:
