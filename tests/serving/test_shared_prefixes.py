@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,18 @@ import torch
 from transformers.generation.continuous_batching import continuous_api
 
 import ballonet
+from ballonet import testing
 from ballonet.allocator import runtime
+from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.sectors import SectorPages
 from ballonet.hooks.managed import Managed
+from ballonet.hooks.prefix import saving
 
+from ..core import arm, disarm
 from ..models import build
 from ..pool import take_out
 from ..tuned import Tuned
-from .batches import BLOCK, Answer, answers, prompts
+from .batches import BLOCK, Answer, answers, looping, prompts
 
 PAGE = 65536
 NEW = 6  # tokens of a turn's answer, and of what is said next
@@ -28,6 +34,26 @@ NEW = 6  # tokens of a turn's answer, and of what is said next
 @pytest.fixture(autouse=True)
 def _blocks(tuned: Tuned) -> None:
     tuned(prefixes={"block": BLOCK})
+
+
+@pytest.fixture(autouse=True)
+def _purged_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is given back that a hash leads to."""
+    hold, give, caches = ElasticPagedCache._hold, SectorPages.give, list[weakref.ref[ElasticPagedCache]]()
+
+    def held(cache: ElasticPagedCache, *args: Any) -> None:
+        hold(cache, *args)
+        caches.append(weakref.ref(cache))
+
+    def given(pages: SectorPages, sectors: Iterable[int]) -> None:
+        gone = set(sectors)
+        for cache in (found for each in caches if (found := each()) is not None and found.pages is pages):
+            for each in cache.cache_allocators.values():
+                assert gone.isdisjoint(block // each.blocks_per_sector for block in each.ledger.block_to_hash)
+        give(pages, gone)
+
+    monkeypatch.setattr(ElasticPagedCache, "_hold", held)
+    monkeypatch.setattr(SectorPages, "give", given)
 
 
 @pytest.fixture
@@ -46,10 +72,14 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @contextmanager
-def managing(model: Any, pages: int = 256, **options: Any) -> Iterator[Managed]:
-    """As in a process of its own: nothing is left afterwards but files."""
-    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
-    managed = ballonet.manage(model, **options)
+def managing(
+    model: Any, pages: int = 256, manage: Callable[..., Managed] = ballonet.manage, peer: int = 0, **options: Any
+) -> Iterator[Managed]:
+    """As in a process of its own: nothing is left afterwards but files. `peer`: pages of a second pool."""
+    budget = pages * PAGE
+    more = {"peer_budget": peer * PAGE} if peer else {}
+    ballonet.install(budget, page_size=PAGE, host_budget=budget, device="cpu", **more)
+    managed = manage(model, **options)
     try:
         yield managed
     finally:
@@ -140,3 +170,156 @@ def test_the_next_process_finds_it_in_files(ways: tuple[str, str], seen: list[in
         assert computed == needed(again)
         if ways[1] == "batch":
             assert sum(seen) == computed
+
+
+def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    with managing(model, prefix_dir=tmp_path):
+        batch(model, asked)
+    for file in tmp_path.iterdir():
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    with managing(model, prefix_dir=tmp_path) as managed:
+        with pytest.warns(RuntimeWarning, match="damaged"):
+            assert batch(model, asked) == first
+        assert managed.prefixes.counts.on_disk == 0
+
+
+def test_a_file_of_another_shape_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the right checksum: nobody but ballonet writes such files, and another version of it could."""
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    with managing(model, prefix_dir=tmp_path):
+        batch(model, asked)
+    part = saving.FileRun.part
+    monkeypatch.setattr(saving.FileRun, "part", lambda *args: tuple(each.transpose(1, 3) for each in part(*args)))
+    with managing(model, prefix_dir=tmp_path):
+        assert batch(model, asked) == first
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tokens_are_stocks_while_pages_move(seed: int, tmp_path: Path) -> None:
+    """And while another thread writes blocks to files."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(10, 60)
+    turns = [asked]
+    said = [batch(model, asked)]
+    for turn in range(2):
+        turns.append(longer(turns[-1], said[-1], turn))
+        said.append(batch(model, turns[-1]))
+    for _ in range(2):
+        with managing(model, 64, chaos=seed, prefix_dir=tmp_path, manage=testing.manage):
+            for turn, (each, right) in enumerate(zip(turns, said, strict=True)):
+                assert (batch if turn % 2 else single)(model, each) == right
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pages", [26, 40])
+def test_little_room(pages: int, tmp_path: Path) -> None:
+    """No more is copied from files than there is room for, and what runs has its memory."""
+    model, asked = build("llama", num_hidden_layers=8), prompts(16, 60)
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    second = batch(model, again)
+    with managing(model, prefix_dir=tmp_path):
+        assert batch(model, asked) == first
+    with managing(model, pages, prefix_dir=tmp_path) as managed:
+        assert batch(model, again) == second
+        assert managed.prefixes.counts.on_disk > 0
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemCreate"])
+@pytest.mark.parametrize("ahead", [1, 7])
+def test_a_driver_call_that_fails_loses_no_page(call: str, ahead: int, tmp_path: Path) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
+    expected = batch(model, asked)
+    with managing(model, prefix_dir=tmp_path):
+        batch(model, asked)
+    with managing(model, 40, prefix_dir=tmp_path):
+        arm(call, ahead)
+        found = answers(model, asked, NEW, num_blocks=96)
+        disarm()
+        assert all(each.error or each.tokens == right for each, right in zip(found, expected, strict=True))
+        runtime.require().check()
+        assert batch(model, asked) == expected
+
+
+def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
+    """Either finds what the other has computed, and another thread writes both to files meanwhile. In transformers
+    generate() gives other tokens while a step of a loop is computed: so it is called between them."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    right = batch(model, again)
+    with managing(model, prefix_dir=tmp_path) as managed, looping(model, NEW) as loop:
+        for turn in range(3):
+            assert single(model, asked) == first
+            for number, prompt in enumerate([*asked, *again]):
+                loop.add_request(prompt, request_id=f"{turn} {number}")
+            found = [loop.get_result(timeout=300) for _ in range(2 * len(asked))]
+            by_number = {int(each.request_id.split()[1]): each.generated_tokens for each in found}
+            assert [by_number[number] for number in range(2 * len(asked))] == first + right
+            assert single(model, again) == right
+        assert managed.prefixes.counts.hits > 0
+        del loop
+
+
+def test_weights_that_change_between_requests_of_a_loop(seen: list[int]) -> None:
+    """A loop that goes on forgets what it has computed before."""
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True), looping(model, NEW) as loop:
+        for round in range(2):
+            if round:
+                with torch.no_grad():
+                    next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
+            del seen[:]
+            for number, prompt in enumerate(asked):
+                loop.add_request(prompt, request_id=f"{round} {number}")
+            found = sorted((loop.get_result(timeout=300) for _ in asked), key=lambda each: each.request_id)
+            assert sum(seen) >= sum(map(len, asked))
+        del loop
+    assert [each.generated_tokens for each in found] == batch(model, asked)
+
+
+def test_what_is_cleared_is_not_found(seen: list[int]) -> None:
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True) as managed:
+        first = batch(model, asked)
+        assert managed.prefixes.get_num_new_matched_tokens(asked[-1]) == BLOCK
+        managed.prefixes.clear()
+        assert managed.prefixes.get_num_new_matched_tokens(asked[-1]) == 0
+        del seen[:]
+        assert batch(model, asked) == first
+        assert sum(seen) >= sum(map(len, asked))
+
+
+def test_a_warmup_forgets_nothing(seen: list[int]) -> None:
+    """transformers resets a cache after the warmup of its graphs."""
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True):
+        first = batch(model, asked)
+        with looping(model, NEW) as loop:
+            loop.batch_processor.cache.reset()
+        del loop
+        del seen[:]
+        assert batch(model, asked) == first
+        assert sum(seen) < sum(map(len, asked))
+
+
+@pytest.mark.parametrize("peer", [0, 64])
+def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
+    """What one keeps goes to the peer or the host while the other needs its pages, and is found there."""
+    model, other = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=6)
+    asked = prompts(12, 60)
+    first, busy = batch(model, asked), [each.tokens for each in answers(other, asked, 60, num_blocks=192)]
+    again = longer(asked, first, 0)
+    second = batch(model, again)
+    with managing(model, 26, peer=peer, prefix_cache=True), ballonet.manage(other):
+        assert batch(model, asked) == first
+        assert [each.tokens for each in answers(other, asked, 60, num_blocks=192)] == busy
+        copied = ballonet.stats().copied
+        assert (copied.kv_d2p if peer else copied.kv_d2h) > 0
+        del seen[:]
+        assert batch(model, again) == second
+        assert sum(seen) == needed(again)
