@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,10 +17,14 @@ from transformers.generation.continuous_batching import continuous_api
 import ballonet
 from ballonet import testing
 from ballonet.allocator import runtime
+from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.living import Living
 from ballonet.hooks.batching.sectors import SectorPages
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.prefix import saving
+from ballonet.hooks.prefix.sequence import Gone
+from ballonet.hooks.prefix.stored_tokens import StoredTokens
 
 from ..core import arm, disarm
 from ..models import build
@@ -282,6 +287,17 @@ def test_weights_that_change_between_requests_of_a_loop(seen: list[int]) -> None
     assert [each.generated_tokens for each in found] == batch(model, asked)
 
 
+def test_hashes_go_before_pages(seen: list[int]) -> None:
+    """With a limit on what is kept; the end of a prompt goes before its beginning."""
+    model, asked = build("llama", num_hidden_layers=8), prompts(24, 60)
+    first = batch(model, asked)
+    with managing(model, prefix_cache=8 * PAGE):
+        for _ in range(2):
+            del seen[:]
+            assert batch(model, asked) == first
+        assert sum(map(len, asked)) - 400 < sum(seen) - len(asked) * (NEW - 1) < sum(map(len, asked))
+
+
 def test_what_is_cleared_is_not_found(seen: list[int]) -> None:
     model, asked = build("llama"), questions()
     with managing(model, prefix_cache=True) as managed:
@@ -323,3 +339,93 @@ def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
         del seen[:]
         assert batch(model, again) == second
         assert sum(seen) == needed(again)
+
+
+def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> None:
+    """It leaves nothing that others find: its blocks are of both."""
+    model, asked = build("llama"), list(range(3, 3 + 3 * BLOCK))
+    with managing(model, prefix_cache=True), looping(model, NEW) as loop:
+        loop.add_request(asked, request_id="long", max_new_tokens=600)
+        while len(seen) < 3:
+            time.sleep(0.01)
+        with loop.pause(), torch.no_grad():
+            next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
+        loop.add_request([7, 8, 9], request_id="short")
+        ended = [loop.get_result(timeout=300).request_id for _ in range(2)]
+        assert ended == ["short", "long"]
+        del seen[:]
+        loop.add_request(asked, request_id="again")
+        found = loop.get_result(timeout=300).generated_tokens
+        assert sum(seen) == len(asked) + NEW - 1
+        del loop
+    assert [found] == batch(model, [asked])
+
+
+def kept_by(model: Any) -> tuple[Living, ElasticPagedCache]:
+    known = seams.batched(model)
+    assert known is not None
+    assert known.living is not None
+    assert known.living._cache is not None
+    return known.living, known.living._cache
+
+
+def test_blocks_that_are_read_stay() -> None:
+    """Others are evicted meanwhile, and these as soon as they were read."""
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True) as managed:
+        batch(model, asked)
+        living, cache = kept_by(model)
+        before, now = cache.pages.pages, managed.prefixes.identity()
+        run = living.find(asked[-1], now)
+        assert run is not None
+        assert living.find(asked[-1], now._replace(settings=b"other")) is None
+        source = run.source
+        with source.leased(run.end):
+            first = [each.clone() for each in source.part(0, 0, run.end)]
+            cache.evict_oldest(2**40)
+            assert cache.pool.used
+            assert cache.pages.pages < before
+            assert all(map(torch.equal, first, source.part(0, 0, run.end)))
+        del first
+        cache.evict_oldest(2**40)
+        cache.pool.try_to_free_sectors()
+        assert cache.pool.used == set()
+        with pytest.raises(Gone), source.leased(run.end):
+            pass
+        del run, source, cache, living
+
+
+def test_no_more_is_copied_than_there_is_room_for() -> None:
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True) as managed:
+        batch(model, asked)
+        managed.prefixes.clear()
+        _, cache = kept_by(model)
+        assert cache.kept is not None
+        for room, count in ((-1, 0), (0, 0), (3, 3), (100, 5)):
+            placed = cache.kept.place(5, room * cache.bytes_per_sector)
+            assert len(placed) == count
+            cache.kept.drop(placed)
+            cache.pool.try_to_free_sectors()
+        assert cache.pool.used == set()
+        del cache
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_leaves_no_block(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("llama"), questions()
+    read = StoredTokens.__call__
+
+    def fails(tokens: StoredTokens, layer: int) -> Any:
+        if layer == failing:
+            raise torch.OutOfMemoryError("no memory")
+        return read(tokens, layer)
+
+    with managing(model, prefix_cache=True) as managed:
+        first = single(model, asked)
+        monkeypatch.setattr(StoredTokens, "__call__", fails)
+        assert batch(model, asked) == first
+        managed.prefixes.clear()
+        _, cache = kept_by(model)
+        assert cache.pool.used == set()
+        del cache
