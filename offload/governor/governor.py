@@ -24,7 +24,7 @@ from ...allocator.events import Events
 from ...allocator.interrupts import Guarded, if_free
 from ..policy.ladder import Rung
 from ..policy.ledger import Refusal
-from ..policy.plan import Plan
+from ..policy.plan import Plan, fewest
 from ..policy.remap import cap
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
@@ -40,6 +40,7 @@ from .published import Pool
 from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
+from .situation import Lending
 
 
 class _Change:
@@ -213,6 +214,21 @@ class Governor:
         if arranged:
             self.reclaim.publish()
             self._watch()
+
+    def lending(self, model: ModelClient, pages: int) -> Lending:
+        """What the layers of the model could give, and what their copies would be if they gave so many pages."""
+        with self._known.lock:
+            state = self._known.clients.get(model)
+            if state is None:
+                return Lending(0, 0, 0)
+            plan = model.plan
+            costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
+            then = fewest(plan.pages, plan.device_pages - pages, costs.ratio)
+            return Lending(
+                self._known.list.pages.get(state.number, 0),
+                plan.copied_pages,
+                sum(plan.pages) if then is None else then.copied_pages,
+            )
 
     def changed(self, model: ModelClient) -> None:
         """What `seconds` or `entry` say is different now. Any thread may say so."""
