@@ -22,12 +22,14 @@ import torch
 from openai import AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.server import Address, Server
+from ballonet.hooks.server.tenants import Loop, asked_slo
 
 from ..models import VOCABULARY, build
 from ..pool import take_out
@@ -118,6 +120,38 @@ def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
     assert serving.figure("ballonet_requests{") == 0
     assert serving.figure("ballonet_batches_total") > 2 * TOKENS
     assert serving.figure("ballonet_created_bytes") <= serving.figure("ballonet_budget_bytes") == 24 * 2**20
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_nothing_stays_promised_to_a_request_that_is_not_taken(
+    streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the loop is stopping")
+
+    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
+    model = build("llama")
+    settings = GenerationConfig(max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0)
+    try:
+        with ballonet.manage(model):
+            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), 8)
+            loop.init_cb(model, settings)
+            slos = loop._scheduler._slos
+            monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
+            asked_slo.set((60.0, 60.0))
+            ask = model, None, {"input_ids": [3, 4]}, settings, "one"
+            with pytest.raises(RuntimeError, match="stopping"):
+                asyncio.run(asked_of(loop, streaming, *ask))
+            loop.stop()
+            del loop
+            assert slos == {}
+    finally:
+        asked_slo.set(None)
+        take_out()
+
+
+async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
+    return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
 
 
 def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
