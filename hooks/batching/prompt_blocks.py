@@ -147,7 +147,8 @@ class PromptBlocks:
             return False
         index, at = torch.tensor(blocks, device=self._tensor.device), self.layers.index(layer)
         with GroupLease(self.group), torch.no_grad():
-            self.pages.client.uses()
+            if not self.pages.client.settle(write=True):
+                return False
             for n, each in enumerate(pair):
                 self._tensor[index, at, n] = each[0].transpose(0, 1).reshape(len(blocks), tokens, heads, dim)
         return True

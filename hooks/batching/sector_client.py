@@ -173,12 +173,12 @@ class SectorClient:
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
-    def settle(self) -> bool:
-        """Waits for what comes back, so that this thread may read pages under its lease. False where something lacks
-        its bytes, as an interrupt has left it. DriverError."""
+    def settle(self, write: bool = False) -> bool:
+        """Waits for what comes back, so that this thread may read pages under its lease, or `write` to them, beside
+        the stream that computes. False where something lacks its bytes, as an interrupt has left it. DriverError."""
         with self.lock:
             self._mover.arrive(None)
-            self._range.note_use(self._current(), False)
+            self._range.note_use(self._current(), write)
             return not self._mover.coming
 
     def away(self, pieces: Iterable[int]) -> list[int]:
