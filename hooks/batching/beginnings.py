@@ -80,7 +80,7 @@ class Beginnings:
         """Counts what is found of a prompt, of which so many tokens were read from files."""
         counts, found = self._store.counts, self.found(request)
         counts.hit(from_files, 1.0, on_disk=True)
-        counts.hit(found - from_files, self._blocks.away(self._hashes[request]) if found > from_files else 0.0)
+        counts.hit(found - from_files, *self._blocks.away(self._hashes[request]))
 
     def _begin(self, request: str, ids: Sequence[int], room: Callable[[], int]) -> None:
         store, blocks, hashes = self._store, self._blocks, self._hashes[request]

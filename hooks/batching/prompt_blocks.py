@@ -74,12 +74,15 @@ class PromptBlocks:
         known, table = self._ledger.block_to_hash, self.of(request)
         return next((n for n, block in enumerate(table) if block not in known), len(table))
 
-    def away(self, hashes: Sequence[int]) -> float:
-        """Returns the part of these blocks, as far as they are there, that lies on the host."""
+    def away(self, hashes: Sequence[int]) -> tuple[float, float]:
+        """Returns the part of these blocks, as far as they are there, that is not on the device, and the part that is
+        on a peer."""
         with self.lock:
             blocks = [found for each in hashes if (found := self._ledger.hash_to_block.get(each)) is not None]
             pieces = {piece for block in blocks for piece in self._pieces(block)}
-            return len(self.pages.client.away(pieces)) / max(1, len(pieces))
+            gone, total = self.pages.client.away(pieces), max(1, len(pieces))
+            near = sum(self.pages.range.place(piece) == "peer" for piece in gone)
+            return len(gone) / total, near / total
 
     # -- for others than the loop
 
@@ -198,7 +201,6 @@ class KeptBlocks:
     """The beginning of a prompt in blocks of a paged cache: a source of runs, as a cached sequence is one."""
 
     disk: Final = False
-    near: Final = 0.0
 
     def __init__(self, blocks: PromptBlocks, hashes: Sequence[int]) -> None:
         self._blocks = blocks
@@ -207,8 +209,13 @@ class KeptBlocks:
 
     @property
     def away(self) -> float:
-        """Part of it that lies on the host."""
-        return self._blocks.away(self._hashes)
+        """Part of it that is not on the device."""
+        return self._blocks.away(self._hashes)[0]
+
+    @property
+    def near(self) -> float:
+        """Part of it that is on a peer."""
+        return self._blocks.away(self._hashes)[1]
 
     @property
     def held(self) -> Sequence[int]:

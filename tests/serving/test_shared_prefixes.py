@@ -158,6 +158,22 @@ def test_a_turn_finds_the_one_before(ways: tuple[str, str], seen: list[int]) -> 
                 assert computed == needed(each), (turn, way)
 
 
+def test_a_turn_finds_the_one_before_in_the_same_loop(seen: list[int]) -> None:
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    right = batch(model, again)
+    with managing(model, prefix_cache=True), looping(model, NEW) as loop:
+        for each, said in ((asked, first), (again, right)):
+            del seen[:]
+            for number, prompt in enumerate(each):
+                loop.add_request(prompt, request_id=f"{len(prompt)} {number}")
+            found = {(it := loop.get_result(timeout=300)).request_id: it.generated_tokens for _ in each}
+            assert [found[f"{len(prompt)} {number}"] for number, prompt in enumerate(each)] == said
+        assert sum(seen) == needed(again)
+        del loop
+
+
 @pytest.mark.parametrize("ways", [("batch", "batch"), ("generate", "batch"), ("batch", "generate")])
 def test_the_next_process_finds_it_in_files(ways: tuple[str, str], seen: list[int], tmp_path: Path) -> None:
     model, asked = build("llama"), questions()
@@ -331,14 +347,15 @@ def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
     first, busy = batch(model, asked), [each.tokens for each in answers(other, asked, 60, num_blocks=192)]
     again = longer(asked, first, 0)
     second = batch(model, again)
-    with managing(model, 26, peer=peer, prefix_cache=True), ballonet.manage(other):
+    with managing(model, 26, peer=peer, prefix_cache=True) as managed, ballonet.manage(other):
         assert batch(model, asked) == first
         assert [each.tokens for each in answers(other, asked, 60, num_blocks=192)] == busy
-        copied = ballonet.stats().copied
+        copied, counts = ballonet.stats().copied, managed.prefixes.counts
         assert (copied.kv_d2p if peer else copied.kv_d2h) > 0
         del seen[:]
         assert batch(model, again) == second
         assert sum(seen) == needed(again)
+        assert (counts.on_peer > 0, counts.on_host > 0) == (peer > 0, not peer)
 
 
 def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> None:
