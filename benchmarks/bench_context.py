@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from budgets import OURS, STOCK, what
@@ -35,17 +33,6 @@ HELD = {"cuda": 32768, "cpu": 512, "tiny": 256}  # tokens of each sequence of a 
 LONGER, MORE = 4, 3  # times what stock reaches
 TOKENS = 4  # of a generate() over a batch
 MOST = 2**18  # tokens
-COLUMNS = [
-    "",
-    STOCK,
-    OURS,
-    "ballonet / stock",
-    "tokens per chunk",
-    "stock: time",
-    "ballonet: time",
-    "next tokens that differ",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -56,7 +43,7 @@ def main() -> None:
     with peers(__file__, chosen, (OURS,)) as found:
         rows = [context(found[OURS], stock, CHUNK[kind]), *batches(found[OURS], stock, HELD[kind])]
     title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
-    report(chosen, "context", title, COLUMNS, rows)
+    report(chosen, "context", title, rows)
 
 
 class Stock(NamedTuple):
@@ -76,26 +63,27 @@ def of_stock(peer: Peer, chunk: int, held: int) -> Stock:
     return Stock(found, longer, tried)
 
 
-def context(peer: Peer, stock: Stock, chunk: int) -> list[Any]:
+def context(peer: Peer, stock: Stock, chunk: int) -> dict[str, Any]:
     """The row of the longest context; `LONGER` times as long as stock's it is enough."""
     least, longer = stock.context, stock.longer
     ours = peer.ask("context", most=longer["tokens"], chunk=chunk)
     again = peer.ask("context", most=least["tokens"], chunk=chunk)
     differ = (again["next"] != least["next"]) + (ours["tokens"] == longer["tokens"] and ours["next"] != longer["next"])
-    return [
-        "longest context, tokens",
-        least["tokens"],
-        ours["tokens"],
-        Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
-        chunk,
-        f"first token {least['seconds']:.3g} s; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
-        f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
-        Figure.of([float(differ)]).at_most(0),
-        ours["decided"],
-    ]
+    theirs = f"first token {least['seconds']:.3g} s"
+    return {
+        "": "longest context, tokens",
+        STOCK: least["tokens"],
+        OURS: ours["tokens"],
+        "ballonet / stock": Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
+        "tokens per chunk": chunk,
+        "stock: time": f"{theirs}; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
+        "ballonet: time": f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
+        "next tokens that differ": Figure.of([float(differ)]).at_most(0),
+        "what gave pages": ours["decided"],
+    }
 
 
-def batches(peer: Peer, stock: Stock, held: int) -> list[list[Any]]:
+def batches(peer: Peer, stock: Stock, held: int) -> list[dict[str, Any]]:
     """The rows of the largest batch, and of the fastest one."""
 
     def ask(sequences: int) -> dict[str, Any]:
@@ -108,29 +96,29 @@ def batches(peer: Peer, stock: Stock, held: int) -> list[list[Any]]:
     more = max(tried)
     tried |= {sequences: ask(sequences) for sequences in stock.batches if sequences not in tried}
     (slow, stocks), (fast, ours) = fastest(stock.batches), fastest(tried)
+    largest_row = {
+        "": f"largest batch of {held:,} tokens each",
+        STOCK: most,
+        OURS: more,
+        "ballonet / stock": Figure.of([more / most]).at_least(MORE),
+        "tokens per chunk": "",
+        "stock: time": told(most, stock.batches[most]),
+        "ballonet: time": told(more, tried[more]),
+        "next tokens that differ": "",
+        "what gave pages": tried[more]["decided"],
+    }
     return [
-        [
-            f"largest batch of {held:,} tokens each",
-            most,
-            more,
-            Figure.of([more / most]).at_least(MORE),
-            "",
-            told(most, stock.batches[most]),
-            told(more, tried[more]),
-            "",
-            tried[more]["decided"],
-        ],
-        [
-            f"fastest batch of {held:,} tokens each, tokens per second",
-            Figure.of([stocks]),
-            Figure.of([ours]),
-            Figure.of([ours / stocks]).at_least(1.0),
-            "",
-            told(slow, stock.batches[slow]),
-            told(fast, tried[fast]),
-            "",
-            tried[fast]["decided"],
-        ],
+        largest_row,
+        largest_row
+        | {
+            "": f"fastest batch of {held:,} tokens each, tokens per second",
+            STOCK: Figure.of([stocks]),
+            OURS: Figure.of([ours]),
+            "ballonet / stock": Figure.of([ours / stocks]).at_least(1.0),
+            "stock: time": told(slow, stock.batches[slow]),
+            "ballonet: time": told(fast, tried[fast]),
+            "what gave pages": tried[fast]["decided"],
+        },
     ]
 
 
@@ -167,7 +155,6 @@ def largest(ask: Callable[[int], dict[str, Any]], high: int) -> dict[int, dict[s
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     budget = BUDGET[chosen.kind]
@@ -188,21 +175,17 @@ def longest(held: Held, budget: int, most: int, chunk: int, limited: bool = True
     if not limited:
         held.reset()
         held.hold(budget)
-    return {
-        "tokens": tokens,
-        "next": following,
-        "seconds": seconds,
-        "decided": "" if before is None else decided(before),
-    }
+    gave = "" if before is None else decided(before)
+    return {"tokens": tokens, "next": following, "seconds": seconds, "decided": gave}
 
 
 def computed(held: Held, most: int, chunk: int) -> tuple[int, int, float]:
     """How many tokens there was room for, the one that follows, and seconds."""
     import torch
+    from generating import words
     from peer import synchronize
 
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randint(1, held.model.config.vocab_size, (1, MOST), generator=generator).to(held.device)
+    text = words(held.model, (1, MOST), seed=2).to(held.device)
     cache = held.cache()
     tokens, seconds, following = 0, 0.0, -1
     begin = time.perf_counter()
@@ -222,16 +205,15 @@ def decoded(held: Held, sequences: int, tokens: int) -> dict[str, Any]:
     from capped import decided
     from generating import Clock, timed
     from llama import filled
-    from peer import synchronize
 
     held.reset()
     before = ballonet.stats() if held.peer == OURS else None
-    clock = Clock(lambda: synchronize(held.device), int)
+    clock = Clock(held.device)
     ms = None
     with suppress(torch.OutOfMemoryError):
         cache = filled(held.peer, held.model.config, sequences, tokens, held.device)
         timed(held.model, cache, (sequences, tokens), held.device, TOKENS, clock)
-        ms = median(b - a for a, b in pairwise(clock.times)) * 1e3
+        ms = clock.ms()
     return {"ms": ms, "decided": "" if before is None else decided(before)}
 
 

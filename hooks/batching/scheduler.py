@@ -307,6 +307,11 @@ class ElasticScheduler(Scheduler):
         now = self._now()
         return now.total - now.reserve
 
+    def seconds_again(self, state: Any) -> float | None:
+        """What it takes to compute all tokens of a request again; None where nobody knows."""
+        parts = self._costs.parts
+        return None if parts is None else parts.prefill(state.current_len(), self.cache.max_batch_tokens)
+
     def demand(self, state: Any, tokens: int) -> Demand:
         """What a request needs for so many more tokens."""
         sizes, kept = self.cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]

@@ -76,6 +76,12 @@ class Parts:
         """What the step takes."""
         return math.fsum(map(mul, astuple(self), _sizes(step)))
 
+    def prefill(self, tokens: int, batch: int) -> float:
+        """Seconds of the steps in which so many tokens of a prompt are computed alone, `batch` at a time."""
+        return sum(
+            self.seconds(Step(min(batch, tokens - at), min(tokens, at + batch))) for at in range(0, tokens, batch)
+        )
+
 
 class StepCosts:
     """What is known of the steps of one model. Used by the thread that schedules."""
