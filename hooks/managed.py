@@ -485,6 +485,7 @@ def _attach_prefixes(
     model: nn.Module, device: Device, options: ManageOptions, elastic: Elastic
 ) -> tuple[PrefixStore, Callable[[], object]]:
     """What `generate()` of it leaves behind is kept. Returns where, and what undoes that."""
+    from .batching import seams
     from .prefix import sessions
     from .prefix.store import PrefixStore
 
@@ -498,6 +499,8 @@ def _attach_prefixes(
         store.contents.saver = Saver(
             model, device, folder, limit, store.read, store.identity, store.block, governor, store.counts, record
         )
+    if (batched := seams.batched(model)) is not None and batched.living is not None:
+        batched.living.share(store)
     detach = sessions.attach(model, store)
 
     def undo() -> None:
@@ -517,7 +520,6 @@ def _attach_caches(
     from .batching.batched import Batched
     from .batching.living import Living
     from .kv import generation
-    from .prefix.identity import Looks
 
     known = weakref.ref(handle)
 
@@ -531,7 +533,7 @@ def _attach_caches(
 
     size, living = options.kept_prefixes, None
     if size:
-        living = Living(Looks(model).now, None if size is True else size)
+        living = Living(None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     batched = Batched(device, StepCosts(), options.batches == "fast", require, lends, living, slo)

@@ -21,6 +21,7 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..forward.lease import GroupLease, current
 from .batched import Batched
+from .prompt_blocks import PromptBlocks
 from .sector_client import SectorChaos
 from .sectors import RESERVED, SectorPages, SectorPool
 from .sizes import Sizes, largest_batch, masks_of, readable
@@ -30,6 +31,8 @@ class ElasticPagedCache(PagedAttentionCache):
     """As a PagedAttentionCache that could use all pages of `on`, and has those of the requests that are there."""
 
     pool: SectorPool
+    kept: PromptBlocks | None = None  # where it outlives its loop, and beginnings of prompts are shared
+    _renewed = False  # was the model looked at since the last batch?
 
     def __init__(
         self,
@@ -85,6 +88,9 @@ class ElasticPagedCache(PagedAttentionCache):
         for allocator in self.cache_allocators.values():
             allocator.register_cache_tensor(self.bytes_per_sector, size, self.cache_tensor, self.pool)
         self.num_blocks = size // block
+        shares = self.use_prefix_sharing and self.model.living is not None
+        kinds = [*self.cache_allocators.values()]
+        self.kept = PromptBlocks(kinds[0], self.pool, self.pages, self.group) if shares and len(kinds) == 1 else None
         self.max_decode_fast_path_length = self._infer_max_decode_fast_path_length()
         self.max_tokens_read = max(each.tokens_per_page * each.num_blocks for each in self.cache_allocators.values())
 
@@ -99,6 +105,10 @@ class ElasticPagedCache(PagedAttentionCache):
 
     def can_store_request_tokens(self, state: Any, request_len: int, dry_run: bool = False) -> bool:
         """As stock's, and gives what is new pages: all, or none."""
+        with self.pages.client.lock:
+            return self._can_store(state, request_len, dry_run)
+
+    def _can_store(self, state: Any, request_len: int, dry_run: bool) -> bool:
         needed = self._sectors_needed(state, request_len)
         if dry_run or not needed or needed > self.pool.num_free_sectors:
             return bool(super().can_store_request_tokens(state, request_len, dry_run))
@@ -139,30 +149,99 @@ class ElasticPagedCache(PagedAttentionCache):
         """Forgets blocks that are only kept for prompts, the oldest first, until sectors of so many bytes are free, or
         all are forgotten. Was there any?"""
         gone = False
-        for each in self.cache_allocators.values():
-            ledger = each.ledger
-            while ledger.cached_blocks and nbytes > 0:
-                block = next(iter(ledger.cached_blocks))
-                del ledger.cached_blocks[block]
-                del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
-                self.pool.free_blocks(each.index, [block])
-                before = self.pool.num_free_sectors
-                self.pool.try_to_free_sectors()
-                nbytes -= (self.pool.num_free_sectors - before) * self.bytes_per_sector
-                gone = True
+        with self.pages.client.lock:
+            for each in self.cache_allocators.values():
+                ledger = each.ledger
+                while ledger.cached_blocks and nbytes > 0:
+                    block = next(iter(ledger.cached_blocks))
+                    del ledger.cached_blocks[block]
+                    del ledger.hash_to_block[ledger.block_to_hash.pop(block)]
+                    self.pool.free_blocks(each.index, [block])
+                    before = self.pool.num_free_sectors
+                    self.pool.try_to_free_sectors()
+                    nbytes -= (self.pool.num_free_sectors - before) * self.bytes_per_sector
+                    gone = True
         return gone
+
+    def renew(self) -> None:
+        """Forgets what was computed before the model changed. Looks once for each batch."""
+        living = self.model.living
+        if self.kept is not None and living is not None and living.store is not None and not self._renewed:
+            self.kept.renew(living.store.identity())
+            self._renewed = True
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        """As stock's."""
+        self.renew()
+        with self.pages.client.lock:
+            return int(super().search_prefix_match(request_id, prompt_ids))
+
+    def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        """As stock's, also for a request that has just ended, whose blocks are found by the next one then."""
+        name = state.request_id
+        with self.pages.client.lock:
+            if self.kept is None:
+                super().mark_complete_blocks(state, complete_blocks)
+            elif name not in self.kept.stale:
+                for kind, count in complete_blocks.items():
+                    if name in (allocator := self.cache_allocators[kind]).block_table:
+                        tokens = state.initial_tokens + state.generated_tokens
+                        allocator.mark_complete_blocks(name, tokens, count)
+
+    def ended(self, state: Any) -> None:
+        """A request ends that has its blocks yet: what is full of them goes to files, if there are any."""
+        kept, living = self.kept, self.model.living
+        if kept is not None and living is not None and kept.identity is not None:
+            tokens = kept.full(state.request_id) * kept.tokens
+            living.ended((state.initial_tokens + state.generated_tokens)[:tokens], kept.identity)
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As stock's; with the last request of a cache that outlives its loop what it keeps is cut to its limit."""
-        super().free_blocks(request_id, no_cache)
+        with self.pages.client.lock:
+            stale = self.kept is not None and request_id in self.kept.stale
+            blocks = [] if self.kept is None else self.kept.of(request_id)
+            super().free_blocks(request_id, no_cache or stale)
+            if self.kept is not None:
+                self.kept.stale.discard(request_id)
+                self.kept.order(blocks)
         if self.model.living is not None and not self._tables():
             self.pool.try_to_free_sectors()
             if self.model.living.limit is not None:
                 self.evict_oldest(self.pages.nbytes - self.model.living.limit)
             self.pages.client.rests()
 
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        """As stock's."""
+        with self.pages.client.lock:
+            super().free_all_requests(clear_ledgers)
+            if self.kept is not None:
+                self.kept.stale.clear()
+
+    def evict_cached_blocks(self) -> bool:
+        """As stock's."""
+        with self.pages.client.lock:
+            return bool(super().evict_cached_blocks())
+
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], *args: Any) -> list[str]:
+        """As stock's."""
+        with self.pages.client.lock:
+            made: list[str] = super().prepare_fork_request(src_state, dst_req_ids, *args)
+            if self.kept is not None and src_state.request_id in self.kept.stale:
+                self.kept.stale.update(made)
+            return made
+
+    def reset(self) -> None:
+        """As stock's, which a loop calls after its warmup; a cache that outlives its loop keeps what it has."""
+        with self.pages.client.lock:
+            if self.kept is None:
+                super().reset()
+            else:
+                self.free_all_requests()
+                self.pool.try_to_free_sectors()
+
     def begins(self, requests: Iterable[str]) -> None:
         """A step with these requests is about to begin."""
+        self._renewed = False
         with suppress(DriverError):  # what could not be restored is read where it is
             self.pages.client.begins({piece for each in requests for piece in self._pieces(each)})
 

@@ -18,6 +18,7 @@ from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refuse
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
+from .beginnings import Beginnings
 from .cache import ElasticPagedCache
 
 
@@ -50,6 +51,9 @@ class ElasticScheduler(Scheduler):
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
+        living, blocks = cache.model.living, cache.kept
+        shared = None if living is None else living.store
+        self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -86,12 +90,9 @@ class ElasticScheduler(Scheduler):
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
         self.cache.pool.try_to_free_sectors()
-        looked, left = [], token_budget
-        for state in self._worth(candidates):
-            if left <= 0:
-                break
-            looked.append((state, min(self._tokens(state), left)))
-            left -= looked[-1][1]
+        looked = self._looked(candidates, token_budget)
+        if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
+            looked = self._looked(candidates, token_budget)
         found = self._admitted(looked)
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
@@ -153,6 +154,31 @@ class ElasticScheduler(Scheduler):
         if self.has_pending_requests():
             return math.inf
         return self._ended if self._ended < math.inf else -math.inf  # the loop has died
+
+    def _looked(self, candidates: list[Any], token_budget: int) -> list[tuple[Any, int]]:
+        """Returns those that could be in the batch, with the new tokens of each: none whose beginning is being read."""
+        looked: list[tuple[Any, int]] = []
+        if self._beginnings is not None:
+            self._beginnings.only(self.waiting_requests)
+        for state in self._worth(candidates):
+            if token_budget <= 0:
+                break
+            if self._begun(state, looked):
+                looked.append((state, min(self._tokens(state), token_budget)))
+                token_budget -= looked[-1][1]
+        return looked
+
+    def _begun(self, state: Any, before: list[tuple[Any, int]]) -> bool:
+        """Is what is stored of its prompt where it is found, if the request has none of its own yet? `before`: those
+        that go before it, with their new tokens."""
+        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+            return True
+
+        def room() -> int:
+            demands = [self.demand(*each) for each in [*before, (state, 1)]]
+            return self.room() - sum(each.kv + each.activations for each in demands)
+
+        return self._beginnings.look(state.request_id, state.remaining_prefill_tokens, room)
 
     def _worth(self, candidates: list[Any]) -> list[Any]:
         """Returns the candidates without those that wait and would make steps slower than is worth it, or is asked."""
@@ -217,6 +243,8 @@ class ElasticScheduler(Scheduler):
 
     def finish_request(self, request_id: str) -> None:
         """As Scheduler's."""
+        if (state := self.active_requests.get(request_id)) is not None:
+            self.cache.ended(state)
         super().finish_request(request_id)
         self._slos.pop(request_id, None)
 
@@ -290,7 +318,7 @@ class ElasticScheduler(Scheduler):
         return Demand(
             state.request_id,
             self.cache.bytes_needed(state, tokens) + (self.cache.on_host_bytes(state.request_id) if kept else 0),
-            sizes.of(tokens, state.current_len()),
+            sizes.of(tokens, state.current_len() + self._found(state)),
             staging=sizes.staging(tokens),
             decoding=kept or state.status == RequestStatus.DECODING,
             passed=self._passed.get(state.request_id, 0),
@@ -303,8 +331,15 @@ class ElasticScheduler(Scheduler):
         return replace(now, reserve=now.reserve + self._caution, host=host)
 
     def _tokens(self, state: Any) -> int:
-        decoding = state.status == RequestStatus.DECODING
-        return len(state.tokens_to_process if decoding else state.remaining_prefill_tokens)
+        if state.status == RequestStatus.DECODING:
+            return len(state.tokens_to_process)
+        return len(state.remaining_prefill_tokens) - self._found(state)
+
+    def _found(self, state: Any) -> int:
+        """Tokens of a request that has none yet, which blocks of others hold."""
+        if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
+            return 0
+        return self._beginnings.found(state.request_id)
 
 
 def _at_end(state: Any) -> int:

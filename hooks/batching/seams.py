@@ -30,7 +30,12 @@ OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
 _NEEDED: Final = (
     ("cache", "PagedAttentionCache.__init__", ("config", "continuous_batching_config", "device", "dtype")),
     ("cache", "PagedAttentionCache.can_store_request_tokens", ("state", "request_len", "dry_run")),
-    ("cache", "PagedAttentionCache.free_all_requests", ()),
+    ("cache", "PagedAttentionCache.free_all_requests", ("clear_ledgers",)),
+    ("cache", "PagedAttentionCache.evict_cached_blocks", ()),
+    ("cache", "PagedAttentionCache.search_prefix_match", ("request_id", "prompt_ids")),
+    ("cache", "PagedAttentionCache.mark_complete_blocks", ("state", "complete_blocks")),
+    ("cache", "PagedAttentionCache.prepare_fork_request", ("src_state", "dst_req_ids")),
+    ("cache", "PagedAttentionCache.reset", ()),
     ("cache", "PagedAttentionCache.free_blocks", ("request_id", "no_cache")),
     ("cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx", "kwargs")),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
@@ -38,6 +43,11 @@ _NEEDED: Final = (
     ("cache_allocators", "CachePool.try_to_free_sectors", ()),
     ("cache_allocators", "CacheAllocator.register_cache_tensor", ("bytes_per_sector", "cache_tensor", "pool")),
     ("cache_allocators", "CacheAllocator.needs_new_sectors", ("request_id", "past_length", "query_length")),
+    ("cache_allocators.cache_allocator", "compute_block_hash", ("parent_hash", "tokens")),
+    ("cache_allocators.cache_allocator", "BlockLedger.register_new_hash", ("block_id", "block_hash")),
+    ("cache_allocators.cache_allocator", "BlockLedger.acquire", ("block_id",)),
+    ("cache_allocators.cache_allocator", "BlockLedger.release", ("block_id",)),
+    ("cache_allocators", "CacheAllocator.mark_complete_blocks", ("request_id", "token_ids")),
     ("scheduler", "Scheduler.__init__", ("cache", "safety_margin", "max_requests_per_batch")),
     ("scheduler", "Scheduler._process_candidates", ("candidates", "token_budget")),
     ("offloading_manager", "OffloadingManager.__init__", ("cache", "scheduler")),
@@ -83,7 +93,9 @@ def why_stock() -> str | None:
     from importlib import import_module
 
     for module, name, parameters in _NEEDED:
-        found: Any = import_module(f"transformers.generation.continuous_batching.{module}")
+        found: Any = None
+        with suppress(ModuleNotFoundError):
+            found = import_module(f"transformers.generation.continuous_batching.{module}")
         for part in name.split("."):
             found = getattr(found, part, None)
         if found is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from threading import Lock
+from threading import Lock, RLock
 from typing import TYPE_CHECKING, Any
 
 from ...allocator._native import Device, Group, Range, Transfer
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 
 class SectorClient:
-    """Used by the thread that schedules; the governor asks on any."""
+    """Used by the thread that schedules; the governor asks on any. `lock`: held while pages are moved, and while others
+    begin or end to read: see prompt_blocks.py, Note [Two threads]."""
 
     name = "KV of requests"
     block = 1
@@ -45,6 +46,7 @@ class SectorClient:
     def __init__(self, device: Device, group: Group, range_: Range, governor: Governor) -> None:
         """The pages of `range_`. DriverError."""
         self.governor = governor
+        self.lock = RLock()
         self.used = governor.clock()  # when a step began last
         self.stream = 0  # that computed last
         self._device = device
@@ -171,6 +173,14 @@ class SectorClient:
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
+    def settle(self, write: bool = False) -> bool:
+        """Waits for what comes back, so that this thread may read pages under its lease, or `write` to them, beside
+        the stream that computes. False where something lacks its bytes, as an interrupt has left it. DriverError."""
+        with self.lock:
+            self._mover.arrive(None)
+            self._range.note_use(self._current(), write)
+            return not self._mover.coming
+
     def away(self, pieces: Iterable[int]) -> list[int]:
         """Returns those of these whose bytes are on the host."""
         self._look()
@@ -179,7 +189,7 @@ class SectorClient:
     def evict(self, pieces: Iterable[int]) -> int:
         """Moves these to the host: all that have pages of the device, or PoolExhausted, and none. DriverError."""
         self._look()
-        with GroupLease(self._group):
+        with self.lock, GroupLease(self._group):
             led = self._mover.evict(pieces, self._transfer, self.stream, whole=True)
         if led:
             self._changed = True
@@ -191,7 +201,7 @@ class SectorClient:
         many. DriverError."""
         if not pieces:
             return 0
-        with GroupLease(self._group):
+        with self.lock, GroupLease(self._group):
             back = self._mover.own(len(pieces), self._range.pieces, pieces)
             self._mover.fetch(self._transfer, self.stream, 0)
         if back:
@@ -205,10 +215,11 @@ class SectorClient:
 
     def move(self, piece: int, to: Place) -> bool:
         """To another page of its own; False where that cannot be now. DriverError."""
-        if not self._range.move(piece, to):
-            return False
-        self._mover.states.move_run(Event.MOVED if to == "device" else Event.TAKEN, piece, piece + 1)
-        return True
+        with self.lock:
+            if not self._range.move(piece, to):
+                return False
+            self._mover.states.move_run(Event.MOVED if to == "device" else Event.TAKEN, piece, piece + 1)
+            return True
 
     def _look(self) -> None:
         self._mover.look(0, self._range.pieces)

@@ -37,7 +37,7 @@ class SectorPages:
     def __init__(self, device: Device, group: Group, sectors: int, sector: int) -> None:
         """Backs the guard and the reserved sectors, which stay where they are. torch.OutOfMemoryError, DriverError."""
         self.sector = sector
-        self._device = device
+        self.device = device
         self._page = device.page_size
         self._front = -(-sector // self._page) * self._page  # bytes of the guard: whole pages, so that sectors lie well
         self.range: Range = device.reserve(self._front + sectors * sector, "kv", group, reuse=False)
@@ -108,7 +108,7 @@ class SectorPages:
                     if place == "host":
                         raise torch.OutOfMemoryError(f"no room for KV on the host: {error}") from error
                     self.client.governor.reclaim.publish_now()
-                    find_room(self._device, None, self.range, [run], error, 0)
+                    find_room(self.device, None, self.range, [run], error, 0)
                 done.append(run)
         except BaseException:
             for run in done:
@@ -149,8 +149,9 @@ class SectorPool(CachePool):
 
     def try_to_free_sectors(self) -> None:
         """Takes sectors back that no request has a block of, and their pages."""
-        super().try_to_free_sectors()
-        heapq.heapify(self.free_sectors)
-        unused = self.used.intersection(self.free_sectors)
-        self.used -= unused
-        self._pages.give(unused)
+        with self._pages.client.lock:
+            super().try_to_free_sectors()
+            heapq.heapify(self.free_sectors)
+            unused = self.used.intersection(self.free_sectors)
+            self.used -= unused
+            self._pages.give(unused)

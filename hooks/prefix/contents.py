@@ -10,13 +10,14 @@ Note [Who may touch what]
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ...allocator._native import Device
 from ...offload.governor.governor import Governor
 from .counts import Counts
+from .identity import Identity
 from .prefix_index import PrefixIndex
 from .sequence import CachedSequence, Run
 
@@ -32,6 +33,16 @@ class Lookup:
         self.sequence: CachedSequence | None = None  # in use by this request, which has to give it back
 
 
+class Batches(Protocol):
+    """What continuous batching keeps for the same model (hooks/batching/living.py)."""
+
+    def find(self, ids: Sequence[int], now: Identity) -> Run | None:
+        """Returns where the longest beginning of these tokens lies."""
+
+    def clear(self) -> None:
+        """Forgets everything but what running requests use."""
+
+
 class Contents:
     """The sequences and states that are kept for one model, their lock, and what has been counted."""
 
@@ -45,6 +56,7 @@ class Contents:
         self.index = PrefixIndex(governor.tuning.prefixes)
         self.weights: tuple[object, ...] = ()  # what is kept was computed with these: see identity.py
         self.saver: Saver | None = None  # writes to files, if anything does
+        self.batches: Batches | None = None  # asked behind the sequences, and before the files
         self.closed = False
 
     @contextmanager

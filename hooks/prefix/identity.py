@@ -7,7 +7,8 @@ Note [Weights and settings]
     all of a step at once count no version. Memory that is new may lie where old memory lay, so storages are told apart
     by weak references, under which none is made again. What is switched to and fro is part of the salt instead
     (`settings`): adapters, types, implementations of attention, and hooks, which may change what a layer computes. A
-    stored prefix is then found again when the switch is where it was.
+    stored prefix is then found again when the switch is where it was. "paged|eager", as continuous batching calls it,
+    is the same arithmetic as "eager".
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def _settings(model: Any, states: Iterable[dict[str, Any]]) -> Iterator[object]:
     yield type(model).__qualname__
     yield str(getattr(model, "dtype", None))
     yield str(getattr(model, "device", None))
-    yield getattr(getattr(model, "config", None), "_attn_implementation", None)
+    yield str(getattr(getattr(model, "config", None), "_attn_implementation", None)).removeprefix("paged|")
     yield _autocast()
     yield [tuple(getattr(torch_module, name, ())) for name in _GLOBAL_HOOKS]
     for number, state in enumerate(states):

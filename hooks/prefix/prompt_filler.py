@@ -61,12 +61,20 @@ class PromptFiller:
             known = [_keys(runs, index.blocks.block) for runs in found]
             sources = contents.begin_reading(lookup, (run for runs in found for run in runs))
         try:
-            more = self._with_files(rows, found, known, now)
+            more = self._with_others(rows, found, known, now)
             alone = movable and len(rows) == 1 and not pads[0] and more is None
             columns = self._move(lookup, layers, found[0], rows[0], now) if alone else 0
             lookup.columns = self._thread.reused = columns or self._copy(layers, more or found, pads)
         finally:
             contents.end_reading(lookup, sources)
+
+    def look(self, row: Sequence[int], now: Identity) -> int:
+        """Counts a request of continuous batching with this prompt, and returns how many of its tokens sequences hold:
+        not the last one. DriverError."""
+        with self._contents.change() as index:
+            self._count_request(index, (row,), now)
+            runs = index.blocks.find(row[:-1], now.settings)
+        return runs[-1].end if runs else 0
 
     def resumes_from_state(self, now: Identity, proof: Callable[[], bool] | None) -> bool:
         """Can the model go on from a state? `proof` finds it out and is called once, when there is a state; None where
@@ -102,20 +110,21 @@ class PromptFiller:
         contents.counts.requests += 1
         contents.counts.prompts += sum(map(len, rows))
 
-    def _with_files(
+    def _with_others(
         self, rows: Sequence[Sequence[int]], found: Sequence[list[Run]], known: Sequence[list[bytes]], now: Identity
     ) -> list[list[Run]] | None:
-        """Returns the runs found in memory with those that only files have; None where files have no more. `known`: the
-        keys of the runs found."""
-        saver, block = self._contents.saver, self._contents.index.blocks.block
-        if saver is None:
-            return None
+        """Returns the runs found in sequences with those that only batches or files have; None where neither has more.
+        `known`: the keys of the runs found."""
+        batches, saver, block = self._contents.batches, self._contents.saver, self._contents.index.blocks.block
         extended, more = [], False
         for row, runs, there in zip(rows, found, known, strict=True):
-            keys, count = chain(row[:-1], block, now.settings, there), len(there)
-            files = saver.find(keys, count, row, now) if count < len(keys) else []
-            extended.append(up_to(runs, count * block) + files if files else list(runs))
-            more |= bool(files)
+            longer = runs if batches is None else behind(runs, batches.find(row[:-1], now))
+            count, full = len(there) if longer is runs else longer[-1].end // block, len(row[:-1]) // block
+            files: list[Run] = []
+            if saver is not None and count < full:
+                files = saver.find(chain(row[:-1], block, now.settings, there), count, row, now)
+            extended.append(up_to(longer, count * block) + files if files else list(longer))
+            more |= bool(files) or longer is not runs
         return extended if more else None
 
     def _resume(
@@ -208,6 +217,13 @@ class PromptFiller:
 def up_to(runs: Iterable[Run], end: int) -> list[Run]:
     """Returns the runs of the tokens before `end`."""
     return [run._replace(end=min(run.end, end)) for run in runs if run.start < end]
+
+
+def behind(runs: list[Run], more: Run | None) -> list[Run]:
+    """Returns the runs with what another one, which begins with the prompt, has behind them; the same where that is
+    nothing."""
+    end = runs[-1].end if runs else 0
+    return runs if more is None or more.end <= end else [*runs, more._replace(start=end)]
 
 
 def _keys(runs: Sequence[Run], block: int) -> list[bytes]:

@@ -86,6 +86,11 @@ class FileRun:
         self._start = start
         self._device = device
 
+    @property
+    def held(self) -> Sequence[int]:
+        """The layers that hold tokens."""
+        return [int(name.partition(".")[0]) for name in self._saved.tensors if name.endswith(".keys")]
+
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
         return f"{layer}.keys" in self._saved.tensors

@@ -42,7 +42,7 @@ class Gone(Exception):
 
 
 class Source(Protocol):
-    """Where tokens are read from: a cached sequence, or a file (saving.py)."""
+    """Where tokens are read from: a cached sequence, a file (saving.py), or blocks of continuous batching."""
 
     @property
     def disk(self) -> bool:
@@ -55,6 +55,10 @@ class Source(Protocol):
     @property
     def near(self) -> float:
         """Part of it that is on a peer."""
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The layers that hold tokens."""
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""
@@ -154,6 +158,11 @@ class CachedSequence:
     def near(self) -> float:
         """Part of its pages that lies on a peer."""
         return sum(tier.client.near for tier in self._tiers()) / max(1, self.pages)
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The layers that hold tokens."""
+        return [number for number in range(len(self.layers)) if self.holds(number)]
 
     def holds(self, layer: int) -> bool:
         """Does that layer hold tokens?"""

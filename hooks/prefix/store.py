@@ -17,7 +17,7 @@ from ...offload.governor.governor import Governor
 from .contents import Contents
 from .identity import Identity, Looks
 from .limit import Limit
-from .prompt_filler import PromptFiller
+from .prompt_filler import PromptFiller, behind
 from .sequence_keeper import SequenceKeeper
 from .stored_tokens import StoredTokens, read
 
@@ -112,6 +112,8 @@ class PrefixStore:
                 _, state = index.find_state(prompt, settings, growing, peek=True)
                 return len(state.ids) if state is not None else 0
             runs = index.blocks.find(prompt, settings, peek=True)
+        if self.contents.batches is not None:
+            runs = behind(runs, self.contents.batches.find(prompt, self.identity()))
         return runs[-1].end if runs else 0
 
     def pin(self, ids: Ids) -> list[bytes]:
@@ -142,6 +144,8 @@ class PrefixStore:
     def clear(self) -> None:
         """Forgets everything but what running requests use. DriverError."""
         self.contents.clear()
+        if self.contents.batches is not None:
+            self.contents.batches.clear()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Waits until all that is stored is in files, if it goes to files; returns whether that came within so many

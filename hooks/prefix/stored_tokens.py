@@ -1,26 +1,25 @@
-"""Reading tokens that are stored, while requests go on: for whoever writes them to files."""
+"""Reading tokens that are stored, while requests go on: for whoever writes them to files, or has them elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import cast
 
 import torch
 
 from .contents import Contents, Lookup
 from .identity import Identity
-from .prompt_filler import up_to
-from .sequence import CachedSequence, Gone, Pair, Run, reading
+from .prompt_filler import behind, up_to
+from .sequence import Gone, Pair, Run, reading
 
 
 class StoredTokens:
     """Keys and values of some stored tokens, as the runs say where they lie."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
+        """`runs`: at least one, whose sources are kept where they are."""
         self._runs = runs
-        first = cast(CachedSequence, runs[0].source)
-        self.layers = [number for number in range(len(first.layers)) if first.holds(number)]  # that hold tokens
+        self.layers = runs[0].source.held  # that hold tokens
 
     def __call__(self, layer: int) -> Pair:
         """Returns keys and values of a layer, [1, heads, tokens, dim] on the device. Gone."""
@@ -34,20 +33,35 @@ def read(contents: Contents, ids: Sequence[int], now: Identity, start: int, end:
     thread; only those who need the pages of these tokens wait for it."""
     lookup = Lookup()
     with contents.change() as index:
-        runs = index.blocks.find(ids[:end], now.settings, peek=True)
-        found = runs[-1].end if runs else 0
-        runs = [run._replace(start=max(start, run.start)) for run in up_to(runs, end) if run.end > start]
+        known = contents.weights == now.weights
+        runs = index.blocks.find(ids[:end], now.settings, peek=True) if known else []
         sources = contents.begin_reading(lookup, runs)
     try:
-        if not runs or found < end or contents.weights != now.weights:
+        if (runs[-1].end if runs else 0) < end and contents.batches is not None:
+            runs = behind(runs, contents.batches.find(ids[:end], now))
+        found = runs[-1].end if runs else 0
+        runs = cut(runs, start, end)
+        if not runs or found < end:
             yield None
             return
-        with ExitStack() as held:
-            tokens: StoredTokens | None = StoredTokens(runs)
-            try:
-                held.enter_context(reading(runs))
-            except Gone:
-                tokens = None
+        with open_runs(runs) as tokens:
             yield tokens
     finally:
         contents.end_reading(lookup, sources)
+
+
+@contextmanager
+def open_runs(runs: Sequence[Run]) -> Iterator[StoredTokens | None]:
+    """Keeps the tokens of the runs where they are; None where they cannot be read now."""
+    with ExitStack() as held:
+        tokens: StoredTokens | None = StoredTokens(runs)
+        try:
+            held.enter_context(reading(runs))
+        except Gone:
+            tokens = None
+        yield tokens
+
+
+def cut(runs: Sequence[Run], start: int, end: int) -> list[Run]:
+    """Returns the runs of the tokens [start, end)."""
+    return [run._replace(start=max(start, run.start)) for run in up_to(runs, end) if run.end > start]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ...allocator._native import Device
+from ..prefix.store import PrefixStore
 from .tenants import Tenants
 
 
 class Collector:
     """Reads the device and the loops when it is asked: nothing is counted beside the work."""
 
-    def __init__(self, device: Device, tenants: Tenants) -> None:
+    def __init__(
+        self, device: Device, tenants: Tenants, prefixes: Callable[[], Mapping[str, PrefixStore | None]]
+    ) -> None:
+        """`prefixes`: what is kept for prompts, by model."""
+        self._prefixes = prefixes
         self._device = device
         self._tenants = tenants
         self._registry = CollectorRegistry()
@@ -40,6 +45,15 @@ class Collector:
         for way, nbytes in now["copied"].items():
             copied.add_metric([way], nbytes)
         yield copied
+        text = "Tokens of prompts, by model and where they were found; no: they were computed."
+        prompts = CounterMetricFamily("ballonet_prompt_tokens", text, labels=["model", "found"])
+        for name, store in self._prefixes().items():
+            if store is not None:
+                counts = store.counts
+                for place in ("device", "peer", "host", "disk"):
+                    prompts.add_metric([name, place], getattr(counts, f"on_{place}"))
+                prompts.add_metric([name, "no"], counts.prompts - counts.hits)
+        yield prompts
         requests = GaugeMetricFamily("ballonet_requests", "Requests, by model and state.", labels=["model", "state"])
         steps = CounterMetricFamily("ballonet_batches", "Batches computed, by model.", labels=["model"])
         buffers = GaugeMetricFamily(

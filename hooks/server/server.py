@@ -71,12 +71,13 @@ class Server:
         self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
         place = f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu"
         self._models = ModelManager(device=place, continuous_batching=True, model_timeout=-1)
-        self._handles: list[Managed] = []
+        self._handles: dict[str, Managed] = {}
         self._names = {self._models.process_model_name(name) for name in names}
         grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
         for name in names:
             self._load(name, options, grid)
-        self.app = self._application(Collector(device, self.tenants))
+        stores = lambda: {name: handle.prefixes for name, handle in tuple(self._handles.items())}  # noqa: E731
+        self.app = self._application(Collector(device, self.tenants, stores))
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM: no new requests then, and those that run may end."""
@@ -99,7 +100,7 @@ class Server:
         """Ends the loops, and gives the models' memory back."""
         self.tenants.shutdown()
         while self._handles:
-            self._handles.pop().release()
+            self._handles.popitem()[1].release()
         self._models.shutdown()
 
     def _load(self, name: str, options: ManageOptions, grid: Grid | None) -> None:
@@ -108,8 +109,8 @@ class Server:
         model, _ = self._models.load_model_and_processor(self._models.process_model_name(name))
         if not hasattr(model, "init_continuous_batching"):
             raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")
-        self._handles.append(managed(model, options, grid=grid))
-        self._say(f"{name}: {self._handles[-1]!r}")
+        self._handles[name] = managed(model, options, grid=grid)
+        self._say(f"{name}: {self._handles[name]!r}")
 
     def _application(self, figures: Collector) -> FastAPI:
         models, tenants = self._models, self.tenants

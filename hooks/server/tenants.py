@@ -49,7 +49,11 @@ class Loop(CBGenerateManager):
     ) -> Any:
         """As transformers', or HTTPException."""
         self._admit(request_id, inputs, gen_config)
-        return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
+        try:
+            return super().generate_streaming(model, processor, inputs, gen_config, request_id, *args, **kwargs)
+        except BaseException:
+            self._release(request_id)
+            raise
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
@@ -63,6 +67,7 @@ class Loop(CBGenerateManager):
         except BaseException as error:
             if self._cb is not None:
                 self._cb.cancel_request(request_id)
+            self._release(request_id)
             if isinstance(error, RuntimeError) and "cannot be kept" in str(error):  # it has waited for too long
                 raise HTTPException(503, str(error)) from None
             raise
@@ -109,6 +114,11 @@ class Loop(CBGenerateManager):
                 if late is not None:
                     scheduler.promise(request, NOTHING)
                     raise HTTPException(422, str(late))
+
+    def _release(self, request: str) -> None:
+        """Nothing is promised any more to a request that may never reach the loop."""
+        if isinstance(scheduler := self._scheduler, ElasticScheduler):
+            scheduler.promise(request, NOTHING)
 
 
 class Tenants(GenerationState):

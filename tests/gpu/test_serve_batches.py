@@ -13,7 +13,8 @@ import ballonet
 from ballonet import testing
 
 from ..models import build
-from ..serving.batches import answers, prompts
+from ..serving.batches import BLOCK, answers, prompts
+from ..tuned import tuning
 from .scene import Place, play, scene
 
 NEW = 24
@@ -55,6 +56,33 @@ def test_requests_that_do_not_fit_wait(place: Place) -> None:
         filler.map(0, place.device.available - 36)  # for activations and a few requests at once
         assert answers(model, asked, NEW) == expected
         filler.close()
+
+
+def alone(model: Any, place: Place, asked: list[list[int]]) -> list[list[int]]:
+    """What `generate()` answers."""
+    found = []
+    for prompt in asked:
+        ids = torch.tensor([prompt], device=place.kind)
+        tokens = model.generate(ids, do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+@scene(pages=256)
+def test_beginnings_that_others_have_computed(place: Place) -> None:
+    """Sequences of `generate()` are copied into blocks, and blocks into its cache."""
+    asked = prompts(8, 60)
+    for settings in ({}, {"use_cuda_graph": True}, {"use_async_batching": True}) if place.cuda else ({},):
+        model, expected = batched(place, asked, auto_switch_to_flash=False, **settings)
+        right = [each.tokens for each in expected]
+        with tuning(prefixes={"block": BLOCK}), ballonet.manage(model, prefix_cache=True) as managed:
+            assert alone(model, place, asked[:4]) == right[:4]
+            for _ in range(2):
+                assert answers(model, asked, NEW, auto_switch_to_flash=False, **settings) == expected, settings
+            assert alone(model, place, asked) == right
+            assert managed.prefixes.counts.copies > 0
+            assert managed.prefixes.counts.hits > sum(map(len, asked))
+        del model, managed
 
 
 def flash_is_stocks(place: Place) -> None:

@@ -39,7 +39,7 @@ def test_whatever_happens_tokens_are_right(
     life = Life(seed, names, adapters=adapters, folder=tmp_path if files else None)
     talkers = list(life.talkers)
     life.live(90)
-    assert life.done["sessions"] > 40
+    assert life.done["sessions"] > 30  # 39 to 56: it depends on what is in files by then
     assert life.done["answers"] > 3 * life.done["out of memory"] + 60
     assert sum(each.hits for each in talkers) > 100
     assert sum(each.moves for each in talkers) > 3

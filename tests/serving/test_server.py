@@ -11,22 +11,25 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai import AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.hooks.options import ManageOptions
 from ballonet.hooks.server.server import Address, Server
+from ballonet.hooks.server.tenants import Loop, asked_slo
 
 from ..models import VOCABULARY, build
 from ..pool import take_out
@@ -37,10 +40,10 @@ TOKENS = 8
 
 
 class Serving:
-    """A server in a process of its own, of two models."""
+    """A server in a process of its own, of models with so many layers."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        self.models = [saved(folder / f"{layers} layers", layers) for layers in (2, 3, 4)]
+    def __init__(self, folder: Path, *options: str, layers: Sequence[int] = (2, 3, 4)) -> None:
+        self.models = [saved(folder / f"{count} layers", count) for count in layers]
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -117,6 +120,69 @@ def test_many_clients_of_two_models_get_what_one_gets(serving: Serving) -> None:
     assert serving.figure("ballonet_requests{") == 0
     assert serving.figure("ballonet_batches_total") > 2 * TOKENS
     assert serving.figure("ballonet_created_bytes") <= serving.figure("ballonet_budget_bytes") == 24 * 2**20
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_nothing_stays_promised_to_a_request_that_is_not_taken(
+    streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("the loop is stopping")
+
+    ballonet.install("24MiB", page_size="64KiB", host_budget="8MiB", device="cpu")
+    model = build("llama")
+    settings = GenerationConfig(max_new_tokens=TOKENS, eos_token_id=-1, pad_token_id=0)
+    try:
+        with ballonet.manage(model):
+            loop = Loop(ContinuousBatchingConfig(page_size=16, max_batch_tokens=64), 8)
+            loop.init_cb(model, settings)
+            slos = loop._scheduler._slos
+            monkeypatch.setattr(ContinuousBatchingManager, "add_request", refuse)
+            asked_slo.set((60.0, 60.0))
+            ask = model, None, {"input_ids": [3, 4]}, settings, "one"
+            with pytest.raises(RuntimeError, match="stopping"):
+                asyncio.run(asked_of(loop, streaming, *ask))
+            loop.stop()
+            del loop
+            assert slos == {}
+    finally:
+        asked_slo.set(None)
+        take_out()
+
+
+async def asked_of(loop: Loop, streaming: bool, *asked: Any) -> Any:
+    return loop.generate_streaming(*asked) if streaming else await loop.generate_non_streaming(*asked)
+
+
+def test_a_server_goes_on_where_one_before_it_ended(tmp_path: Path) -> None:
+    """A conversation's next turn computes what is new, and less than a block of the files, which has 256 tokens."""
+    options = ("--prefix-dir", str(tmp_path / "prefixes"), "--batch-tokens", "128")
+    said = " ".join(f"w{3 + n * n % 50}" for n in range(530))
+    found = list[float]()
+    for turn in range(2):
+        server = Serving(tmp_path, *options, layers=(2,))
+        try:
+            prompt = f"{said} w{7 + turn} w{9 + turn}"
+            answer = server.client().completions.create(
+                model=server.models[0], prompt=prompt, max_tokens=TOKENS, temperature=0
+            )
+            text = answer.choices[0].text
+            assert text == by_stock(server.models[0], prompt)
+            said = f"{prompt} {text}"
+            found.append(server.figure('ballonet_prompt_tokens_total{found="disk"'))
+            assert server.end() == 0, server.said()
+        finally:
+            server.process.kill()
+    assert found == [0, 512]
+
+
+def by_stock(folder: str, prompt: str) -> str:
+    """The completion of transformers alone."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
+    return str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_what_is_refused(serving: Serving) -> None:

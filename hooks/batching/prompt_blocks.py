@@ -1,0 +1,265 @@
+"""The full blocks of a paged cache as beginnings of prompts: found by transformers' hashes of their tokens, read by
+others than the generation loop, and filled with what others have computed.
+
+Note [Two threads]
+    A generation loop changes tables, counts and hashes under the lock of the client (sector_client.py). Whoever else
+    reads blocks, to write them to files or for a request of `generate()`, counts as one more request that has them, so
+    that they are neither evicted nor written to; and leases the cache, so that no page leaves its address.
+
+Note [Another model]
+    Hashes are of tokens alone. So all of them go before a request is looked at after the model has changed. Requests
+    that run then are `stale`: none of their blocks is found by anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+import torch
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+
+from ...allocator._native import Group
+from ..device.streams import torch_device, wait_for_work
+from ..forward.lease import GroupLease
+from ..prefix.identity import Identity
+from ..prefix.sequence import Gone, Pair, Run
+from .sectors import SectorPages, SectorPool
+
+
+class PromptBlocks:
+    """The blocks of the one kind of attention of a cache that shares beginnings of prompts."""
+
+    def __init__(self, allocator: Any, pool: SectorPool, pages: SectorPages, group: Group) -> None:
+        """`allocator`: a FullAttentionCacheAllocator whose tensor is registered."""
+        self.tokens: int = allocator.tokens_per_page  # of a block
+        self.layers: list[int] = list(allocator.layer_indices)
+        self.lock = pages.client.lock
+        self.identity: Identity | None = None  # of the model that has computed them
+        self.stale: set[str] = set()  # requests: see Note [Another model]
+        self.group = group
+        self.pages = pages
+        self._pool = pool
+        self._allocator = allocator
+        self._ledger = allocator.ledger
+        heads, dim = allocator.num_key_value_heads, allocator.head_dim
+        self._shape = (len(self.layers), 2, self.tokens, heads, dim)
+        self._tensor: torch.Tensor = allocator.cache_tensor.view(-1, *self._shape)
+
+    def hashes(self, ids: Sequence[int]) -> list[int]:
+        """Returns transformers' hashes of the full blocks of these tokens."""
+        found: list[int] = []
+        for end in range(self.tokens, len(ids) + 1, self.tokens):
+            found.append(compute_block_hash(found[-1] if found else None, list(ids[end - self.tokens : end])))
+        return found
+
+    def count(self, hashes: Sequence[int]) -> int:
+        """Returns how many of the first ones lead to blocks."""
+        known = self._ledger.hash_to_block
+        return next((n for n, each in enumerate(hashes) if each not in known), len(hashes))
+
+    def find(self, ids: Sequence[int]) -> Run | None:
+        """Returns where the longest beginning of these tokens lies."""
+        hashes = self.hashes(ids)
+        count = self.count(hashes)
+        return Run(KeptBlocks(self, hashes[:count]), 0, count * self.tokens) if count else None
+
+    def of(self, request: str) -> list[int]:
+        """Returns the blocks of a request."""
+        return list(self._allocator.block_table.get(request, ()))
+
+    def full(self, request: str) -> int:
+        """Returns how many blocks of a request, from the first one on, are found by their tokens."""
+        known, table = self._ledger.block_to_hash, self.of(request)
+        return next((n for n, block in enumerate(table) if block not in known), len(table))
+
+    def away(self, hashes: Sequence[int]) -> tuple[float, float]:
+        """Returns the part of these blocks, as far as they are there, that is not on the device, and the part that is
+        on a peer."""
+        with self.lock:
+            blocks = [found for each in hashes if (found := self._ledger.hash_to_block.get(each)) is not None]
+            pieces = {piece for block in blocks for piece in self._pieces(block)}
+            gone, total = self.pages.client.away(pieces), max(1, len(pieces))
+            near = sum(self.pages.range.place(piece) == "peer" for piece in gone)
+            return len(gone) / total, near / total
+
+    # -- for others than the loop
+
+    def acquire(self, hashes: Sequence[int]) -> list[int] | None:
+        """Keeps these blocks from being evicted, and returns them; None where one is not there. Under the lock."""
+        blocks = [self._ledger.hash_to_block.get(each) for each in hashes]
+        if None in blocks:
+            return None
+        for block in blocks:
+            self._ledger.acquire(block)
+        return [block for block in blocks if block is not None]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Undoes `acquire`."""
+        with self.lock:
+            self._pool.free_blocks(self._allocator.index, [block for block in blocks if self._ledger.release(block)])
+
+    def read(self, layer: int, blocks: Sequence[int]) -> Pair:
+        """Returns a copy of the keys and values of a layer, [1, heads, tokens, dim]. The caller keeps them in place."""
+        index = torch.tensor(blocks, device=self._tensor.device)
+        found = self._tensor[index, self.layers.index(layer)]  # [blocks, 2, tokens, heads, dim]
+        keys, values = (found[:, n].flatten(0, 1).transpose(0, 1).unsqueeze(0) for n in range(2))
+        return keys, values
+
+    # -- for the loop
+
+    def used(self, hashes: Sequence[int]) -> None:
+        """Notes that a request wants these: of blocks that nobody has they are evicted last, and the last one of them
+        first."""
+        with self.lock:
+            blocks = [self._ledger.hash_to_block.get(each) for each in hashes]
+            self.order([block for block in blocks if block is not None])
+
+    def order(self, blocks: Sequence[int]) -> None:
+        """Makes those of these blocks of a prompt that are only kept the last to be evicted: of them the last one
+        first, which is of no use without those before it. Under the lock."""
+        cached = self._ledger.cached_blocks
+        for block in reversed(blocks):
+            if block in cached:
+                del cached[block]
+                cached[block] = None
+
+    def place(self, count: int, room: int) -> list[int]:
+        """Returns so many blocks with pages, or as many as `room` bytes are enough for, whose bytes are anything. Given
+        back by `keep` or `drop`. torch.OutOfMemoryError, DriverError."""
+        index, per = self._allocator.index, self._allocator.blocks_per_sector
+        with self.lock:
+            self._pool.try_to_free_sectors()
+            free = self._pool.count_free_blocks(index)
+            sectors = min(self._pool.num_free_sectors, max(0, room) // self.pages.sector)
+            count = min(count, free + sectors * per)
+            if (lacking := -(-(count - free) // per)) > 0:
+                self._pool.take(lacking)
+                for _ in range(lacking):
+                    self._pool.allocate_sector(index)
+            found: list[int] = self._pool.get_free_blocks(index, count)
+            return found
+
+    def write(self, layer: int, blocks: Sequence[int], pair: Pair) -> bool:
+        """Fills blocks that were placed with keys and values of a layer, [1, heads, tokens, dim]. False where they are
+        of another shape or type."""
+        _, _, tokens, heads, dim = self._shape
+        wanted = (1, heads, len(blocks) * tokens, dim)
+        if any(tuple(each.shape) != wanted or each.dtype != self._tensor.dtype for each in pair):
+            return False
+        index, at = torch.tensor(blocks, device=self._tensor.device), self.layers.index(layer)
+        with GroupLease(self.group), torch.no_grad():
+            if not self.pages.client.settle(write=True):
+                return False
+            for n, each in enumerate(pair):
+                self._tensor[index, at, n] = each[0].transpose(0, 1).reshape(len(blocks), tokens, heads, dim)
+        return True
+
+    def keep(self, hashes: Sequence[int], blocks: Sequence[int]) -> None:
+        """Blocks that were filled are found from now on, and kept like those of requests that have ended."""
+        with self.lock:
+            for each, block in zip(hashes, blocks, strict=True):
+                if self._ledger.register_new_hash(block, each) is None:
+                    self._ledger.cached_blocks[block] = None
+                else:
+                    self._pool.free_blocks(self._allocator.index, [block])
+            self.order(blocks)
+
+    def drop(self, blocks: Sequence[int]) -> None:
+        """Gives blocks back that could not be filled."""
+        with self.lock:
+            self._pool.free_blocks(self._allocator.index, list(blocks))
+
+    def renew(self, now: Identity) -> None:
+        """Forgets everything if the model is not what it was: see Note [Another model]."""
+        if now != self.identity:
+            self.forget()
+            self.identity = now
+
+    def forget(self) -> None:
+        """No block is found any more. Those that requests have, or readers, are free once these end."""
+        with self.lock:
+            self.stale.update(self._allocator.block_table)
+            blocks = self._ledger.evict_cached_blocks()
+            self._ledger.hash_to_block.clear()
+            self._ledger.block_to_hash.clear()
+            self._pool.free_blocks(self._allocator.index, blocks)
+
+    def wait(self) -> None:
+        """Until all that was submitted to the device is done, on any stream: what is written to blocks, of which a step
+        in flight may have been the last user, is in order with that. ManageError, DriverError."""
+        device = self.pages.device
+        if device.kind == "cuda":
+            wait_for_work(device)
+
+    def _pieces(self, block: int) -> range:
+        return self.pages.pieces(block // self._allocator.blocks_per_sector)
+
+
+class KeptBlocks:
+    """The beginning of a prompt in blocks of a paged cache: a source of runs, as a cached sequence is one."""
+
+    disk: Final = False
+
+    def __init__(self, blocks: PromptBlocks, hashes: Sequence[int]) -> None:
+        self._blocks = blocks
+        self._hashes = hashes
+        self._held: list[int] | None = None  # while it is leased
+
+    @property
+    def away(self) -> float:
+        """Part of it that is not on the device."""
+        return self._blocks.away(self._hashes)[0]
+
+    @property
+    def near(self) -> float:
+        """Part of it that is on a peer."""
+        return self._blocks.away(self._hashes)[1]
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The layers that hold tokens."""
+        return self._blocks.layers
+
+    def holds(self, layer: int) -> bool:
+        """Does that layer hold tokens?"""
+        return layer in self._blocks.layers
+
+    def part(self, layer: int, start: int, end: int) -> Pair:
+        """A copy of keys and values of a layer, [1, heads, end - start, dim]. Gone."""
+        if self._held is None:
+            raise Gone(self)
+        size = self._blocks.tokens
+        first = start // size
+        keys, values = self._blocks.read(layer, self._held[first : -(-end // size)])
+        window = slice(start - first * size, end - first * size)
+        return keys[:, :, window], values[:, :, window]
+
+    @contextmanager
+    def leased(self, end: int) -> Iterator[None]:
+        """Keeps the tokens [0, end) where they are. Gone. See Note [Two threads]."""
+        blocks = self._blocks
+        with ExitStack() as stack:
+            with blocks.lock:
+                held = blocks.acquire(self._hashes[: -(-end // blocks.tokens)])
+                if held is None:
+                    raise Gone(self)
+                stack.callback(blocks.release, held)
+                stack.enter_context(GroupLease(blocks.group))
+                if not blocks.pages.client.settle():
+                    raise Gone(self)
+            self._held = held
+            try:
+                yield
+            finally:
+                self._held = None
+
+    def after_writes(self) -> None:
+        """Does nothing: blocks that are found are written, as transformers has seen what they led to."""
+
+    def was_read(self) -> None:
+        """Waits for what the current stream was given so far: nobody may write to the blocks before."""
+        place = torch_device(self._blocks.pages.device)
+        if place.type == "cuda":
+            torch.cuda.current_stream(place).synchronize()

@@ -1,0 +1,448 @@
+"""What prompts begin with is found by `generate()`, by `generate_batch` and in files, whoever has computed it."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.continuous_batching import continuous_api
+
+import ballonet
+from ballonet import testing
+from ballonet.allocator import runtime
+from ballonet.hooks.batching import seams
+from ballonet.hooks.batching.cache import ElasticPagedCache
+from ballonet.hooks.batching.living import Living
+from ballonet.hooks.batching.sectors import SectorPages
+from ballonet.hooks.managed import Managed
+from ballonet.hooks.prefix import saving
+from ballonet.hooks.prefix.sequence import Gone
+from ballonet.hooks.prefix.stored_tokens import StoredTokens
+
+from ..core import arm, disarm
+from ..models import build
+from ..pool import take_out
+from ..tuned import Tuned
+from .batches import BLOCK, Answer, answers, looping, prompts
+
+PAGE = 65536
+NEW = 6  # tokens of a turn's answer, and of what is said next
+
+
+@pytest.fixture(autouse=True)
+def _blocks(tuned: Tuned) -> None:
+    tuned(prefixes={"block": BLOCK})
+
+
+@pytest.fixture(autouse=True)
+def _purged_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page is given back that a hash leads to."""
+    hold, give, caches = ElasticPagedCache._hold, SectorPages.give, list[weakref.ref[ElasticPagedCache]]()
+
+    def held(cache: ElasticPagedCache, *args: Any) -> None:
+        hold(cache, *args)
+        caches.append(weakref.ref(cache))
+
+    def given(pages: SectorPages, sectors: Iterable[int]) -> None:
+        gone = set(sectors)
+        for cache in (found for each in caches if (found := each()) is not None and found.pages is pages):
+            for each in cache.cache_allocators.values():
+                assert gone.isdisjoint(block // each.blocks_per_sector for block in each.ledger.block_to_hash)
+        give(pages, gone)
+
+    monkeypatch.setattr(ElasticPagedCache, "_hold", held)
+    monkeypatch.setattr(SectorPages, "give", given)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens that each step of a loop computed."""
+    found: list[int] = []
+    processor = continuous_api.ContinuousBatchProcessor
+    step = processor._generation_step
+
+    def watched(self: Any, model: Any) -> None:
+        found.append(sum(each.query_length for each in self.inputs_and_outputs.requests_in_batch))
+        step(self, model)
+
+    monkeypatch.setattr(processor, "_generation_step", watched)
+    return found
+
+
+@contextmanager
+def managing(
+    model: Any, pages: int = 256, manage: Callable[..., Managed] = ballonet.manage, peer: int = 0, **options: Any
+) -> Iterator[Managed]:
+    """As in a process of its own: nothing is left afterwards but files. `peer`: pages of a second pool."""
+    budget = pages * PAGE
+    more = {"peer_budget": peer * PAGE} if peer else {}
+    ballonet.install(budget, page_size=PAGE, host_budget=budget, device="cpu", **more)
+    managed = manage(model, **options)
+    try:
+        yield managed
+    finally:
+        managed.release()
+        del managed
+        gc.collect()
+        device = runtime.require()
+        device.reap(wait=True)
+        device.check()
+        assert device.snapshot()["pages"]["kv"] == 0
+        take_out()
+
+
+def batch(model: Any, asked: list[list[int]]) -> list[list[int]]:
+    return [each.tokens for each in checked(answers(model, asked, NEW, num_blocks=96))]
+
+
+def checked(found: list[Answer]) -> list[Answer]:
+    assert [each.error for each in found] == [None] * len(found)
+    return found
+
+
+def single(model: Any, asked: list[list[int]]) -> list[list[int]]:
+    """By `generate()`, one after the other."""
+    found = []
+    for prompt in asked:
+        tokens = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW)
+        found.append(tokens[0, len(prompt) :].tolist())
+    return found
+
+
+def longer(asked: list[list[int]], said: list[list[int]], turn: int) -> list[list[int]]:
+    return [[*prompt, *each, *range(3 + turn, 3 + turn + NEW)] for prompt, each in zip(asked, said, strict=True)]
+
+
+def needed(asked: list[list[int]]) -> int:
+    """Tokens that a turn has to compute: its new ones, the last of the answer before, and of each sequence what lies
+    behind its last full block; and of its own answer all but the last."""
+    before = [len(each) - NEW - 1 for each in asked]  # tokens that were computed
+    return sum(len(each) - done // BLOCK * BLOCK + NEW - 1 for each, done in zip(asked, before, strict=True))
+
+
+def questions() -> list[list[int]]:
+    """Prompts, one of which fills its last block with its answer."""
+    return [*prompts(3, 60), list(range(3, 3 + 2 * BLOCK - NEW + 1))]
+
+
+WAYS = {"batch": batch, "generate": single}
+
+
+@pytest.mark.parametrize("ways", [("batch", "batch"), ("generate", "batch"), ("batch", "generate")])
+def test_a_turn_finds_the_one_before(ways: tuple[str, str], seen: list[int]) -> None:
+    model, asked = build("llama"), questions()
+    turns = [asked]
+    said = [batch(model, asked)]
+    for turn in range(2):
+        turns.append(longer(turns[-1], said[-1], turn))
+        said.append(batch(model, turns[-1]))
+    with managing(model, prefix_cache=True) as managed:
+        for turn, (each, right) in enumerate(zip(turns, said, strict=True)):
+            way = ways[turn % 2]
+            del seen[:]
+            counts, before = managed.prefixes.counts, managed.prefixes.counts.hits
+            if way == "batch":
+                assert batch(model, each) == right
+                computed = sum(seen)
+            else:
+                assert single(model, each) == right
+                computed = sum(map(len, each)) - (counts.hits - before) + len(each) * (NEW - 1)
+            if turn:
+                assert computed == needed(each), (turn, way)
+
+
+def test_a_turn_finds_the_one_before_in_the_same_loop(seen: list[int]) -> None:
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    right = batch(model, again)
+    with managing(model, prefix_cache=True), looping(model, NEW) as loop:
+        for each, said in ((asked, first), (again, right)):
+            del seen[:]
+            for number, prompt in enumerate(each):
+                loop.add_request(prompt, request_id=f"{len(prompt)} {number}")
+            found = {(it := loop.get_result(timeout=300)).request_id: it.generated_tokens for _ in each}
+            assert [found[f"{len(prompt)} {number}"] for number, prompt in enumerate(each)] == said
+        assert sum(seen) == needed(again)
+        del loop
+
+
+@pytest.mark.parametrize("ways", [("batch", "batch"), ("generate", "batch"), ("batch", "generate")])
+def test_the_next_process_finds_it_in_files(ways: tuple[str, str], seen: list[int], tmp_path: Path) -> None:
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    second = batch(model, again)
+    with managing(model, prefix_dir=tmp_path):
+        assert WAYS[ways[0]](model, asked) == first
+    with managing(model, prefix_dir=tmp_path) as managed:
+        del seen[:]
+        assert WAYS[ways[1]](model, again) == second
+        counts = managed.prefixes.counts
+        assert counts.on_disk > 0
+        computed = sum(map(len, again)) - counts.hits + len(again) * (NEW - 1)
+        assert computed == needed(again)
+        if ways[1] == "batch":
+            assert sum(seen) == computed
+
+
+def test_a_damaged_file_is_a_miss(tmp_path: Path) -> None:
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    with managing(model, prefix_dir=tmp_path):
+        batch(model, asked)
+    for file in tmp_path.iterdir():
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+    with managing(model, prefix_dir=tmp_path) as managed:
+        with pytest.warns(RuntimeWarning, match="damaged"):
+            assert batch(model, asked) == first
+        assert managed.prefixes.counts.on_disk == 0
+
+
+def test_a_file_of_another_shape_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the right checksum: nobody but ballonet writes such files, and another version of it could."""
+    model, asked = build("llama"), questions()
+    first = batch(model, asked)
+    with managing(model, prefix_dir=tmp_path):
+        batch(model, asked)
+    part = saving.FileRun.part
+    monkeypatch.setattr(saving.FileRun, "part", lambda *args: tuple(each.transpose(1, 3) for each in part(*args)))
+    with managing(model, prefix_dir=tmp_path):
+        assert batch(model, asked) == first
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_tokens_are_stocks_while_pages_move(seed: int, tmp_path: Path) -> None:
+    """And while another thread writes blocks to files."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(10, 60)
+    turns = [asked]
+    said = [batch(model, asked)]
+    for turn in range(2):
+        turns.append(longer(turns[-1], said[-1], turn))
+        said.append(batch(model, turns[-1]))
+    for _ in range(2):
+        with managing(model, 64, chaos=seed, prefix_dir=tmp_path, manage=testing.manage):
+            for turn, (each, right) in enumerate(zip(turns, said, strict=True)):
+                assert (batch if turn % 2 else single)(model, each) == right
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("pages", [26, 40])
+def test_little_room(pages: int, tmp_path: Path) -> None:
+    """No more is copied from files than there is room for, and what runs has its memory."""
+    model, asked = build("llama", num_hidden_layers=8), prompts(16, 60)
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    second = batch(model, again)
+    with managing(model, prefix_dir=tmp_path):
+        assert batch(model, asked) == first
+    with managing(model, pages, prefix_dir=tmp_path) as managed:
+        assert batch(model, again) == second
+        assert managed.prefixes.counts.on_disk > 0
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemCreate"])
+@pytest.mark.parametrize("ahead", [1, 7])
+def test_a_driver_call_that_fails_loses_no_page(call: str, ahead: int, tmp_path: Path) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
+    expected = batch(model, asked)
+    with managing(model, prefix_dir=tmp_path):
+        batch(model, asked)
+    with managing(model, 40, prefix_dir=tmp_path):
+        arm(call, ahead)
+        found = answers(model, asked, NEW, num_blocks=96)
+        disarm()
+        assert all(each.error or each.tokens == right for each, right in zip(found, expected, strict=True))
+        runtime.require().check()
+        assert batch(model, asked) == expected
+
+
+def test_generate_beside_a_loop_that_lives(tmp_path: Path) -> None:
+    """Either finds what the other has computed, and another thread writes both to files meanwhile. In transformers
+    generate() gives other tokens while a step of a loop is computed: so it is called between them."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
+    first = batch(model, asked)
+    again = longer(asked, first, 0)
+    right = batch(model, again)
+    with managing(model, prefix_dir=tmp_path) as managed, looping(model, NEW) as loop:
+        for turn in range(3):
+            assert single(model, asked) == first
+            for number, prompt in enumerate([*asked, *again]):
+                loop.add_request(prompt, request_id=f"{turn} {number}")
+            found = [loop.get_result(timeout=300) for _ in range(2 * len(asked))]
+            by_number = {int(each.request_id.split()[1]): each.generated_tokens for each in found}
+            assert [by_number[number] for number in range(2 * len(asked))] == first + right
+            assert single(model, again) == right
+        assert managed.prefixes.counts.hits > 0
+        del loop
+
+
+def test_weights_that_change_between_requests_of_a_loop(seen: list[int]) -> None:
+    """A loop that goes on forgets what it has computed before."""
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True), looping(model, NEW) as loop:
+        for round in range(2):
+            if round:
+                with torch.no_grad():
+                    next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
+            del seen[:]
+            for number, prompt in enumerate(asked):
+                loop.add_request(prompt, request_id=f"{round} {number}")
+            found = sorted((loop.get_result(timeout=300) for _ in asked), key=lambda each: each.request_id)
+            assert sum(seen) >= sum(map(len, asked))
+        del loop
+    assert [each.generated_tokens for each in found] == batch(model, asked)
+
+
+def test_hashes_go_before_pages(seen: list[int]) -> None:
+    """With a limit on what is kept; the end of a prompt goes before its beginning."""
+    model, asked = build("llama", num_hidden_layers=8), prompts(24, 60)
+    first = batch(model, asked)
+    with managing(model, prefix_cache=8 * PAGE):
+        for _ in range(2):
+            del seen[:]
+            assert batch(model, asked) == first
+        assert sum(map(len, asked)) - 400 < sum(seen) - len(asked) * (NEW - 1) < sum(map(len, asked))
+
+
+def test_what_is_cleared_is_not_found(seen: list[int]) -> None:
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True) as managed:
+        first = batch(model, asked)
+        assert managed.prefixes.get_num_new_matched_tokens(asked[-1]) == BLOCK
+        managed.prefixes.clear()
+        assert managed.prefixes.get_num_new_matched_tokens(asked[-1]) == 0
+        del seen[:]
+        assert batch(model, asked) == first
+        assert sum(seen) >= sum(map(len, asked))
+
+
+def test_a_warmup_forgets_nothing(seen: list[int]) -> None:
+    """transformers resets a cache after the warmup of its graphs."""
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True):
+        first = batch(model, asked)
+        with looping(model, NEW) as loop:
+            loop.batch_processor.cache.reset()
+        del loop
+        del seen[:]
+        assert batch(model, asked) == first
+        assert sum(seen) < sum(map(len, asked))
+
+
+@pytest.mark.parametrize("peer", [0, 64])
+def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
+    """What one keeps goes to the peer or the host while the other needs its pages, and is found there."""
+    model, other = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=6)
+    asked = prompts(12, 60)
+    first, busy = batch(model, asked), [each.tokens for each in answers(other, asked, 60, num_blocks=192)]
+    again = longer(asked, first, 0)
+    second = batch(model, again)
+    with managing(model, 26, peer=peer, prefix_cache=True) as managed, ballonet.manage(other):
+        assert batch(model, asked) == first
+        assert [each.tokens for each in answers(other, asked, 60, num_blocks=192)] == busy
+        copied, counts = ballonet.stats().copied, managed.prefixes.counts
+        assert (copied.kv_d2p if peer else copied.kv_d2h) > 0
+        del seen[:]
+        assert batch(model, again) == second
+        assert sum(seen) == needed(again)
+        assert (counts.on_peer > 0, counts.on_host > 0) == (peer > 0, not peer)
+
+
+def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> None:
+    """It leaves nothing that others find: its blocks are of both."""
+    model, asked = build("llama"), list(range(3, 3 + 3 * BLOCK))
+    with managing(model, prefix_cache=True), looping(model, NEW) as loop:
+        loop.add_request(asked, request_id="long", max_new_tokens=600)
+        while len(seen) < 3:
+            time.sleep(0.01)
+        with loop.pause(), torch.no_grad():
+            next(model.model.layers[0].self_attn.parameters()).mul_(-1.5)
+        loop.add_request([7, 8, 9], request_id="short")
+        ended = [loop.get_result(timeout=300).request_id for _ in range(2)]
+        assert ended == ["short", "long"]
+        del seen[:]
+        loop.add_request(asked, request_id="again")
+        found = loop.get_result(timeout=300).generated_tokens
+        assert sum(seen) == len(asked) + NEW - 1
+        del loop
+    assert [found] == batch(model, [asked])
+
+
+def kept_by(model: Any) -> tuple[Living, ElasticPagedCache]:
+    known = seams.batched(model)
+    assert known is not None
+    assert known.living is not None
+    assert known.living._cache is not None
+    return known.living, known.living._cache
+
+
+def test_blocks_that_are_read_stay() -> None:
+    """Others are evicted meanwhile, and these as soon as they were read."""
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True) as managed:
+        batch(model, asked)
+        living, cache = kept_by(model)
+        before, now = cache.pages.pages, managed.prefixes.identity()
+        run = living.find(asked[-1], now)
+        assert run is not None
+        assert living.find(asked[-1], now._replace(settings=b"other")) is None
+        source = run.source
+        with source.leased(run.end):
+            first = [each.clone() for each in source.part(0, 0, run.end)]
+            cache.evict_oldest(2**40)
+            assert cache.pool.used
+            assert cache.pages.pages < before
+            assert all(map(torch.equal, first, source.part(0, 0, run.end)))
+        del first
+        cache.evict_oldest(2**40)
+        cache.pool.try_to_free_sectors()
+        assert cache.pool.used == set()
+        with pytest.raises(Gone), source.leased(run.end):
+            pass
+        del run, source, cache, living
+
+
+def test_no_more_is_copied_than_there_is_room_for() -> None:
+    model, asked = build("llama"), questions()
+    with managing(model, prefix_cache=True) as managed:
+        batch(model, asked)
+        managed.prefixes.clear()
+        _, cache = kept_by(model)
+        assert cache.kept is not None
+        for room, count in ((-1, 0), (0, 0), (3, 3), (100, 5)):
+            placed = cache.kept.place(5, room * cache.bytes_per_sector)
+            assert len(placed) == count
+            cache.kept.drop(placed)
+            cache.pool.try_to_free_sectors()
+        assert cache.pool.used == set()
+        del cache
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_fails_leaves_no_block(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("llama"), questions()
+    read = StoredTokens.__call__
+
+    def fails(tokens: StoredTokens, layer: int) -> Any:
+        if layer == failing:
+            raise torch.OutOfMemoryError("no memory")
+        return read(tokens, layer)
+
+    with managing(model, prefix_cache=True) as managed:
+        first = single(model, asked)
+        monkeypatch.setattr(StoredTokens, "__call__", fails)
+        assert batch(model, asked) == first
+        managed.prefixes.clear()
+        _, cache = kept_by(model)
+        assert cache.pool.used == set()
+        del cache
