@@ -93,6 +93,7 @@ def run(
             device="cpu",
         )
         try:
+            runtime.require().stop_background()
             handle = managed(model, ManageOptions(batches=policy))
             try:
                 return _Run(model, clock, machine, batching, slos, note).of(arrivals, policy)
@@ -233,8 +234,9 @@ class _Run:
                 self._answers[name] = Answered(arrival.at)
                 manager.input_queue.put(_state(name, arrival, number))
                 number += 1
-            if policy != "stock":
-                runtime.require().reap(wait=True)  # else it depends on this machine when a page is back
+            if policy != "stock":  # else it depends on this machine when a page is back
+                runtime.require().synchronize()
+                runtime.require().reap(wait=True)
             if self._prepared(processor, idle > tuning.lonely * 10):
                 requests = processor.inputs_and_outputs.requests_in_batch
                 self._model.step = Step.of(
