@@ -439,7 +439,7 @@ def _rule(model: nn.Module, options: ManageOptions) -> Rule:
             f"{type(model).__name__} has no decoder layers that could stream: manage it without tpot_slo and ttft_slo"
         )
     if options.interval == "auto":
-        return Fewest()
+        return Fewest(slots=governors.composed_with().tuning.weights.slots)
     if options.interval is not None and options.interval > layers:
         raise OptionError(
             f"interval is {options.interval}: give a whole number from 1 (all layers stream) to {layers}, the number "
@@ -529,7 +529,9 @@ def _attach_caches(
         living = Living(Looks(model).now, None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    batched = Batched(device, StepCosts(), options.batches == "fast", require, living, slo)
+    batched = Batched(
+        device, StepCosts(governors.of(device).tuning.serving), options.batches == "fast", require, living, slo
+    )
     detach_batches = seams.attach(model, batched)
     alive = weakref.ref(model)
 

@@ -46,7 +46,9 @@ class ElasticScheduler(Scheduler):
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
+        host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
+        self._aside = 0 if tuning.inflation else self._stock_aside()  # bytes that only activations may have
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
@@ -77,7 +79,8 @@ class ElasticScheduler(Scheduler):
         thread."""
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
-        most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
+        elsewhere, reserve = now.elsewhere + self.cache.pages.nbytes, now.reserve + self._aside
+        most = replace(now, elsewhere=elsewhere, reserve=reserve)
         if can_ever_run(needed, staging, most) and prompt + new <= self.cache.max_tokens_read:
             return None
         return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
@@ -257,10 +260,11 @@ class ElasticScheduler(Scheduler):
     def demand(self, state: Any, tokens: int) -> Demand:
         """What a request needs for so many more tokens."""
         sizes, kept = self.cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
+        exchanged = self._tuning.inflation  # else activations have what lies aside
         return Demand(
             state.request_id,
             self.cache.bytes_needed(state, tokens) + (self.cache.on_host_bytes(state.request_id) if kept else 0),
-            sizes.of(tokens, state.current_len()),
+            sizes.of(tokens, state.current_len()) if exchanged else 0,
             staging=sizes.staging(tokens),
             decoding=kept or state.status == RequestStatus.DECODING,
             passed=self._passed.get(state.request_id, 0),
@@ -270,7 +274,14 @@ class ElasticScheduler(Scheduler):
         now = self._memory()
         used = self.cache.pages.client.displaced * self.cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        return replace(now, reserve=now.reserve + self._caution, host=host)
+        return replace(now, reserve=now.reserve + self._caution + self._aside, host=host)
+
+    def _stock_aside(self) -> int:
+        """What stock sets aside for the activations of the largest batch, which reads all KV that there is room for."""
+        sizes, free = self.cache.sizes, self._memory().total
+        batch = sizes.of(self.cache.max_batch_tokens, 0)
+        kv = self.cache.bytes_per_sector / self.cache.tokens_per_sector
+        return batch + round(max(0, free - batch) * sizes.read / (kv + sizes.read))
 
     def _tokens(self, state: Any) -> int:
         decoding = state.status == RequestStatus.DECODING
