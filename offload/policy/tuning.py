@@ -322,7 +322,10 @@ class Serving:
     # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
-    look: float = 0.1  # s, that this loop waits (whatif.py)
+    look: float = 0.1  # s, that this loop waits (hooks/whatif)
+    # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
+    # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
+    swaps: float = 4.0
     # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
     # so many: a few seconds of a small model on a CPU. Chosen.
     sample: int = 24
