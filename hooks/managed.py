@@ -127,8 +127,8 @@ def managed(
     """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
     already. `chaos`: a seed. `files`: given for a model on the CPU that was just loaded and is to come to the device;
     its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
-    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case. `record`: what
-    it takes, where that is known."""
+    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case.
+    `record`: what its iterations take, where that is known."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     rule = _rule(model, options)

@@ -234,7 +234,7 @@ def test_who_becomes_idle_moves_up_the_list() -> None:
 
 
 def in_list(device: FakeDevice) -> list[tuple[str, int]]:
-    return [(client.name, index) for _, client, (index,) in device.listed]
+    return [(client.name, index) for _, client, ((_, index, *_),) in device.listed]
 
 
 def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:

@@ -48,7 +48,7 @@ class ElasticScheduler(Scheduler):
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
         host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
-        self._aside = 0 if tuning.inflation else self._stock_aside()  # bytes that only activations may have
+        self._aside = 0 if tuning.inflation else _stock_aside(cache, memory())  # bytes that only activations may have
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
@@ -95,7 +95,10 @@ class ElasticScheduler(Scheduler):
                 break
             looked.append((state, min(self._tokens(state), left)))
             left -= looked[-1][1]
-        found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
+        now = self._now()
+        found = admit([self.demand(*each) for each in looked], now, self._tuning)
+        if (taken := found.kv + found.activations - (now.total - now.reserve - now.dear)) > 0:
+            self.cache.evict_oldest(taken)  # rather than that others get slower
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
             found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
@@ -276,16 +279,16 @@ class ElasticScheduler(Scheduler):
         host = min(now.host, self.buffer.usable(used))
         return replace(now, reserve=now.reserve + self._caution + self._aside, host=host)
 
-    def _stock_aside(self) -> int:
-        """What stock sets aside for the activations of the largest batch, which reads all KV that there is room for."""
-        sizes, free = self.cache.sizes, self._memory().total
-        batch = sizes.of(self.cache.max_batch_tokens, 0)
-        kv = self.cache.bytes_per_sector / self.cache.tokens_per_sector
-        return batch + round(max(0, free - batch) * sizes.read / (kv + sizes.read))
-
     def _tokens(self, state: Any) -> int:
         decoding = state.status == RequestStatus.DECODING
         return len(state.tokens_to_process if decoding else state.remaining_prefill_tokens)
+
+
+def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
+    """What stock sets aside for the activations of the largest batch, which reads all KV that there is room for."""
+    sizes, batch = cache.sizes, cache.sizes.of(cache.max_batch_tokens, 0)
+    kv = cache.bytes_per_sector / cache.tokens_per_sector
+    return batch + round(max(0, memory.total - batch) * sizes.read / (kv + sizes.read))
 
 
 def _at_end(state: Any) -> int:

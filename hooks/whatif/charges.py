@@ -9,6 +9,8 @@ Note [What is charged]
 
 from __future__ import annotations
 
+import torch
+
 from ...allocator._native import Device
 from ...allocator.errors import PoolExhausted
 from ...offload.policy.interval import Costs
@@ -19,8 +21,6 @@ from ..streaming.elastic import Elastic
 from .loops import Loop
 from .machine import Machine
 from .pretending import Clock
-
-import torch
 
 
 class Charges:
@@ -45,7 +45,9 @@ class Charges:
 
     def step(self, loop: Loop, handle: Managed) -> None:
         """The step of that loop is computed: activations have pages, and time passes. torch.OutOfMemoryError."""
-        cache, elastic = loop.processor.cache, elastic_of(handle)
+        cache: ElasticPagedCache = loop.processor.cache
+        elastic = elastic_of(handle)
+        self._device.synchronize()  # what comes has come, or it would depend on this machine when that is known
         with GroupLease(cache.group):
             cache.pages.client.uses()
             nbytes = sum(cache.sizes.of(new, held) for new, held in loop.sequences)

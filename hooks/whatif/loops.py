@@ -40,11 +40,13 @@ class Loop:
             generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=ContinuousBatchingConfig(max_queue_size=0, use_cuda_graph=False, **batching),
         )
-        self.processor = self._manager.batch_processor = self._manager._create_batch_processor()
+        self.processor: Any = self._manager._create_batch_processor()
+        self._manager.batch_processor = self.processor
 
     def close(self) -> None:
         """Its cache is free."""
-        self.processor = self._manager.batch_processor = self.model.step = None  # type: ignore[assignment]
+        self.processor = self._manager.batch_processor = None
+        del self.model.step
 
     @property
     def next_at(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The policies that requests can be simulated with: ballonet, parts of it switched off, and what it is compared with."""
+"""What requests can be simulated with: ballonet, ballonet with parts switched off, and what it is compared with."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 cost model moves. Time is simulated, pages are real.
 
 Note [What is real]
-    Requests go through transformers' own loop, ballonet's scheduler, admission, preemption, cache and governor. Weights,
-    KV and activations have pages of the stand-in, which are taken, moved to the host and restored as they would be. But
-    no layer computes: a step takes what `Parts` says of its new tokens and of those that it reads (step_costs.py), and
-    what charges.py says of its copies, and each answer has as many tokens as were recorded. One step is computed at a
-    time, of each model that has one in turn.
+    Requests go through transformers' own loop, ballonet's scheduler, admission, preemption, cache and governor.
+    Weights, KV and activations have pages of the stand-in, which are taken, moved to the host and restored as they
+    would be. But no layer computes: a step takes what `Parts` says of its new tokens and of those that it reads
+    (step_costs.py), and what charges.py says of its copies, and each answer has as many tokens as were recorded. One
+    step is computed at a time, of each model that has one in turn.
 
 Note [Exactly again]
     Two runs take the same decisions. So no thread works behind them (`Device.stop_background`), copies have arrived
@@ -15,9 +15,9 @@ Note [Exactly again]
 
 Note [Peers]
     For comparison the same requests go through transformers' own cache and scheduler, whose cache is as large as stock
-    makes it in what the weights leave of the budget: of an even part for each model (`split`), or of all, with one model
-    at a time on the device (`swap`). That one gets no new requests once another's oldest has waited long enough; when
-    its last one has ended the other's weights are copied.
+    makes it in what the weights leave of the budget: of an even part for each model (`split`), or of all, with one
+    model at a time on the device (`swap`). That one gets no new requests once another's oldest has waited long enough;
+    when its last one has ended the other's weights are copied.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class _Swapping(_Clients):
         others = {loop: loop.next_at for loop in self.loops if loop is not self._there}
         waiting = {loop: at for loop, at in others.items() if at is not None and at <= self._clock.now}
         if not waiting:
-            return self._there.take_in()
+            self._there.take_in()
+            return
         loop = min(waiting, key=lambda each: waiting[each])
         late = self._clock.now - waiting[loop] >= self._patience * self._seconds[loop]
         if not late:
