@@ -30,6 +30,7 @@ SHOWN = {
         "page-size",
         "kv-stream",
         "lending",
+        "tenants",
         "hit-rate",
         "cold-load",
         "reactivate",

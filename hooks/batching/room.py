@@ -12,20 +12,17 @@ from .sector_client import SectorClient
 
 def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
     """Free pages, and those that clients but this one have published to give: Algorithm 1's P_T. Of its own pages
-    those count that no request of the batch reads. What is not there yet counts as far as the host has room. Free
-    blocks of the heap are for activations."""
+    those count that no request of the batch reads. Free blocks of the heap are for activations."""
     idle: int = device.snapshot()["heap"]["cached"]
     page, host = device.page_size, host_pages_left(device)
     resting, offered = min(client.resting, host), governors.of(device).reclaim.offered(client.number)
-    dirty = min(offered.dirty, host - resting)  # there is room on the host for no more
-    given = offered.pages - offered.dirty + dirty
     return Memory(
         0,
         idle,
-        (device.available + given + resting) * page,
+        (device.available + offered.pages + resting) * page,
         (host - resting) * page,
         device.budget // tuning.reserve,
-        dirty=(dirty + resting) * page,
+        dirty=(offered.dirty + resting) * page,
         room=host * page,
-        dear=min(offered.dear, given) * page,
+        dear=offered.dear * page,
     )

@@ -97,7 +97,7 @@ class ElasticScheduler(Scheduler):
             left -= looked[-1][1]
         now = self._now()
         found = admit([self.demand(*each) for each in looked], now, self._tuning)
-        if (taken := found.kv + found.activations - (now.total - now.reserve - now.dear)) > 0:
+        if (taken := found.kv + found.activations - (now.usable - now.dear)) > 0:
             self.cache.evict_oldest(taken)  # rather than that others get slower
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
@@ -257,8 +257,7 @@ class ElasticScheduler(Scheduler):
 
     def room(self) -> int:
         """Bytes that requests may have beyond what they have."""
-        now = self._now()
-        return now.total - now.reserve
+        return self._now().usable
 
     def demand(self, state: Any, tokens: int) -> Demand:
         """What a request needs for so many more tokens."""

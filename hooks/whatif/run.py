@@ -22,6 +22,7 @@ Note [Peers]
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -205,6 +206,7 @@ def _elastic(
         undo.callback(governors.compose_with, governors.compose_with(composed))
         install.install(here.budget, page_size=here.page_size, host_budget=here.host_budget, device="cpu")
         undo.callback(install.restore)
+        undo.callback(gc.collect)  # errors of requests refer to frames, and those to caches
         device = runtime.require()
         device.stop_background()
         undo.enter_context(install.stock())

@@ -66,6 +66,11 @@ class Memory:
         """P_T of Algorithm 1."""
         return self.kv + self.activations + self.elsewhere
 
+    @property
+    def usable(self) -> int:
+        """Bytes that may be used now: without the reserve, and what others cannot give as the host has no room."""
+        return self.total - self.reserve - round(max(0, self.dirty - self.room))
+
     def fits(self, device: int, host: int) -> bool:
         """Are there so many bytes, with so much KV of prompts on the host, where what others give goes as well?"""
         return device <= self.total - self.reserve and max(0, device - self.total + self.dirty) + host <= self.room

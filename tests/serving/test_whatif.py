@@ -115,8 +115,8 @@ def test_what_can_never_run_fails_alone() -> None:
 
 def test_weights_that_do_not_fit_stream_and_have_steps_wait_as_the_schedule_says() -> None:
     """One request, in a budget that lacks pages for the layers: each step waits what the plan's passes take longer."""
-    found = simulated("fast", machine(36), [Arrival(0.0, 16, 16)])
-    page, compute = 256 * 1024 / (1000 * MIB), LINEAR.seconds(Step(1, 17))
+    found = simulated("fast", replace(machine(36), link=400.0 * MIB), [Arrival(0.0, 16, 16)])
+    page, compute = 256 * 1024 / (400 * MIB), LINEAR.seconds(Step(1, 17))
     pages = (17,) * 8  # of 4 MiB and a norm
     stalls = {
         Costs(pages, compute, page).expected(plan) - compute
@@ -173,13 +173,12 @@ def test_a_machine_that_is_larger_is_simulated_in_fewer_bytes() -> None:
 
 def test_switches_change_what_is_decided() -> None:
     """Each ablation takes other decisions than ballonet where its part has a say."""
-    turns = [Arrival(0.6 * n, 60 + 37 * n % 100, 24) for n in range(24)] + [
-        Arrival(40 + 0.02 * n, 200, 24) for n in range(24)
-    ]
+    burst = [Arrival(0.02 * n, 200, 24) for n in range(24)]
+    turns = burst + [Arrival(60 + 0.6 * n, 60 + 37 * n % 100, 24) for n in range(24)]
 
     def decided(policy: str, **more: Any) -> list[Decision]:
         log: list[Decision] = []
-        simulated(policy, machine(112), *dealt(turns, 3, 2.0), log=log, **more)
+        simulated(policy, replace(machine(112), link=200.0 * MIB), *dealt(turns, 3, 2.0), log=log, **more)
         return log
 
     ours = decided("fast")
