@@ -6,7 +6,8 @@ stock reaches, so its figure is less than what it could. Both are asked for the 
 for the one that follows where the managed peer does, which stock is told without a limit.
 
 Batch: a cache of random keys and values for so many sequences of that length, and a few tokens of `generate()`. The
-managed peer is asked for `MORE` times as many sequences as stock can, and for fewer where that fails.
+managed peer is asked for `MORE` times as many sequences as stock can, and for fewer where that fails. The largest batch
+need not be the fastest: a row of its own says which of the batches that were tried made the most tokens per second.
 """
 
 from __future__ import annotations
@@ -53,27 +54,26 @@ def main() -> None:
     with peers(__file__, chosen, (STOCK,)) as found:
         stock = of_stock(found[STOCK], CHUNK[kind], HELD[kind])
     with peers(__file__, chosen, (OURS,)) as found:
-        rows = [context(found[OURS], stock, CHUNK[kind]), batch(found[OURS], stock, HELD[kind])]
+        rows = [context(found[OURS], stock, CHUNK[kind]), *batches(found[OURS], stock, HELD[kind])]
     title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
     report(chosen, "context", title, COLUMNS, rows)
 
 
 class Stock(NamedTuple):
     """What stock can: the answers for its longest context, for one that is `LONGER` times as long without a limit, and
-    for its largest batch, and how many sequences that has."""
+    for batches, by their number of sequences."""
 
     context: dict[str, Any]
     longer: dict[str, Any]
-    batch: dict[str, Any]
-    most: int
+    batches: dict[int, dict[str, Any]]
 
 
 def of_stock(peer: Peer, chunk: int, held: int) -> Stock:
     """Asks stock."""
     found = peer.ask("context", most=MOST, chunk=chunk)
-    most, answer = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), MOST)
+    tried = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), MOST)
     longer = peer.ask("context", most=LONGER * found["tokens"], chunk=chunk, limited=False)
-    return Stock(found, longer, answer, most)
+    return Stock(found, longer, tried)
 
 
 def context(peer: Peer, stock: Stock, chunk: int) -> list[Any]:
@@ -95,39 +95,75 @@ def context(peer: Peer, stock: Stock, chunk: int) -> list[Any]:
     ]
 
 
-def batch(peer: Peer, stock: Stock, held: int) -> list[Any]:
-    """The row of the largest batch."""
-    wanted = MORE * stock.most
-    ours = peer.ask("batch", sequences=wanted, tokens=held)
-    more = wanted
-    if ours["ms"] is None:
-        more, ours = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), wanted)
+def batches(peer: Peer, stock: Stock, held: int) -> list[list[Any]]:
+    """The rows of the largest batch, and of the fastest one."""
+
+    def ask(sequences: int) -> dict[str, Any]:
+        return peer.ask("batch", sequences=sequences, tokens=held)
+
+    most = max(stock.batches)
+    tried = {MORE * most: ask(MORE * most)}
+    if tried[MORE * most]["ms"] is None:
+        tried = largest(ask, MORE * most)
+    more = max(tried)
+    tried |= {sequences: ask(sequences) for sequences in stock.batches if sequences not in tried}
+    (slow, stocks), (fast, ours) = fastest(stock.batches), fastest(tried)
     return [
-        f"largest batch of {held:,} tokens each",
-        stock.most,
-        more,
-        Figure.of([more / stock.most]).at_least(MORE),
-        "",
-        f"{stock.batch['ms']:.3g} ms per token",
-        f"{ours['ms']:.3g} ms per token",
-        "",
-        ours["decided"],
+        [
+            f"largest batch of {held:,} tokens each",
+            most,
+            more,
+            Figure.of([more / most]).at_least(MORE),
+            "",
+            told(most, stock.batches[most]),
+            told(more, tried[more]),
+            "",
+            tried[more]["decided"],
+        ],
+        [
+            f"fastest batch of {held:,} tokens each, tokens per second",
+            Figure.of([stocks]),
+            Figure.of([ours]),
+            Figure.of([ours / stocks]).at_least(1.0),
+            "",
+            told(slow, stock.batches[slow]),
+            told(fast, tried[fast]),
+            "",
+            tried[fast]["decided"],
+        ],
     ]
 
 
-def largest(ask: Callable[[int], dict[str, Any]], high: int) -> tuple[int, dict[str, Any]]:
-    """The largest number below `high` that there is room for, and the answer for it; one has to be possible."""
-    low, best, number = 0, None, 1
+def told(sequences: int, answer: dict[str, Any]) -> str:
+    """How fast a batch was."""
+    return f"{sequences} sequences: {answer['ms']:.3g} ms per token, {speed(sequences, answer):.3g} tokens per second"
+
+
+def speed(sequences: int, answer: dict[str, Any]) -> float:
+    """Tokens per second of a batch."""
+    return float(sequences / answer["ms"] * 1e3)
+
+
+def fastest(tried: dict[int, dict[str, Any]]) -> tuple[int, float]:
+    """The batch with the most tokens per second, and these."""
+    best = max((n for n in tried if tried[n]["ms"] is not None), key=lambda n: speed(n, tried[n]))
+    return best, speed(best, tried[best])
+
+
+def largest(ask: Callable[[int], dict[str, Any]], high: int) -> dict[int, dict[str, Any]]:
+    """The answers for the numbers that there was room for, the largest of which is below `high`; one has to be
+    possible."""
+    low, found, number = 0, dict[int, dict[str, Any]](), 1
     while high - low > 1:
         answer = ask(number)
         if answer["ms"] is None:
             high = number
         else:
-            low, best = number, answer
+            low, found[number] = number, answer
         number = min(2 * low, (low + high) // 2)
-    if best is None:
+    if not found:
         raise SystemExit("there is no room for a single sequence")
-    return low, best
+    return found
 
 
 def functions(name: str, chosen: Options) -> Functions:

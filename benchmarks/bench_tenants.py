@@ -110,12 +110,12 @@ def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
         try:
             found = run(tenants, machine, policy, batching, SLOS if label in asking else (None, None), label in asking)
         except BallonetError:
-            yield [what, f"{how}, {scene.scale:g} × as fast", label, "does not fit", *[None] * 5]
+            yield [what, f"{how}, {scene.scale:g} times as fast", label, "does not fit", *[None] * 5]
             continue
         finished = found["requests"] - found["failed"]
         figures = [found[name] for name in ("ttft_p99", "tbt_p99", "tokens_per_second", "stalled", "moved")]
         figures = [None if each is None else Figure.of([each]) for each in figures]
-        yield [what, f"{how}, {scene.scale:g} × as fast", label, f"{finished} of {found['requests']}", *figures]
+        yield [what, f"{how}, {scene.scale:g} times as fast", label, f"{finished} of {found['requests']}", *figures]
 
 
 def config(tiny: bool) -> Any:

@@ -112,10 +112,6 @@ class ElasticPagedCache(PagedAttentionCache):
         """Bytes of the request's KV that lie on the host."""
         return self.on.page_size * len(self.pages.client.away(self._pieces(request)))
 
-    def away(self, requests: Iterable[str]) -> int:
-        """Pages of these requests that lie on the host."""
-        return len(self.pages.client.away({piece for each in requests for piece in self._pieces(each)}))
-
     def to_host(self, request: str) -> bool:
         """Moves the KV of a request to the host, but for what it shares with others; its addresses stay. False where
         the host has no room, or the driver refuses: nothing is moved then."""

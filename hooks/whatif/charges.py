@@ -15,6 +15,7 @@ from ...allocator._native import Device
 from ...allocator.errors import PoolExhausted
 from ...offload.policy.interval import Costs
 from ..batching.cache import ElasticPagedCache
+from ..batching.sector_client import SectorClient
 from ..forward.lease import GroupLease
 from ..managed import Managed, elastic_of, pace_of
 from ..streaming.elastic import Elastic
@@ -59,14 +60,14 @@ class Charges:
                 seconds = loop.seconds
                 self._clock.now += seconds
                 with pace_of(handle).waiting():
-                    self._clock.now += self._waits(loop, cache, elastic, seconds)
+                    self._clock.now += self._waits(cache.pages.client, elastic, seconds)
             finally:
                 self._device.deallocate(block)
 
-    def _waits(self, loop: Loop, cache: ElasticPagedCache, elastic: Elastic, seconds: float) -> float:
+    def _waits(self, client: SectorClient, elastic: Elastic, seconds: float) -> float:
         plan, before = elastic.plan, self._streamed.get(id(elastic), frozenset())
         stall = Costs(plan.pages, seconds, self._page).expected(plan) - seconds
-        away = cache.away([each.state.request_id for each in loop.batch]) + elastic.read_in_place
+        away = client.read_away + elastic.read_in_place
         self._streamed[id(elastic)] = frozenset(plan.streamed)
         back = sum(plan.pages[layer] for layer in before.difference(plan.streamed))
         copied, self._copied = self._copied, self._total()

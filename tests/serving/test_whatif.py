@@ -223,7 +223,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert [each["policy"] for each in found] == list(ONE)
     assert {each["requests"] for each in found} == {24}
     assert "half of those measured are within" in said.err
-    assert asdict(Parts(**json.loads(costs.read_text()))).keys() == {"fixed", "row", "key", "pair"}
+    assert asdict(Parts(**json.loads(costs.read_text()))).keys() >= {"fixed", "row", "key", "pair"}
     assert main([*command, "--policy", "fast"]) == 0
     assert "measuring" not in capsys.readouterr().err
     assert main([*command, "--model", model, "--turns", "100ms"]) == 0

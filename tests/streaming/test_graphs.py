@@ -52,7 +52,7 @@ def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> Any:
     tuned(clock=Clock())
     found = governors.of(runtime.require())
     monkeypatch.setattr(found.pages, "scarce", True)
-    found.bandwidth = 1e12
+    found.link.bandwidth = 1e12
     return found
 
 

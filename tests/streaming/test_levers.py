@@ -50,7 +50,7 @@ def governor(monkeypatch: pytest.MonkeyPatch, tuned: Tuned, clock: Clock) -> Ite
     tuned(chaos={"seldom": 2})
     found = governors.of(runtime.require())
     monkeypatch.setattr(found.pages, "scarce", True)
-    found.bandwidth = 1e12
+    found.link.bandwidth = 1e12
     yield found
     runtime.require().check()
 
