@@ -62,13 +62,13 @@ class Scene:
 
 
 SCENES = (
-    Scene(2, 36 * GIB, 2.0, None, tuple(POLICIES)),
-    Scene(2, 36 * GIB, 2.0, 10.0, tuple(POLICIES)),
-    Scene(3, 54 * GIB, 2.0, 10.0, ("split", "swap", OURS, *(f"ballonet, {name}" for name in ("lru", "weights-fixed")))),
+    Scene(2, 36 * GIB, 3.0, None, tuple(POLICIES)),
+    Scene(2, 36 * GIB, 3.0, 10.0, tuple(POLICIES)),
+    Scene(3, 54 * GIB, 3.0, 10.0, ("split", "swap", OURS, *(f"ballonet, {name}" for name in ("lru", "weights-fixed")))),
     Scene(2, 24 * GIB, 1.0, 10.0, ("split", "swap", OURS)),
 )
 TINY = (Scene(2, 80 * MIB, 4.0, 1.0, ("split", "swap", OURS, "ballonet, lru")),)
-REQUESTS = {False: 160, True: 12}
+REQUESTS = {False: 120, True: 12}
 
 
 def main() -> None:
