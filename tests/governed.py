@@ -235,7 +235,7 @@ def trace(device: FakeDevice) -> list[str]:
 
 
 def keys(device: FakeDevice) -> list[tuple[str, int]]:
-    return [(model.name, layer) for _, model, (layer,) in device.listed]
+    return [(model.name, layer) for _, model, ((_, layer, *_),) in device.listed]
 
 
 class FakeCache:
@@ -254,6 +254,7 @@ class FakeCache:
         self.pages = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()
+        self.resting: set[int] = set()
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
         self.near = self.on_peer = self.leaving = 0
@@ -275,7 +276,8 @@ class FakeCache:
         return len(self.away)
 
     def offers(self) -> list[Offer]:
-        return [Offer(each, 1, each in self.clean) for each in range(self.pages) if each not in self.away]
+        here = [each for each in range(self.pages) if each not in self.away]
+        return [Offer(each, 1, each in self.clean, resting=each in self.resting) for each in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
         return (self, [part(index)]) if index < self.pages and index not in self.away else None

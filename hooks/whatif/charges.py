@@ -25,7 +25,7 @@ from .pretending import Clock
 
 
 class Charges:
-    """Of all models of one device."""
+    """The charges of all models of one device."""
 
     def __init__(self, device: Device, machine: Machine, clock: Clock, in_place: float) -> None:
         """`machine`: as this one has it; `in_place`: the part of the link that reads in place have."""

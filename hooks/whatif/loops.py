@@ -44,7 +44,7 @@ class Loop:
         self._manager.batch_processor = self.processor
 
     def close(self) -> None:
-        """Its cache is free."""
+        """Frees its cache."""
         self.processor = self._manager.batch_processor = None
         del self.model.step
 

@@ -80,7 +80,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Any) -> Sizes:
-        """Those of a model with this configuration, in its own type."""
+        """The sizes of a model with this configuration, in its own type."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):

@@ -77,5 +77,5 @@ def named(name: str, models: int) -> Policy:
 
 
 def default(models: int) -> tuple[str, ...]:
-    """Those that are compared where nobody says."""
+    """The policies that are compared where nobody says which."""
     return ("stock", "full", "fast") if models == 1 else ("split", "swap", "fast")
