@@ -63,12 +63,12 @@ class Scene:
 
 SCENES = (
     Scene(2, 36 * GIB, 3.0, None, tuple(POLICIES)),
-    Scene(2, 36 * GIB, 3.0, 10.0, tuple(POLICIES)),
-    Scene(3, 54 * GIB, 3.0, 10.0, ("split", "swap", OURS, *(f"ballonet, {name}" for name in ("lru", "weights-fixed")))),
+    Scene(2, 36 * GIB, 3.0, 10.0, ("split", "swap", OURS, *(f"ballonet, {name}" for name in ABLATIONS[:6]))),
+    Scene(3, 54 * GIB, 3.0, 10.0, ("split", "swap", OURS, "ballonet, lru", "ballonet, weights-fixed")),
     Scene(2, 24 * GIB, 1.0, 10.0, ("split", "swap", OURS)),
 )
 TINY = (Scene(2, 80 * MIB, 4.0, 1.0, ("split", "swap", OURS, "ballonet, lru")),)
-REQUESTS = {False: 120, True: 12}
+REQUESTS = {False: 60, True: 12}
 
 
 def main() -> None:
@@ -98,7 +98,11 @@ def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
     shrink = 1 if chosen.tiny else SHRINK
     page = 256 * 1024 if chosen.tiny else 8 * MIB
     machine = Machine(scene.budget, scene.budget * 2, page, 200.0 * MIB if chosen.tiny else LINK, shrink)
-    batching = {"page_size": 32 if chosen.tiny else 256, "max_batch_tokens": 256 if chosen.tiny else 2048}
+    batching = {
+        "page_size": 32 if chosen.tiny else 256,
+        "max_batch_tokens": 256 if chosen.tiny else 2048,
+        "allow_block_sharing": False,  # the trace does not say what prompts have in common
+    }
     arrivals = read(trace, limit=REQUESTS[chosen.tiny], scale=scene.scale)
     asked = dealt(arrivals, scene.models, scene.turn)
     asking = ASKING if scene.policies == tuple(POLICIES) and scene.turn is None else {}
