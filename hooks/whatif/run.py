@@ -23,6 +23,7 @@ Note [Peers]
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -69,6 +70,7 @@ def run(
     clock = Clock()
     asks = RequestSLO(*slos) if ask else NOTHING
     with ExitStack() as stack:
+        stack.enter_context(_quiet())
         if isinstance(chosen, Peer):
             clients: _Clients = stack.enter_context(_stock(tenants, machine, chosen, clock, batching))
         else:
@@ -79,6 +81,19 @@ def run(
         if len(tenants) > 1:
             found["models"] = [{"model": it.tenant.name, **summary(it.answers, *slos)} for it in clients.loops]
         return {**found, "scale": machine.scale, "time": "simulated", "pages": "real"}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it transformers logs no request that fails: those are counted. A log of them would keep their caches."""
+    from transformers.generation.continuous_batching.utils import logger
+
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 class _Clients:

@@ -182,6 +182,7 @@ def test_switches_change_what_is_decided() -> None:
     assert all(logs[policy] != logs["fast"] for policy in logs if policy != "fast")
 
 
+@pytest.mark.filterwarnings("ignore:.*is not kept")
 def test_requests_that_ask_for_too_much_fail() -> None:
     found = simulated("fast", machine(64), slos=(None, 1e-3), ask=True)
     assert found["failed"] > 0
