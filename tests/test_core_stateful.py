@@ -407,8 +407,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(function=st.sampled_from(MAPPING + MAPPING + EVENTS + OTHERS), ahead=st.integers(1, 3))
     def fault(self, function: str, ahead: int) -> None:
-        # Twice in a row a page is kept for the next time, or in use for good where a new device has tried it.
-        if function not in ("cuMemRelease", "cuMemUnmap", "cuStreamSynchronize") or not pending(function):
+        # Twice in a row a page is kept for the next time.
+        if function not in ("cuMemRelease", "cuMemUnmap") or not pending(function):
             arm(function, ahead)
 
     # -- what must always be so ---------------------------------------------------------------------------------------
