@@ -4,8 +4,8 @@
 
 Models of the 8B Llama shape, on a device with little beside their weights. Requests are dealt out one by one
 (`together`), or all of a few seconds to one model and then to the next (`turns`): of a trace made here, or of files
-that are given (Azure's). `split` and `swap` are transformers' own cache and scheduler, each with an even part of the budget, or
-one model at a time on the device. The other rows are ballonet, and ballonet with one part switched off.
+that are given (Azure's). `split` and `swap` are transformers' own cache and scheduler, each with an even part of the
+budget, or one model at a time on the device. The other rows are ballonet, and ballonet with one part switched off.
 
 What a step takes: 8.8 ms, 40 us for each new token, 36.6 ns for each that is read; the link has 55 GB/s. The first, the
 third and the link were measured on an H200 (a decode step under a CUDA graph; attention over 65,536 tokens); the second
