@@ -174,6 +174,10 @@ class Device:
     def note_use(self, address: int, nbytes: int, stream: int, write: bool) -> None:
         """Tells the stand-in's order checker who uses what; nothing on CUDA."""
     def synchronize(self) -> None: ...
+    def stop_background(self) -> None:
+        """Ends the thread that completes retirements and maps ahead. From now on nothing is mapped ahead, and pages
+        that are retired are free at once where their streams have passed: what is free at a moment follows from what
+        was done before, however fast the machine is. Idempotent."""
     def timeline(self) -> list[tuple[int, int, int, int, int, int]]:
         """Drains (time_ns, free, weights, activations, kv, retiring), one row per change; CLOCK_MONOTONIC."""
     def publish(self, entries: list[Entry], limits: dict[int, int] = ...) -> None:

@@ -53,7 +53,7 @@ class Part:
     test_seconds: float = PART_SECONDS  # that the tests may take together, so that the benchmarks get the rest
 
 
-TRACES = {"traces": ".csv", "hit_rate": ".jsonl"}  # the suffix of what a benchmark can be given
+TRACES = {"traces": ".csv", "hit_rate": ".jsonl", "tenants": ".csv"}  # the suffix of what a benchmark can be given
 BALLOON = ("oom", "context", "driver_time", "shrink", "recover", "fragmentation")
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
@@ -71,6 +71,7 @@ PARTS: Mapping[str, Part] = {
         seconds=3600,
         step_seconds=1200,
     ),
+    "cpu-tenants": Part(benchmarks=("tenants",), gpu=False, seconds=3600, step_seconds=3000),
     "core": Part(
         tests=(
             ("tests/contract/test_driver_contract.py",),

@@ -123,11 +123,13 @@ def managed(
     progress: Callable[[int], object] = int,
     on: Runtime | None = None,
     grid: Grid | None = None,
+    record: Record | None = None,
 ) -> Managed:
     """`manage()`, its options being parsed. `repeated`: those that have to be as before where the model is managed
     already. `chaos`: a seed. `files`: given for a model on the CPU that was just loaded and is to come to the device;
     its tensors that are in files byte for byte are read from there. `progress` is told of bytes as they arrive. `on`:
-    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case."""
+    whose pages it gets, by default those of what is installed. `grid`: what is measured of it in any case.
+    `record`: what its iterations take, where that is known."""
     if not isinstance(model, nn.Module):
         raise ManageError(f"manage() takes a torch.nn.Module, not {type(model).__name__}")
     rule = _rule(model, options)
@@ -171,7 +173,7 @@ def managed(
             _managed[model] = made
         try:
             streams.wait_for_work(device)  # other threads run it on other streams
-            made._govern(grid)
+            made._govern(grid, record)
         except BaseException:
             if files is None:
                 made.release()
@@ -189,6 +191,11 @@ def chaos_of(managed: Managed) -> Chaos | None:
 def pace_of(managed: Managed) -> Pace:
     """The times of its model's forwards."""
     return managed._pace
+
+
+def elastic_of(managed: Managed) -> Elastic:
+    """Which layers of its model stream."""
+    return managed._elastic
 
 
 def managed_as(model: nn.Module) -> Managed | None:
@@ -346,10 +353,11 @@ class Managed:
         self._finalizer.detach()
         _managed.pop(model, None)
 
-    def _govern(self, grid: Grid | None) -> None:
+    def _govern(self, grid: Grid | None, record: Record | None = None) -> None:
         """What iterations take is known, if that matters, and from now on its layers come and go. SLOError."""
         if self._elastic.options.slo or any(self._elastic.plan.pages):
-            self._elastic.start(partial(self._measured, grid), grid is not None)
+            known: Callable[[], Record] = partial(self._measured, grid) if record is None else lambda: record
+            self._elastic.start(known, grid is not None or record is not None)
 
     def _measured(self, grid: Grid | None) -> Record:
         """What its iterations take, all layers being resident."""
@@ -440,7 +448,7 @@ def _rule(model: nn.Module, options: ManageOptions) -> Rule:
             f"{type(model).__name__} has no decoder layers that could stream: manage it without tpot_slo and ttft_slo"
         )
     if options.interval == "auto":
-        return Fewest()
+        return Fewest(slots=governors.composed_with().tuning.weights.slots)
     if options.interval is not None and options.interval > layers:
         raise OptionError(
             f"interval is {options.interval}: give a whole number from 1 (all layers stream) to {layers}, the number "
@@ -536,7 +544,8 @@ def _attach_caches(
         living = Living(None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    batched = Batched(device, StepCosts(), options.batches == "fast", require, lends, living, slo)
+    costs = StepCosts(governors.of(device).tuning.serving)
+    batched = Batched(device, costs, options.batches == "fast", require, lends, living, slo)
     detach_batches = seams.attach(model, batched)
 
     def detach() -> None:

@@ -19,6 +19,11 @@ LINK = 10**6  # bytes per second: a page in a millisecond
 EQUAL = (5,) * 8
 
 
+def part(index: int) -> tuple[Any, ...]:
+    """As of an entry for `Device.publish`, of a layer or an offer; it goes to no backing."""
+    return None, index, 1, None, 0, []
+
+
 class FakeDevice:
     """`budget` in pages. `kv`: pages that caches have. The list is taken from as the core does it, see S1 in the
     stub: in order, of those whose model no other thread runs."""
@@ -65,7 +70,7 @@ class FakeDevice:
     def publish(self, entries: list[Any], limits: dict[int, int]) -> None:
         assert not limits, "of what is taken piece by piece"
         for key, client, parts in entries:
-            assert parts == [key % LAYERS], "whose layer is it?"
+            assert parts == [part(key % LAYERS)], "whose layer is it?"
             assert isinstance(client, FakeCache) or not client.changes, "it is being changed"
         self.listed = list(entries)
         self.published += 1
@@ -82,14 +87,14 @@ class FakeDevice:
 
     def want(self, pages: int, asking: FakeModel | FakeCache | None = None) -> bool:
         """Makes so many pages free if it can: what the core does before it gives up."""
-        there = [each for each in self.listed if not isinstance(each[1], FakeCache) or each[1].entry(each[2][0])]
+        there = [each for each in self.listed if not isinstance(each[1], FakeCache) or each[1].entry(each[2][0][1])]
         free = [each for each in there if not each[1].running or each[1] is asking]
         if self.free + sum(map(_gives, free)) < pages:
             return False
         while self.free < pages:
             entry = free.pop(0)
             self.listed.remove(entry)
-            key, client, (index,) = entry
+            key, client, ((_, index, *_),) = entry
             before = self.free
             client.take(index)
             assert self.free == before + _gives(entry) > before
@@ -166,7 +171,7 @@ class FakeModel:
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
         assert layer not in self.plan.streamed
-        return (self, [layer]) if self.entries(layer) else None
+        return (self, [part(layer)]) if self.entries(layer) else None
 
     def give_up(self, pages: int) -> int:
         return 0
@@ -209,7 +214,7 @@ class FakeModel:
 
 
 def _gives(entry: Any) -> int:
-    _, client, (index,) = entry
+    _, client, ((_, index, *_),) = entry
     return 1 if isinstance(client, FakeCache) else int(client.plan.pages[index])
 
 
@@ -230,7 +235,7 @@ def trace(device: FakeDevice) -> list[str]:
 
 
 def keys(device: FakeDevice) -> list[tuple[str, int]]:
-    return [(model.name, layer) for _, model, (layer,) in device.listed]
+    return [(model.name, layer) for _, model, ((_, layer, *_),) in device.listed]
 
 
 class FakeCache:
@@ -249,6 +254,7 @@ class FakeCache:
         self.pages = 0
         self.away: set[int] = set()
         self.clean: set[int] = set()
+        self.resting: set[int] = set()
         self.asked_to_copy: list[int] = []
         self.moved = 0  # pages that went or came back
         self.near = self.on_peer = self.leaving = 0
@@ -270,10 +276,11 @@ class FakeCache:
         return len(self.away)
 
     def offers(self) -> list[Offer]:
-        return [Offer(each, 1, each in self.clean) for each in range(self.pages) if each not in self.away]
+        here = [each for each in range(self.pages) if each not in self.away]
+        return [Offer(each, 1, each in self.clean, resting=each in self.resting) for each in here]
 
     def entry(self, index: int) -> tuple[Any, list[Any]] | None:
-        return (self, [index]) if index < self.pages and index not in self.away else None
+        return (self, [part(index)]) if index < self.pages and index not in self.away else None
 
     def demote(self, pages: int) -> None:
         self.demoted.append(pages)

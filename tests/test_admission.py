@@ -147,3 +147,13 @@ def test_it_opens_where_nothing_runs() -> None:
     assert buffer.open()
     assert not buffer.open()
     assert buffer.observe(tpot=True, ttft=False) == 1024, "what was slow before counts no more"
+
+
+def test_what_others_give_counts_as_far_as_the_host_has_room() -> None:
+    """60 bytes are free; others would give 40, whose bytes go to the host, which has room for 10."""
+    memory = Memory(0, 60, 40, host=10, dirty=40, room=10)
+    assert memory.usable == 70
+    assert admit([Demand("a", 65, 0)], memory, TUNING).where == {"a": "device"}
+    assert admit([Demand("a", 75, 0)], memory, TUNING).where == {}
+    prompts = [Demand("a", 65, 0), Demand("b", 6, 0, staging=1), Demand("c", 4, 0, staging=1)]
+    assert admit(prompts, memory, TUNING).where == {"a": "device", "c": "device"}, "b would have to go where a's 5 went"

@@ -100,7 +100,7 @@ def test_taken_only_when_it_had_to_be_and_beyond_the_caps_when_all_were_at_their
             decision = model.step(governor, phase, kv=kv)
         except MemoryError:
             assert device.free < kv
-            assert device.free + sum(each.plan.pages[layer] for _, each, (layer,) in device.listed) < kv
+            assert device.free + sum(each.plan.pages[layer] for _, each, ((_, layer, *_),) in device.listed) < kv
             continue
         assert decision.plan == model.plan
         if len(device.trace) > taken:

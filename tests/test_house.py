@@ -40,6 +40,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks",
     "hooks/programs",
     "hooks/server",
+    "hooks/whatif",
 )
 FACADE = ROOT / "src" / "ballonet"
 SOURCES = [

@@ -18,7 +18,7 @@ from ballonet.offload.policy.plan import Plan, streaming
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, governed, trace
+from .governed import EQUAL, LINK, PAGE, FakeCache, FakeDevice, FakeModel, governed, keys, trace
 
 PAGES = DEFAULT.pages
 
@@ -159,6 +159,19 @@ def test_the_whole_list() -> None:
     assert labels.count("stalling weights") == 2
 
 
+def test_kv_that_rests_goes_before_layers_of_models_that_run() -> None:
+    """Nobody reads it for now, so that it costs no iteration anything; what else the cache has is read in each."""
+    device, governor, _, (a,) = governed(100, {})
+    a.step(governor)
+    cache = FakeCache(device, governor, governor.clock)
+    cache.step(4)
+    cache.resting = {2, 3}
+    governor.client_changed(cache.number)
+    order = [name for name, _ in itertools.groupby(keys(device), lambda key: key[0])]
+    assert order == ["cache", "a", "cache", "a"]
+    assert keys(device)[:2] == [("cache", 2), ("cache", 3)]
+
+
 def _keys_taken(device: FakeDevice, governor: Any, *clients: FakeModel | FakeCache) -> list[int]:
     found = {
         each.name: each if isinstance(each, FakeCache) else governor._known.clients.of_model(each) for each in clients
@@ -234,7 +247,7 @@ def test_who_becomes_idle_moves_up_the_list() -> None:
 
 
 def in_list(device: FakeDevice) -> list[tuple[str, int]]:
-    return [(client.name, index) for _, client, (index,) in device.listed]
+    return [(client.name, index) for _, client, ((_, index, *_),) in device.listed]
 
 
 def test_what_was_taken_is_not_offered_again_before_the_cache_knows() -> None:

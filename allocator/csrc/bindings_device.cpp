@@ -316,6 +316,8 @@ void bind_device(py::class_<Device, std::shared_ptr<Device>>& device) {
           py::arg("address"), py::arg("nbytes"), py::arg("stream"), py::arg("write"), ReleaseGil())
       .def(
           "synchronize", [](Device& d) { d.mapper->fences.synchronize(); }, ReleaseGil())
+      .def(
+          "stop_background", [](Device& d) { d.mapper->stop_background(); }, ReleaseGil())
       .def("timeline", &timeline)
       .def("events", &events)
       .def_static("on_spill", &on_spill, py::arg("tell"))

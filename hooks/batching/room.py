@@ -12,10 +12,17 @@ from .sector_client import SectorClient
 
 def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
     """Free pages, and those that clients but this one have published to give: Algorithm 1's P_T. Of its own pages
-    those count that no request of the batch reads, as far as the host has room for them. Free blocks of the heap are
-    for activations."""
+    those count that no request of the batch reads. Free blocks of the heap are for activations."""
     idle: int = device.snapshot()["heap"]["cached"]
     page, host = device.page_size, host_pages_left(device)
-    resting = min(client.resting, host)
-    others = device.available + governors.of(device).reclaim.offered(client.number) + resting
-    return Memory(0, idle, others * page, (host - resting) * page, device.budget // tuning.reserve)
+    resting, offered = min(client.resting, host), governors.of(device).reclaim.offered(client.number)
+    return Memory(
+        0,
+        idle,
+        (device.available + offered.pages + resting) * page,
+        (host - resting) * page,
+        device.budget // tuning.reserve,
+        dirty=(offered.dirty + resting) * page,
+        room=host * page,
+        dear=offered.dear * page,
+    )

@@ -47,7 +47,9 @@ class ElasticScheduler(Scheduler):
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
         host: int = cache.on.snapshot()["host_budget"] if cache.on.host_pages else 0
+        host = int(tuning.most * host)
         self.buffer = LogicalBuffer(host, cache.on.page_size, int(tuning.buffer * host), tuning)
+        self._aside = 0 if tuning.inflation else _stock_aside(cache, memory())  # bytes that only activations may have
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
@@ -81,7 +83,8 @@ class ElasticScheduler(Scheduler):
         thread."""
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
-        most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
+        elsewhere, reserve = now.elsewhere + self.cache.pages.nbytes, now.reserve + self._aside
+        most = replace(now, elsewhere=elsewhere, reserve=reserve)
         if can_ever_run(needed, staging, most) and prompt + new <= self.cache.max_tokens_read:
             return None
         return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
@@ -93,7 +96,10 @@ class ElasticScheduler(Scheduler):
         looked = self._looked(candidates, token_budget)
         if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
             looked = self._looked(candidates, token_budget)
-        found = self._admitted(looked)
+        found, now = self._admitted(looked), self._now()
+        taken = found.kv + found.activations - (now.usable - now.dear)
+        if taken > 0 and self.cache.evict_oldest(taken):  # rather than that others get slower
+            found = self._admitted(looked)
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
             found = self._admitted(looked)
@@ -304,8 +310,7 @@ class ElasticScheduler(Scheduler):
 
     def room(self) -> int:
         """Bytes that requests may have beyond what they have."""
-        now = self._now()
-        return now.total - now.reserve
+        return self._now().usable
 
     def seconds_again(self, state: Any) -> float | None:
         """What it takes to compute all tokens of a request again; None where nobody knows."""
@@ -315,10 +320,11 @@ class ElasticScheduler(Scheduler):
     def demand(self, state: Any, tokens: int) -> Demand:
         """What a request needs for so many more tokens."""
         sizes, kept = self.cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
+        exchanged = self._tuning.inflation  # else activations have what lies aside
         return Demand(
             state.request_id,
             self.cache.bytes_needed(state, tokens) + (self.cache.on_host_bytes(state.request_id) if kept else 0),
-            sizes.of(tokens, state.current_len() + self._found(state)),
+            sizes.of(tokens, state.current_len() + self._found(state)) if exchanged else 0,
             staging=sizes.staging(tokens),
             decoding=kept or state.status == RequestStatus.DECODING,
             passed=self._passed.get(state.request_id, 0),
@@ -328,7 +334,7 @@ class ElasticScheduler(Scheduler):
         now = self._memory()
         used = self.cache.pages.client.displaced * self.cache.on.page_size
         host = min(now.host, self.buffer.usable(used))
-        return replace(now, reserve=now.reserve + self._caution, host=host)
+        return replace(now, reserve=now.reserve + self._caution + self._aside, host=host)
 
     def _tokens(self, state: Any) -> int:
         if state.status == RequestStatus.DECODING:
@@ -340,6 +346,13 @@ class ElasticScheduler(Scheduler):
         if self._beginnings is None or state.status != RequestStatus.PENDING or state.is_cpu_offloaded:
             return 0
         return self._beginnings.found(state.request_id)
+
+
+def _stock_aside(cache: ElasticPagedCache, memory: Memory) -> int:
+    """What stock sets aside for the activations of the largest batch, which reads all KV that there is room for."""
+    sizes, batch = cache.sizes, cache.sizes.of(cache.max_batch_tokens, 0)
+    kv = cache.bytes_per_sector / cache.tokens_per_sector
+    return batch + round(max(0, memory.total - batch) * sizes.read / (kv + sizes.read))
 
 
 def _at_end(state: Any) -> int:

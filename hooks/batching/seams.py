@@ -22,6 +22,7 @@ from torch import nn
 
 from ...allocator.interrupts import Finalizer
 from ..compat import release
+from ..device import governors
 from .batched import Batched
 
 OLDEST: Final = (5, 18)  # the first whose cache is made of sectors
@@ -130,7 +131,8 @@ def _replace() -> None:
     def cache(*args: Any, **kwargs: Any) -> Any:
         if _thread.attached is None:
             return PagedAttentionCache(*args, **kwargs)
-        make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, **kwargs)
+        tuning = governors.of(_thread.attached.device).tuning.serving
+        make = functools.partial(ElasticPagedCache, *args, model=_thread.attached, tuning=tuning, **kwargs)
         living = _thread.attached.living
         return make() if living is None else living.take(kwargs["continuous_batching_config"], kwargs["dtype"], make)
 
@@ -143,7 +145,9 @@ def _replace() -> None:
         def make(cache: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
-            return elastic(cache, *args, memory=functools.partial(memory_of, cache.on, cache.pages.client), **kwargs)
+            client, tuning = cache.pages.client, cache.pages.client.governor.tuning.serving
+            memory = functools.partial(memory_of, cache.on, client, tuning)
+            return elastic(cache, *args, memory=memory, tuning=tuning, **kwargs)
 
         return make
 

@@ -95,7 +95,7 @@ class SectorClient:
         """See Note [One offer]."""
         self._look()
         return [
-            Offer(index, sum(end - first for first, end in runs), False, divisible=True)
+            Offer(index, sum(end - first for first, end in runs), False, divisible=True, resting=index == 0)
             for index, runs in enumerate(self._takable())
             if runs
         ]

@@ -109,6 +109,13 @@ class Elastic:
     def wanted(self) -> float | None:
         return self.wanted_until()
 
+    @property
+    def read_in_place(self) -> int:
+        """Pages of layers that are on the host and have no slot: each forward reads them there."""
+        ring = self._weights.ring
+        slotted = {layer for layer in ring.streamed if ring.slot(layer) is not None}.union(ring.own.layers)
+        return sum(self.arrangement.pages[layer] for layer in self._weights.on_host() if layer not in slotted)
+
     def seconds(self, point: Point) -> float | None:
         return self.timings.seconds(point)
 

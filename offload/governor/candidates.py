@@ -74,12 +74,13 @@ def _of_caches(now: Situation, caches: Sequence[Held]) -> Iterator[Candidate]:
     seconds = now.leaving_seconds or 0.0
     for held in caches:
         number, owner = held.state.number, held.state.model
-        rung = Rung.RUNNING_KV if held.active else Rung.IDLE_KV
-        if_clean = Rung.PREFIX if held.kept and not held.active else rung
-        recency = float(number) if held.active else held.used
         for offer in held.offers:
+            active = held.active and not offer.resting
+            rung = Rung.RUNNING_KV if active else Rung.IDLE_KV
+            if_clean = Rung.PREFIX if held.kept and not active else rung
+            recency = float(number) if active else held.used
             once = 0.0 if offer.clean else offer.pages * seconds
-            lost = offer.readers * seconds if held.active else 0.0
+            lost = offer.readers * seconds if active else 0.0
             which, priority = if_clean if offer.clean else rung, priorities.get(owner, 0)
             divisible = SPLIT if offer.divisible else 0
             yield Candidate(

@@ -42,13 +42,15 @@ class Client(Protocol):
 class Offer:
     """Pages of a client that may be taken together. `index`: its number in the client, below `SPLIT`; `pages`: of
     the device, that it frees; `clean`: its backing has the bytes, so that nothing is copied when it is taken;
-    `readers`: layers that read each of its pages; `divisible`: any number of them may be taken."""
+    `readers`: layers that read each of its pages; `divisible`: any number of them may be taken; `resting`: nobody
+    reads them for now, though others of the client's."""
 
     index: int
     pages: int
     clean: bool
     readers: int = 1
     divisible: bool = False
+    resting: bool = False
 
 
 class ModelClient(Client, Protocol):

@@ -126,8 +126,9 @@ class ModelState(ClientState):
             return plan
         costs, _ = self.costs_at(point, page_seconds)
         left = plan.device_pages - sum(plan.pages[layer] for layer in self.taken)
-        most = max(cap(costs), self.base)
-        found = fewest(plan.pages, left, costs.ratio, most) or fewest(plan.pages, left, costs.ratio, slots=(1,))
+        most = max(cap(costs, self.tuning.capped), self.base)
+        found = fewest(plan.pages, left, costs.ratio, most, self.tuning.slots)
+        found = found or fewest(plan.pages, left, costs.ratio, slots=(1,))
         if found is not None:
             return found
         found = fewest(plan.pages, smallest(plan.pages), costs.ratio)

@@ -27,6 +27,7 @@ from ..policy.interval import Costs
 from ..policy.ledger import FIXED, Refusal
 from ..policy.plan import Plan, fewest
 from ..policy.remap import activate
+from ..policy.tuning import DEFAULT
 from ..record.record import Point
 from .client_state import ModelState
 from .sharing import settled
@@ -61,7 +62,8 @@ def decide(now: Situation, state: ModelState, point: Point) -> Decision:
     if point.phase == "decode":
         if state.lent == state.model.plan and standing.streamed:
             costs, _ = now.costs(state, point)
-            plan = fewest(standing.pages, standing.device_pages + now.spare, costs.ratio) or standing
+            within, slots = standing.device_pages + now.spare, state.tuning.slots
+            plan = fewest(standing.pages, within, costs.ratio, slots=slots) or standing
             return _made(now, state, point, plan, "decoding has no SLO: as few layers stream as the free pages allow")
         if state.waking:
             return _woken(now, state, point)
@@ -77,18 +79,24 @@ def faster(now: Situation, state: ModelState) -> Plan | None:
     done = [(count, now.expected(state, state.last[phase])) for phase, count in state.passes.items()]
     known = [(count, costs) for count, costs in done if costs is not None]
     most = None if len(standing.streamed) == state.base else now.model(state).cap
-    found = fastest(standing, known, state.tuning.margin, most)
+    found = fastest(standing, known, state.tuning.margin, most, state.tuning.slots)
     return None if found == standing else found
 
 
-def fastest(standing: Plan, done: Sequence[tuple[int, Costs]], margin: float, most: int | None = None) -> Plan:
+def fastest(
+    standing: Plan,
+    done: Sequence[tuple[int, Costs]],
+    margin: float,
+    most: int | None = None,
+    slots: tuple[int, ...] = DEFAULT.weights.slots,
+) -> Plan:
     """`standing`, or that of the plans of `fewest` for its pages that saves the part `margin` of the time of so many
     iterations of each kind."""
 
     def seconds(plan: Plan) -> float:
         return sum(count * costs.expected(plan) for count, costs in done)
 
-    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, most) for _, costs in done]
+    plans = [fewest(standing.pages, standing.device_pages, costs.ratio, most, slots) for _, costs in done]
     best = min((plan for plan in plans if plan is not None), key=seconds, default=standing)
     return best if seconds(best) < (1 - margin) * seconds(standing) else standing
 
@@ -142,7 +150,8 @@ def _woken(now: Situation, state: ModelState, point: Point) -> Decision:
         return _made(now, state, point, plan, "it decodes: no more layers stream than hide behind that")
     now.short = True
     costs, _ = now.costs(state, point)
-    plan = fewest(plan.pages, plan.device_pages - change.short, costs.ratio) or standing
+    within = plan.device_pages - change.short
+    plan = fewest(plan.pages, within, costs.ratio, slots=state.tuning.slots) or standing
     return _made(now, state, point, plan, f"it decodes, and {change.short} pages are missing to hide what streams")
 
 

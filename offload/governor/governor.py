@@ -243,7 +243,7 @@ class Governor:
                 return Lending(0, 0, 0)
             plan = model.plan
             costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
-            then = fewest(plan.pages, plan.device_pages - pages, costs.ratio)
+            then = fewest(plan.pages, plan.device_pages - pages, costs.ratio, slots=state.tuning.slots)
             return Lending(
                 self._known.list.pages.get(state.number, 0),
                 plan.copied_pages,

@@ -9,12 +9,13 @@ Note [Drafts]
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ...allocator.events import Named, unnamed
 from ..policy.ladder import Candidate, Rung
+from ..residency.backing import FAR
 from .client import LAYERS
 from .client_state import ClientState
 
@@ -48,6 +49,8 @@ class Draft:
     entries: list[Any] = field(default_factory=list)
     pages: dict[int, int] = field(default_factory=dict)  # by number of the client, within caps
     limits: dict[int, int] = field(default_factory=dict)  # pages of what is divisible, by key
+    dirty: dict[int, int] = field(default_factory=dict)  # of `pages`, those whose bytes go to the host when taken
+    dear: dict[int, int] = field(default_factory=dict)  # and those that are in use: from `Rung.HIDDEN_WEIGHTS` on
 
     @property
     def keys(self) -> list[tuple[int, Rung, bool, int]]:
@@ -72,6 +75,10 @@ class Draft:
                     self.limits[client.key(candidate.index)] = candidate.pages
                 if candidate.rung is not Rung.LAST_WEIGHTS:
                     self.pages[client.number] = self.pages.get(client.number, 0) + candidate.pages
+                    dirty = min(candidate.pages, _dirty(entry[1]))
+                    self.dirty[client.number] = self.dirty.get(client.number, 0) + dirty
+                    if candidate.rung >= Rung.HIDDEN_WEIGHTS:
+                        self.dear[client.number] = self.dear.get(client.number, 0) + candidate.pages
 
     def names(self) -> dict[int, Named]:
         """The names of its entries, by key."""
@@ -93,6 +100,8 @@ class Published:
         self._current = True  # has the core what was offered last?
         self._names: deque[Mapping[int, Named]] = deque(maxlen=2)  # of this list and the one before it, by key
         self.pages: dict[int, int] = {}  # that are in it, within caps, by number of the client
+        self.dirty: dict[int, int] = {}  # of these, those whose bytes go to the host when they are taken
+        self.dear: dict[int, int] = {}  # and those that are in use
         self.published = 0  # lists, so far
         self.stale = False  # may the order be another one now?
 
@@ -118,8 +127,20 @@ class Published:
             self._names.appendleft(draft.names())
             self._device.publish(draft.entries, draft.limits)
             self.published += 1
-            self._keys, self.pages, self._current = draft.keys, draft.pages, True
+            self._keys, self._current = draft.keys, True
+            self.pages, self.dirty, self.dear = draft.pages, draft.dirty, draft.dear
 
     def named(self, key: int) -> Named:
         """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
         return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))
+
+
+def _dirty(parts: Iterable[Any]) -> int:
+    """Pieces of an entry whose backing has no page yet."""
+    return sum(
+        count
+        for _, _, wanted, twin, first, _ in parts
+        if twin is not None
+        for _, count, backing in twin.runs(first, wanted)
+        if backing not in FAR
+    )

@@ -9,6 +9,7 @@ Note [What is prepared]
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..policy.ladder import Candidate
 from ..policy.peer import Near, lacking, leaving
@@ -16,6 +17,15 @@ from .candidates import Held, to_clean
 from .client import PageClient
 from .overview import Overview
 from .situation import Situation
+
+
+class Offered(NamedTuple):
+    """Pages that others give when asked. `dirty`: of these, those whose bytes go to the host then; `dear`: that are in
+    use."""
+
+    pages: int
+    dirty: int
+    dear: int
 
 
 class ReclaimList:
@@ -30,10 +40,13 @@ class ReclaimList:
             self._known.list.void()
         self.publish()
 
-    def offered(self, but: int) -> int:
-        """Pages that clients other than that number have on the published list, within caps."""
+    def offered(self, but: int) -> Offered:
+        """What clients other than that number have on the published list, within caps."""
         with self._known.lock:
-            return sum(pages for number, pages in self._known.list.pages.items() if number != but)
+            found = self._known.list
+            return Offered(
+                *(sum(its.values()) - its.get(but, 0) for its in (found.pages, found.dirty, found.dear)),
+            )
 
     def candidates(self) -> list[Candidate]:
         """All that may be taken now, in the order of taking."""

@@ -99,6 +99,9 @@ class Situation:
             0.0 if active else state.used,
             base=state.base,
             least=max(self._least(state, "decode" if active else "prefill"), self.floors.get(state.number, 0)),
+            slots=state.tuning.slots,
+            mru=state.tuning.mru,
+            capped=state.tuning.capped,
         )
 
     def planned(self, state: ModelState, point: Point, option: Option) -> Plan:

@@ -21,6 +21,7 @@ Note [Blocked heads]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -48,18 +49,31 @@ class Demand:
 class Memory:
     """Bytes. `kv`, `activations`: free pages that are mapped for either; `elsewhere`: free, not created yet, or given
     by others when asked; `host`: that KV of prompts may have on the host; `reserve`: that are to stay free, the
-    threshold of Algorithm 1."""
+    threshold of Algorithm 1. Of `elsewhere`, `dirty` are given only as far as there is `room` for them on the host, and
+    `dear` are in use by others, who are slower without them."""
 
     kv: int
     activations: int
     elsewhere: int = 0
     host: int = 0
     reserve: int = 0
+    dirty: int = 0
+    room: float = math.inf
+    dear: int = 0
 
     @property
     def total(self) -> int:
         """P_T of Algorithm 1."""
         return self.kv + self.activations + self.elsewhere
+
+    @property
+    def usable(self) -> int:
+        """Bytes that may be used now: without the reserve, and what others cannot give as the host has no room."""
+        return self.total - self.reserve - round(max(0, self.dirty - self.room))
+
+    def fits(self, device: int, host: int) -> bool:
+        """Are there so many bytes, with so much KV of prompts on the host, where what others give goes as well?"""
+        return device <= self.total - self.reserve and max(0, device - self.total + self.dirty) + host <= self.room
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +96,15 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
     passed: set[str] = set()
     kv = activations = on_host = 0
     for each in sorted(demands, key=lambda demand: not demand.decoding):
-        left = memory.total - memory.reserve - kv - activations
-        if each.kv + each.activations <= left:
+        used = kv + activations + each.activations
+        if memory.fits(used + each.kv, on_host):
             where[each.request] = "device"
             kv, activations = kv + each.kv, activations + each.activations
-        elif not each.decoding and each.staging + each.activations <= left and each.kv <= memory.host - on_host:
+        elif (
+            not each.decoding
+            and each.kv <= memory.host - on_host
+            and memory.fits(used + each.staging, on_host + each.kv)
+        ):
             where[each.request] = "host"
             on_host, activations = on_host + each.kv, activations + each.staging + each.activations
         else:

@@ -146,10 +146,11 @@ class Fewest:
     """The default: as few layers stream as the memory demands."""
 
     ratio: Fraction = DEFAULT.weights.assumed_ratio
+    slots: tuple[int, ...] = DEFAULT.weights.slots
 
     def choose(self, pages: Sequence[int], available: int) -> Plan | None:
         """A plan that fits `available` device pages, None where none does."""
-        return fewest(pages, available, self.ratio)
+        return fewest(pages, available, self.ratio, slots=self.slots) or fewest(pages, available, self.ratio)
 
     def smallest(self, pages: Sequence[int]) -> int:
         """Device pages without which no plan fits."""

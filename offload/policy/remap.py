@@ -30,6 +30,7 @@ from itertools import takewhile
 
 from .interval import Costs
 from .plan import Plan, fewest, smallest, spread
+from .tuning import DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Model:
     """A managed model. `plan`: what it streams; `decode`, `prefill`: of an iteration of either kind, `active`: it runs;
     `priority`: those with the lowest give first; `used`: when it last ran, on any clock; `most`: layers that it may
     stream, where somebody said; `base`: layers that it may stream in any case, as it came with so many; `least`: device
-    pages that it keeps, as an SLO needs them."""
+    pages that it keeps, as an SLO needs them. `slots`, `mru`, `capped`: as `tuning.WeightPlans` has them."""
 
     name: str
     plan: Plan
@@ -49,6 +50,9 @@ class Model:
     most: int | None = None
     base: int = 0
     least: int = 0
+    slots: tuple[int, ...] = DEFAULT.weights.slots
+    mru: bool = True
+    capped: bool = True
 
     @property
     def costs(self) -> Costs:
@@ -58,7 +62,7 @@ class Model:
     @property
     def cap(self) -> int:
         """Layers that it may stream."""
-        found = cap(self.costs)
+        found = cap(self.costs, self.capped)
         return max(self.base, found if self.most is None else min(found, self.most))
 
     @property
@@ -82,20 +86,20 @@ class Remapping:
 
 
 @lru_cache(maxsize=256)
-def cap(costs: Costs) -> int:
-    """The most layers whose copies take no longer than the iteration, and not all that have pages. See Note [Algorithm
-    1]."""
+def cap(costs: Costs, capped: bool = True) -> int:
+    """The most layers whose copies take no longer than the iteration, or that there are where not `capped`, and not all
+    that have pages. See Note [Algorithm 1]."""
     pages = costs.pages
 
     def hidden(count: int) -> bool:
-        return sum(pages[layer] for layer in spread(pages, count)) * costs.ratio <= sum(pages)
+        return not capped or sum(pages[layer] for layer in spread(pages, count)) * costs.ratio <= sum(pages)
 
     return max(takewhile(hidden, range(max(1, sum(map(bool, pages))))))
 
 
 def victims(models: Iterable[Model]) -> list[Model]:
     """In the order in which they give. See Note [Who gives]."""
-    return sorted(models, key=lambda each: (each.active, each.priority, -each.used, each.name))
+    return sorted(models, key=lambda it: (it.active, it.priority, -it.used if it.mru else it.used, it.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +146,10 @@ def activate(models: Sequence[Model], name: str, free: int) -> Remapping:
     running = replace(model, active=True)
     if len(model.plan.streamed) <= running.cap:
         return Remapping({}, 0, 0)
-    plan = fewest(model.plan.pages, smallest(model.plan.pages, running.cap), running.costs.ratio, running.cap)
+    least = smallest(model.plan.pages, running.cap)
+    plan = fewest(model.plan.pages, least, running.costs.ratio, running.cap, model.slots) or fewest(
+        model.plan.pages, least, running.costs.ratio, running.cap
+    )
     assert plan is not None
     taken = plan.device_pages - model.plan.device_pages
     others = remap([each for each in models if each.name != name], taken, free)
@@ -157,7 +164,8 @@ def revert(models: Iterable[Model], spare: int) -> Remapping:
         if spare + freed <= 0:
             break
         costs, now = model.costs, model.plan
-        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, max(model.cap, len(now.streamed)))
+        most = max(model.cap, len(now.streamed))
+        plan = fewest(now.pages, now.device_pages + spare + freed, costs.ratio, most, model.slots)
         if plan is not None and (costs.of(plan), plan.host_pages) < (costs.of(now), now.host_pages):
             plans[model.name] = plan
             freed += now.device_pages - plan.device_pages
@@ -198,7 +206,7 @@ def _part(model: Model) -> Fraction:
 
 def _freeing_more(model: Model) -> Plan | None:
     """The fastest plan under its cap that frees more than it does now."""
-    plan = fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap)
+    plan = fewest(model.plan.pages, model.plan.device_pages - 1, model.costs.ratio, model.cap, model.slots)
     return plan if plan is not None and plan.device_pages >= model.least else None
 
 

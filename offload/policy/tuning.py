@@ -80,6 +80,11 @@ class WeightPlans:
 
     # Numbers of slots that are tried: more than two never pay (Oneiros §5.2).
     slots: tuple[int, ...] = (1, 2)
+    # Of idle models that with the latest use gives first (MRU, Oneiros §5.2), else that with the earliest; and models
+    # stream no more than hides (§5.3), else all layers but one. Not to be changed but to see what either is worth:
+    # docs/measuring.md, bench_tenants.py.
+    mru: bool = True
+    capped: bool = True
     # Times that a layer takes longer to copy than to compute, until it was measured. Measured: one sequence decoded
     # eagerly, PCIe 5. It decides between one slot and two and nothing else.
     assumed_ratio: Fraction = Fraction(4)
@@ -317,7 +322,10 @@ class Serving:
     # A request that is alone and finds no memory looks so often before it fails, ten times a second (the loop of
     # transformers): requests of other models end meanwhile. Chosen.
     lonely: int = 100
-    look: float = 0.1  # s, that this loop waits (whatif.py)
+    look: float = 0.1  # s, that this loop waits (hooks/whatif)
+    # Where models are swapped for comparison, another's oldest request waits so many times what its weights take until
+    # the one that is there gets no new ones: a fifth of the time may go into swapping. Chosen.
+    swaps: float = 4.0
     # To measure what steps take, so many requests are answered, of so many tokens at the most, with answers of at most
     # so many: a few seconds of a small model on a CPU. Chosen.
     sample: int = 24
@@ -341,6 +349,11 @@ class Serving:
     ends: int = 4
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
+    # It may have all of the host's memory (eLLM's B_max; 0: no prompt's KV goes there), and KV and activations exchange
+    # pages (eLLM §4.3), else what stock sets aside for activations stays theirs. Not to be changed but to see what
+    # either is worth: docs/measuring.md, bench_tenants.py.
+    most: float = 1.0
+    inflation: bool = True
     # What is measured of each of several models before it is served: batches and lengths up to these, for so many
     # seconds. Chosen: enough to know what hides behind its steps while it is idle.
     measured: tuple[int, int, float] = (4, 512, 10.0)

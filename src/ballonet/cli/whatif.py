@@ -18,68 +18,117 @@ def add(commands: Any) -> None:
     """Describes the command."""
     text = "what recorded requests would meet on a machine: time simulated, pages real"
     parser = arguments.command(commands, "whatif", _whatif, text)
-    parser.description = f"""{parser.description} The requests go through the scheduler, the admission and the cache of
-        `serve`, with pages of the stand-in; a step takes what a cost model says, and nothing is computed. Prints a line
-        of JSON for each policy, with the keys of `load`, and policy, steps, kv_bytes (at the most). `stock` is
-        transformers' own cache and scheduler; `full` and `fast` are the values of --batches."""
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, as for `load`")
-    parser.add_argument("--model", required=True, help="a folder or a name: its configuration, no weights")
+    parser.description = f"""{parser.description} The requests go through the scheduler, the admission, the cache and
+        the governor of `serve`, with pages of the stand-in; a step takes what a cost model says, and nothing is
+        computed. Prints a line of JSON for each policy, with the keys of `load`, and policy, steps, kv_bytes (at the
+        most), stalled and moved (seconds that steps waited), swaps, and models, where there are several. Policies:
+        stock, split (of several models, each with an even part of the budget) and swap (one of them at a time on the
+        device) are transformers' own cache and scheduler; fast is ballonet; full is --batches full, and the others are
+        fast with a part switched off: lru, uncapped, one-slot, two-slots, no-reversion, weights-fixed, no-inflation,
+        no-buffer, fixed-buffer."""
     parser.add_argument(
-        "--policy", default="stock,full,fast", metavar="P,P,...", help="of these (default: %(default)s)"
+        "trace", metavar="TRACE", type=Path, nargs="+", help="a file of requests, as for `load`, or one for each model"
+    )
+    parser.add_argument(
+        "--model", required=True, action="append", help="a folder or a name: its configuration, no weights; repeat it"
+    )
+    parser.add_argument(
+        "--turns", metavar="TIME", type=arguments.seconds, help="requests go to one model for so long, then to the next"
+    )
+    parser.add_argument(
+        "--policy", metavar="P,P,...", help="of those above (default: stock,full,fast or split,swap,fast)"
     )
     parser.add_argument(
         "--costs",
         metavar="FILE",
         type=Path,
-        help="what steps take, as JSON; where there is no such file the model is measured, and it is written",
+        action="append",
+        help="what steps take, as JSON, of each model or of all; where there is no such file the model is measured "
+        "and it is written",
     )
     parser.add_argument("--budget", required=True, metavar="SIZE", help="device memory, weights included")
     parser.add_argument("--host-budget", default="1GiB", metavar="SIZE", help="host memory (default: %(default)s)")
     parser.add_argument("--page-size", default="2MiB", metavar="SIZE", help="of a page (default: %(default)s)")
+    parser.add_argument("--link", default="25GB", metavar="SIZE", help="bytes per second to the host (%(default)s)")
+    parser.add_argument(
+        "--shrink", metavar="N", type=arguments.count, default=1, help="a byte here stands for N of that machine"
+    )
     parser.add_argument("--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV")
     parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
     arguments.add_requests(parser)
+    parser.add_argument("--ask", action="store_true", help="each request asks for the SLOs, too")
 
 
 def _whatif(args: argparse.Namespace) -> None:
-    from transformers import AutoConfig
+    from ..hooks.whatif.machine import Machine, Tenant, checked
+    from ..hooks.whatif.policies import default, named
+    from ..hooks.whatif.run import run
 
-    from ..hooks.server import whatif
-    from ..hooks.server.arrivals import lengthened, read
-
-    policies = [each.strip() for each in args.policy.split(",")]
-    if unknown := sorted(set(policies) - set(whatif.POLICIES)):
-        args.wrong(f"no policy {', '.join(unknown)}: there are {', '.join(whatif.POLICIES)}")
+    models: list[str] = args.model
+    policies = [each.strip() for each in args.policy.split(",")] if args.policy else list(default(len(models)))
+    for each in policies:
+        named(each, len(models))
+    if len(args.trace) not in (1, len(models)) or len(args.costs or [None]) not in (1, len(models)):
+        args.wrong(f"give one trace and one file of costs, or one for each of the {len(models)} models")
+    if args.turns is not None and (len(models) == 1 or len(args.trace) > 1):
+        args.wrong("--turns deals one trace out to several models")
+    if args.ask and args.ttft_slo is None and args.tpot_slo is None:
+        args.wrong("--ask needs --ttft-slo or --tpot-slo")
     sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "host_budget", "page_size")}
-    arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
-    arrivals = lengthened(arrivals, float(args.lengths))
+    machine = Machine(**sizes, link=parse_size(args.link, "link"), scale=args.shrink)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}
-    try:
-        config = AutoConfig.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        raise ManageError(f"{args.model} has no configuration that transformers can read: {error}") from None
-    if args.costs is not None and args.costs.exists():
-        costs = whatif.costs_of(args.costs)
-    else:
-        _say(f"measuring {args.model}")
-        costs, wrong = whatif.measured(args.model, arrivals, batching=batching, **sizes)
-        _say(f"a step takes {asdict(costs)} seconds; half of those measured are within {wrong:.1%} of that")
-        if args.costs is not None:
-            args.costs.write_text(json.dumps(asdict(costs)) + "\n")
-    machine = whatif.Machine(weights=whatif.weights_of(config), costs=costs, **sizes)
-    if machine.weights >= machine.budget:
-        raise ManageError(f"the weights have {machine.weights} bytes, and the budget is {machine.budget}: give more")
+    dealt = _arrivals(args, len(models))
+    costs = [_costs(args, n, dealt[n], sizes, batching) for n in range(len(models))]
+    named_apart = [name if models.count(name) == 1 else f"{name} ({n + 1})" for n, name in enumerate(models)]
+    tenants = [Tenant(*each) for each in zip(named_apart, map(_config, models), costs, dealt, strict=True)]
+    checked(tenants, machine)
+    requests = sum(map(len, dealt))
 
     def note(done: int) -> None:
         if sys.stderr.isatty():
-            print(f"\r{done} of {len(arrivals)} requests", end="", file=sys.stderr)
+            print(f"\r{done} of {requests} requests", end="\n" if done == requests else "", file=sys.stderr)
 
-    for policy in policies:
-        config = AutoConfig.from_pretrained(args.model)
-        slos = args.ttft_slo, args.tpot_slo
-        found = whatif.run(arrivals, config, machine, policy, batching, slos, note)
+    for each in policies:
+        found = run(tenants, machine, each, batching, (args.ttft_slo, args.tpot_slo), args.ask, note)
         print(json.dumps(found), flush=True)
+
+
+def _arrivals(args: argparse.Namespace, models: int) -> list[Any]:
+    """The requests of each model."""
+    from ..hooks.server.arrivals import lengthened, read
+    from ..hooks.whatif.machine import dealt
+
+    options = {"limit": args.limit, "rate": float(args.rate), "scale": float(args.scale)}
+    traces = [lengthened(read(path, **options), float(args.lengths)) for path in args.trace]
+    return traces if len(traces) == models else dealt(traces[0], models, args.turns)
+
+
+def _config(name: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ManageError(f"{name} has no configuration that transformers can read: {error}") from None
+
+
+def _costs(args: argparse.Namespace, number: int, arrivals: Any, sizes: dict[str, int], batching: Any) -> Any:
+    """What steps of a model take: from its file, or measured and written there."""
+    from ..hooks.whatif.machine import costs_of
+    from ..hooks.whatif.measuring import measured
+
+    name = args.model[number]
+    _config(name)
+    path = None if args.costs is None else args.costs[min(number, len(args.costs) - 1)]
+    if path is not None and path.exists():
+        return costs_of(path)
+    _say(f"measuring {name}")
+    costs, wrong = measured(name, arrivals, batching=batching, **sizes)
+    _say(f"a step takes {asdict(costs)} seconds; half of those measured are within {wrong:.1%} of that")
+    if path is not None:
+        path.write_text(json.dumps(asdict(costs)) + "\n")
+    return costs
 
 
 def _say(line: str) -> None:

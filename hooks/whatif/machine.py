@@ -1,0 +1,141 @@
+"""The machine that is simulated, the models on it and what is asked of them.
+
+Note [Scale]
+    Pages are real memory of this machine, which as a rule has less than the one that is simulated. So one byte here
+    stands for `scale` there: the budget, pages, weights, KV of a token and its activations are all so much smaller, in
+    numbers as many as there, and the link takes as long for each. Time is not scaled. What does not shrink: the tables
+    and indices of a batch, of which the admission counts `scale` times too much, a per mille of a budget.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...allocator.errors import ManageError
+from ...allocator.units import format_size
+from ...offload.policy.step_costs import Parts, Step
+from ...offload.record.record import Point, Record
+from ..profile import Grid
+from ..server.arrivals import Arrival
+from ..weights.layers import decoder_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is: bytes of the device, of the host and of a page, and bytes per second of the link between them.
+    `scale`: bytes that one byte of this machine stands for. See Note [Scale]."""
+
+    budget: int
+    host_budget: int
+    page_size: int
+    link: float
+    scale: int = 1
+
+    def __post_init__(self) -> None:
+        """ManageError where the page cannot be scaled."""
+        if self.scale < 1 or self.page_size % (self.scale * 4096):
+            raise ManageError(
+                f"a page of {format_size(self.page_size)} cannot be {self.scale} times smaller here: it has to be a "
+                "multiple of 4096 bytes then; give a larger page or a smaller scale"
+            )
+
+    @property
+    def here(self) -> Machine:
+        """What this machine has for it."""
+        pages = self.budget // self.page_size, self.host_budget // self.page_size
+        page = self.page_size // self.scale
+        return Machine(pages[0] * page, pages[1] * page, page, self.link / self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A model by its configuration, what its steps take on the machine, and the requests for it."""
+
+    name: str
+    config: Any
+    costs: Parts
+    arrivals: Sequence[Arrival]
+
+    def record(self, machine: Machine, grid: Grid) -> Record:
+        """What a measurement of its iterations would say."""
+        found = {}
+        for batch, length in grid.sizes():
+            found[Point("decode", batch, length)] = self.costs.seconds(Step(batch, batch * (length + 1)))
+            found[Point("prefill", batch, length)] = self.costs.seconds(Step(batch * length, batch * length))
+        return Record({}, machine.link, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the weights of a model: of each decoder layer, and of the rest."""
+
+    layers: tuple[int, ...]
+    rest: int
+
+    @classmethod
+    def of(cls, config: Any) -> Sizes:
+        """The sizes of a model with this configuration, in its own type."""
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+        layers = tuple(sum(each.nbytes for each in layer.parameters()) for layer in decoder_layers(model))
+        return cls(layers, sum(each.nbytes for each in model.parameters()) - sum(layers))
+
+    @property
+    def total(self) -> int:
+        """Bytes of all weights."""
+        return sum(self.layers) + self.rest
+
+
+def costs_of(path: Path) -> Parts:
+    """The cost model in a file: seconds by part, as JSON. ManageError where it is none; OSError."""
+    try:
+        parts = Parts(**json.loads(path.read_text()))
+        if not all(isinstance(each, int | float) and each >= 0 for each in asdict(parts).values()):
+            raise ValueError("a part is not a number of seconds")
+        if parts.fixed + parts.row + parts.key + parts.pair <= 0:
+            raise ValueError("all parts are 0, so that no time would pass")
+    except (ValueError, TypeError) as error:
+        raise ManageError(f"{path} is no cost model of fixed, row, key and pair: {error}") from None
+    return parts
+
+
+def dealt(arrivals: Sequence[Arrival], models: int, turn: float | None = None) -> list[list[Arrival]]:
+    """The requests of each of so many models: one after the other to each, or where they take turns all of `turn`
+    seconds to one, and then to the next."""
+    found: list[list[Arrival]] = [[] for _ in range(models)]
+    for number, each in enumerate(arrivals):
+        found[(number if turn is None else int(each.at / turn)) % models].append(each)
+    return found
+
+
+def smaller(config: Any, scale: int) -> Any:
+    """The configuration of text whose KV and activations are so many times smaller. ManageError where heads cannot
+    be."""
+    text = config.get_text_config()
+    if scale > 1:
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if head % scale or text.hidden_size % scale:
+            raise ManageError(f"heads of {head} elements cannot be {scale} times smaller: give a scale that divides it")
+        text.head_dim, text.hidden_size = head // scale, text.hidden_size // scale
+    return text
+
+
+def checked(tenants: Sequence[Tenant], machine: Machine) -> None:
+    """ManageError where there is no request, or a model does not fit by itself."""
+    for each in tenants:
+        weights = Sizes.of(each.config).total
+        if weights >= machine.budget:
+            raise ManageError(
+                f"the weights of {each.name} have {format_size(weights)}, and the budget is "
+                f"{format_size(machine.budget)}: give more"
+            )
+    if not any(each.arrivals for each in tenants):
+        raise ManageError("there are no requests")
