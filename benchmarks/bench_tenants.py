@@ -89,7 +89,7 @@ def main() -> None:
         f"{'tiny models' if chosen.tiny else '8B models'}, {REQUESTS[chosen.tiny]} requests of "
         f"{', '.join(each.name for each in chosen.files) or 'a trace made here'}, time simulated, pages real"
     )
-    report(chosen, "tenants", title, COLUMNS, rows)
+    report(chosen, "tenants", title, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
 
 
 def measure(chosen: Options, trace: Path, scene: Scene) -> Iterator[list[Any]]:
