@@ -183,6 +183,26 @@ class ElasticPagedCache(PagedAttentionCache):
             keys, values = super().update(*args, **kwargs)
         return keys, values
 
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        """As stock's; children that find no memory are not forked."""
+        forked: list[str] = []
+        with suppress(torch.OutOfMemoryError, DriverError):
+            for name in dst_req_ids:
+                forked += super().prepare_fork_request(src_state, [name], copy_src_and_dst)
+        return forked
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
+        """As stock's, under a lease, and block by block where there is no memory for copies on the way."""
+        with GroupLease(self.group):
+            self.pages.client.uses()
+            try:
+                super().perform_cache_copy(copy_src_and_dst)
+            except torch.OutOfMemoryError:
+                for name, blocks in copy_src_and_dst.items():
+                    view = self.cache_allocators[name]._copy_view
+                    for source, target in zip(*blocks, strict=True):
+                        view[target].copy_(view[source])
+
     def _sectors_needed(self, state: Any, tokens: int) -> int:
         held, name = state.current_len(), state.request_id
         return sum(each.needs_new_sectors(name, held, tokens) for each in self.cache_allocators.values())
