@@ -13,6 +13,7 @@ import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
 
+from ...allocator.errors import DriverError
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
 
@@ -39,7 +40,7 @@ class Loop(CBGenerateManager):
         loop = model.init_continuous_batching(generation_config=gen_config, continuous_batching_config=self._cb_config)
         try:
             loop.batch_processor = loop._create_batch_processor()  # as its warmup() does
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, DriverError) as error:
             raise HTTPException(503, f"no memory for a cache: {error}") from None
         loop.start()
         self._cb = loop

@@ -21,7 +21,9 @@ def add(commands: Any) -> None:
     parser = arguments.command(commands, "serve", _serve, text)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="a name on the Hugging Face hub, or a folder")
     arguments.add_sizes(parser)
-    parser.add_argument("--host-budget", metavar="SIZE", help="host pages, such as 64GiB (BALLONET_HOST_BUDGET)")
+    parser.add_argument(
+        "--host-budget", metavar="SIZE", help="host pages, such as 64GiB; 0: none (BALLONET_HOST_BUDGET)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument(
         "--port", type=arguments.whole(1, 65535), default=8000, help="port to listen at (default: 8000)"

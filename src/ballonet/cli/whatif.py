@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..allocator.config import parse_size
+from ..allocator.config import parse_host_budget, parse_size
 from ..allocator.errors import ManageError
 from . import arguments
 
@@ -50,7 +50,8 @@ def _whatif(args: argparse.Namespace) -> None:
     policies = [each.strip() for each in args.policy.split(",")]
     if unknown := sorted(set(policies) - set(whatif.POLICIES)):
         args.wrong(f"no policy {', '.join(unknown)}: there are {', '.join(whatif.POLICIES)}")
-    sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "host_budget", "page_size")}
+    sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "page_size")}
+    sizes["host_budget"] = parse_host_budget(args.host_budget)
     arrivals = read(args.trace, limit=args.limit, rate=float(args.rate), scale=float(args.scale))
     arrivals = lengthened(arrivals, float(args.lengths))
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
