@@ -78,9 +78,11 @@ class ElasticScheduler(Scheduler):
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
         most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
-        if can_ever_run(needed, staging, most) and prompt + new <= self.cache.max_tokens_read:
-            return None
-        return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
+        if not can_ever_run(needed, staging, most):
+            return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
+        if prompt + new > (most_read := self.cache.max_tokens_read):
+            return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
+        return None
 
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any

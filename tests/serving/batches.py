@@ -49,7 +49,7 @@ def answers(
 
 def looping(model: Any, tokens: int, **settings: Any) -> AbstractContextManager[Any]:
     """The manager of a generation loop whose answers have so many tokens. `settings`: of continuous batching."""
-    batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64, **settings)
+    batching = ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings})
     found: AbstractContextManager[Any] = model.continuous_batching_context_manager(
         generation_config=greedily(tokens), continuous_batching_config=batching
     )

@@ -28,6 +28,7 @@ from .batches import Answer, looping, prompts, stock
 PAGE = 16384
 TOKENS = 16
 PATIENCE = 60  # seconds for all answers of a turn
+TURNS = 3  # at most, until what was armed has struck: turns differ
 
 
 def test_a_fault_at_any_driver_call() -> None:
@@ -57,21 +58,22 @@ def run(*, every: bool = False) -> None:
         assert {name for name, _, _ in places} >= {"cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync"}
         gc.collect()
         gc.freeze()
-        struck, told, lived = device.snapshot()["faults"], Counter[str](), 0
+        struck, told, begun = device.snapshot()["faults"], Counter[str](), Counter[bool]()
         for function, nth, times in places:
             print(function, nth, times, flush=True)
             for later in range(times):
                 arm(function, nth + later)
-            lived += turn(model, asked, expected, told)
-            gc.collect()
-            device.check()
-            assert device.snapshot()["pages"]["kv"] == 0
+            for _ in range(TURNS):
+                begun[turn(model, asked, expected, told)] += 1
+                gc.collect()
+                device.check()
+                assert device.snapshot()["pages"]["kv"] == 0
+                if not pending(function):
+                    break
         struck = device.snapshot()["faults"] - struck
-        print(f"{len(places)} places, {struck} faults struck, {lived} loops lived; told: {told}")
-        assert struck >= 0.5 * len(places)
-        assert lived >= 0.8 * len(places)
-        while any(map(pending, numbers)):  # a fault that was not met may strike now
-            turn(model, asked, expected, told)
+        print(f"{len(places)} places, {struck} faults struck; loops that began, or did not: {begun}; told: {told}")
+        assert struck >= 0.9 * len(places)
+        assert begun[True] >= 0.8 * len(places)
         assert turn(model, asked, expected)
     left = settle(device)
     assert left["kv"] == left["weights"] == left["retiring"] == 0, left
