@@ -156,25 +156,6 @@ def test_a_flood_is_refused_and_the_rest_is_answered(serving: Serving) -> None:
     ask(serving.client(), serving.models[0], 3)
 
 
-def test_clients_that_go_away_leave_nothing(serving: Serving) -> None:
-    host, port = serving.url.removeprefix("http://").split(":")
-    for n in range(60):
-        body = json.dumps(
-            {"model": serving.models[n % 2], "prompt": "w3 w4", "max_tokens": 400, "stream": True}
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        sent = head.encode() + body
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(sent[: len(sent) if n % 3 else 40 + 3 * n])  # some send half a request
-            if n % 3 == 1:
-                connection.recv(64)
-    for model in serving.models:
-        ask(serving.client(), model, 3)
-    while serving.figure("ballonet_requests{"):
-        pass
-
-
 def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
