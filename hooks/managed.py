@@ -515,6 +515,7 @@ def _attach_caches(
     from .batching import seams
     from .batching.batched import Batched
     from .batching.living import Living
+    from .compat import label
     from .kv import generation
     from .prefix.identity import Looks
 
@@ -529,7 +530,7 @@ def _attach_caches(
         living = Living(Looks(model).now, None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    batched = Batched(device, StepCosts(), options.batches == "fast", require, living, slo)
+    batched = Batched(label(model), device, StepCosts(), options.batches == "fast", require, living, slo)
     detach_batches = seams.attach(model, batched)
     alive = weakref.ref(model)
 

@@ -69,7 +69,7 @@ class ElasticPagedCache(PagedAttentionCache):
         )
         host: int = on.snapshot()["host_budget"] if on.host_pages else 0
         sectors = max(1, (on.budget + host) // self.bytes_per_sector)
-        self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector)
+        self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name)
         self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
         self.max_tokens_read = readable(on.budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)

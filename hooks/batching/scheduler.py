@@ -19,6 +19,7 @@ from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
 from .cache import ElasticPagedCache
+from .noting import Noting
 
 
 class ElasticScheduler(Scheduler):
@@ -50,6 +51,7 @@ class ElasticScheduler(Scheduler):
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
         self._in_row = 0  # steps of prompts alone since requests that decode had one
+        self._noting = Noting(cache.model.name)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -66,9 +68,11 @@ class ElasticScheduler(Scheduler):
             raise ManageError(f"request {state.request_id} has no tokens")
         if (slo := self.cache.model.slo) != NOTHING:
             self._slos.setdefault(state.request_id, replace(slo, arrived=self.clock()))
+        self._noting.came(state)
         sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
         if (why := self.refusal(*sizes) or self.impossible(*sizes)) is not None:
             self._slos.pop(state.request_id, None)
+            self._noting.ended(state, "refused")
             raise why
         super().add_waiting_request(state)
 
@@ -109,6 +113,8 @@ class ElasticScheduler(Scheduler):
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         self.cache.point, self._next = packed(sequences), Step.of(sequences)
+        if scheduled:
+            self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
         self._require([each.state for each in scheduled])
         self._limits = self._limited([each.state for each in scheduled])
         left_out = [each for each in looked if each[0].request_id not in found.where]
@@ -122,6 +128,8 @@ class ElasticScheduler(Scheduler):
             self._costs.observe(self._step[0], now - self._step[1])
             self.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
         self._step = (self._next, now) if found else None
+        if not found:
+            self._noting.rests()
         self._ended = math.inf if self.has_pending_requests() else min(self._ended, now)
 
     @property
@@ -189,11 +197,14 @@ class ElasticScheduler(Scheduler):
                 if error is not None:
                     del self.waiting_requests[name]
                     self.waiting_requests_order.remove(name)
+                    self._noting.ended(state, "refused")
                     gone.append((state, error))
         return gone
 
     def finish_request(self, request_id: str) -> None:
         """As Scheduler's."""
+        if (state := self.active_requests.get(request_id)) is not None:
+            self._noting.ended(state)
         super().finish_request(request_id)
         self._slos.pop(request_id, None)
 
@@ -201,6 +212,7 @@ class ElasticScheduler(Scheduler):
         """As Scheduler's."""
         found: list[Any] = super().clear_cancelled_requests()
         for state in found:
+            self._noting.ended(state, "cancelled")
             self._slos.pop(state.request_id, None)
         return found
 
@@ -238,6 +250,7 @@ class ElasticScheduler(Scheduler):
 
     def wait_again(self, state: Any) -> None:
         """A request that has run before waits for its turn."""
+        self._noting.again(state)
         super().add_waiting_request(state)
 
     def lacked(self) -> None:

@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 class SectorClient:
     """Used by the thread that schedules; the governor asks on any."""
 
-    name = "KV of requests"
     block = 1
     near = on_peer = leaving = 0
 
-    def __init__(self, device: Device, group: Group, range_: Range, governor: Governor) -> None:
-        """The pages of `range_`. DriverError."""
+    def __init__(self, device: Device, group: Group, range_: Range, governor: Governor, model: str) -> None:
+        """The pages of `range_`, of requests of a model that is called so. DriverError."""
+        self.name = f"KV of requests of {model}"
         self.governor = governor
         self.used = governor.clock()  # when a step began last
         self.stream = 0  # that computed last

@@ -40,7 +40,6 @@ from .metrics import Collector
 from .tenants import Tenants, asked_slo
 
 OPEN = ("/health", "/metrics")  # that need no key
-TOLD = 5.0  # seconds for requests to hear that they have been ended
 
 
 @dataclass(frozen=True)
@@ -97,12 +96,13 @@ class Server:
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM: no new requests then; those that run may end, or are told after a while."""
+        told = governors.composed_with().tuning.serving.told
         config = uvicorn.Config(
             self.app,
             host=self._address.host,
             port=self._address.port,
             log_level="warning",
-            timeout_graceful_shutdown=round(self._address.grace + TOLD),
+            timeout_graceful_shutdown=round(self._address.grace + told),
         )
         before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its own shutdown
         try:

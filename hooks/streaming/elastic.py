@@ -27,6 +27,7 @@ from ...offload.governor.governor import Governor
 from ...offload.policy.ledger import Refusal
 from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
+from ..compat import label
 from ..device import governors, graphs
 from ..device.pressure import Giver
 from ..forward.turns import Turns
@@ -52,7 +53,7 @@ class Elastic:
         governor: Governor,
         options: ManageOptions,
     ) -> None:
-        self.name = type(model).__name__
+        self.name = label(model)
         self.options = options
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority

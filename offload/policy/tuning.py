@@ -302,6 +302,9 @@ class Timelines:
     rows: int = 20_000
     marks: int = 200
     events: int = 10_000
+    # Requests (the first ones), and batches of each loop.
+    requests: int = 2_000
+    batches: int = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +336,8 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
+    # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
+    told: float = 5.0
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
     # What is measured of each of several models before it is served: batches and lengths up to these, for so many

@@ -193,7 +193,8 @@ def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("grace", "tokens"), [("300s", 50), ("100ms", 400)])
 def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Path) -> None:
     """Requests are answered, or told after a while. There are no host pages."""
-    server = Serving(tmp_path, "--grace", grace, "--host-budget", "0", "--batch-tokens", "64", layers=(2,))
+    drawn = ("--timeline", str(tmp_path / "drawn.json"))
+    server = Serving(tmp_path, "--grace", grace, "--host-budget", "0", "--batch-tokens", "64", *drawn, layers=(2,))
     client, model = server.client(), server.models[0]
     assert ask(client, model, 3)
     began = threading.Semaphore(0)
@@ -236,6 +237,9 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
         assert all(each.startswith("stream Generation loop finished") for each in found[::2]), found
         assert all(each.startswith("503") and "the server shuts down" in each for each in found[1::2]), found
     assert "Traceback" not in server.said(), server.said()
+    told = json.loads((tmp_path / "drawn.json").read_text())
+    assert [each["end"] for each in told["requests"]] == ["finished"] + 12 * ["finished" if tokens == 50 else "failed"]
+    assert {each["loop"] for each in told["requests"]} == {"2 layers"}
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: Path) -> None:

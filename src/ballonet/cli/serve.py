@@ -46,6 +46,7 @@ def add(commands: Any) -> None:
         "--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV (default: 256)"
     )
     parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
+    arguments.add_timeline(parser)
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
 
@@ -60,8 +61,13 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
     from ..allocator import runtime
     from ..allocator.install import install
+    from ..offload.timeline import recorder
 
+    if args.timeline is not None:
+        recorder.check(args.timeline)  # before anything takes its time
     install(budget=args.budget, page_size=args.page_size, host_budget=args.host_budget)
+    if args.timeline is not None:
+        recorder.until_exit(args.timeline)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     batching = {name: value for name, value in given.items() if value is not None}
