@@ -30,7 +30,8 @@ def pinned(nbytes: int) -> Callable[[], object]:
 
 
 def paged(nbytes: int) -> Callable[[], object]:
-    ballonet.install(2 * nbytes, host_budget=2 * nbytes)
+    if runtime.current() is None:
+        ballonet.install(2 * nbytes, host_budget=2 * nbytes)
     device = runtime.require()
     source, target = (device.reserve(nbytes, "weights", device.group()) for _ in range(2))
     source.map_host(0, source.pieces)

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import Figure, Options, interleaved, report
-from peer import Functions, answering, begin, peers, synchronize
+from common import Figure, Options, report
+from peer import EXPANDABLE, Functions, answering, begin, in_turns, peers, synchronize
 
 SIZES = {"cpu": (64, 4096, 65536, 1 << 20, 16 << 20), "cuda": (512, 4096, 65536, 1 << 20, 16 << 20, 64 << 20)}
 BUDGET = "512MiB"
 RATIO = 1.10  # of the stock allocator's time
 CORE = 100  # ns
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 EMPTY = """
 #include <cstddef>
 alignas(512) static char memory[64 * 512];
@@ -36,28 +35,12 @@ def main() -> None:
     rows = []
     with peers(__file__, chosen, (*others, "ballonet"), {"expandable segments": EXPANDABLE}) as started:
         found = answering(started, ("native", "ballonet"), "torch", size=SIZES[chosen.device][0])
-        others = tuple(name for name in others if name in found)
         for size in SIZES[chosen.device]:
             core = Figure.of([found["ballonet"].ask("core", size=size) for _ in range(chosen.repetitions)])
-            turns = {name: lambda p=peer, n=size: p.ask("torch", size=n) for name, peer in found.items()}
-            taken = interleaved(turns, chosen.repetitions)
-            ours = taken["ballonet"]
-            rows.append(
-                [
-                    size,
-                    core.at_most(CORE),
-                    *(taken[name] for name in others),
-                    ours,
-                    Figure.ratio(ours, taken["native"]).at_most(RATIO),
-                ]
-            )
-    report(
-        chosen,
-        "allocate",
-        "allocating: ns per allocation and free, by torch.empty and in the core alone",
-        ["bytes", "core alone", *others, "ballonet", "ballonet / native"],
-        rows,
-    )
+            taken = in_turns(found, chosen.repetitions, "torch", size=size)
+            ratio = Figure.ratio(taken["ballonet"], taken["native"]).at_most(RATIO)
+            rows.append({"bytes": size, "core alone": core.at_most(CORE), **taken, "ballonet / native": ratio})
+    report(chosen, "allocate", "allocating: ns per allocation and free, by torch.empty and in the core alone", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, describe_few, interleaved, report
-from peer import Functions, begin, peers, synchronize
+from common import Figure, Options, describe_few, report
+from peer import Functions, begin, in_turns, peers
 from streamed import interval_of, is_managed, page_size
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def main() -> None:
     chosen = begin("calls", __doc__, functions)
     with peers(__file__, chosen, PEERS) as found:
         counted = {name: found[name].ask("calls") for name in PEERS}
-        taken = interleaved({name: (lambda n=name: found[n].ask("ms")) for name in PEERS}, chosen.repetitions)
+        taken = in_turns(found, chosen.repetitions, "ms")
     rows = []
     for name in PEERS:
         calls, ours = counted[name]
@@ -37,14 +37,9 @@ def main() -> None:
         over = (taken[name].median - taken["stock"].median) / LAYERS[chosen.kind] * 1e3
         if name in LIMITS:
             times = times.at_most(LIMITS[name])
-        rows.append([name, calls, ours, times, taken[name], Figure.of([over])])
-    report(
-        chosen,
-        "calls",
-        f"Python per decoded token, {describe_few(chosen, LAYERS[chosen.kind])}",
-        ["peer", "calls", "ballonet's", "times stock's", "ms", "us per layer over stock"],
-        rows,
-    )
+        row = {"peer": name, "calls": calls, "ballonet's": ours, "times stock's": times, "ms": taken[name]}
+        rows.append({**row, "us per layer over stock": Figure.of([over])})
+    report(chosen, "calls", f"Python per decoded token, {describe_few(chosen, LAYERS[chosen.kind])}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -101,7 +96,7 @@ def generated(peer: str, model: PreTrainedModel, chosen: Options, note: Any) -> 
 
     device = chosen.device
     cache = filled("ballonet" if is_managed(peer) else peer, model.config, 1, HELD, device)
-    return timed(model, cache, (1, HELD), device, TOKENS[chosen.kind], Clock(lambda: synchronize(device), note)).times
+    return timed(model, cache, (1, HELD), device, TOKENS[chosen.kind], Clock(device, note)).times
 
 
 if __name__ == "__main__":

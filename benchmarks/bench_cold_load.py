@@ -48,19 +48,18 @@ def main() -> None:
         host, device = Figure.of([found["host"] / nbytes]), Figure.of([found["device"] / found["budget"]])
         ours = name != "stock"
         rows.append(
-            [
-                name,
-                ms,
-                over.at_most(TIME) if ours and chosen.cuda else over,
-                host.at_most(HOST) if ours else host,
-                round(found["budget"] / MIB) if ours else "",
-                device.at_most(1) if ours else "",
-                found["streamed"],
-            ]
+            {
+                "": name,
+                "ms": ms,
+                "ms / file over link": over.at_most(TIME) if ours and chosen.cuda else over,
+                "host / file": host.at_most(HOST) if ours else host,
+                "budget MiB": round(found["budget"] / MIB) if ours else "",
+                "device / budget": device.at_most(1) if ours else "",
+                "layers that stream": found["streamed"],
+            }
         )
     title = f"cold load of a file of {round(nbytes / MIB):,} MiB, {what}: ms to the first token"
-    columns = ["", "ms", "ms / file over link", "host / file", "budget MiB", "device / budget", "layers that stream"]
-    report(chosen, "cold-load", titled(chosen, title), columns, rows)
+    report(chosen, "cold-load", titled(chosen, title), rows)
 
 
 def once(name: str, chosen: Options, what: str, **arguments: Any) -> Any:

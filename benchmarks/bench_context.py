@@ -6,7 +6,8 @@ stock reaches, so its figure is less than what it could. Both are asked for the 
 for the one that follows where the managed peer does, which stock is told without a limit.
 
 Batch: a cache of random keys and values for so many sequences of that length, and a few tokens of `generate()`. The
-managed peer is asked for `MORE` times as many sequences as stock can, and for fewer where that fails.
+managed peer is asked for `MORE` times as many sequences as stock can, and for fewer where that fails. The largest batch
+need not be the fastest: a row of its own says which of the batches that were tried made the most tokens per second.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import pairwise
-from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from budgets import OURS, STOCK, what
@@ -34,17 +33,6 @@ HELD = {"cuda": 32768, "cpu": 512, "tiny": 256}  # tokens of each sequence of a 
 LONGER, MORE = 4, 3  # times what stock reaches
 TOKENS = 4  # of a generate() over a batch
 MOST = 2**18  # tokens
-COLUMNS = [
-    "",
-    STOCK,
-    OURS,
-    "ballonet / stock",
-    "tokens per chunk",
-    "stock: time",
-    "ballonet: time",
-    "next tokens that differ",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -53,85 +41,120 @@ def main() -> None:
     with peers(__file__, chosen, (STOCK,)) as found:
         stock = of_stock(found[STOCK], CHUNK[kind], HELD[kind])
     with peers(__file__, chosen, (OURS,)) as found:
-        rows = [context(found[OURS], stock, CHUNK[kind]), batch(found[OURS], stock, HELD[kind])]
+        rows = [context(found[OURS], stock, CHUNK[kind]), *batches(found[OURS], stock, HELD[kind])]
     title = f"how much fits into {BUDGET[kind] / GIB:.3g} GiB, {what(chosen)}"
-    report(chosen, "context", title, COLUMNS, rows)
+    report(chosen, "context", title, rows)
 
 
 class Stock(NamedTuple):
     """What stock can: the answers for its longest context, for one that is `LONGER` times as long without a limit, and
-    for its largest batch, and how many sequences that has."""
+    for batches, by their number of sequences."""
 
     context: dict[str, Any]
     longer: dict[str, Any]
-    batch: dict[str, Any]
-    most: int
+    batches: dict[int, dict[str, Any]]
 
 
 def of_stock(peer: Peer, chunk: int, held: int) -> Stock:
     """Asks stock."""
     found = peer.ask("context", most=MOST, chunk=chunk)
-    most, answer = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), MOST)
+    tried = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), MOST)
     longer = peer.ask("context", most=LONGER * found["tokens"], chunk=chunk, limited=False)
-    return Stock(found, longer, answer, most)
+    return Stock(found, longer, tried)
 
 
-def context(peer: Peer, stock: Stock, chunk: int) -> list[Any]:
+def context(peer: Peer, stock: Stock, chunk: int) -> dict[str, Any]:
     """The row of the longest context; `LONGER` times as long as stock's it is enough."""
     least, longer = stock.context, stock.longer
     ours = peer.ask("context", most=longer["tokens"], chunk=chunk)
     again = peer.ask("context", most=least["tokens"], chunk=chunk)
     differ = (again["next"] != least["next"]) + (ours["tokens"] == longer["tokens"] and ours["next"] != longer["next"])
+    theirs = f"first token {least['seconds']:.3g} s"
+    return {
+        "": "longest context, tokens",
+        STOCK: least["tokens"],
+        OURS: ours["tokens"],
+        "ballonet / stock": Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
+        "tokens per chunk": chunk,
+        "stock: time": f"{theirs}; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
+        "ballonet: time": f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
+        "next tokens that differ": Figure.of([float(differ)]).at_most(0),
+        "what gave pages": ours["decided"],
+    }
+
+
+def batches(peer: Peer, stock: Stock, held: int) -> list[dict[str, Any]]:
+    """The rows of the largest batch, and of the fastest one."""
+
+    def ask(sequences: int) -> dict[str, Any]:
+        return peer.ask("batch", sequences=sequences, tokens=held)
+
+    most = max(stock.batches)
+    tried = {MORE * most: ask(MORE * most)}
+    if tried[MORE * most]["ms"] is None:
+        tried = largest(ask, MORE * most)
+    more = max(tried)
+    tried |= {sequences: ask(sequences) for sequences in stock.batches if sequences not in tried}
+    (slow, stocks), (fast, ours) = fastest(stock.batches), fastest(tried)
+    largest_row = {
+        "": f"largest batch of {held:,} tokens each",
+        STOCK: most,
+        OURS: more,
+        "ballonet / stock": Figure.of([more / most]).at_least(MORE),
+        "tokens per chunk": "",
+        "stock: time": told(most, stock.batches[most]),
+        "ballonet: time": told(more, tried[more]),
+        "next tokens that differ": "",
+        "what gave pages": tried[more]["decided"],
+    }
     return [
-        "longest context, tokens",
-        least["tokens"],
-        ours["tokens"],
-        Figure.of([ours["tokens"] / least["tokens"]]).at_least(LONGER),
-        chunk,
-        f"first token {least['seconds']:.3g} s; of {LONGER} x as many, without a limit, {longer['seconds']:.3g} s",
-        f"first token {ours['seconds']:.3g} s; of as many as stock {again['seconds']:.3g} s",
-        Figure.of([float(differ)]).at_most(0),
-        ours["decided"],
+        largest_row,
+        largest_row
+        | {
+            "": f"fastest batch of {held:,} tokens each, tokens per second",
+            STOCK: Figure.of([stocks]),
+            OURS: Figure.of([ours]),
+            "ballonet / stock": Figure.of([ours / stocks]).at_least(1.0),
+            "stock: time": told(slow, stock.batches[slow]),
+            "ballonet: time": told(fast, tried[fast]),
+            "what gave pages": tried[fast]["decided"],
+        },
     ]
 
 
-def batch(peer: Peer, stock: Stock, held: int) -> list[Any]:
-    """The row of the largest batch."""
-    wanted = MORE * stock.most
-    ours = peer.ask("batch", sequences=wanted, tokens=held)
-    more = wanted
-    if ours["ms"] is None:
-        more, ours = largest(lambda sequences: peer.ask("batch", sequences=sequences, tokens=held), wanted)
-    return [
-        f"largest batch of {held:,} tokens each",
-        stock.most,
-        more,
-        Figure.of([more / stock.most]).at_least(MORE),
-        "",
-        f"{stock.batch['ms']:.3g} ms per token",
-        f"{ours['ms']:.3g} ms per token",
-        "",
-        ours["decided"],
-    ]
+def told(sequences: int, answer: dict[str, Any]) -> str:
+    """How fast a batch was."""
+    return f"{sequences} sequences: {answer['ms']:.3g} ms per token, {speed(sequences, answer):.3g} tokens per second"
 
 
-def largest(ask: Callable[[int], dict[str, Any]], high: int) -> tuple[int, dict[str, Any]]:
-    """The largest number below `high` that there is room for, and the answer for it; one has to be possible."""
-    low, best, number = 0, None, 1
+def speed(sequences: int, answer: dict[str, Any]) -> float:
+    """Tokens per second of a batch."""
+    return float(sequences / answer["ms"] * 1e3)
+
+
+def fastest(tried: dict[int, dict[str, Any]]) -> tuple[int, float]:
+    """The batch with the most tokens per second, and these."""
+    best = max((n for n in tried if tried[n]["ms"] is not None), key=lambda n: speed(n, tried[n]))
+    return best, speed(best, tried[best])
+
+
+def largest(ask: Callable[[int], dict[str, Any]], high: int) -> dict[int, dict[str, Any]]:
+    """The answers for the numbers that there was room for, the largest of which is below `high`; one has to be
+    possible."""
+    low, found, number = 0, dict[int, dict[str, Any]](), 1
     while high - low > 1:
         answer = ask(number)
         if answer["ms"] is None:
             high = number
         else:
-            low, best = number, answer
+            low, found[number] = number, answer
         number = min(2 * low, (low + high) // 2)
-    if best is None:
+    if not found:
         raise SystemExit("there is no room for a single sequence")
-    return low, best
+    return found
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     budget = BUDGET[chosen.kind]
@@ -152,21 +175,17 @@ def longest(held: Held, budget: int, most: int, chunk: int, limited: bool = True
     if not limited:
         held.reset()
         held.hold(budget)
-    return {
-        "tokens": tokens,
-        "next": following,
-        "seconds": seconds,
-        "decided": "" if before is None else decided(before),
-    }
+    gave = "" if before is None else decided(before)
+    return {"tokens": tokens, "next": following, "seconds": seconds, "decided": gave}
 
 
 def computed(held: Held, most: int, chunk: int) -> tuple[int, int, float]:
     """How many tokens there was room for, the one that follows, and seconds."""
     import torch
+    from generating import words
     from peer import synchronize
 
-    generator = torch.Generator().manual_seed(2)
-    text = torch.randint(1, held.model.config.vocab_size, (1, MOST), generator=generator).to(held.device)
+    text = words(held.model, (1, MOST), seed=2).to(held.device)
     cache = held.cache()
     tokens, seconds, following = 0, 0.0, -1
     begin = time.perf_counter()
@@ -186,16 +205,15 @@ def decoded(held: Held, sequences: int, tokens: int) -> dict[str, Any]:
     from capped import decided
     from generating import Clock, timed
     from llama import filled
-    from peer import synchronize
 
     held.reset()
     before = ballonet.stats() if held.peer == OURS else None
-    clock = Clock(lambda: synchronize(held.device), int)
+    clock = Clock(held.device)
     ms = None
     with suppress(torch.OutOfMemoryError):
         cache = filled(held.peer, held.model.config, sequences, tokens, held.device)
         timed(held.model, cache, (sequences, tokens), held.device, TOKENS, clock)
-        ms = median(b - a for a, b in pairwise(clock.times)) * 1e3
+        ms = clock.ms()
     return {"ms": ms, "decided": "" if before is None else decided(before)}
 
 

@@ -7,10 +7,11 @@ peer counts the calls of the driver that change what lies behind an address: in 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from common import Figure, Options, describe, interleaved, report
-from peer import Functions, begin, peers, synchronize
+from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,26 +33,18 @@ def main() -> None:
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
         for batch, tokens, limit in CASES[chosen.kind]:
             calls: list[float] = []
-            turns = {
-                "stock": lambda b=batch, n=tokens: found["stock"].ask("decode", batch=b, tokens=n)["ms"],
-                "ballonet": lambda b=batch, n=tokens, c=calls: noted(found["ballonet"], b, n, c),
-            }
+            turns = {name: partial(noted, name, peer, batch, tokens, calls) for name, peer in found.items()}
             taken = interleaved(turns, chosen.repetitions)
-            stock, ours = taken["stock"], taken["ballonet"]
-            faster = Figure.ratio(stock, ours).at_least(limit)
-            rows.append([batch, tokens, stock, ours, faster, Figure.of(calls).at_most(0)])
-    report(
-        chosen,
-        "decode",
-        f"decoding: ms per token, {describe(chosen)}",
-        ["sequences", "tokens held", "stock", "ballonet", "times faster", "page calls per token"],
-        rows,
-    )
+            faster = Figure.ratio(taken["stock"], taken["ballonet"]).at_least(limit)
+            row = {"sequences": batch, "tokens held": tokens, **taken, "times faster": faster}
+            rows.append({**row, "page calls per token": Figure.of(calls).at_most(0)})
+    report(chosen, "decode", f"decoding: ms per token, {describe(chosen)}", rows)
 
 
-def noted(peer: Any, batch: int, tokens: int, calls: list[float]) -> float:
+def noted(name: str, peer: Any, batch: int, tokens: int, calls: list[float]) -> float:
     answer = peer.ask("decode", batch=batch, tokens=tokens)
-    calls.append(answer["calls"])
+    if name == "ballonet":
+        calls.append(answer["calls"])
     ms: float = answer["ms"]
     return ms
 
@@ -73,7 +66,7 @@ def decode(peer: str, model: PreTrainedModel, batch: int, tokens: int, device: s
     def calls() -> int:
         return sum(ballonet.stats().driver_calls[name] for name in PAGE_CALLS) if peer == "ballonet" else 0
 
-    clock = Clock(lambda: synchronize(device), calls)
+    clock = Clock(device, calls)
     timed(model, filled(peer, model.config, batch, tokens, device), (batch, tokens), device, STEPS, clock)
     each = STEPS - WARM
     ms = (clock.times[-1] - clock.times[WARM - 1]) / each * 1e3

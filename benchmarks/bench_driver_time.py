@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
 from common import MIB, Figure, Options, describe_few, report
-from peer import Functions, begin, peers, synchronize
+from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
     from capped import Held
@@ -31,17 +31,8 @@ PREFILL, DECODE = 0.01, 0.02  # of the time
 AHEAD = 50e6  # bytes, or a page
 # s per page of any size: one H200, driver 580
 COSTS = {"cuMemCreate": 7e-6, "cuMemMap": 0.6e-6, "access": 20e-6, "cuMemUnmap": 14e-6}
+MADE = "pages made, mapped; calls that open; unmapped"
 CALLS = ("cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap")
-COLUMNS = [
-    "",
-    "ms",
-    "ms in the driver",
-    "share of the time",
-    "pages made, mapped; calls that open; unmapped",
-    "on other threads, ms",
-    "the same there",
-    "ahead, MiB",
-]
 
 
 def main() -> None:
@@ -57,14 +48,15 @@ def main() -> None:
     ]
     most = max(each["ahead"] for each in (first, *later))
     limit = max(AHEAD, first["page"]) / MIB
-    rows.append(["mapped ahead and not yet used, at most", *[""] * 6, Figure.of([most / MIB]).at_most(limit)])
+    more = [{"": "mapped ahead and not yet used, at most", "ahead, MiB": Figure.of([most / MIB]).at_most(limit)}]
     if not chosen.cuda:
-        rows += beside(first["prefill"], first["page"])
+        more += beside(first["prefill"], first["page"])
+    rows += [dict.fromkeys(rows[0], "") | row for row in more]
     title = f"time in driver calls that change page tables, {describe_few(chosen, LAYERS[kind])}"
-    report(chosen, "driver-time", title, COLUMNS, rows)
+    report(chosen, "driver-time", title, rows)
 
 
-def beside(prefill: dict[str, Any], page: int) -> list[list[Any]]:
+def beside(prefill: dict[str, Any], page: int) -> list[dict[str, Any]]:
     """What the calls of the first prefill on its own thread come to without ballonet, and at a GPU's cost."""
     made, mapped, _, unmapped = prefill["calls"]
     counts = {"cuMemCreate": made, "cuMemMap": mapped, "access": mapped, "cuMemUnmap": unmapped}
@@ -75,7 +67,8 @@ def beside(prefill: dict[str, Any], page: int) -> list[list[Any]]:
     rows = []
     for what, seconds in taken.items():
         share = Figure.of([each / prefill["seconds"] for each in seconds])
-        rows.append([what, "", Figure.of([each * 1e3 for each in seconds]), share, calls(prefill["calls"]), "", "", ""])
+        driver = milliseconds(seconds)
+        rows.append({"": what, "ms in the driver": driver, "share of the time": share, MADE: calls(prefill["calls"])})
     return rows
 
 
@@ -98,27 +91,32 @@ def calls(counts: list[int]) -> str:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     held = Held(name, chosen)
     return {"say": lambda: say(held, *CASES[chosen.kind])}
 
 
-def row(what: str, answers: list[dict[str, Any]], limit: float) -> list[Any]:
+def milliseconds(seconds: list[float]) -> Figure:
+    return Figure.of([each * 1e3 for each in seconds])
+
+
+def row(what: str, answers: list[dict[str, Any]], limit: float) -> dict[str, Any]:
     """Returns the row of several rounds: seconds, of these in the driver, and of other threads there; calls of the last
     one."""
     last = answers[-1]
-    return [
-        what,
-        Figure.of([each["seconds"] * 1e3 for each in answers]),
-        Figure.of([each["driver"] * 1e3 for each in answers]),
-        Figure.of([each["driver"] / each["seconds"] for each in answers]).at_most(limit),
-        calls(last["calls"]),
-        Figure.of([each["others"] * 1e3 for each in answers]),
-        calls(last["calls_of_others"]),
-        "",
-    ]
+    ms, driver, others = (milliseconds([each[name] for each in answers]) for name in ("seconds", "driver", "others"))
+    share = Figure.of([each["driver"] / each["seconds"] for each in answers]).at_most(limit)
+    return {
+        "": what,
+        "ms": ms,
+        "ms in the driver": driver,
+        "share of the time": share,
+        MADE: calls(last["calls"]),
+        "on other threads, ms": others,
+        "the same there": calls(last["calls_of_others"]),
+        "ahead, MiB": "",
+    }
 
 
 def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
@@ -140,10 +138,8 @@ def say(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
         return device.driver_ns()
 
     prompt = torch.ones(batch, length, dtype=torch.long, device=held.device)
-    clock = Clock(lambda: synchronize(held.device), look)
-    synchronize(held.device)
-    clock.counts.append(look())
-    clock.times.append(time.perf_counter())
+    clock = Clock(held.device, look)
+    clock.note()
     answer(held.model, prompt, tokens, clock)
 
     def between(first: int, last: int) -> dict[str, Any]:

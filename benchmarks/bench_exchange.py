@@ -41,16 +41,12 @@ def main() -> None:
                 if chosen.cuda and page == default:
                     ms = ms.at_most(LIMIT)
                 waits = Figure.of([float(each[2]) for each in taken]).at_most(0)
-                rows.append([what, mib, ms, Figure.of([float(each[1]) for each in taken]), waits])
+                calls = Figure.of([float(each[1]) for each in taken])
+                row = {"what": what, "MiB per page": mib, "ms per GiB": ms, "driver calls": calls, "waits": waits}
+                rows.append(row)
         finally:
             device.close()
-    report(
-        chosen,
-        "exchange",
-        "pages change their owner: ms of the mapper per GiB",
-        ["what", "MiB per page", "ms per GiB", "driver calls", "waits"],
-        rows,
-    )
+    report(chosen, "exchange", "pages change their owner: ms of the mapper per GiB", rows)
 
 
 def measure(device: Device, nbytes: int, chosen: Options) -> dict[str, list[Timed]]:

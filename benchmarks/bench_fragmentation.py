@@ -26,16 +26,6 @@ CASES = {  # what lives: its class, and the pages of a block
     "small tensors": ("activations", 1, 8),
 }
 DROPPED, USABLE = 0.3, 0.99
-COLUMNS = [
-    "what lives",
-    "pages of each",
-    "blocks",
-    "dropped",
-    "free, MiB",
-    "usable, MiB",
-    "usable / free",
-    "torch's own",
-]
 
 
 def main() -> None:
@@ -51,23 +41,22 @@ def main() -> None:
             theirs = found["torch"].ask("drop", **size) if "torch" in found and owner == "activations" else None
             usable = Figure.of([ours["usable"] / ours["free"]])
             rows.append(
-                [
-                    what,
-                    f"{least} to {most}",
-                    ours["blocks"],
-                    ours["dropped"],
-                    round(ours["free"] / MIB),
-                    round(ours["usable"] / MIB),
-                    usable.at_least(USABLE) if what != "small tensors" else usable,
-                    "" if theirs is None else Figure.of([theirs["usable"] / theirs["free"]]),
-                ]
+                {
+                    "what lives": what,
+                    "pages of each": f"{least} to {most}",
+                    "blocks": ours["blocks"],
+                    "dropped": ours["dropped"],
+                    "free, MiB": round(ours["free"] / MIB),
+                    "usable, MiB": round(ours["usable"] / MIB),
+                    "usable / free": usable.at_least(USABLE) if what != "small tensors" else usable,
+                    "torch's own": "" if theirs is None else Figure.of([theirs["usable"] / theirs["free"]]),
+                }
             )
     title = f"30 % of what lives is dropped at random, pages of {format_size(page)}"
-    report(chosen, "fragmentation", title, COLUMNS, rows)
+    report(chosen, "fragmentation", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     import torch
 
     import ballonet

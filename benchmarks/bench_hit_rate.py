@@ -28,25 +28,26 @@ AT = 50_000
 def main() -> None:
     chosen = options("hit-rate", __doc__)
     rows = [row for trace in [None, *chosen.files] for row in measure(trace, TURNS[chosen.tiny])]
-    columns = ["trace", "requests", "blocks stored, at most", "hit rate", "least recently used", "without a limit"]
-    report(chosen, "hit-rate", "blocks of prompts that a prefix cache has", columns, rows)
+    report(chosen, "hit-rate", "blocks of prompts that a prefix cache has", rows)
 
 
-def measure(path: Path | None, turns: int) -> Iterator[list[Any]]:
+def measure(path: Path | None, turns: int) -> Iterator[dict[str, Any]]:
     """A row for each size."""
     trace = list(made(turns)) if path is None else list(recorded(path))
     distinct = len({key for keys in trace for key in keys})
     best = hits(trace, None, "lru")
     for size in sorted({round(distinct * part) for part in SIZES} | ({AT} if distinct > AT else set())):
         found = Figure.of([hits(trace, size, "odds").hit_rate])
-        yield [
-            "made here" if path is None else path.name,
-            best.requests,
-            size,
-            found.at_least(round(best.hit_rate - CLOSE, 4)) if size == AT and path is not None else found,
-            Figure.of([hits(trace, size, "lru").hit_rate]),
-            Figure.of([best.hit_rate]),
-        ]
+        if size == AT and path is not None:
+            found = found.at_least(round(best.hit_rate - CLOSE, 4))
+        yield {
+            "trace": "made here" if path is None else path.name,
+            "requests": best.requests,
+            "blocks stored, at most": size,
+            "hit rate": found,
+            "least recently used": Figure.of([hits(trace, size, "lru").hit_rate]),
+            "without a limit": Figure.of([best.hit_rate]),
+        }
 
 
 def recorded(path: Path) -> Iterator[list[int]]:

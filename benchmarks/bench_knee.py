@@ -8,6 +8,7 @@ of layers at which a token takes no more than 3 % longer. One sequence, `generat
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from common import Figure, Options, describe_few, interleaved, report
@@ -23,7 +24,6 @@ ROUNDS = {"cuda": 2, "cpu": 2, "tiny": 1}
 HELD = {"cuda": 1024, "cpu": 256, "tiny": 16}
 OVER = 1.03  # of the resident time is still hidden
 PREDICTED = 0.1
-COLUMNS = ["layers that stream", "ms per token", "of resident", "predicted ms", "off by", "hidden, predicted", "hidden"]
 
 
 def main() -> None:
@@ -35,10 +35,8 @@ def main() -> None:
         found = answering(started, names, "about")
         layer = found["ballonet"].ask("about")["layer"]
         turns: dict[str, Any] = {"link": lambda: found["link"].ask("link")}
-        for interval in (None, *INTERVALS[kind]):
-            turns[str(interval)] = lambda i=interval: found["ballonet"].ask(
-                "decode", interval=i, held=HELD[kind], tokens=tokens
-            )
+        decode = partial(found["ballonet"].ask, "decode", held=HELD[kind], tokens=tokens)
+        turns |= {str(interval): partial(decode, interval=interval) for interval in (None, *INTERVALS[kind])}
         taken = interleaved(turns, ROUNDS[kind])
     resident = taken["None"]
     costs = Costs((1,) * LAYERS, resident.median / 1e3, layer / taken["link"].median)
@@ -46,10 +44,19 @@ def main() -> None:
     for interval in INTERVALS[kind]:
         count, ms, predicted = LAYERS // interval, taken[str(interval)], costs.expected(costs.plan(interval)) * 1e3
         longer, off = Figure.ratio(ms, resident), Figure.of([abs(ms.median / predicted - 1)])
-        hidden = ("yes" if count <= most else "no", "yes" if longer.median <= OVER else "no")
-        rows.append([count, ms, longer, round(predicted, 1), off.at_most(PREDICTED) if chosen.cuda else off, *hidden])
+        rows.append(
+            {
+                "layers that stream": count,
+                "ms per token": ms,
+                "of resident": longer,
+                "predicted ms": round(predicted, 1),
+                "off by": off.at_most(PREDICTED) if chosen.cuda else off,
+                "hidden, predicted": "yes" if count <= most else "no",
+                "hidden": "yes" if longer.median <= OVER else "no",
+            }
+        )
     title = f"how many layers stream for nothing: {most} predicted; {describe_few(chosen, LAYERS)}"
-    report(chosen, "knee", title, COLUMNS, rows)
+    report(chosen, "knee", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from common import Figure, Options, interleaved, report
-from peer import Functions, begin, peers, synchronize
+from common import Figure, Options, report
+from peer import Functions, begin, in_turns, peers, synchronize
 
 if TYPE_CHECKING:
     from transformers.cache_utils import DynamicLayer
@@ -25,17 +25,11 @@ def main() -> None:
     rows = []
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
         for length in (16, 64) if chosen.tiny else LENGTHS:
-            turns = {name: lambda p=peer, n=length: p.ask("steps", length=n) for name, peer in found.items()}
-            taken = interleaved(turns, chosen.repetitions)
+            taken = in_turns(found, chosen.repetitions, "steps", length=length)
             theirs, ours = taken["stock"], taken["ballonet"]
-            rows.append([length, theirs, ours.at_most(LIMIT), Figure.ratio(theirs, ours)])
-    report(
-        chosen,
-        "kv-growth",
-        "one more token in a KV cache: µs per layer",
-        ["tokens held", "stock DynamicLayer", "ballonet", "times faster"],
-        rows,
-    )
+            row = {"tokens held": length, "stock DynamicLayer": theirs, "ballonet": ours.at_most(LIMIT)}
+            rows.append({**row, "times faster": Figure.ratio(theirs, ours)})
+    report(chosen, "kv-growth", "one more token in a KV cache: µs per layer", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from common import MIB, Figure, Options, interleaved, report
-from peer import Functions, answering, begin, peers, synchronize
+from peer import Functions, answering, begin, peers
 from streamed import environment, page_size, titled
 
 if TYPE_CHECKING:
@@ -23,16 +23,6 @@ AWAY = 0.75
 IN_PLACE = "in place"
 LIMITS = {"through slots": 1.1, IN_PLACE: 1.2}
 TOKENS, WARM = 10, 4
-COLUMNS = [
-    "sequences",
-    "tokens held",
-    "KV",
-    "ms per token",
-    "MiB away",
-    "MiB copied per token",
-    "bound, ms",
-    "ms / bound",
-]
 
 
 def main() -> None:
@@ -45,10 +35,10 @@ def main() -> None:
         for batch, held in CASES[chosen.kind]:
             rows += rows_of(found, batch, held, chosen)
     title = f"decoding with KV on the host: ms per token, {what}"
-    report(chosen, "kv-stream", titled(chosen, title), COLUMNS, rows)
+    report(chosen, "kv-stream", titled(chosen, title), rows)
 
 
-def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[list[Any]]:
+def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> list[dict[str, Any]]:
     answers: dict[str, dict[str, float]] = {}
 
     def decode(name: str) -> float:
@@ -65,9 +55,19 @@ def rows_of(found: dict[str, Any], batch: int, held: int, chosen: Options) -> li
         over = Figure.of([ms.median / bound])
         if name in LIMITS and chosen.cuda and not chosen.tiny:
             over = over.at_most(LIMITS[name])
-        sizes = [Figure.of([answer[kind] / MIB]) for kind in ("away", "copied")]
         how = name if chosen.cuda or name != IN_PLACE else f"{name}, at the speed of memory"
-        rows.append([batch, held, how, ms, *sizes, Figure.of([bound]), over])
+        rows.append(
+            {
+                "sequences": batch,
+                "tokens held": held,
+                "KV": how,
+                "ms per token": ms,
+                "MiB away": Figure.of([answer["away"] / MIB]),
+                "MiB copied per token": Figure.of([answer["copied"] / MIB]),
+                "bound, ms": Figure.of([bound]),
+                "ms / bound": over,
+            }
+        )
     return rows
 
 
@@ -98,7 +98,6 @@ def without_buffers() -> None:
 def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str) -> dict[str, float]:
     """ms per token, bytes of KV on the host, bytes that came over the link for a token."""
     from contextlib import nullcontext
-    from statistics import median
 
     from generating import Clock, timed
     from llama import filled
@@ -113,16 +112,15 @@ def decode(peer: str, model: PreTrainedModel, batch: int, held: int, device: str
         budget = ballonet.stats().budget if ours else 0
         if ours and peer != "resident":
             lower(int(AWAY * sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)))
-        clock = Clock(lambda: synchronize(device), lambda: ballonet.stats().copied.kv_h2d if ours else 0)
+        clock = Clock(device, lambda: ballonet.stats().copied.kv_h2d if ours else 0)
         timed(model, cache, (batch, held), device, TOKENS, clock)
         away = pages_away(cache) * ballonet.stats().page_size if ours else cache_bytes(cache)
         del cache
         if ours:
             ballonet.set_budget(budget)
-    times = [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
     steps = TOKENS - WARM
     copied = (clock.counts[-1] - clock.counts[WARM - 1]) / steps
-    return {"ms": median(times[WARM - 1 :]) * 1e3, "away": away, "copied": copied}
+    return {"ms": clock.ms(WARM - 1), "away": away, "copied": copied}
 
 
 def lower(nbytes: int) -> None:

@@ -22,18 +22,6 @@ OTHERS = {"cuda": 24, "cpu": 12, "tiny": 6}  # prompts of the other in a round, 
 ROOM = {"cuda": 12 * 2**30, "cpu": 56 * 2**20, "tiny": 12 * 2**18}  # bytes beside all weights
 ROUNDS = {"cuda": 5, "cpu": 5, "tiny": 1}
 SLOWER = 1.10
-COLUMNS = [
-    "alone, ms per token",
-    "beside, ms per token",
-    "beside / alone",
-    "alone, ms to the first",
-    "beside, ms to the first",
-    "beside / alone",
-    "pages borrowed",
-    "pages taken back",
-    "pages of a unit",
-    "tokens that differ",
-]
 
 
 def main() -> None:
@@ -48,24 +36,23 @@ def main() -> None:
     )
     slower = Figure.ratio(beside, alone)
     row = [
-        alone,
-        beside,
-        slower if chosen.tiny else slower.at_most(SLOWER),
-        first,
-        first_beside,
-        Figure.ratio(first_beside, first),
-        borrowed,
-        back,
-        rounds[-1]["unit"],
-        differ.at_most(0),
+        ("alone, ms per token", alone),
+        ("beside, ms per token", beside),
+        ("beside / alone", slower if chosen.tiny else slower.at_most(SLOWER)),
+        ("alone, ms to the first", first),
+        ("beside, ms to the first", first_beside),
+        ("beside / alone", Figure.ratio(first_beside, first)),
+        ("pages borrowed", borrowed),
+        ("pages taken back", back),
+        ("pages of a unit", rounds[-1]["unit"]),
+        ("tokens that differ", differ.at_most(0)),
     ]
     lender, other = LAYERS[kind]
     title = f"lending pages: {PROMPT[kind]:,} tokens, {describe_few(chosen, lender)}, beside one with {other} layers"
-    report(chosen, "lending", title, COLUMNS, [row])
+    report(chosen, "lending", title, [row])
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     pair = Pair(chosen)
     return {"round": pair.round}
 
@@ -124,28 +111,18 @@ class Pair:
 
     def _say(self, which: int, prompt: Any) -> tuple[float, float, list[int]]:
         """ms per token after the first, ms to that, the tokens."""
-        import time
+        from statistics import mean
 
-        from generating import Clock
-        from peer import synchronize
+        from generating import said
 
-        device = self._chosen.device
-        ids = prompt.to(device)
-        clock = Clock(lambda: synchronize(device), int)
-        synchronize(device)
-        begin = time.perf_counter()
-        found = self._models[which].generate(
-            ids, max_new_tokens=TOKENS[self._kind], do_sample=False, stopping_criteria=[clock]
-        )
-        first, later = clock.times[0] - begin, clock.times[-1] - clock.times[0]
-        return later * 1e3 / (len(clock.times) - 1), first * 1e3, found[0, prompt.shape[1] :].tolist()
+        clock, tokens = said(self._models[which], prompt, TOKENS[self._kind], self._chosen.device)
+        first, *later = clock.gaps()
+        return mean(later), first, tokens
 
     def _text(self, seed: int) -> Any:
-        import torch
+        from generating import words
 
-        generator = torch.Generator().manual_seed(seed)
-        vocabulary = self._models[0].config.vocab_size
-        return torch.randint(1, vocabulary, (1, PROMPT[self._kind]), generator=generator)
+        return words(self._models[0], (1, PROMPT[self._kind]), seed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ stock is. A budget of which stock does not die is no such case, and shown all th
 from __future__ import annotations
 
 import gc
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from budgets import OURS, STOCK, what
@@ -24,16 +23,6 @@ CASES = {
     "tiny": (8, 128, 3),
 }  # sequences, tokens of the prompt, and new ones
 SHARES = {"cuda": (0.4,), "cpu": (0.6, 0.3), "tiny": (0.7,)}  # of what stock needs beside the weights
-COLUMNS = [
-    "budget, MiB",
-    "of what stock needs",
-    "stock",
-    "ballonet",
-    "tokens that differ",
-    "ms per token",
-    "of stock without a limit",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -50,23 +39,23 @@ def main() -> None:
             rows.append(row_of(budget, free, their, started[OURS].ask("say", budget=budget)))
     batch, length, tokens = CASES[kind]
     title = f"a budget of which stock dies: {batch} x {length} tokens and {tokens} more, {what(chosen)}"
-    report(chosen, "oom", title, COLUMNS, rows)
+    report(chosen, "oom", title, rows)
 
 
-def row_of(budget: int, free: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> list[Any]:
+def row_of(budget: int, free: dict[str, Any], stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
     """`free`: what stock said without a limit."""
     differ = sum(a != b for a, b in zip(free["tokens"], ours["tokens"] or [-1] * len(free["tokens"]), strict=True))
     ms = Figure.of([ours["ms"]]) if ours["ms"] is not None else ""
-    return [
-        round(budget / MIB),
-        Figure.of([budget / free["peak"]]),
-        ending(stock),
-        ending(ours),
-        Figure.of([float(differ)]).at_most(0),
-        ms,
-        "" if ms == "" else Figure.of([ours["ms"] / free["ms"]]),
-        ours["decided"],
-    ]
+    return {
+        "budget, MiB": round(budget / MIB),
+        "of what stock needs": Figure.of([budget / free["peak"]]),
+        STOCK: ending(stock),
+        OURS: ending(ours),
+        "tokens that differ": Figure.of([float(differ)]).at_most(0),
+        "ms per token": ms,
+        "of stock without a limit": "" if ms == "" else Figure.of([ours["ms"] / free["ms"]]),
+        "what gave pages": ours["decided"],
+    }
 
 
 def ending(answer: dict[str, Any]) -> str:
@@ -74,7 +63,6 @@ def ending(answer: dict[str, Any]) -> str:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     held: list[Held] = []
 
     def say(budget: int | None = None) -> dict[str, Any]:
@@ -91,18 +79,14 @@ def functions(name: str, chosen: Options) -> Functions:
 
 def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any]:
     """What came of it: the tokens, or how many there were until the `error`; ms per token; bytes; who gave pages."""
-    from statistics import median
-
     import torch
     from capped import decided
-    from generating import Clock, answer
-    from peer import synchronize
+    from generating import Clock, answer, words
 
     held.reset()
     weights, _ = held.memory()
-    torch.manual_seed(1)
-    prompt = torch.randint(1, held.model.config.vocab_size, (batch, length)).to(held.device)
-    clock = Clock(lambda: synchronize(held.device), int)
+    prompt = words(held.model, (batch, length), seed=1).to(held.device)
+    clock = Clock(held.device)
     said, error = None, None
     try:
         output = answer(held.model, prompt, tokens, clock)
@@ -110,12 +94,11 @@ def generated(held: Held, batch: int, length: int, tokens: int) -> dict[str, Any
     except torch.OutOfMemoryError as failure:
         error = type(failure).__name__
     gc.collect()
-    times = clock.times
     return {
         "tokens": said,
         "error": error,
-        "said": len(times),
-        "ms": median(b - a for a, b in pairwise(times)) * 1e3 if said is not None else None,
+        "said": len(clock.times),
+        "ms": clock.ms() if said is not None else None,
         "weights": weights,
         "peak": held.memory()[1],
         "decided": decided() if held.peer == OURS else "",

@@ -7,6 +7,7 @@ the weights of two model shapes, and of a KV cache of 1,000 tokens with a range 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from common import MIB, Figure, Options, options, report
 
@@ -22,44 +23,31 @@ ROUNDS = 3  # nobody is compared
 def main() -> None:
     chosen = options("page-size", __doc__)
     smallest = runtime.GRANULARITY["cuda" if chosen.cuda else "standin"]
-    rows = [[f"{page / MIB:g}", *costs(page, chosen), *waste(page)] for page in PAGE_SIZES if page % smallest == 0]
-    report(
-        chosen,
-        "page-size",
-        "the cost of a page size",
-        [
-            "MiB per page",
-            "ms per GiB, first time",
-            "ms per GiB, again",
-            "8B weights",
-            "135M weights",
-            "8B KV",
-            "135M KV",
-        ],
-        rows,
-    )
+    rows = [costs(page, chosen) | waste(page) for page in PAGE_SIZES if page % smallest == 0]
+    report(chosen, "page-size", "the cost of a page size", rows)
 
 
-def costs(page: int, chosen: Options) -> tuple[Figure, Figure]:
+def costs(page: int, chosen: Options) -> dict[str, Any]:
     """ms to map and unmap a GiB: with pages that have to be created, and with pages that are there."""
     nbytes = 4 * page if chosen.tiny else 1 << 30
     device = runtime.open_device(Config.from_env().merge(budget=nbytes, page_size=page))
     fresh: list[float] = []
     again: list[float] = []
     for _ in range(min(ROUNDS, chosen.repetitions)):
-        for times in (fresh, again):
+        for taken in (fresh, again):
             held = device.reserve(nbytes, "kv", device.group())
             begin = time.perf_counter_ns()
             held.map(0, held.pieces)
             held.close()
             device.reap(wait=True)
-            times.append((time.perf_counter_ns() - begin) / 1e6 * 2**30 / nbytes)
+            taken.append((time.perf_counter_ns() - begin) / 1e6 * 2**30 / nbytes)
         device.trim()
     device.close()
-    return Figure.of(fresh), Figure.of(again)
+    times = {"ms per GiB, first time": Figure.of(fresh), "ms per GiB, again": Figure.of(again)}
+    return {"MiB per page": f"{page / MIB:g}", **times}
 
 
-def waste(page: int) -> tuple[str, ...]:
+def waste(page: int) -> dict[str, str]:
     """MiB in the last pages of the ranges."""
     eight = [Block(-1, 2 * 128256 * 4096 * 2)] + [Block(i, 416 * MIB, i) for i in range(32)]
     small = [Block(-1, 49152 * 576 * 4)] + [Block(i, 3_540_096 * 4, i) for i in range(30)]
@@ -69,7 +57,8 @@ def waste(page: int) -> tuple[str, ...]:
     )
     weights = [place(blocks, page).waste for blocks in (eight, small)]
     kv = [layers * (-(-each.token_bytes * 1000 // page) * page - each.token_bytes * 1000) for layers, each in caches]
-    return tuple(f"{value / MIB:.0f}" for value in [*weights, *kv])
+    names = ("8B weights", "135M weights", "8B KV", "135M KV")
+    return {name: f"{value / MIB:.0f}" for name, value in zip(names, [*weights, *kv], strict=True)}
 
 
 if __name__ == "__main__":

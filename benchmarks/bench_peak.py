@@ -8,34 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from common import MIB, Figure, Options, report
-from peer import Functions, answering, begin, peers, synchronize
+from peer import EXPANDABLE, Functions, answering, begin, peers, synchronize
 
 # Few layers, so that activations count beside the weights; lengths that no size class fits twice.
-WIDE = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 32000,
-    "max_position_embeddings": 32768,
-}
-NARROW = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 4000,
-    "max_position_embeddings": 4096,
-}
-SHAPES = {"cuda": WIDE, "cpu": NARROW}
+SHAPES = {"cuda": (4096, 14336, 4, 32, 8, 32000, 32768), "cpu": (512, 1536, 4, 8, 2, 4000, 4096)}  # see llama.sized
 LENGTHS = {
     "cuda": (4096, 1024, 8192, 3072, 16384, 1337, 12288, 700, 9999, 2048, 15000, 96, 5555, 14336, 333, 11111),
     "cpu": (512, 128, 1024, 384, 2048, 167, 1536, 700, 96, 1999, 333),
     "tiny": (64, 16, 96, 33),
 }
-EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def main() -> None:
@@ -49,14 +30,10 @@ def main() -> None:
             ratio = Figure.of([physical / live])
             if name == "ballonet":
                 ratio = ratio.at_most(round(1.02 + 4 * page / live, 4))
-            rows.append([name, round(live / MIB), round(physical / MIB), ratio])
-    report(
-        chosen,
-        "peak",
-        "peak physical memory against peak live, prefills of varied length (limit: 1.02 x peak live + 4 pages)",
-        ["allocator", "peak live MiB", "peak physical MiB", "physical / live"],
-        rows,
-    )
+            row = {"allocator": name, "peak live MiB": round(live / MIB), "peak physical MiB": round(physical / MIB)}
+            rows.append({**row, "physical / live": ratio})
+    title = "peak physical memory against peak live, prefills of varied length (limit: 1.02 x peak live + 4 pages)"
+    report(chosen, "peak", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -74,12 +51,11 @@ def functions(name: str, chosen: Options) -> Functions:
 def peak(name: str, chosen: Options) -> tuple[int, int, int]:
     """Bytes: peak live, peak physical, and of a page (0 where there are none)."""
     import torch
-    from llama import TINY, build
-    from transformers import LlamaConfig
+    from llama import TINY, build, sized
 
     from ballonet.allocator import runtime
 
-    config: Any = TINY if chosen.tiny else LlamaConfig(**SHAPES[chosen.device])
+    config: Any = TINY if chosen.tiny else sized(*SHAPES[chosen.device])
     model = build(config, chosen.device)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

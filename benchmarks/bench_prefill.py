@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from common import Figure, Options, describe, interleaved, report
-from peer import Functions, begin, peers, seconds
+from common import Figure, Options, describe, report
+from peer import Functions, begin, in_turns, peers, seconds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,17 +19,10 @@ def main() -> None:
     rows = []
     with peers(__file__, chosen, ("stock", "ballonet")) as found:
         for length in LENGTHS[chosen.kind]:
-            turns = {name: lambda p=peer, n=length: p.ask("prefill", tokens=n) for name, peer in found.items()}
-            taken = interleaved(turns, chosen.repetitions)
+            taken = in_turns(found, chosen.repetitions, "prefill", tokens=length)
             ratio = Figure.ratio(taken["ballonet"], taken["stock"]).at_most(LIMIT)
-            rows.append([length, taken["stock"], taken["ballonet"], ratio])
-    report(
-        chosen,
-        "prefill",
-        f"prefill: ms per prompt, {describe(chosen)}",
-        ["tokens", "stock", "ballonet", "ballonet / stock"],
-        rows,
-    )
+            rows.append({"tokens": length, **taken, "ballonet / stock": ratio})
+    report(chosen, "prefill", f"prefill: ms per prompt, {describe(chosen)}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -43,22 +43,6 @@ WAYS = {
 }
 OURS = ("device", "host", "disk", "peer")
 SHIFT = {"host": 1, "disk": 2}  # of the questions in a round: the store of a process has just heard the last one
-COLUMNS = [
-    "history, tokens",
-    "by hand, ms",
-    "on the device",
-    "device / by hand",
-    "on the host",
-    "MiB on the host",
-    "host / max(compute, link)",
-    "on a peer",
-    "in files",
-    "OffloadedCache",
-    "recomputed",
-    "recomputed / device",
-    "tokens reused",
-    "answers that differ",
-]
 
 
 def main() -> None:
@@ -68,10 +52,10 @@ def main() -> None:
     with peers(__file__, chosen, ("stock", "ballonet", "peer", "link"), slow) as started:
         rows = [row(history, started, chosen, kind) for history in HISTORY[kind]]
     title = f"time to the first token of a turn, {describe(chosen)}, {QUESTION[kind]} new tokens"
-    report(chosen, "prefix", title if chosen.cuda else f"{title}, {SPEEDS}", COLUMNS, rows)
+    report(chosen, "prefix", title if chosen.cuda else f"{title}, {SPEEDS}", rows)
 
 
-def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> list[Any]:
+def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> dict[str, Any]:
     """Measures all with a history of that many tokens."""
     ways = begun(history, started, chosen, kind)
     answers: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
@@ -97,22 +81,23 @@ def row(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -
         for way in OURS
         for number, mine in enumerate(answers[way])
     )
-    return [
-        history,
-        taken["by hand"],
-        taken["device"],
-        hand.at_most(OVER_HAND) if limited else hand,
-        taken["host"],
-        round(away / MIB, 1),
-        host.at_most(OVER_BOUND) if limited else host,
-        taken["peer"],
-        taken["disk"],
-        taken.get("offloaded", "not here"),
-        taken["recompute"],
-        faster.at_least(FASTER) if limited and history == HISTORY[kind][-1] else faster,
-        ", ".join(f"{way} {min(each['reused'] for each in answers[way]):,}" for way in OURS),
-        Figure.of([float(differ)]).at_most(0),
-    ]
+    reused = (f"{way} {min(each['reused'] for each in answers[way]):,}" for way in OURS)
+    return {
+        "history, tokens": history,
+        "by hand, ms": taken["by hand"],
+        "on the device": taken["device"],
+        "device / by hand": hand.at_most(OVER_HAND) if limited else hand,
+        "on the host": taken["host"],
+        "MiB on the host": round(away / MIB, 1),
+        "host / max(compute, link)": host.at_most(OVER_BOUND) if limited else host,
+        "on a peer": taken["peer"],
+        "in files": taken["disk"],
+        "OffloadedCache": taken.get("offloaded", "not here"),
+        "recomputed": taken["recompute"],
+        "recomputed / device": faster.at_least(FASTER) if limited and history == HISTORY[kind][-1] else faster,
+        "tokens reused": ", ".join(reused),
+        "answers that differ": Figure.of([float(differ)]).at_most(0),
+    }
 
 
 def begun(history: int, started: Mapping[str, Peer], chosen: Options, kind: str) -> list[str]:
@@ -132,7 +117,6 @@ def begun(history: int, started: Mapping[str, Peer], chosen: Options, kind: str)
 
 
 def functions(peer: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     import talking
 
     return talking.functions(peer, chosen, TOKENS)

@@ -29,17 +29,6 @@ ROUNDS = 3
 PATIENCE = 30.0  # s until weights are back
 IDLE = 1.2  # s after which a model counts as idle
 LIMIT = 1.1
-COLUMNS = [
-    "who gives first",
-    "layers of the next, the last",
-    "first token of the next: resident, ms",
-    "ms",
-    "MiB over the link",
-    "bound, ms",
-    "ms / bound",
-    "token later / resident",
-    "to the host twice",
-]
 
 
 def main() -> None:
@@ -53,20 +42,20 @@ def main() -> None:
         bound = max(answer["resident"], answer["bytes"] / link * 1e3)
         over, later = Figure.of([answer["ms"] / bound]), Figure.of([answer["later"] / answer["token"]])
         rows.append(
-            [
-                policy,
-                f"{answer['next']}, {answer['last']}",
-                Figure.of([answer["resident"]]),
-                Figure.of([answer["ms"]]),
-                round(answer["bytes"] / MIB, 1),
-                round(bound, 1),
-                over.at_most(LIMIT) if chosen.cuda else over,
-                later.at_most(1.03) if chosen.cuda else later,
-                Figure.of([float(answer["back"])]).at_most(0),
-            ]
+            {
+                "who gives first": policy,
+                "layers of the next, the last": f"{answer['next']}, {answer['last']}",
+                "first token of the next: resident, ms": Figure.of([answer["resident"]]),
+                "ms": Figure.of([answer["ms"]]),
+                "MiB over the link": round(answer["bytes"] / MIB, 1),
+                "bound, ms": round(bound, 1),
+                "ms / bound": over.at_most(LIMIT) if chosen.cuda else over,
+                "token later / resident": later.at_most(1.03) if chosen.cuda else later,
+                "to the host twice": Figure.of([float(answer["back"])]).at_most(0),
+            }
         )
     title = f"a model that gave pages of its layers runs again: three models of {describe_few(chosen, LAYERS)}"
-    report(chosen, "reactivate", title, COLUMNS, rows)
+    report(chosen, "reactivate", title, rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -76,6 +65,7 @@ def functions(name: str, chosen: Options) -> Functions:
 def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     """`priority`: of the model that is next."""
     import torch
+    from generating import answer
     from llama import build, few
 
     import ballonet
@@ -91,11 +81,7 @@ def reactivate(priority: int, chosen: Options) -> dict[str, Any]:
     too_long = torch.ones(batch, length, dtype=torch.long, device=chosen.device)
 
     def say(model: Any, prompt: torch.Tensor, tokens: int = 1) -> float:
-        mask = torch.ones_like(prompt)
-        work: Callable[[], object] = lambda: model.generate(  # noqa: E731
-            prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False
-        )
-        return seconds(chosen.device, work) * 1e3
+        return seconds(chosen.device, lambda: answer(model, prompt, tokens)) * 1e3
 
     for model in models:
         say(model, question, 2)

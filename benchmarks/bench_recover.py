@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
-from common import Figure, Options, describe_few, interleaved, report
-from peer import Functions, Peer, begin, peers, synchronize
+from common import Figure, Options, describe_few, report
+from peer import Functions, Peer, begin, in_turns, peers
 from streamed import WARM
 
 if TYPE_CHECKING:
@@ -32,52 +31,36 @@ ROUNDS = {"cuda": 7, "cpu": 7, "tiny": 1}  # before, and as many afterwards
 CYCLES = {"cuda": 2, "cpu": 3, "tiny": 1}
 PATIENCE = {"cuda": 90.0, "cpu": 90.0, "tiny": 0.1}  # s until everything is resident, or gone
 SLOWER = 1.02
+ONCE = {"away", "budget", "decided"}  # of the last cycle only
 UNTOUCHED = "untouched"  # the peer whose budget stays
-COLUMNS = [
-    "budget, of what all takes",
-    "resident, ms per token",
-    "under pressure",
-    "times slower",
-    "once all is resident",
-    "grown by",
-    "steady state",
-    "grown by",
-    "s until all is resident",
-    "s until no twin is left",
-    "layers away, pages of KV away",
-    "of them not resident",
-    "what gave pages",
-]
 
 
 def main() -> None:
     chosen = begin("recover", __doc__, functions)
     kind = chosen.kind
-    with peers(__file__, chosen, (OURS, UNTOUCHED)) as found:
-        cycles = [cycle(found, ROUNDS[kind]) for _ in range(CYCLES[kind])]
-    names = ("before", "pressed", "again", "again grown", "steady", "steady grown", "again s", "twins s", "left")
-    resident, pressed, again, grown_again, steady, grown, nothing_away, no_twin, left = (
-        Figure.of([each[name] for each in cycles]) for name in names
-    )
-    away = cycles[-1]["away"]
+    with peers(__file__, chosen, (OURS, UNTOUCHED)) as started:
+        cycles = [cycle(started, ROUNDS[kind]) for _ in range(CYCLES[kind])]
+    found = {name: Figure.of([each[name] for each in cycles]) for name in cycles[0] if name not in ONCE}
+    grown, left = found["steady grown"], found["left"]
+    layers, pages = cycles[-1]["away"]
     row = [
-        round(cycles[-1]["budget"], 2),
-        resident,
-        pressed,
-        Figure.of([each["pressed"] / each["before"] for each in cycles]),
-        again,
-        grown_again,
-        steady,
-        grown if chosen.tiny else grown.at_most(SLOWER),
-        nothing_away,
-        no_twin,
-        f"{away[0]}, {away[1]}",
-        left if chosen.tiny else left.at_most(0),
-        cycles[-1]["decided"],
+        ("budget, of what all takes", round(cycles[-1]["budget"], 2)),
+        ("resident, ms per token", found["before"]),
+        ("under pressure", found["pressed"]),
+        ("times slower", Figure.of([each["pressed"] / each["before"] for each in cycles])),
+        ("once all is resident", found["again"]),
+        ("grown by", found["again grown"]),
+        ("steady state", found["steady"]),
+        ("grown by", grown if chosen.tiny else grown.at_most(SLOWER)),
+        ("s until all is resident", found["again s"]),
+        ("s until no twin is left", found["twins s"]),
+        ("layers away, pages of KV away", f"{layers}, {pages}"),
+        ("of them not resident", left if chosen.tiny else left.at_most(0)),
+        ("what gave pages", cycles[-1]["decided"]),
     ]
     batch, length = HELD[kind]
     title = f"after the pressure: {batch} x {length} tokens held, {describe_few(chosen, LAYERS[kind])}"
-    report(chosen, "recover", title, COLUMNS, [row])
+    report(chosen, "recover", title, [row])
 
 
 def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
@@ -85,14 +68,11 @@ def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
     for peer in found.values():
         peer.ask("begin")
 
-    def both() -> dict[str, Figure]:
-        return interleaved({name: lambda peer=peer: float(peer.ask("decode")) for name, peer in found.items()}, rounds)
-
-    times = {"before": both()}
+    times = {"before": in_turns(found, rounds, "decode")}
     said = found[OURS].ask("press")
     for name, wait in {"again": "ease", "steady": "forget"}.items():
         said |= found[OURS].ask(wait)
-        times[name] = both()
+        times[name] = in_turns(found, rounds, "decode")
     first = times["before"][OURS].median / times["before"][UNTOUCHED].median
     for name, each in times.items():
         said |= {name: each[OURS].median, f"{name} grown": each[OURS].median / each[UNTOUCHED].median / first}
@@ -100,7 +80,6 @@ def cycle(found: Mapping[str, Peer], rounds: int) -> dict[str, Any]:
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     kind = chosen.kind
     decoding = Decoding(chosen, HELD[kind], TOKENS[kind])
     return {
@@ -136,16 +115,14 @@ class Decoding:
 
     def decode(self, tokens: int | None = None) -> float:
         """ms per token: the median. The cache is as long afterwards as before."""
-        from statistics import median
-
         from generating import Clock, timed
 
         assert self._cache is not None
         device = self._held.device
-        clock = Clock(lambda: synchronize(device), int)
+        clock = Clock(device)
         timed(self._held.model, self._cache, self._size, device, tokens or self._tokens, clock)
         self._cache.crop(self._size[1] - self._cache.get_seq_length())
-        return median(b - a for a, b in pairwise(clock.times[WARM - 1 :])) * 1e3
+        return clock.ms(WARM - 1)
 
     def press(self, smaller: float) -> dict[str, Any]:
         """The budget is that part of what all takes, or as near as it comes: ms per token, and what is away."""

@@ -73,7 +73,7 @@ def main() -> None:
                 ]
             )
     title = f"{REQUESTS[chosen.kind]} requests of {NEW[chosen.kind]} tokens, {LAYERS[chosen.kind]} layers"
-    report(chosen, "serve", title, COLUMNS, rows)
+    report(chosen, "serve", title, [dict(zip(COLUMNS, row, strict=True)) for row in rows])
 
 
 def functions(name: str, chosen: Options) -> Functions:

@@ -8,13 +8,12 @@ one who decodes; `set_budget()` itself takes as long as it takes until the pages
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from budgets import LAYERS, OURS
 from common import GIB, MIB, Figure, Options, describe_few, report
-from peer import Functions, begin, peers, synchronize
+from peer import Functions, begin, peers
 from streamed import WARM
 
 if TYPE_CHECKING:
@@ -25,17 +24,6 @@ HELD = {"cuda": (4, 4096), "cpu": (4, 512), "tiny": (2, 64)}  # sequences, token
 TOKENS = {"cuda": 32, "cpu": 24, "tiny": 8}
 ROUNDS = {"cuda": 3, "cpu": 3, "tiny": 1}
 LONGER = 50.0  # ms
-COLUMNS = [
-    "shrinks by, MiB",
-    "longest gap, ms",
-    "nobody shrinks, ms",
-    "longer by, ms",
-    "set_budget took, ms",
-    "ms per token before",
-    "after",
-    "refused",
-    "what gave pages",
-]
 
 
 def main() -> None:
@@ -46,24 +34,23 @@ def main() -> None:
         rounds = [found[OURS].ask("round") for _ in range(ROUNDS[kind])]
     columns = {name: Figure.of([each[name] for each in rounds]) for name in rounds[0] if name != "decided"}
     longer = Figure.of([each["gap"] - each["quiet"] for each in rounds])
-    row = [
-        round(LESS[kind] / MIB),
-        columns["gap"],
-        columns["quiet"],
-        longer.at_most(LONGER) if chosen.cuda else longer,
-        columns["took"],
-        columns["before"],
-        columns["after"],
-        columns["refused"].at_most(0),
-        rounds[-1]["decided"],
-    ]
+    row = {
+        "shrinks by, MiB": round(LESS[kind] / MIB),
+        "longest gap, ms": columns["gap"],
+        "nobody shrinks, ms": columns["quiet"],
+        "longer by, ms": longer.at_most(LONGER) if chosen.cuda else longer,
+        "set_budget took, ms": columns["took"],
+        "ms per token before": columns["before"],
+        "after": columns["after"],
+        "refused": columns["refused"].at_most(0),
+        "what gave pages": rounds[-1]["decided"],
+    }
     batch, length = HELD[kind]
     title = f"the budget shrinks while {batch} x {length} tokens decode, {describe_few(chosen, LAYERS[kind])}"
-    report(chosen, "shrink", title, COLUMNS, [row])
+    report(chosen, "shrink", title, [row])
 
 
 def functions(name: str, chosen: Options) -> Functions:
-    """What a peer answers, see peer.begin()."""
     from capped import Held
 
     held, kind = Held(name, chosen), chosen.kind
@@ -107,11 +94,11 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
     held.settle()
     held.reset()
     cache = filled(OURS, held.model.config, *size, held.device)
-    timed(held.model, cache, size, held.device, tokens, Clock(lambda: synchronize(held.device), int))
+    timed(held.model, cache, size, held.device, tokens, Clock(held.device))
     cache.crop(size[1] - cache.get_seq_length())
     _, peak = held.memory()
     ballonet.set_budget(peak)  # with few pages left, twins are made
-    timed(held.model, cache, size, held.device, tokens, Clock(lambda: synchronize(held.device), int))
+    timed(held.model, cache, size, held.device, tokens, Clock(held.device))
     cache.crop(size[1] - cache.get_seq_length())
     reached = Event()
     took, refused = 0.0, 0.0
@@ -133,7 +120,7 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
             reached.set()
         return 0
 
-    clock = Clock(lambda: synchronize(held.device), count)
+    clock = Clock(held.device, count)
     other = Thread(target=shrink)
     other.start()
     try:
@@ -141,8 +128,7 @@ def decode(held: Held, size: tuple[int, int], tokens: int, less: int | None) -> 
     finally:
         reached.set()
         other.join()
-    times = clock.times[WARM:]
-    return [(b - a) * 1e3 for a, b in pairwise(times)], took, refused
+    return clock.gaps(WARM), took, refused
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ BELOW = 0.5  # of the resident time: nothing meets it
 PROMPT = 120  # tokens
 TOKENS, ROUNDS = 8, 3
 GRID = {"cuda": 1024, "cpu": 256, "tiny": 128}  # tokens of the longest prompt that is measured beforehand
-COLUMNS = ["", "SLO, ms", "ms per token / SLO", "first token / SLO", "interval", "smallest", "MiB freed"]
 
 
 def main() -> None:
@@ -36,12 +35,11 @@ def main() -> None:
         with peers(__file__, chosen, names, dict.fromkeys(names, given)) as found:
             rows = found["ballonet"].ask("rows", link=found["link"].ask("link"))
     for row in rows:
-        for column in (2, 3):
-            if row[column] is not None:
+        for column in ("ms per token / SLO", "first token / SLO"):
+            if row[column] != "":
                 figure = Figure.of([row[column]])
                 row[column] = figure.at_most(1.0) if chosen.cuda else figure
-    plain = [["" if value is None else value for value in row] for row in rows]
-    report(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", COLUMNS, plain)
+    report(chosen, "slo", f"models with an SLO, {describe_few(chosen, LAYERS)}", rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -75,43 +73,50 @@ class Measuring:
         with ballonet.manage(model, interval=1) as managed:
             self._layer = managed.report().host_pages // len(managed.report().streamed)
 
-    def rows(self, link: float) -> list[list[Any]]:
-        """`link`: bytes per second. Lists as `COLUMNS` say; of times what is above 1 misses its SLO."""
+    def rows(self, link: float) -> list[dict[str, Any]]:
+        """`link`: bytes per second. Of times what is above 1 misses its SLO."""
         import ballonet
         from ballonet.allocator.errors import SLOError
 
         page = ballonet.stats().page_size
         costs = Costs((self._layer,) * LAYERS, self._token / 1e3, page / link)
-        found: list[list[Any]] = []
+        found: list[dict[str, Any]] = []
         model, other = self._models
         for quotient in self._quotients:
             slo, first = quotient * self._token, quotient * self._first
             with ballonet.manage(model, tpot_slo=slo / 1e3, ttft_slo=first / 1e3) as managed:
                 row = self._row(f"{quotient:g} x resident", model, managed, slo, first)
-            found.append([*row[:5], meeting(costs, slo / 1e3), row[5]])
+            found.append(row | {"smallest": meeting(costs, slo / 1e3)})
         try:
             ballonet.manage(model, tpot_slo=BELOW * self._token / 1e3).release()
             refused = "not refused"
         except SLOError as error:
             nearest = None if error.slo is None else f"{error.slo * 1e3:.3g} ms"
             refused = f"refused, nearest: {nearest}"
-        found.append([f"{BELOW:g} x resident: {refused}", round(BELOW * self._token, 2), *[None] * 5])
+        refusal = {"": f"{BELOW:g} x resident: {refused}", "SLO, ms": round(BELOW * self._token, 2)}
+        found.append(dict.fromkeys(found[0], "") | refusal)
         slo, first = self._quotients[-1] * self._token, self._quotients[-1] * self._first
         asked = {"tpot_slo": slo / 1e3, "ttft_slo": first / 1e3}
         with ballonet.manage(model, **asked) as one, ballonet.manage(other, **asked) as two:
             for name, each, managed in (("first of two", model, one), ("second of two", other, two)):
-                row = self._row(f"{name}, {self._quotients[-1]:g} x resident", each, managed, slo, first)
-                found.append([*row[:5], None, row[5]])
+                found.append(self._row(f"{name}, {self._quotients[-1]:g} x resident", each, managed, slo, first))
         return found
 
-    def _row(self, what: str, model: Any, managed: Any, slo: float, first: float) -> list[Any]:
-        """What it is; ms of the SLO; times over their SLOs; the interval; MiB that the device has more."""
+    def _row(self, what: str, model: Any, managed: Any, slo: float, first: float) -> dict[str, Any]:
         import ballonet
 
         token, prompt = self._times(model)
         freed = (self._pages - managed.report().pages) * ballonet.stats().page_size
         intervals = (each for each in range(1, LAYERS + 1) if every(LAYERS, each) == managed.report().streamed)
-        return [what, round(slo, 2), token / slo, prompt / first, next(intervals, None), round(freed / MIB)]
+        return {
+            "": what,
+            "SLO, ms": round(slo, 2),
+            "ms per token / SLO": token / slo,
+            "first token / SLO": prompt / first,
+            "interval": next(intervals, ""),
+            "smallest": "",
+            "MiB freed": round(freed / MIB),
+        }
 
     def _times(self, model: Any) -> tuple[float, float]:
         """ms of a decode step and of a prompt's first token: medians."""
@@ -122,10 +127,9 @@ class Measuring:
         return token, first
 
     def _say(self, model: Any, tokens: int) -> float:
-        def work() -> object:
-            return model.generate(self._prompt, max_new_tokens=tokens, do_sample=False)
+        from generating import answer
 
-        return seconds(self._device, work) * 1e3
+        return seconds(self._device, lambda: answer(model, self._prompt, tokens)) * 1e3
 
 
 if __name__ == "__main__":

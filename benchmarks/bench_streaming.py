@@ -43,19 +43,6 @@ CASES = {
     "cpu": (Case("eager", 1, 256),),
     "tiny": (Case("eager", 1, 16), Case("graph", 1, 16)),
 }
-COLUMNS = [
-    "how",
-    "sequences",
-    "tokens held",
-    "what streams",
-    "ms per token",
-    "MiB per token",
-    "bound, ms",
-    "ms / bound",
-    "off the prediction by",
-    "accelerate / it",
-    "bytes to the host",
-]
 
 
 def main() -> None:
@@ -70,7 +57,7 @@ def main() -> None:
         for case in CASES[kind]:
             rows += rows_of(case, found, about, chosen, ROUNDS[kind])
     title = f"decoding while layers stream: ms per token, {about['what']}"
-    report(chosen, "streaming", titled(chosen, title), COLUMNS, rows)
+    report(chosen, "streaming", titled(chosen, title), rows)
 
 
 def functions(name: str, chosen: Options) -> Functions:
@@ -81,7 +68,7 @@ def functions(name: str, chosen: Options) -> Functions:
 
 def rows_of(
     case: Case, found: Mapping[str, Peer], about: Mapping[str, Any], chosen: Options, rounds: int
-) -> list[list[Any]]:
+) -> list[dict[str, Any]]:
     """Measures the peers in turn, those that can do it so."""
     answers: dict[str, dict[str, Any]] = {}
 
@@ -153,7 +140,7 @@ class Row:
         """Is it slower than it may be?"""
         return self.limited and self.over_bound.median > OVER_BOUND
 
-    def cells(self, accelerate: Figure | None, profiled: int) -> list[Any]:
+    def cells(self, accelerate: Figure | None, profiled: int) -> dict[str, Any]:
         ours, streams = is_managed(self.name), interval_of(self.name) is not None
         over, off = self.over_bound, self.off
         if self.limited and streams:
@@ -161,19 +148,20 @@ class Row:
         faster: Figure | str = ""
         if accelerate is not None and streams and self.interval == OTHERS["accelerate"]:
             faster = Figure.ratio(accelerate, self.ms).at_least(FASTER)
-        return [
-            self.case.how,
-            self.case.batch,
-            self.case.held,
-            self.name,
-            self.ms,
-            round(self.answer["bytes"] / MIB, 1),
-            round(self.bound, 1) if ours else "",
-            over if ours else "",
-            off if streams else "",
-            faster,
-            Figure.of([float(self.answer["back"] + profiled)]).at_most(0) if streams else "",
-        ]
+        back = Figure.of([float(self.answer["back"] + profiled)]).at_most(0)
+        return {
+            "how": self.case.how,
+            "sequences": self.case.batch,
+            "tokens held": self.case.held,
+            "what streams": self.name,
+            "ms per token": self.ms,
+            "MiB per token": round(self.answer["bytes"] / MIB, 1),
+            "bound, ms": round(self.bound, 1) if ours else "",
+            "ms / bound": over if ours else "",
+            "off the prediction by": off if streams else "",
+            "accelerate / it": faster,
+            "bytes to the host": back if streams else "",
+        }
 
 
 if __name__ == "__main__":

@@ -23,37 +23,23 @@ def main() -> None:
         made = Path(folder) / "prefills (made here).csv"
         make_trace(made, layers=2 if chosen.tiny else 16)
         rows = [measure(trace, page) for trace in [made, *chosen.files] for page in PAGE_SIZES]
-    report(
-        chosen,
-        "traces",
-        "peak physical memory against peak live (limit: 1.02 x peak live + 4 pages)",
-        [
-            "trace",
-            "pages of",
-            "peak live MiB",
-            "peak physical MiB",
-            "physical / live",
-            "operations",
-            "driver calls",
-        ],
-        rows,
-    )
+    report(chosen, "traces", "peak physical memory against peak live (limit: 1.02 x peak live + 4 pages)", rows)
 
 
-def measure(trace: Path, page: str) -> list[object]:
+def measure(trace: Path, page: str) -> dict[str, object]:
     command = [sys.executable, "-m", "ballonet", "replay", str(trace), "--page-size", page]
     result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     live, physical = result["peak_live"], result["peak_physical"]
     limit = 1.02 + 4 * int(page.removesuffix("MiB")) * 2**20 / live
-    return [
-        trace.name,
-        page,
-        live >> 20,
-        physical >> 20,
-        Figure.of([physical / live]).at_most(round(limit, 4)),
-        result["ops"],
-        result["driver_calls"],
-    ]
+    return {
+        "trace": trace.name,
+        "pages of": page,
+        "peak live MiB": live >> 20,
+        "peak physical MiB": physical >> 20,
+        "physical / live": Figure.of([physical / live]).at_most(round(limit, 4)),
+        "operations": result["ops"],
+        "driver calls": result["driver_calls"],
+    }
 
 
 def make_trace(path: Path, layers: int) -> None:

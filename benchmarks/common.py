@@ -9,7 +9,7 @@ import platform
 import re
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ import ballonet
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
 REPETITIONS = 7
+Row = Mapping[str, Any] | Sequence[tuple[str, Any]]  # of a table: cells by column; pairs where two have one name
 PACKAGES = ("torch", "transformers", "accelerate")
 
 
@@ -150,14 +151,17 @@ def interleaved(peers: Mapping[str, Callable[[], float]], repetitions: int = REP
     return {name: Figure.of(taken) for name, taken in values.items()}
 
 
-def report(chosen: Options, name: str, title: str, columns: list[str], rows: list[list[Any]]) -> None:
-    """Prints the table and writes it as JSON, with the spread of each figure and the limits."""
+def report(chosen: Options, name: str, title: str, rows: list[Row]) -> None:
+    """Prints the table and writes it as JSON, with the spread of each figure and the limits. All rows have the same
+    columns in the same order."""
+    cells = [list(row.items()) if isinstance(row, Mapping) else row for row in rows]
+    columns, lines = [column for column, _ in cells[0]], [[value for _, value in row] for row in cells]
     table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
+    for line in lines:
+        table.add_row(*(escape(str(value)) for value in line))
     console = Console()
     Console(width=None if console.is_terminal else 160).print(table)
-    plain = [[asdict(cell) if isinstance(cell, Figure) else cell for cell in row] for row in rows]
+    plain = [[asdict(value) if isinstance(value, Figure) else value for value in line] for line in lines]
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     chosen.out.write_text(json.dumps({"benchmark": name, "title": title, "columns": columns, "rows": plain}, indent=1))
 

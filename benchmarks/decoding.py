@@ -117,7 +117,7 @@ def eager(peer: str, model: PreTrainedModel, device: str, batch: int, held: int,
     """`generate()` with a cache that holds so many tokens. ms per token: the median; bytes of weights per token."""
     cache = filled("ballonet" if is_managed(peer) else peer, model.config, batch, held, device)
     moved = copied(peer)
-    clock = timed(model, cache, (batch, held), device, tokens, Clock(lambda: wait(device), int))
+    clock = timed(model, cache, (batch, held), device, tokens, Clock(device, wait=wait))
     synchronize(device)
     return figures(peer, clock.times, moved, tokens)
 

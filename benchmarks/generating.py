@@ -4,27 +4,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
+from peer import synchronize
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 
 
 class Clock(StoppingCriteria):
     """Never stops anything; notes the time, and a count, after each token."""
 
-    def __init__(self, wait: Callable[[], None], count: Callable[[], int]) -> None:
-        """`wait`: until what was submitted is done."""
+    def __init__(self, device: str, count: Callable[[], int] = int, wait: Callable[[str], None] = synchronize) -> None:
+        """`wait`: until what was submitted to the device is done."""
         self.times: list[float] = []
         self.counts: list[int] = []
+        self._device = device
         self._wait = wait
         self._count = count
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        self._wait()
+        self.note()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def note(self) -> None:
+        self._wait(self._device)
         self.times.append(time.perf_counter())
         self.counts.append(self._count())
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def gaps(self, warm: int = 0) -> list[float]:
+        """ms between tokens, without the first ones."""
+        return [(b - a) * 1e3 for a, b in pairwise(self.times[warm:])]
+
+    def ms(self, warm: int = 0) -> float:
+        """ms per token: the median."""
+        return median(self.gaps(warm))
+
+
+def words(model: PreTrainedModel, shape: tuple[int, int], seed: int) -> torch.Tensor:
+    """Random tokens, int64[sequences, tokens], on the CPU."""
+    return torch.randint(1, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def said(
+    model: PreTrainedModel, prompt: torch.Tensor, tokens: int, device: str, **more: Any
+) -> tuple[Clock, list[int]]:
+    """What follows a prompt of one sequence, and a clock whose first time is that of the beginning."""
+    ids, clock = prompt.to(device), Clock(device)
+    clock.note()
+    found = answer(model, ids, tokens, clock, **more)
+    return clock, found[0, prompt.shape[1] :].tolist()
 
 
 def timed(

@@ -11,44 +11,26 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTra
 
 import ballonet
 
-EIGHT_B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    max_position_embeddings=131072,
-    tie_word_embeddings=False,
-)
-SMALL = LlamaConfig(  # that of SmolLM2-135M
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=49152,
-    max_position_embeddings=32768,
-)
-TINY = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=199,
-    max_position_embeddings=1024,
-)
 
-LARGER = LlamaConfig(  # the smallest whose layers can stream: a matrix of each is 1 MiB
-    hidden_size=256,
-    intermediate_size=1024,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=199,
-    max_position_embeddings=32768,
-)
+def sized(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, positions: int, **more: Any
+) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=positions,
+        **more,
+    )
+
+
+EIGHT_B = sized(4096, 14336, 32, 32, 8, 128256, 131072, tie_word_embeddings=False)
+SMALL = sized(576, 1536, 30, 9, 3, 49152, 32768)  # that of SmolLM2-135M
+TINY = sized(64, 96, 2, 4, 2, 199, 1024)
+LARGER = sized(256, 1024, 6, 4, 2, 199, 32768)  # the smallest whose layers can stream: a matrix of each is 1 MiB
 
 
 def shape(chosen: Options) -> LlamaConfig:

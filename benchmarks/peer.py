@@ -25,12 +25,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
-from common import Options, options
+from common import Figure, Options, interleaved, options
 
 SECONDS = 300.0  # that an answer may take
 TAIL = 2000  # characters of what a peer that failed had said
+# torch's own allocator with expandable segments, by the environment of a peer
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 Functions = Mapping[str, Callable[..., Any]]  # what a peer answers, by name
@@ -104,6 +107,11 @@ def peers(
         for peer in found.values():
             stack.callback(peer.close)
         yield found
+
+
+def in_turns(found: Mapping[str, Peer], repetitions: int, what: str, **arguments: Any) -> dict[str, Figure]:
+    """Asks every peer the same, in turn; see `interleaved`."""
+    return interleaved({name: partial(peer.ask, what, **arguments) for name, peer in found.items()}, repetitions)
 
 
 def answering(started: Mapping[str, Peer], needed: Sequence[str], what: str, **arguments: Any) -> dict[str, Peer]:

@@ -58,20 +58,8 @@ BALLOON = ("oom", "context", "driver_time", "shrink", "recover", "fragmentation"
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
         benchmarks=(
-            "kv_growth",
-            "decode",
-            "calls",
-            "prefill",
-            "streaming",
-            "knee",
-            "reactivate",
-            "slo",
-            "cold_load",
-            "allocate",
-            "exchange",
-            "traces",
-            "peak",
-            "page_size",
+            *("kv_growth", "decode", "calls", "prefill", "streaming", "knee", "reactivate", "slo", "cold_load"),
+            *("allocate", "exchange", "traces", "peak", "page_size"),
         ),
         gpu=False,
         seconds=3600,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from budgets import page_size
 from common import Options
-from generating import Clock, answer
+from generating import said, words
 from llama import build, shape
 from peer import Functions, synchronize
 from transformers import DynamicCache
@@ -69,20 +69,16 @@ class Talk:
         return {"ms": ms, "tokens": tokens, "reused": self._reused() - before, "away": away}
 
     def _say(self, prompt: torch.Tensor, tokens: int, cache: DynamicCache | None = None) -> tuple[float, list[int]]:
-        device = self._chosen.device
-        ids = prompt.to(device)
-        clock = Clock(lambda: synchronize(device), int)
-        synchronize(device)
+        synchronize(self._chosen.device)
         begin = time.perf_counter()
         if cache is not None and cache.get_seq_length():
             cache.crop(self._history.shape[1] - cache.get_seq_length())
         more = {} if cache is None else {"past_key_values": cache}
-        found = answer(self._model, ids, tokens, clock, **more)
-        return (clock.times[0] - begin) * 1e3, found[0, prompt.shape[1] :].tolist()
+        clock, found = said(self._model, prompt, tokens, self._chosen.device, **more)
+        return (clock.times[1] - begin) * 1e3, found
 
     def _text(self, tokens: int, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randint(1, self._model.config.vocab_size, (1, tokens), generator=generator)
+        return words(self._model, (1, tokens), seed)
 
     def _away_from_the_device(self) -> None:
         """As others who need its pages would do it: the budget is small for a moment."""

@@ -23,6 +23,7 @@ from ..allocator.runtime import Runtime
 from ..allocator.units import format_size
 from ..offload.governor.chaos import Chaos
 from ..offload.governor.levers import levers
+from ..offload.governor.situation import Lending
 from ..offload.policy.plan import Fewest, Interval, Rule
 from ..offload.policy.request_slo import RequestSLO
 from ..offload.policy.step_costs import StepCosts
@@ -525,12 +526,16 @@ def _attach_caches(
         if (it := known()) is not None:
             it._elastic.require(tpot, ttft)
 
+    def lends(pages: int) -> Lending:
+        it = known()
+        return Lending(0, 0, 0) if it is None else governors.of(device).lending(it._elastic, pages)
+
     size, living = options.kept_prefixes, None
     if size:
         living = Living(Looks(model).now, None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    batched = Batched(label(model), device, StepCosts(), options.batches == "fast", require, living, slo)
+    batched = Batched(label(model), device, StepCosts(), options.batches == "fast", require, lends, living, slo)
     detach_batches = seams.attach(model, batched)
     alive = weakref.ref(model)
 

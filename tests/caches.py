@@ -28,8 +28,6 @@ LARGE: Final = {"params": [65536], "ids": ["64KiB"]}
 def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     """Installs, for one thread of torch, and takes out what by then nothing may be in use of."""
     take_out_leftovers()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(budget, page_size=page_size, host_budget=HOST, device="cpu")
     yield page_size
     torch._dynamo.reset()  # a compiled function keeps tensors
@@ -40,7 +38,6 @@ def installed(page_size: int, budget: int = BUDGET) -> Iterator[int]:
     assert bytes_that_exist() <= budget
     del device
     take_out()
-    torch.set_num_threads(threads)
 
 
 @contextmanager

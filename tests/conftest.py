@@ -18,6 +18,9 @@ from .tuned import Clock, Tuned, tuning
 # Most tests are about what happens when device pages run out. Those about spilling, which hides that, turn it on.
 os.environ["BALLONET_SPILL"] = "0"
 
+# Operators of tiny models: a second thread of torch only waits. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 try:
     import hypothesis
 except ModuleNotFoundError:  # a machine that runs only the tests marked gpu, which do without

@@ -15,11 +15,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -28,6 +28,7 @@ from ballonet.allocator.errors import BallonetError, DriverUnavailable, PoolExha
 
 from .contract.driver import Driver, private_standin
 
+T = TypeVar("T")
 PAGE = 4096
 PLACES = ("device", "host", "peer")
 # Every call that changes what lies behind an address; the others only ask, wait, or choose a context.
@@ -170,6 +171,12 @@ def memfd(place: str) -> os.stat_result:
     return os.fstat(found[place].value)
 
 
+@functools.cache
+def inodes() -> dict[int, str]:
+    """The place of each memfd."""
+    return {memfd(place).st_ino: place for place in PLACES}
+
+
 def physical(place: str = "device") -> int:
     """Bytes that exist in the memfd of the place, as the kernel counts them."""
     return memfd(place).st_blocks * 512
@@ -189,16 +196,15 @@ class Map:
     @property
     def place(self) -> str | None:
         """ "device", "host" or "peer" where it shows this stand-in's memory."""
-        for place in PLACES:
-            if f"/memfd:ballonet-{place}" in self.name and self.inode == memfd(place).st_ino:
-                return place
-        return None
+        return inodes().get(self.inode) if self.name.startswith("/memfd:ballonet-") else None
 
 
-def maps(address: int, nbytes: int) -> list[Map]:
-    """The process's memory maps that touch [address, address + nbytes)."""
+def maps(address: int, nbytes: int, only: Sequence[str] = ("",)) -> list[Map]:
+    """The process's memory maps that touch [address, address + nbytes). `only`: of lines that have one of these."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
+        if not any(each in line for each in only):
+            continue
         match = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ([0-9a-f]+) \S+ (\d+)\s*(.*)", line)
         assert match is not None, line
         begin, end, offset = int(match[1], 16), int(match[2], 16), int(match[4], 16)
@@ -315,9 +321,10 @@ class Core:
         owner: _native.Owner = "kv",
         group: _native.Group | None = None,
         auto_retire: bool = False,
+        **soon: Any,
     ) -> _native.Range:
-        """A range that is closed at the end, if it was not before."""
-        made = self.device.reserve(pieces * self.page, owner, group or self.device.group(), auto_retire)
+        """A range that is closed at the end, if it was not before. `soon`: expected, reuse, more; see `reserve`."""
+        made = self.device.reserve(pieces * self.page, owner, group or self.device.group(), auto_retire, **soon)
         self._ranges.append(made)
         return made
 
@@ -339,6 +346,16 @@ class Core:
         found: int = self.device.snapshot()["kept"]
         return found
 
+    def cached_ranges(self, *sizes: tuple[int, int]) -> list[int]:
+        """Closes ranges of so many pieces and pages: the addresses at which these stay, the oldest first."""
+        ranges = [self.range(pieces, reuse=False) for pieces, _ in sizes]
+        for some, (_, mapped) in zip(ranges, sizes, strict=True):
+            some.map(0, mapped)
+        for some in ranges:
+            some.close()
+        self.device.reap(wait=True)
+        return [some.address for some in ranges]
+
     def copied(self) -> dict[str, int]:
         """Bytes, of those ways on which there were any."""
         return {way: nbytes for way, nbytes in self.device.snapshot()["copied"].items() if nbytes}
@@ -358,9 +375,14 @@ class Core:
     def occupy(self, stream: int, seconds: float) -> None:
         """Work on the stream that takes this long; so does any other copy between host and device until `finish`."""
         (lane, source) = next((lane, source) for known, lane, source in self._lanes if known == stream)
+        self.slow_copies(seconds)
+        with current_context() as it:
+            it.ok("cuMemcpyAsync", lane.address, ctypes.addressof(source), self.page, stream)
+
+    def slow_copies(self, seconds: float) -> None:
+        """Every copy between host and device takes this long from now on, until `finish`."""
         with current_context() as it:
             it.configure(latency_ns=round(seconds * 1e9))
-            it.ok("cuMemcpyAsync", lane.address, ctypes.addressof(source), self.page, stream)
 
     def finish(self) -> None:
         self.device.synchronize()
@@ -372,12 +394,15 @@ class Core:
         for one in self._ranges:
             one.close()
         self._ranges.clear()
+        for *_, blocks in self.device.segments():
+            for address, *_ in blocks:
+                self.device.deallocate(address)  # what is no block is ignored
 
 
 def clean() -> None:
     """Takes another copy of the stand-in where a test that failed left something in this one."""
     if any(map(physical, PLACES)):
-        for cached in (library, driver, _any_device):
+        for cached in (library, driver, inodes, _any_device):
             cached.cache_clear()
 
 
@@ -421,6 +446,38 @@ def together(core: Core, work: Callable[[Any], None], arguments: Iterable[Any]) 
             wait(running, timeout=0.01)
         for each in running:
             each.result()
+
+
+def faults_at_every_call(
+    prepare: Callable[[Core], T], work: Callable[[T], object], times: int = 1, **options: Any
+) -> Iterator[tuple[T, bool]]:
+    """Scenes in which one driver call of the work, or so many in a row, have failed, for each call that it makes.
+
+    Yields the scene and whether the work was done: it returned something other than False and raised nothing. It may
+    only fail where a fault struck. No fault is left.
+    """
+    with opened(**options) as core:
+        scene = prepare(core)
+        made = all_calls(lambda: work(scene))
+    struck = scenes = 0
+    for function, count in made.items():
+        for ahead in faulted(function, count):
+            with opened(**options) as core:
+                scene, fired = prepare(core), faults_fired()
+                for more in range(times):
+                    arm(function, ahead + more)
+                try:
+                    done = work(scene) is not False
+                except (BallonetError, PoolExhausted):
+                    done = False
+                assert done or faults_fired() > fired, (function, ahead)
+                struck, scenes = struck + (faults_fired() > fired), scenes + 1
+                core.device.check()
+                assert physical() == core.created() * core.page
+                disarm()
+                driver().ok("cuCtxSetCurrent", None)  # a call that failed to restore it left the device's current
+                yield scene, done
+    assert struck > scenes // 2, "how many calls there are may depend on the device's thread, but not by so much"
 
 
 # Around every other call, always in the same way: a few of them are as good as all.

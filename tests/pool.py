@@ -180,9 +180,6 @@ def installing(budget: int, page_size: int) -> Iterator[Callable[[], Device]]:
 def tiny_layers(tuned: Tuned, budget: int, page_size: int) -> Iterator[None]:
     """A device is installed, and layers of tiny models have ranges."""
     tuned(weights={"large": 2**11})
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     with installing(budget, page_size) as now:
         now()
         yield
-    torch.set_num_threads(threads)

@@ -27,7 +27,7 @@ PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "
 INSIDE = (
     *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
-    *("bench_calls", "bench_recover", "bench_cold_load"),
+    *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve"),
 )
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 
@@ -84,13 +84,18 @@ class Inside:
 
 @pytest.mark.parametrize("program", INSIDE)
 def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bandwidth import measure
+
     module, out = importlib.import_module(program), tmp_path / "figure.json"
+
+    def link(chosen: Any) -> dict[str, Callable[..., Any]]:
+        return {"about": dict, "link": measure(chosen)}
 
     @contextmanager
     def peers(_: str, chosen: Any, names: Sequence[str], environments: Any = None) -> Iterator[dict[str, Inside]]:
         for name, value in {**(environments or {})}.get(names[0], {}).items():
             monkeypatch.setenv(name, value)
-        found = {name: Inside(module.functions(name, chosen)) for name in names}
+        found = {name: Inside(link(chosen) if name == "link" else module.functions(name, chosen)) for name in names}
         try:
             yield found
         finally:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from ballonet.hooks.kv.cache import KVCache
 from .caches import LARGE, installed, is_elastic, same, tensors
 from .models import build, prompts
 from .pool import in_pool
+from .programs import run
 
 ONE = {name: tensor[:1] for name, tensor in prompts(batch=3, longest=12).items()}
 
@@ -67,9 +66,7 @@ def test_a_saved_cache_can_be_loaded_where_there_is_no_ballonet(page: int, tmp_p
         same(tensors(loaded), tensors(cache))
     if page == 4096:
         torch.save((cache, contents), tmp_path / "both")
-        command = [sys.executable, "-c", LOAD_WITHOUT_BALLONET, str(tmp_path / "both")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+        run(LOAD_WITHOUT_BALLONET, tmp_path / "both")
 
 
 def test_a_saved_kv_cache_is_elastic_again() -> None:

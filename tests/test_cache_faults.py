@@ -87,24 +87,6 @@ def test_what_ends_a_forward_inside_a_layer(error: type[BaseException], where: s
     handle.release()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_was_ended_inside_a_layer_leaves_no_lease() -> None:
-    model = build("llama")
-    handle = ballonet.manage(model)
-    group = handle._weights.group
-
-    def stop(*_: Any) -> None:
-        raise SystemExit
-
-    with model.model.layers[1].register_forward_pre_hook(stop):
-        thread = threading.Thread(target=lambda: generate(model, "greedy", INPUTS))
-        thread.start()
-        thread.join()
-    gc.collect()
-    assert group.leases == 0
-    handle.release()
-
-
 def test_out_of_memory_inside_a_layer_and_on_with_a_smaller_batch(page: int) -> None:
     with install.stock():
         model = build("llama")
@@ -233,7 +215,7 @@ def test_several_generations_at_once(page: int) -> None:
         for handle in (first, second):
             assert handle._weights.group.leases == 0
             assert chaos_of(handle) is not None
-            assert chaos_of(handle).moved["weights"] > 0
+            assert sum(chaos_of(handle).moved.values()) > 0
 
 
 def test_the_thread_of_an_unmanaged_model_keeps_a_lease_on_its_cache() -> None:

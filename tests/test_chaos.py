@@ -196,33 +196,6 @@ def test_pages_move_to_others_and_keep_their_addresses(device: Device) -> None:
             assert torch.equal(tensor, values[name])
 
 
-def test_two_threads_on_one_model_and_two_models_beside_each_other(device: Device) -> None:
-    """A page that another thread's forward leases is left alone; what is leased by no one else keeps moving."""
-    one, other = models.build("llama"), models.build("qwen2")
-    inputs = models.prompts(2, 11)
-    expected = {model: models.generate(model, "greedy", inputs, tokens=24) for model in (one, other)}
-    handles = {model: ballonet.manage(model, chaos=7) for model in (one, other)}
-    calm = {model: _without_chaos(handles[model], model, inputs) for model in (one, other)}
-    wrong: list[str] = []
-
-    def work(model: Any) -> None:
-        for _ in range(4):
-            result = models.generate(model, "greedy", inputs, tokens=24)
-            if not (torch.equal(result.logits, calm[model].logits) and result.agrees(expected[model])):
-                wrong.append(type(model).__name__)
-
-    threads = [threading.Thread(target=work, args=(model,)) for model in (one, one, other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    for model, managed in handles.items():
-        assert min(moved(managed).values()) > 5, type(model).__name__
-        assert managed._weights.group.leases == 0
-        managed.release()
-
-
 def test_weights_that_a_graph_of_another_thread_holds_stay_where_they_are(device: Device) -> None:
     """Its backward may be running: it has no lease."""
     model = models.build("llama")
@@ -244,14 +217,6 @@ def test_weights_that_a_graph_of_another_thread_holds_stay_where_they_are(device
         held.pop().backward()
         models.generate(model, "greedy", models.prompts(1, 9))
         assert moved(managed)["weights"] > before["weights"]
-
-
-def _without_chaos(managed: ballonet.Managed, model: Any, inputs: Any) -> models.Output:
-    chaos, managed._forwards.chaos = managed._forwards.chaos, None
-    try:
-        return models.generate(model, "greedy", inputs, tokens=24)
-    finally:
-        managed._forwards.chaos = chaos
 
 
 def test_a_full_pool_stops_the_moves_and_nothing_else(device: Device) -> None:

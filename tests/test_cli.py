@@ -59,7 +59,10 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["fly"], ["run"], ["replay"], ["info", "--yaml"], ["info", "llama", "--batch", "0"], ["info", "a", "b"]],
+    [
+        *([], ["fly"], ["run"], ["replay"], ["info", "--yaml"], ["info", "llama", "--batch", "0"], ["info", "a", "b"]),
+        *(["budget"], ["budget", "me"], ["budget", "0"], ["budget", "1", "--timeout", "0"]),
+    ],
     ids=" ".join,
 )
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

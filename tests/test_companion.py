@@ -7,7 +7,9 @@ import dataclasses
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,6 @@ from ballonet.allocator.errors import CompanionUnavailable, InstallError
 from ballonet.allocator.install import install, restore
 from ballonet.allocator.pluggable import HOOKS
 
-from .compilations import compile_it_at_once
 from .core import arm
 
 pytestmark = pytest.mark.skipif(
@@ -92,25 +93,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def quick(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What compiles takes what was compiled before. Returns that."""
+    compiled = companion.build(cache)
+    monkeypatch.setattr(companion, "_compile", lambda compiler, output, part: shutil.copy(compiled, output))
+    return compiled
+
+
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     folder = tmp_path_factory.mktemp("probe")
     source, library = folder / "probe.cpp", folder / "probe.so"
     source.write_text(PROBE)
     compiler = next(filter(None, map(shutil.which, companion.COMPILERS)))
-    subprocess.run(
-        [
-            compiler,
-            "-std=c++17",
-            *companion._options(),
-            str(source),
-            "-lc10",
-            "-o",
-            str(library),
-            "-fvisibility=default",
-        ],
-        check=True,
-    )
+    options = ["-std=c++17", *companion._options(), "-fvisibility=default"]
+    subprocess.run([compiler, *options, str(source), "-lc10", "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.message.restype = ctypes.c_char_p
     loaded.filter_alive.restype = ctypes.c_bool
@@ -145,8 +143,8 @@ def test_it_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert list(cache.iterdir()) == [path]
 
 
-def test_the_name_follows_what_it_must_agree_with(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    here = companion.build(cache).name
+def test_the_name_follows_what_it_must_agree_with(quick: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here = quick.name
     changed = tmp_path / "companion.cpp"
     source, header = companion.COMPANION.sources
     changed.write_text(source.read_text() + "// one more line\n")
@@ -158,12 +156,18 @@ def test_the_name_follows_what_it_must_agree_with(cache: Path, monkeypatch: pyte
         assert companion.build(tmp_path / "other compiler").name != here
 
 
-def test_two_processes_compile_it_at_once(tmp_path: Path) -> None:
-    compile_it_at_once("COMPANION", tmp_path)
+@pytest.mark.usefixtures("quick")
+def test_two_who_compile_it_at_once_have_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both, compiles = threading.Barrier(2, timeout=60), companion._compile
+    monkeypatch.setattr(companion, "_compile", lambda *given: (both.wait(), compiles(*given)))
+    with ThreadPoolExecutor(2) as threads:
+        paths = {*threads.map(companion.build, [tmp_path] * 2)}
+    assert paths == {*tmp_path.iterdir()}
+    assert len(paths) == 1
 
 
-def test_a_damaged_file_is_replaced(tmp_path: Path, cache: Path) -> None:
-    damaged = tmp_path / companion.build(cache).name
+def test_a_damaged_file_is_replaced(tmp_path: Path, quick: Path) -> None:
+    damaged = tmp_path / quick.name
     damaged.write_bytes(b"not a library")
     loaded = companion.load(tmp_path, _native.core_table(), 0)
     assert loaded.path != damaged
@@ -171,6 +175,7 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, cache: Path) -> None:
     assert companion.load(tmp_path, _native.core_table(), 0).path == damaged
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_folder_that_cannot_be_written_is_replaced_by_a_temporary_one(tmp_path: Path) -> None:
     occupied = tmp_path / "file"
     occupied.write_text("")

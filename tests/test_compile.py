@@ -79,22 +79,6 @@ def compiled(model: Any) -> Call:
     return call
 
 
-def compiled_in_place(model: Any) -> Call:
-    model.compile(fullgraph=True, backend="eager")
-    call: Call = model
-    return call
-
-
-def compiled_forward(model: Any) -> Call:
-    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
-    call: Call = model
-    return call
-
-
-def no_cache(model: Any) -> None:
-    return None
-
-
 def dynamic_cache(model: Any) -> DynamicCache:
     return DynamicCache(config=model.config)
 
@@ -103,28 +87,19 @@ def kv_cache(model: Any) -> KVCache:
     return KVCache(model.config)
 
 
-@pytest.mark.parametrize(
-    ("compiling", "make"),
-    [
-        (compiled, kv_cache),
-        (compiled_in_place, dynamic_cache),
-        (compiled_forward, no_cache),
-    ],
-)
-def test_whole_graphs_and_as_many_as_stock(compiling: Callable[[Any], Call], make: Callable[[Any], Any]) -> None:
+def test_whole_graphs_and_as_many_as_stock() -> None:
     stock = build("llama", num_hidden_layers=1)
-    call = compiling(stock)
-    expected = decode(lambda _: call, dynamic_cache(stock) if make is kv_cache else make(stock), 8, nothing)
+    call = compiled(stock)
+    expected = decode(lambda _: call, dynamic_cache(stock), 8, nothing)
     count = graphs()
     forget_graphs()
     model = build("llama", num_hidden_layers=1)
     answer = generate(model, "greedy", INPUTS)
     with ballonet.manage(model, chaos=1):
-        call = compiling(model)
-        assert torch.equal(decode(lambda _: call, make(model), 8, nothing), expected)
+        call = compiled(model)
+        assert torch.equal(decode(lambda _: call, kv_cache(model), 8, nothing), expected)
         assert graphs() == count
-        if compiling is compiled:  # else generate() would be compiled too
-            assert generate(model, "greedy", INPUTS).agrees(answer)
+        assert generate(model, "greedy", INPUTS).agrees(answer)
 
 
 def disturb(index: int, cache: Any) -> None:
@@ -207,13 +182,18 @@ def test_single_layers_compiled() -> None:
 
 
 def test_generate_with_a_compiled_forward() -> None:
+    """Its hooks run outside of the graph, and hold a lease."""
     model = build("llama", num_hidden_layers=1)
     expected = generate(model, "greedy", INPUTS, 6)
-    with ballonet.manage(model, chaos=4):
-        compiled_forward(model)
+    leases: list[int] = []
+    model.register_forward_hook(lambda *_: leases.append(handle._weights.group.leases))
+    with ballonet.manage(model, chaos=4) as handle:
+        model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
         for _ in range(2):
             assert generate(model, "greedy", INPUTS, 6).agrees(expected)
             assert graphs() <= 3
+        assert {*leases} == {1}
+        assert handle._weights.group.leases == 0
 
 
 def test_training_step_compiled() -> None:
@@ -236,19 +216,6 @@ def test_inductor_on_a_cache_that_was_elastic() -> None:
     with ballonet.manage(model):
         call = torch.compile(model, fullgraph=True)
         assert torch.equal(decode(lambda i: call if i == 2 else model, None, 6, nothing), expected)
-
-
-def test_a_compiled_forward_holds_a_lease_where_its_hooks_run() -> None:
-    """`forward` alone compiled: the hooks are outside of the graph. All compiled: see forwards.py."""
-    model = build("llama", num_hidden_layers=1)
-    seen: list[int] = []
-    with ballonet.manage(model) as handle:
-        group = handle._weights.group
-        model.model.norm.register_forward_hook(torch.compiler.disable(lambda *_: seen.append(group.leases)))
-        model.forward = torch.compile(model.forward, backend="eager")
-        step(model, INPUTS["input_ids"], None)
-        assert seen == [1]
-        assert group.leases == 0
 
 
 def test_a_managed_model_can_be_exported() -> None:

@@ -387,15 +387,6 @@ def test_the_budget_of_a_running_process(
     assert "does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["budget"], ["budget", "me"], ["budget", "0"], ["budget", "1", "--timeout", "0"]]
-)
-def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments)
-    assert "usage: python -m ballonet budget" in capsys.readouterr().err
-
-
 def test_it_can_be_turned_off_and_a_process_without_a_place_for_it_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

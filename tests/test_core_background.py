@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BallonetError
 
 from .core import (
     PAGE,
@@ -24,8 +24,8 @@ from .core import (
     behind,
     calls,
     capturing,
-    disarm,
     eventually,
+    faults_at_every_call,
     faults_fired,
     holds,
     library,
@@ -89,7 +89,6 @@ def test_an_unmap_that_fails_is_done_again() -> None:
         arm("cuMemUnmap", 2)
         some.retire(0, 3)
         eventually(lambda: faults_fired() == fired + 1 and backings(some) == ["none"] * 3)
-        core.device.check()
 
 
 def test_the_thread_and_the_program_may_do_the_same_at_once() -> None:
@@ -244,32 +243,6 @@ def test_whoever_needs_pages_gets_those_mapped_ahead_after_all_others() -> None:
         assert (core.ahead(), core.pages()["weights"]) == (0, 12)
         assert all(one.place is None for one in maps(some.address, some.nbytes))
         refused(lambda: some.map(0, 1))
-        core.device.check()
-
-
-def test_the_heap_gets_them_too() -> None:
-    with opened(budget=8) as core:
-        some = core.range(6)
-        some.map_ahead(0, 6)
-        core.device.reap(wait=True)
-        block = core.device.allocate(7 * PAGE)
-        assert core.ahead() <= 1
-        core.device.deallocate(block)
-
-
-def test_what_a_request_needs_beside_its_own_is_not_taken_from_itself() -> None:
-    with opened(budget=4) as core:
-        some = core.range(4)
-        some.map_ahead(0, 4)
-        core.device.reap(wait=True)
-        some.map(0, 4)
-        assert backings(some) == ["device"] * 4
-        some.retire(0, 4)
-        core.device.reap(wait=True)
-        some.map_ahead(2, 2)
-        core.device.reap(wait=True)
-        some.map(0, 4)  # two are claimed, and the other two may not be those
-        assert backings(some) == ["device"] * 4
 
 
 def test_no_more_is_mapped_ahead_than_fifty_megabytes() -> None:
@@ -317,29 +290,25 @@ def test_bad_requests_are_refused() -> None:
         assert core.ahead() == 0
 
 
-@pytest.mark.parametrize("function", ["cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap"])
-@pytest.mark.parametrize("nth", [1, 2, 3])
-def test_a_fault_ends_a_request_and_nobody_hears_of_it(function: str, nth: int) -> None:
-    with opened(budget=6) as core:
-        some, other = core.range(6), core.range(6, "weights")
+def test_a_fault_ends_a_request_and_nobody_hears_of_it() -> None:
+    def prepare(core: Core) -> tuple[Core, _native.Range]:
+        some = core.range(6)
         some.map(0, 1)
-        arm(function, nth)
+        return core, some
+
+    def work(scene: tuple[Core, _native.Range]) -> None:
+        core, some = scene
         some.map_ahead(1, 3)
         core.device.reap(wait=True)
-        core.device.check()
+
+    for (core, some), _ in faults_at_every_call(prepare, work, budget=6):
         for piece in range(6):
             if some.backing(piece) == "kept":
                 assert behind(some.address + piece * PAGE)[:2] == ("device", "rw-s")
-        for attempt in range(3):  # a fault that is still to come strikes here
-            try:
-                some.map(0, 4)
-                write(some.address, 5, 4 * PAGE)
-                other.map(0, 2)
-                break
-            except (DriverError, PoolExhausted):
-                assert attempt < 2
+        some.map(0, 4)
+        write(some.address, 5, 4 * PAGE)
+        core.range(6, "weights").map(0, 2)
         assert holds(some.address, 5, 4 * PAGE)
-        disarm()
 
 
 # -- time -------------------------------------------------------------------------------------------------------------

@@ -17,34 +17,25 @@ import torch
 
 import ballonet
 from ballonet.allocator import runtime
-from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BudgetError, BudgetInUse, ConfigError, PoolExhausted
 
 from .core import (
     PAGE,
     Core,
     all_calls,
-    arm,
     calls,
     capturing,
-    disarm,
     eventually,
-    faults_fired,
+    faults_at_every_call,
     holds,
     opened,
     physical,
     write,
 )
 from .pool import bytes_that_exist
-from .test_core_reclaim import Layer, Other, keys, layer
+from .test_core_reclaim import Layer, Other, another, keys, layer  # noqa: F401 (a fixture)
 
 LONG = 60 * 10**9  # ns; nobody waits that long in a test that goes well
-
-
-@pytest.fixture
-def other() -> Iterator[Other]:
-    made = Other()
-    yield made
-    made.end()
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def lowered(core: Core, pages: int) -> bool:
 
 def test_what_is_free_or_idle_goes_back_to_the_driver() -> None:
     with opened(budget=32) as core:
-        keep = core.device.allocate(PAGE)
+        core.device.allocate(PAGE)
         core.device.deallocate(core.device.allocate(10 * PAGE))
         kv = core.range(8)
         kv.map(0, 8)
@@ -71,7 +62,6 @@ def test_what_is_free_or_idle_goes_back_to_the_driver() -> None:
         assert (core.device.budget, core.created(), physical()) == (4 * PAGE, 4, 4 * PAGE)
         core.device.set_budget(32 * PAGE)
         kv.map(2, 6)
-        core.device.deallocate(keep)
 
 
 def test_no_more_of_what_lies_idle_goes_than_has_to() -> None:
@@ -85,7 +75,7 @@ def test_no_more_of_what_lies_idle_goes_than_has_to() -> None:
 def test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number() -> None:
     with opened(budget=16) as core:
         one, kept = layer(core, 3), layer(core, 2)
-        block = core.device.allocate(2 * PAGE)
+        core.device.allocate(2 * PAGE)
         core.device.publish([one.entry(1)])
         before = core.pages()
         with pytest.raises(BudgetInUse) as refused:
@@ -98,7 +88,6 @@ def test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number() -> Non
         assert (keys(core), physical()) == ([1], 4 * PAGE)
         assert one.intact()
         assert kept.intact()
-        core.device.deallocate(block)
 
 
 def test_the_error_survives_a_pickle() -> None:
@@ -153,7 +142,6 @@ def test_who_leases_obeys_and_the_budget_is_met(other: Other, pool: ThreadPoolEx
         lowering.result()
         assert (physical(), core.device.budget, core.device.demand) == (PAGE, PAGE, 0)
         assert one.intact()
-        other.does(one.group.leave)
 
 
 def test_who_leases_leaves_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
@@ -176,7 +164,6 @@ def test_who_leases_never_comes_back(other: Other) -> None:
         assert "timeout" in str(refused.value)
         assert (core.device.budget, core.device.demand, one.place) == (8 * PAGE, 0, "device")
         core.range(4).map(0, 4)  # up to the budget that is in force again
-        other.does(one.group.leave)
 
 
 def test_nothing_is_created_above_it_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
@@ -205,7 +192,6 @@ def test_blocks_that_are_freed_meanwhile_count(other: Other, pool: ThreadPoolExe
         core.device.deallocate(block)
         lowering.result()
         assert (physical(), one.place) == (4 * PAGE, "device")
-        other.does(one.group.leave)
 
 
 def test_a_capture_that_ends_meanwhile(tmp_path: Path, pool: ThreadPoolExecutor) -> None:
@@ -234,19 +220,18 @@ def test_a_capture_that_ends_meanwhile(tmp_path: Path, pool: ThreadPoolExecutor)
 def test_a_larger_one_ends_the_wait_of_a_smaller(other: Other, pool: ThreadPoolExecutor) -> None:
     """The newest counts; it neither waits for the others nor do they change what it has set."""
     with opened(budget=8) as core:
-        one = leased(core, other, 4)
+        leased(core, other, 4)
         smaller = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
         eventually(lambda: lowered(core, 2))
         core.device.set_budget(6 * PAGE)
         with pytest.raises(BudgetInUse):
             smaller.result()
         assert core.device.budget == 6 * PAGE
-        other.does(one.group.leave)
 
 
 def test_the_newest_fails_and_the_budget_before_all_of_them_is_in_force(other: Other, pool: ThreadPoolExecutor) -> None:
     with opened(budget=8) as core:
-        one = leased(core, other, 4)
+        leased(core, other, 4)
         first = pool.submit(core.device.set_budget, 2 * PAGE, LONG)
         eventually(lambda: lowered(core, 2))
         with pytest.raises(BudgetInUse):
@@ -254,7 +239,6 @@ def test_the_newest_fails_and_the_budget_before_all_of_them_is_in_force(other: O
         with pytest.raises(BudgetInUse):
             first.result()
         assert core.device.budget == 8 * PAGE
-        other.does(one.group.leave)
 
 
 def test_two_threads_that_lease_what_the_other_waits_for(pool: ThreadPoolExecutor) -> None:
@@ -352,7 +336,6 @@ def test_ctrl_c_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
         ((*_, took),) = (row for row in core.device.events() if row[1] == "budget refused")
         assert took < LONG
         assert (core.device.budget, core.device.demand, one.place) == (8 * PAGE, 0, "device")
-        other.does(one.group.leave)
 
 
 @pytest.fixture
@@ -388,7 +371,7 @@ def test_from_a_signal_on_the_thread_that_leases(usr1: list[object]) -> None:
 
 def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoolExecutor, usr1: list[object]) -> None:
     with opened(budget=8) as core:
-        one = leased(core, other, 4)
+        leased(core, other, 4)
         usr1.append(lambda: core.device.set_budget(6 * PAGE, LONG))
 
         def send() -> None:
@@ -400,60 +383,42 @@ def test_from_a_signal_while_the_same_thread_waits(other: Other, pool: ThreadPoo
             core.device.set_budget(2 * PAGE, LONG)
         sending.result()
         assert (usr1, core.device.budget) == ([None], 6 * PAGE)
-        other.does(one.group.leave)
 
 
 # -- Faults -----------------------------------------------------------------------------------------------------------
 
 
+class Lowering:
+    """A device with dirty and clean layers, KV, a block, and what is free or idle; its budget is to be lowered."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.layers = layer(core, 2, 1), layer(core, 2, 11).clean()
+        core.device.publish([each.entry(key) for key, each in enumerate(self.layers)])
+        self.kv = core.range(4)
+        self.kv.map(0, 4)
+        write(self.kv.address, 77)
+        self.block = core.device.allocate(PAGE // 2)
+        write(self.block, 5, PAGE // 2)
+        core.device.deallocate(core.device.allocate(3 * PAGE))
+        self.kv.retire(1, 3)
+        core.device.reap(wait=True)
+
+    def lower(self) -> None:
+        self.core.device.set_budget(2 * PAGE)
+
+
 def test_a_fault_at_every_driver_call_of_it() -> None:
-    def lower(fault: tuple[str, int] | None) -> dict[str, int]:
-        with opened(budget=16, host_budget=8) as core:
-            dirty, clean = layer(core, 2, 1), layer(core, 2, 11).clean()
-            core.device.publish([dirty.entry(1), clean.entry(2)])
-            kv = core.range(4)
-            kv.map(0, 4)
-            write(kv.address, 77)
-            block = core.device.allocate(PAGE // 2)
-            write(block, 5, PAGE // 2)
-            core.device.deallocate(core.device.allocate(3 * PAGE))
-            kv.retire(1, 3)
-            core.device.reap(wait=True)
-            fired = faults_fired()
-            if fault is not None:
-                arm(*fault)
-            made: dict[str, int] = {}
-            failed = False
-
-            def work() -> None:
-                nonlocal failed
-                try:
-                    core.device.set_budget(2 * PAGE)
-                except (DriverError, BudgetInUse):
-                    failed = True
-
-            made = all_calls(work)
-            assert not failed or faults_fired() > fired
-            disarm()
-            core.device.check()
-            assert core.device.budget == (16 if failed else 2) * PAGE
-            assert failed or physical() <= 2 * PAGE
-            assert dirty.intact()
-            assert clean.intact()
-            assert holds(kv.address, 77)
-            assert holds(block, 5, PAGE // 2)
-            core.device.set_budget(2 * PAGE)
-            assert physical() == 2 * PAGE
-            core.device.deallocate(block)
-            refused.append(failed)
-            return made
-
     refused: list[bool] = []
-    made = lower(None)
-    assert {"cuMemUnmap", "cuMemRelease", "cuMemMap", "cuMemSetAccess", "cuMemcpyAsync"} <= made.keys()
-    for function, count in made.items():
-        for ahead in range(1, count + 1):
-            lower((function, ahead))
+    for scene, done in faults_at_every_call(Lowering, Lowering.lower, budget=16, host_budget=8):
+        refused.append(not done)
+        assert scene.core.device.budget == (2 if done else 16) * PAGE
+        assert not done or physical() <= 2 * PAGE
+        assert all(each.intact() for each in scene.layers)
+        assert holds(scene.kv.address, 77)
+        assert holds(scene.block, 5, PAGE // 2)
+        scene.lower()
+        assert physical() == 2 * PAGE
     assert refused.count(False) > len(refused) // 2  # a call that fails once is made up for
 
 

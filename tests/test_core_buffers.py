@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, PAGE_CALLS, Core, arm, behind, calls, capturing, disarm, holds, opened, physical, write
-from .test_core_reclaim import Other, other  # noqa: F401 (a fixture)
+from .core import PAGE, Core, behind, capturing, faults_at_every_call, holds, opened, physical, write
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 PIECES = 3
 LAYERS = 2
@@ -86,7 +85,7 @@ def test_a_buffer_goes_and_whoever_led_there_reads_its_own_bytes_on_the_host() -
         assert core.device.published == [1]
         core.device.check()
         copied, host = core.device.snapshot()["copied"], physical("host")
-        address = core.device.allocate(PIECES * PAGE)  # in the middle of any operator
+        core.device.allocate(PIECES * PAGE)  # in the middle of any operator
         assert core.device.snapshot()["copied"] == copied, "nothing is copied for it"
         assert physical("host") == host
         assert [row[1:] for row in core.device.taken()] == [(1, PIECES)]
@@ -95,8 +94,6 @@ def test_a_buffer_goes_and_whoever_led_there_reads_its_own_bytes_on_the_host() -
             assert turns.places(layer) == ["host"] * PIECES + ["device"]
         assert turns.buffer.backed == 0
         assert physical() == core.device.budget
-        core.device.check()
-        core.device.deallocate(address)
 
 
 def test_part_of_it_goes() -> None:
@@ -110,7 +107,6 @@ def test_part_of_it_goes() -> None:
         turns.buffer.retire(0, 2)  # it would be wrong to take that now
         core.device.reap(wait=True)
         assert core.device.take([2]) == 0
-        core.device.check()
 
 
 def test_what_an_entry_does_not_name_keeps_the_buffer() -> None:
@@ -143,7 +139,6 @@ def test_an_entry_is_void_once_anything_leads_elsewhere(change: str) -> None:
         assert core.device.published == []
         with pytest.raises(PoolExhausted):
             core.range(PIECES).map(0, PIECES)
-        core.device.check()
 
 
 def test_what_has_no_bytes_on_the_host_does_not_enter_the_list() -> None:
@@ -171,7 +166,7 @@ def test_a_tensor_over_the_buffer_keeps_it() -> None:
         assert core.device.take([1]) == PIECES
 
 
-def test_who_leases_it_gives_it(other: Other) -> None:  # noqa: F811
+def test_who_leases_it_gives_it(other: Other) -> None:
     with opened(budget=PIECES + LAYERS) as core:
         turns = Turns(core)
         core.device.publish([turns.entry()])
@@ -183,7 +178,6 @@ def test_who_leases_it_gives_it(other: Other) -> None:  # noqa: F811
         assert other.does(core.device.obey) == PIECES
         assert turns.shows(0)
         assert turns.shows(1)
-        other.does(turns.group.leave)
 
 
 def test_while_a_graph_is_captured_it_stays(tmp_path: Path) -> None:
@@ -205,30 +199,22 @@ def test_while_a_graph_is_captured_it_stays(tmp_path: Path) -> None:
     core.device.close()
 
 
-@pytest.mark.parametrize("call", [*PAGE_CALLS[2:], "cuEventSynchronize"])
-def test_a_fault_leaves_it_as_it_was_or_gone(call: str) -> None:
-    for nth in itertools.count(1):
-        with opened(budget=PIECES + LAYERS) as core:
-            turns = Turns(core)
-            core.device.publish([turns.entry()])
-            before = calls().get(call, 0)
-            arm(call, nth)
-            try:
-                taken = core.device.take([1])
-            except DriverError:
-                taken = 0
-            struck = calls().get(call, 0) - before >= nth
-            disarm()
-            core.device.check()
-            assert turns.shows(0)
-            assert turns.shows(1) == (taken > 0)
-            if not taken:
-                core.device.publish([turns.entry()])
-                assert core.device.take([1]) == PIECES
-                assert turns.shows(1)
-        if not struck:
-            break
-    assert nth > 1 or call == "cuEventSynchronize"
+def test_a_fault_leaves_it_as_it_was_or_gone() -> None:
+    def prepare(core: Core) -> Turns:
+        turns = Turns(core)
+        core.device.publish([turns.entry()])
+        return turns
+
+    def take(turns: Turns) -> bool:
+        return turns.core.device.take([1]) > 0
+
+    for turns, done in faults_at_every_call(prepare, take, budget=PIECES + LAYERS):
+        assert turns.shows(0)
+        assert turns.shows(1) == done
+        if not done:
+            turns.core.device.publish([turns.entry()])
+            assert turns.core.device.take([1]) == PIECES
+            assert turns.shows(1)
 
 
 def test_threads_take_buffers_while_others_lead_to_them() -> None:

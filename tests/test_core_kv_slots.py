@@ -3,37 +3,32 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import random
 from typing import NamedTuple
 
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, PoolExhausted
+from ballonet.allocator.errors import BallonetError
 
 from .core import (
     PAGE,
     Core,
-    all_calls,
-    arm,
+    backings,
     calls,
-    disarm,
     eventually,
+    faults_at_every_call,
     holds,
+    make,
     maps,
     opened,
     page_calls,
     physical,
+    refused,
     write,
 )
 
 LONG = 0.1
-
-
-def kept(core: Core) -> int:
-    pages: int = core.device.snapshot()["kept"]
-    return pages
 
 
 class Slot(NamedTuple):
@@ -43,23 +38,15 @@ class Slot(NamedTuple):
 
 
 def closed(core: Core, *sizes: tuple[int, int]) -> list[Slot]:
-    """Slots of so many pieces and pages, the oldest first."""
-    ranges = [core.device.reserve(pieces * PAGE, "kv", core.device.group(), reuse=False) for pieces, _ in sizes]
-    for some, (_, mapped) in zip(ranges, sizes, strict=True):
-        some.map(0, mapped)
-    for some in ranges:
-        some.close()
-    core.device.reap(wait=True)
-    return [Slot(some.address, *size) for some, size in zip(ranges, sizes, strict=True)]
+    return [Slot(address, *size) for address, size in zip(core.cached_ranges(*sizes), sizes, strict=True)]
 
 
 def test_the_pages_of_a_closed_range_are_free_and_stay_where_they_are() -> None:
     with opened() as core:
         [(address, _, _)] = closed(core, (6, 4))
         assert core.pages() == {"free": 4, "weights": 0, "activations": 0, "kv": 0, "retiring": 0}
-        assert kept(core) == 4
+        assert core.kept() == 4
         assert {(one.place, one.access) for one in maps(address, 4 * PAGE)} == {("device", "rw-s")}
-        core.device.check()
 
 
 def test_the_next_range_claims_them_without_the_driver() -> None:
@@ -74,11 +61,10 @@ def test_the_next_range_claims_them_without_the_driver() -> None:
             some.tensor(0, (1,), (1,), 1, 8)
         assert page_calls(lambda: some.map(0, 3)) == {}
         write(some.address, 5, 3 * PAGE)
-        assert (core.pages()["kv"], core.pages()["free"], kept(core)) == (3, 1, 1)
+        assert (core.pages()["kv"], core.pages()["free"], core.kept()) == (3, 1, 1)
         assert page_calls(lambda: some.map(3, 2)) == {"cuMemCreate": 1, "cuMemMap": 1, "cuMemSetAccess": 1}
         assert holds(some.address, 5, 3 * PAGE)
         assert calls()["cuMemAddressReserve"] == before["cuMemAddressReserve"]
-        core.device.check()
 
 
 def request(core: Core, pages: int, group: _native.Group) -> None:
@@ -161,7 +147,7 @@ def test_a_slot_is_for_kv_that_wants_one() -> None:
         weights.map(0, 2)
         weights.close()
         core.device.reap(wait=True)
-        assert kept(core) <= 2  # weights leave no slot, and what they took they took from this one
+        assert core.kept() <= 2  # weights leave no slot, and what they took they took from this one
         assert core.pages()["free"] >= 2
         twin.close()
 
@@ -178,9 +164,9 @@ def test_what_is_still_in_use_is_no_slot() -> None:
         some.close()
         other = core.range(3)
         assert other.address != address
-        assert kept(core) == 0
+        assert core.kept() == 0
         core.device.reap(wait=True)
-        assert kept(core) == 2
+        assert core.kept() == 2
         third = core.range(3)
         assert third.address == address
         third.map(0, 2)
@@ -197,13 +183,13 @@ def test_a_range_under_a_tensor_becomes_a_slot_with_its_last_one() -> None:
         held = [some.tensor(PAGE, (PAGE,), (1,), 1, 8)]
         some.close()
         core.device.reap(wait=True)
-        assert (kept(core), core.pages()["kv"]) == (2, 1)
+        assert (core.kept(), core.pages()["kv"]) == (2, 1)
         other = core.range(3)
         assert other.address != address
         assert holds(address + PAGE, 9)
         held.clear()
         core.device.reap(wait=True)
-        assert kept(core) == 3
+        assert core.kept() == 3
         assert core.range(3).address == address
 
 
@@ -219,7 +205,7 @@ def test_pieces_that_lead_elsewhere_are_not_kept() -> None:
         some.close()
         host.close()
         core.device.reap(wait=True)
-        assert kept(core) == 1
+        assert core.kept() == 1
         again = core.range(4)
         assert again.address == address
         assert [again.backing(piece) for piece in range(4)] == ["kept", "none", "none", "none"]
@@ -234,7 +220,7 @@ def test_a_page_that_another_range_shows_is_not_kept() -> None:
         other.alias(0, some, 1, 1)
         some.close()
         core.device.reap(wait=True)
-        assert (kept(core), core.pages()["retiring"]) == (1, 1)
+        assert (core.kept(), core.pages()["retiring"]) == (1, 1)
         assert holds(other.address, 3)
 
 
@@ -254,91 +240,40 @@ def test_pages_are_taken_out_of_the_oldest_slot_before_new_ones_are_made() -> No
         assert [one.place for one in maps(first, 3 * PAGE)] == ["device", None]  # the last ones first
         assert [one.place for one in maps(second, 3 * PAGE)] == ["device"]
         assert page_calls(lambda: other.map(4, 5))["cuMemCreate"] == 1
-        assert (kept(core), physical()) == (0, 9 * PAGE)
-        core.device.check()
-
-
-def test_a_slot_never_stands_in_the_way() -> None:
-    owners: list[_native.Owner] = ["weights", "kv", "activations"]
-    for owner in owners:
-        with opened(budget=8) as core:
-            closed(core, (8, 8))
-            if owner == "activations":
-                block = core.device.allocate(8 * PAGE)
-                core.device.deallocate(block)
-            else:
-                core.range(100, owner).map(40, 8)
-            assert kept(core) == 0
-            core.device.check()
-
-
-def test_more_than_there_is_is_still_refused() -> None:
-    with opened(budget=8) as core:
-        closed(core, (6, 6))
-        other = core.range(9, "weights")
-        with pytest.raises(PoolExhausted):
-            other.map(0, 9)
-        assert core.pages()["weights"] == 0
-        core.device.check()
+        assert (core.kept(), physical()) == (0, 9 * PAGE)
 
 
 def test_what_was_claimed_for_a_request_that_fails_is_free_again() -> None:
     with opened(budget=8) as core:
         closed(core, (9, 4))
         some = core.range(9)
-        with pytest.raises(PoolExhausted):
-            some.map(0, 9)
+        refused(lambda: some.map(0, 9))
         assert core.pages()["kv"] == 0
         assert [some.backing(piece) for piece in range(4)] == ["kept"] * 4
-        other = core.range(8, "weights")
-        other.map(0, 8)
+        core.range(8, "weights").map(0, 8)
 
 
-def test_a_request_does_not_take_its_own_slot_apart() -> None:
-    with opened(budget=6) as core:
-        closed(core, (6, 4))
-        some = core.range(6)
-        some.map(0, 6)
-        assert core.pages()["kv"] == 6
-        assert physical() == 6 * PAGE
-
-
-def test_host_pages_go_where_something_is_kept() -> None:
-    with opened() as core:
-        closed(core, (4, 2))
-        some = core.range(4)
-        some.map_host(0, 2)
-        assert [some.backing(piece) for piece in range(2)] == ["host", "host"]
-        assert (kept(core), core.pages()["free"]) == (0, 2)
-        core.device.check()
-
-
-def test_an_alias_goes_where_something_is_kept() -> None:
-    with opened() as core:
-        closed(core, (4, 2))
-        some, slot = core.range(4), core.range(1, "weights")
-        slot.map(0, 1)
-        write(slot.address, 4)
-        assert some.alias(0, slot, 0, 1)
-        assert holds(some.address, 4)
-        core.device.check()
-
-
-def test_a_twin_may_lie_where_something_is_kept() -> None:
-    with opened(budget=4) as core:
-        closed(core, (4, 2))
+def test_other_pages_go_where_something_is_kept() -> None:
+    """Those of the host, of another range, and what a layer that is taken leaves on the host."""
+    with opened(budget=9) as core:
+        closed(core, (4, 2), (4, 2), (4, 2))
         group = core.device.group()
-        twin = core.range(4)
-        assert twin.backing(0) == "kept"
-        range_ = core.range(2, "weights", group)
-        range_.map(0, 2)
-        write(range_.address, 6, 2 * PAGE)
-        core.device.publish([(1, group, [(range_, 0, 2, twin, 0, [])])])
-        other = core.range(4, "weights")
-        other.map(0, 4)
-        assert holds(range_.address, 6, 2 * PAGE)
-        assert range_.backing(0) == "alias"
-        core.device.check()
+        on_host, leads, twin = core.range(4), core.range(4), core.range(4)
+        assert {some.backing(0) for some in (on_host, leads, twin)} == {"kept"}
+        on_host.map_host(0, 2)
+        assert backings(on_host)[:2] == ["host", "host"]
+        assert (core.kept(), core.pages()["free"]) == (4, 6)
+        weights = core.range(2, "weights", group)
+        weights.map(0, 2)
+        write(weights.address, 6, 2 * PAGE)
+        assert leads.alias(0, weights, 0, 1)
+        assert holds(leads.address, 6)
+        leads.close()
+        core.device.reap(wait=True)
+        core.device.publish([(1, group, [(weights, 0, 2, twin, 0, [])])])
+        assert core.device.take([1]) == 2
+        assert holds(weights.address, 6, 2 * PAGE)
+        assert weights.backing(0) == "alias"
 
 
 def test_a_lower_budget_a_trim_and_the_end_empty_the_slots() -> None:
@@ -347,25 +282,9 @@ def test_a_lower_budget_a_trim_and_the_end_empty_the_slots() -> None:
         core.device.set_budget(5 * PAGE)
         assert physical() == 5 * PAGE
         core.device.trim()
-        assert (physical(), kept(core)) == (0, 0)
+        assert (physical(), core.kept()) == (0, 0)
         core.device.set_budget(16 * PAGE)
         closed(core, (8, 8))
-
-
-def test_above_the_budget_nothing_is_kept() -> None:
-    with opened(budget=16) as core:
-        some, other = core.range(8), core.range(8)
-        some.map(0, 8)
-        other.map(0, 4)
-        core.device.reserve(PAGE, "kv", core.device.group())
-        block = core.device.allocate(4 * PAGE)
-        some.close()
-        other.close()
-        core.device.reap(wait=True)
-        assert kept(core) == 12
-        core.device.deallocate(block)
-        core.device.trim()
-        assert physical() == 0
 
 
 def test_addresses_come_back_with_the_last_page_of_a_slot() -> None:
@@ -379,7 +298,7 @@ def test_addresses_come_back_with_the_last_page_of_a_slot() -> None:
 
 def test_a_device_that_is_dropped_leaves_no_slot() -> None:
     with opened() as core:
-        one = _native.Device(library=str(_library()), ordinal=0, page_size=PAGE, budget=16 * PAGE, host_budget=0)
+        one = make(budget=16)
         some, open_one = (one.reserve(4 * PAGE, "kv", one.group()) for _ in range(2))
         some.map(0, 4)
         open_one.map(0, 2)
@@ -393,126 +312,25 @@ def test_a_device_that_is_dropped_leaves_no_slot() -> None:
         assert core.created() == 0
 
 
-def _library() -> object:
-    from .core import library
+def test_a_fault_at_every_driver_call_of_their_lives() -> None:
+    """They are made, claimed, get pages ahead, give them up and are emptied; what is in use holds what was written."""
+    Scene = tuple[Core, dict[int, int]]
 
-    return library()
+    def use(scene: Scene, some: _native.Range, pieces: int) -> None:
+        some.map(0, pieces)
+        scene[1][some.address] = pieces
+        write(some.address, len(scene[1]), pieces * PAGE)
 
+    def live(scene: Scene) -> None:
+        core, _ = scene
+        closed(core, (4, 4))
+        again = core.range(4)
+        use(scene, again, 2)
+        again.map_ahead(2, 2)
+        core.device.reap(wait=True)
+        use(scene, core.range(8, "weights"), 6)
+        core.device.trim()
 
-# -- faults --
-
-
-def life(core: Core) -> None:
-    """Slots are made, taken, taken apart and emptied; every page in use holds what was written."""
-    group = core.device.group()
-    made: list[_native.Range] = []
-
-    def attempt(work: object) -> None:
-        for _ in range(4):
-            try:
-                work()  # type: ignore[operator]
-            except (BallonetError, PoolExhausted):
-                core.device.check()
-                continue
-            return
-        raise AssertionError("fails again and again")
-
-    def reserve(pieces: int, owner: _native.Owner = "kv") -> _native.Range:
-        attempt(lambda: made.append(core.device.reserve(pieces * PAGE, owner, group)))
-        return made[-1]
-
-    some = reserve(4)
-    attempt(lambda: some.map(0, 4))
-    attempt(some.close)
-    attempt(lambda: core.device.reap(wait=True))
-    again = reserve(4)
-    attempt(lambda: again.map(0, 2))
-    write(again.address, 2, 2 * PAGE)
-    attempt(lambda: again.map_ahead(2, 2))
-    attempt(lambda: core.device.reap(wait=True))
-    other = reserve(8, "weights")
-    attempt(lambda: other.map(0, 6))
-    write(other.address, 3, 6 * PAGE)
-    core.device.check()
-    assert holds(again.address, 2, 2 * PAGE)
-    attempt(again.close)
-    attempt(lambda: core.device.reap(wait=True))
-    attempt(lambda: core.device.set_budget(7 * PAGE))
-    assert holds(other.address, 3, 6 * PAGE)
-    attempt(core.device.trim)
-    attempt(other.close)
-    core.device.check()
-    made.clear()
-
-
-def costs() -> dict[str, int]:
-    with opened(budget=8) as core:
-        return {name: count for name, count in all_calls(lambda: life(core)).items() if name.startswith("cuMem")}
-
-
-CALLS = ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemRelease")
-
-
-@pytest.mark.parametrize("function", [*CALLS, "cuMemAddressFree", "cuEventRecord", "cuEventCreate"])
-def test_a_fault_at_any_call_costs_no_page_and_no_byte(function: str) -> None:
-    for nth in range(1, max(2, costs().get(function, 0)) + 1):
-        with opened(budget=8) as core:
-            arm(function, nth)
-            life(core)
-            core.device.check()
-            disarm()
-
-
-# -- anything in any order --
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_pages_are_conserved_whatever_happens(seed: int) -> None:
-    random_of = random.Random(seed)
-    with opened(budget=24) as core:
-        group = core.device.group()
-        spaces: list[tuple[_native.Range, dict[int, int]]] = []
-        values = itertools.count(1)
-        for _ in range(250):
-            what = random_of.random()
-            try:
-                if what < 0.2 and len(spaces) < 5:
-                    owner: _native.Owner = random_of.choice(["kv", "kv", "kv", "weights"])
-                    nbytes = random_of.randint(1, 10) * PAGE
-                    spaces.append((core.device.reserve(nbytes, owner, group, expected=nbytes // 2), {}))
-                elif not spaces:
-                    continue
-                else:
-                    some, holding = random_of.choice(spaces)
-                    first = random_of.randrange(some.pieces)
-                    count = random_of.randint(1, some.pieces - first)
-                    if what < 0.45:
-                        some.map(first, count)
-                        for piece in range(first, first + count):
-                            if piece not in holding:
-                                holding[piece] = next(values) % 251
-                                write(some.address + piece * PAGE, holding[piece])
-                    elif what < 0.6 and some.owner == "kv":
-                        some.map_ahead(first, count)
-                    elif what < 0.75:
-                        some.retire(first, count)
-                        for piece in range(first, first + count):
-                            holding.pop(piece, None)
-                    elif what < 0.9:
-                        some.close()
-                        spaces = [each for each in spaces if each[0] is not some]
-                    elif what < 0.95:
-                        core.device.set_budget(random_of.choice([16, 24, 32]) * PAGE)
-                    else:
-                        core.device.reap(wait=random_of.random() < 0.5)
-            except (PoolExhausted, BallonetError):
-                pass
-            core.device.check()
-            snapshot = core.device.snapshot()
-            assert sum(snapshot["pages"].values()) == snapshot["created"]
-            assert snapshot["kept"] + snapshot["ahead"] <= snapshot["pages"]["free"]
-            for some, holding in spaces:
-                for piece, value in holding.items():
-                    assert holds(some.address + piece * PAGE, value)
-        for some, _ in spaces:
-            some.close()
+    for (_, used), _ in faults_at_every_call(lambda core: (core, {}), live, budget=8):
+        for value, (address, pieces) in enumerate(used.items(), 1):
+            assert holds(address, value, pieces * PAGE)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import random
-import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from ballonet.allocator import _native
-from ballonet.allocator.errors import BallonetError, DriverError, PoolExhausted
+from ballonet.allocator.errors import BallonetError, PoolExhausted
 
-from .core import PAGE, PLACES, Core, arm, behind, disarm, faults_fired, holds, make, opened, physical, shim, write
+from .core import PAGE, PLACES, Core, arm, behind, faults_at_every_call, holds, make, opened, physical, shim, write
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 PEER = {"peer": 1, "peer_budget": 3 * PAGE}
 
@@ -133,26 +132,15 @@ def test_a_clean_page_resident_may_be_taken_after_its_twin_has_left_the_peer() -
         kv.intact()
 
 
-def test_nothing_leaves_the_peer_while_another_thread_holds_a_lease() -> None:
+def test_nothing_leaves_the_peer_while_another_thread_holds_a_lease(other: Other) -> None:
     with opened(**PEER) as core:
         kv = KV(core)
         core.device.publish([kv.entry(0, 2)])
         core.device.take([0])
-        held, done = threading.Event(), threading.Event()
-
-        def lease() -> None:
-            kv.group.enter()
-            held.set()
-            done.wait()
-            kv.group.leave()
-
-        thread = threading.Thread(target=lease)
-        thread.start()
-        held.wait()
+        other.does(kv.group.enter)
         assert not kv.demote(0, 2)
         assert kv.places().startswith("pp")
-        done.set()
-        thread.join()
+        other.does(kv.group.leave)
         assert kv.twin.take_over(0, kv.spare, 0, 2, kv.range)
         assert kv.places().startswith("hh")
         kv.intact()
@@ -175,36 +163,25 @@ def test_what_makes_no_sense_is_refused() -> None:
         core.range(1).map_peer(0, 1)
 
 
-CALLS = ("cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemRelease", "cuMemcpyAsync", "cuEventRecord")
+def test_a_fault_at_any_call_leaves_every_page_where_it_was_or_goes_on_with_the_host() -> None:
+    def published(core: Core) -> KV:
+        kv = KV(core)
+        core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
+        return kv
 
+    def taken(core: Core) -> KV:
+        kv = published(core)
+        assert core.device.take([0])
+        return kv
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_fault_at_any_call_leaves_every_page_where_it_was_or_goes_on_with_the_host(call: str) -> None:
-    struck = 0
-    for ahead in range(1, 7):
-        with opened(**PEER) as core:
-            kv = KV(core)
-            core.device.publish([kv.entry(0, 2), kv.entry(2, 3)])
-            before = faults_fired()
-            arm(call, ahead)
-            for key in (0, 2):
-                taken = core.device.take([key])  # what fails is tried once more, without the peer
-                kv.intact()
-                assert taken or (call == "cuMemCreate" and core.device.take([key])), "the host had none, once"
-                kv.intact()
-            for piece in range(3):
-                if kv.twin.backing(piece) != "peer":
-                    continue
-                with suppress(DriverError, PoolExhausted):
-                    kv.demote(piece, 1)
-                kv.intact()
-                kv.spare.retire(piece, 1)
-            core.device.reap(wait=True)
-            core.device.trim()
-            kv.intact()
-            struck += faults_fired() - before
-            disarm()
-    assert struck > 1
+    for kv, done in faults_at_every_call(
+        published, lambda kv: all(kv.core.device.take([key]) for key in (0, 2)), **PEER
+    ):
+        kv.intact()
+        assert done or all(kv.core.device.take([key]) for key in kv.core.device.published), "the host had none, once"
+        kv.intact()
+    for kv, _ in faults_at_every_call(taken, lambda kv: kv.demote(0, 2), **PEER):
+        kv.intact()
 
 
 def test_a_driver_without_memory_there_means_the_host() -> None:
@@ -230,7 +207,6 @@ def test_a_second_pool_is_labelled_so_and_has_a_budget_of_its_own() -> None:
         assert physical() == (numbers["created"] + 3) * PAGE
         assert physical("peer") == 0
         assert all(holds(kv.range.address + n * PAGE, n + 1) for n in range(8))
-        core.device.check()
 
 
 REFUSING = "int cuDeviceCanAccessPeer(int* can, int device, int peer) { *can = 0; return 0; }"

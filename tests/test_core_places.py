@@ -13,7 +13,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.errors import BallonetError, ManageError, PoolExhausted
 from ballonet.hooks.weights import room
 
-from .core import PAGE, opened, shim
+from .core import PAGE, arm, make, opened, physical, shim
 
 HEAD = """
 #define _GNU_SOURCE
@@ -140,3 +140,14 @@ def test_network_cards_reach_device_pages_where_the_driver_has_it(refused: int, 
         core.range(1).map_host(0, 1)
         assert driver.asked(1) == 1 - refused
         assert driver.asked(3) == 0
+
+
+@pytest.mark.parametrize("waits", [1, 2, 3, 5])
+def test_a_new_device_whose_waits_fail_keeps_no_page(waits: int) -> None:
+    """What is copied to try host pages is waited for until the driver has waited: else the page could not go."""
+    for ahead in range(1, waits + 1):
+        arm("cuStreamSynchronize", ahead)
+    device = make()
+    device.check()
+    device.close()
+    assert not any(map(physical, ("device", "host")))

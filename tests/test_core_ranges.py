@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -25,6 +24,7 @@ from .core import (
     refused,
     write,
 )
+from .test_core_reclaim import Other, another  # noqa: F401 (a fixture)
 
 LONG = 0.5  # seconds a stream is kept busy where a test must see that something waits
 
@@ -66,8 +66,6 @@ def test_growth_of_the_heap_stays_one_memory_map() -> None:
         blocks = [core.device.allocate(PAGE * 3 // 2) for _ in range(200)]
         assert max(blocks) - min(blocks) < 302 * PAGE
         assert len(maps(min(blocks), max(blocks) - min(blocks))) == 1
-        for block in blocks:
-            core.device.deallocate(block)
 
 
 def test_a_retired_page_goes_back_once_its_streams_have_passed(gate: Gate) -> None:
@@ -236,17 +234,17 @@ def test_an_alias_leads_to_pages_that_are_some_ranges_own() -> None:
             slot.alias(0, slot, 1, 1)
 
 
-def test_a_page_does_not_move_under_another_threads_lease() -> None:
-    with opened() as core, ThreadPoolExecutor(1) as another:
+def test_a_page_does_not_move_under_another_threads_lease(other: Other) -> None:
+    with opened() as core:
         group = core.device.group()
         some = core.range(1, "weights", group)
         some.map(0, 1)
-        another.submit(group.enter).result()
+        other.does(group.enter)
         group.enter()
         assert group.leases == 2
         assert not some.move(0, "host")
         assert some.backing(0) == "device"
-        another.submit(group.leave).result()
+        other.does(group.leave)
         assert some.move(0, "host")  # this thread's own lease does not stand in its way
         group.leave()
         with pytest.raises(BallonetError, match="no lease"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import mmap
@@ -20,21 +19,7 @@ from ballonet.allocator import _native
 from ballonet.allocator.errors import BallonetError, BudgetInUse, DriverError, PoolExhausted
 
 from . import core as cores
-from .core import (
-    PAGE,
-    Core,
-    all_calls,
-    arm,
-    behind,
-    capturing,
-    disarm,
-    faulted,
-    holds,
-    opened,
-    physical,
-    refused,
-    write,
-)
+from .core import PAGE, Core, arm, behind, capturing, faults_at_every_call, holds, opened, physical, refused, write
 
 
 @dataclass
@@ -100,8 +85,8 @@ class Other:
         self._thread.shutdown()
 
 
-@pytest.fixture
-def other() -> Iterator[Other]:
+@pytest.fixture(name="other")
+def another() -> Iterator[Other]:
     made = Other()
     yield made
     made.end()
@@ -138,7 +123,6 @@ def test_entries_are_taken_in_order_and_only_until_there_are_enough() -> None:
         assert core.pages() == {"free": 1, "weights": 2, "activations": 0, "kv": 5, "retiring": 0}
         assert core.device.snapshot()["reclaimed"] == 6
         assert physical() == 8 * PAGE
-        core.device.check()
 
 
 WAYS: dict[str, Callable[[Core, Layer], object]] = {
@@ -556,39 +540,19 @@ class Taking:
         return self.one.intact() and self.two.intact()
 
 
-def taking_calls() -> dict[str, int]:
-    with opened(budget=3) as core:
-        return all_calls(Taking(core).ask)
-
-
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_fault_at_every_driver_call_of_a_take(times: int) -> None:
     """The entry is taken as a whole, or is as it was and is taken by the next who asks."""
-    made = taking_calls()
-    assert min(made["cuMemcpyAsync"], made["cuStreamSynchronize"], made["cuMemSetAccess"]) >= 1
-    failed = 0
-    for function, count in made.items():
-        for ahead in faulted(function, count):
-            with opened(budget=3) as core:
-                taking = Taking(core)
-                for more in range(times):
-                    arm(function, ahead + more)
-                try:
-                    taking.ask()
-                except (BallonetError, PoolExhausted):
-                    failed += 1
-                    assert taking.intact(), (function, ahead)
-                    disarm()
-                    if not core.device.snapshot()["reclaimed"]:
-                        assert taking.untouched(), (function, ahead)
-                        assert core.device.published == [1], (function, ahead)
-                    taking.ask()
-                assert taking.intact(), (function, ahead)
-                assert (taking.one.place, taking.two.place) == ("host", "host"), (function, ahead)
-                assert keys(core) == [1]
-                disarm()
-                cores.driver().ok("cuCtxSetCurrent", None)
-    assert failed > 0
+    for taking, done in faults_at_every_call(Taking, Taking.ask, times, budget=3):
+        assert taking.intact()
+        if not done:
+            if not taking.core.device.snapshot()["reclaimed"]:
+                assert taking.untouched()
+                assert taking.core.device.published == [1]
+            taking.ask()
+        assert taking.intact()
+        assert (taking.one.place, taking.two.place) == ("host", "host")
+        assert keys(taking.core) == [1]
 
 
 def test_a_take_that_fails_twice_says_why_and_leaves_the_entry() -> None:
@@ -749,18 +713,11 @@ def test_what_is_divisible_has_neither_sources_nor_buffers(core: Core) -> None:
         core.device.publish([(7, one.group, [(one.range, 0, 2, None, 0, [])])], {7: 1})
 
 
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync", "cuMemCreate"])
-def test_a_fault_while_some_of_it_is_taken_leaves_every_byte(core: Core, call: str) -> None:
-    for nth in range(1, 8):
+def test_a_fault_while_some_of_it_is_taken_leaves_every_byte() -> None:
+    def prepare(core: Core) -> list[Layer]:
         layers = three(core)
         divisible(core, *layers)
-        with contextlib.suppress(DriverError):
-            arm(call, nth)
-            core.device.take([7], 4)
-        disarm()
+        return layers
+
+    for layers, _ in faults_at_every_call(prepare, lambda layers: layers[0].core.device.take([7], 4)):
         assert all(each.intact() for each in layers)
-        core.device.check()
-        for each in layers:
-            each.range.close()
-            each.twin.close()
-        core.device.reap(wait=True)

@@ -17,9 +17,9 @@ import torch
 
 import ballonet
 from ballonet.allocator import _native, install, runtime
-from ballonet.allocator.errors import BallonetError, ConfigError, InstallError, PoolExhausted
+from ballonet.allocator.errors import ConfigError, InstallError, PoolExhausted
 
-from .core import PAGE, Core, all_calls, arm, behind, capturing, disarm, faults_fired, holds, opened, physical, write
+from .core import PAGE, Core, all_calls, behind, capturing, faults_at_every_call, holds, opened, physical, write
 from .pool import bytes_that_exist, in_pool
 from .test_core_heap import ENTRY
 from .test_core_reclaim import keys, layer
@@ -53,9 +53,6 @@ def test_what_fits_nowhere_lies_on_the_host() -> None:
         assert physical() <= 4 * PAGE
         assert holds(first, 1, 3 * PAGE)
         assert holds(second, 2, 3 * PAGE)
-        for block in (first, second, *small):
-            core.device.deallocate(block)
-        core.device.check()
 
 
 def test_it_goes_when_it_is_freed_and_device_pages_come_first_again() -> None:
@@ -98,10 +95,8 @@ def test_entries_give_their_pages_before_anything_is_spilled() -> None:
         core.device.publish([one.entry(1)])
         block = core.device.allocate(2 * PAGE)
         assert (keys(core), spilled(core), place(block, 2 * PAGE)) == ([1], 0, {"device"})
-        other = core.device.allocate(2 * PAGE)
+        core.device.allocate(2 * PAGE)
         assert (spilled(core), one.intact()) == (2, True)
-        core.device.deallocate(block)
-        core.device.deallocate(other)
 
 
 def test_larger_than_the_whole_budget() -> None:
@@ -109,7 +104,6 @@ def test_larger_than_the_whole_budget() -> None:
         block = core.device.allocate(12 * PAGE)
         write(block, 3, 12 * PAGE)
         assert (place(block, 12 * PAGE), physical()) == ({"host"}, 0)
-        core.device.deallocate(block)
 
 
 @pytest.mark.parametrize("size", [6, 30, 2**40 // PAGE])
@@ -123,11 +117,9 @@ def test_no_more_than_the_host_budget(size: int) -> None:
         after = core.device.snapshot()
         assert (after["spilled"], after["host_pages"]) == (0, before["host_pages"])
         core.device.check()
-        block = core.device.allocate(4 * PAGE)
-        more = core.device.allocate(4 * PAGE)  # all that the host has left
+        core.device.allocate(4 * PAGE)
+        core.device.allocate(4 * PAGE)  # all that the host has left
         assert spilled(core) == 4
-        core.device.deallocate(block)
-        core.device.deallocate(more)
 
 
 def test_not_where_it_is_not_allowed() -> None:
@@ -155,9 +147,8 @@ def test_not_during_a_capture(tmp_path: Path) -> None:
         assert not any(name.startswith("cuMemcpy") for name in made)
         assert spilled(core) == 0
         set_capturing(0)
-        block = core.device.allocate(3 * PAGE)
+        core.device.allocate(3 * PAGE)
         assert spilled(core) == 3
-        core.device.deallocate(block)
 
 
 def test_not_in_the_pool_of_a_graph() -> None:
@@ -180,42 +171,27 @@ def test_not_in_the_pool_of_a_graph() -> None:
 
 
 def test_a_fault_at_every_driver_call_of_it() -> None:
-    def spill(core: Core) -> None:
-        blocks: dict[int, int] = {}
-        try:
-            for value in (1, 2, 3):
-                blocks[core.device.allocate(2 * PAGE)] = value
-                write(max(blocks), value, 1)
-                for block, byte in blocks.items():
-                    write(block, byte, 2 * PAGE)
-            core.device.deallocate(next(iter(blocks)))
-            blocks.pop(next(iter(blocks)))
-        finally:
-            core.device.check()
-            assert all(holds(block, byte, 2 * PAGE) for block, byte in blocks.items())
-            for block in blocks:
-                core.device.deallocate(block)
+    def spill(scene: tuple[Core, dict[int, int]]) -> None:
+        core, blocks = scene
+        for value in (1, 2, 3):
+            block = core.device.allocate(2 * PAGE)
+            write(block, value, 2 * PAGE)
+            blocks[block] = value
+        first = next(iter(blocks))
+        core.device.deallocate(first)
+        del blocks[first]
 
-    with opened(budget=2, host_budget=6, spill=True) as core:
-        core.device.trim()
-        made = all_calls(lambda: spill(core))
-        went_on = 0
-        for function, count in made.items():
-            for ahead in range(1, count + 1):
-                core.device.trim()
-                fired = faults_fired()
-                arm(function, ahead)
-                try:
-                    spill(core)
-                except (PoolExhausted, BallonetError):
-                    assert faults_fired() > fired
-                else:
-                    went_on += 1
-                disarm()
-                core.device.check()
-                core.device.reap(wait=True)
-                assert spilled(core) == 0, (function, ahead)
-        assert went_on > sum(made.values()) // 2
+    went_on = []
+    for (core, blocks), done in faults_at_every_call(
+        lambda core: (core, {}), spill, budget=2, host_budget=6, spill=True
+    ):
+        went_on.append(done)
+        assert all(holds(block, value, 2 * PAGE) for block, value in blocks.items())
+        for block in blocks:
+            core.device.deallocate(block)
+        core.device.reap(wait=True)
+        assert spilled(core) == 0
+    assert went_on.count(True) > len(went_on) // 2
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -396,7 +396,6 @@ def test_the_default_streams_of_threads_share_a_handle_and_no_block(gate: Gate) 
         again = device.allocate(8192, legacy)
         assert again != plain
         gate.open()
-        device.deallocate(again)
 
 
 def test_a_capture_that_begins_meanwhile_is_not_looked_at(gate: Gate) -> None:

@@ -168,7 +168,7 @@ def closed_or_over(module: nn.Module, thread: Thread) -> Callable[[], bool]:
     return lambda: gate_of(module) is not None or not thread.is_alive()
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
 def test_manage_waits_for_a_forward_that_is_running_and_others_for_manage(model: Any, layer: int) -> None:
     """Were they not to wait, the other would be stopped where its layers are in slots that the first would read."""
     expected = logits(model)
@@ -293,63 +293,59 @@ def test_generate_goes_on_right_where_it_is_managed_between_two_forwards(model: 
         assert torch.equal(tokens(model), expected)
 
 
-@pytest.mark.parametrize("step", range(0, 9, 2))
+class Beginning:
+    """A forward of the model, and of a layer by itself, that begin while the weights move, in step `at` of `move`; they
+    wait for that."""
+
+    def __init__(self, model: Any, patch: pytest.MonkeyPatch, owner: type, move: str, at: int) -> None:
+        self.layer = model.model.layers[3].mlp
+        with torch.no_grad():
+            self.expected = logits(model), self.layer(ROW)
+        self.begun = list[Thread]()
+        steps, inner = iter(range(99)), getattr(owner, move)
+
+        def do(*arguments: Any) -> None:
+            if next(steps) == at:
+                works = (lambda: logits(model), torch.no_grad()(lambda: self.layer(ROW)))
+                self.begun += [Thread(work) for work in works]
+                for module, thread in zip((model, self.layer), self.begun, strict=True):
+                    until(at_gate_or_over(module, thread))
+                assert all(each.is_alive() for each in self.begun)
+            inner(*arguments)
+
+        patch.setattr(owner, move, do)
+
+    def check(self, model: Any) -> None:
+        whole, layer = (each.result() for each in self.begun)
+        assert same(whole, self.expected[0])
+        assert torch.equal(layer, self.expected[1])
+        assert gate_of(model) is None
+
+
+@pytest.mark.parametrize("step", [0, 4, 8])
 def test_what_begins_while_weights_move_in_waits(model: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    layer = model.model.layers[3].mlp
-    with torch.no_grad():
-        expected, of_layer = logits(model), layer(ROW)
-    steps, begun = iter(range(99)), list[Thread]()
-    move = MoveIn.do
-
-    def do(self: MoveIn, moved: Any) -> None:
-        if next(steps) == step:
-            begun.extend((Thread(lambda: logits(model)), Thread(torch.no_grad()(lambda: layer(ROW)))))
-            until(at_gate_or_over(model, begun[0]))
-            until(at_gate_or_over(layer, begun[1]))
-            assert all(each.is_alive() for each in begun)
-        move(self, moved)
-
-    monkeypatch.setattr(MoveIn, "do", do)
+    beginning = Beginning(model, monkeypatch, MoveIn, "do", step)
     leases = list[int]()
     handle = model.lm_head.register_forward_pre_hook(lambda *_: leases.append(leases_of(model)))
     with ballonet.manage(model, interval=None) as managed:
-        assert same(begun[0].result(), expected)
-        assert torch.equal(begun[1].result(), of_layer)
+        beginning.check(model)
         assert leases == [1], "it began without the hooks of manage() and runs with them"
         handle.remove()
-        assert gate_of(model) is None
         assert managed._weights.group.leases == 0
         assert not managed._forwards.running()
-        assert same(logits(model), expected)
+        assert same(logits(model), beginning.expected[0])
 
 
-@pytest.mark.parametrize("interval", [1, None])
-@pytest.mark.parametrize("step", range(0, 9, 2))
+@pytest.mark.parametrize(("interval", "step"), [(None, 0), (None, 8), (1, 0), (1, 4)])
 def test_what_begins_while_weights_move_out_waits(
     model: Any, monkeypatch: pytest.MonkeyPatch, interval: Any, step: int
 ) -> None:
-    layer = model.model.layers[3].mlp
-    with torch.no_grad():
-        expected, of_layer = logits(model), layer(ROW)
+    beginning = Beginning(model, monkeypatch, Weights, "_step_out", step)
     managed = ballonet.manage(model, interval=interval)
     logits(model)
-    steps, begun = iter(range(99)), list[Thread]()
-    move = Weights._step_out
-
-    def do(self: Weights, moved: Any) -> None:
-        if next(steps) == step:
-            begun.extend((Thread(lambda: logits(model)), Thread(torch.no_grad()(lambda: layer(ROW)))))
-            until(at_gate_or_over(model, begun[0]))
-            until(at_gate_or_over(layer, begun[1]))
-            assert all(each.is_alive() for each in begun)
-        move(self, moved)
-
-    monkeypatch.setattr(Weights, "_step_out", do)
     managed.release()
-    assert same(begun[0].result(), expected)
-    assert torch.equal(begun[1].result(), of_layer)
+    beginning.check(model)
     assert none_in_pool(model)
-    assert gate_of(model) is None
 
 
 def test_a_forward_that_passed_before_the_gate_closed_waits_for_release(
@@ -427,7 +423,7 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: 
 
     users = [Thread(use) for _ in range(3)]
     try:
-        for attempt in range(16):
+        for attempt in range(8):
             managed = ballonet.manage(model, interval=(1, 2, "auto", None)[attempt % 4])
             while not managed.report().released:
                 with suppress(ModelInUse):
@@ -439,8 +435,7 @@ def test_threads_that_use_a_model_that_comes_and_goes(model: Any, busy_threads: 
     assert wrong == []
 
 
-@pytest.mark.parametrize("run", range(3))
-def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, busy_threads: None, run: int) -> None:
+def test_first_uses_that_arrive_together_get_their_own_tokens(model: Any, busy_threads: None) -> None:
     expected = tokens(model)
     watching = FirstUse(ManageOptions(interval=1))
     try:

@@ -34,8 +34,6 @@ NOT_ELASTIC = {
 
 @pytest.fixture
 def installed(name: str) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(BUDGET, page_size=PAGES[NAMES.index(name) % 2], device="cpu")
     yield
     model_of.cache_clear()  # some keep a tensor of their last forward
@@ -43,7 +41,6 @@ def installed(name: str) -> Iterator[None]:
     runtime.require().check()
     assert bytes_that_exist() <= BUDGET
     take_out()
-    torch.set_num_threads(threads)
     gc.freeze()  # the modules of this architecture
 
 

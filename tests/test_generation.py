@@ -19,15 +19,14 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import GenerationMixin
 
-from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.allocator.errors import AlreadyManaged
 from ballonet.hooks import compat
 from ballonet.hooks.kv import generation
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
 
+from .kv.pressure import started
 from .models import Output, before_each_forward, build, generate, prompts, questions
 
 INPUTS = prompts(batch=3, longest=12)
@@ -36,17 +35,8 @@ Act = Callable[[int, Any], None]
 
 @pytest.fixture(scope="module")
 def device() -> Iterator[Device]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=4096)).device
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    assert opened.snapshot()["pages"]["kv"] == 0
-    del opened
-    runtime.stop()
-    torch.set_num_threads(threads)
+    with started(budget=2**24, page_size=4096) as opened:
+        yield opened
 
 
 @contextmanager
@@ -172,37 +162,6 @@ def test_the_explicit_cache(device: Device) -> None:
     assert generate(model, "beam", INPUTS, past_key_values=cache).agrees(stock("qwen2", "beam"))
     assert all(layer.elastic for layer in cache.layers)
     assert cache.get_seq_length() == 12 + 14 - 1
-
-
-def test_a_prefix_is_reused_by_deepcopy(device: Device) -> None:
-    """The way that transformers documents."""
-    model = model_of("llama")
-    prefix = {name: tensor[:, :8] for name, tensor in INPUTS.items()}
-
-    def answers(empty: Any) -> list[Output]:
-        with torch.no_grad():
-            filled = model(**prefix, past_key_values=empty).past_key_values
-        outputs = [generate(model, "greedy", INPUTS, past_key_values=copy.deepcopy(filled)) for _ in range(2)]
-        outputs.append(generate(model, "greedy", INPUTS, past_key_values=filled))
-        return outputs
-
-    ours, theirs = answers(KVCache(model.config)), answers(DynamicCache(config=model.config))
-    assert all(mine.agrees(other) for mine, other in zip(ours, theirs, strict=True))
-
-
-def test_assisted_decoding_crops_every_round(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, one = model_of("llama"), {name: tensor[:1] for name, tensor in INPUTS.items()}
-    plain = generate(model, "greedy", one, tokens=30)
-    cuts: list[int] = []
-    crop = ElasticLayer.crop
-    monkeypatch.setattr(ElasticLayer, "crop", lambda layer, count: (cuts.append(count), crop(layer, count))[1])
-    helper = build("llama", num_hidden_layers=1)
-    with attached(model), attached(helper):
-        drafted = generate(model, "greedy", one, tokens=30, prompt_lookup_num_tokens=4)
-        assisted = generate(model, "greedy", one, tokens=30, assistant_model=helper)
-    assert any(cuts)
-    assert torch.equal(drafted.tokens, plain.tokens)
-    assert torch.equal(assisted.tokens, plain.tokens)
 
 
 @pytest.mark.parametrize("implementation", ["static", "offloaded", "offloaded_static", "quantized"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +18,8 @@ from ballonet.offload.policy.schedule import gaps
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record.record import Point
 
-from .governed import EQUAL, LINK, FakeDevice, FakeModel, governed, keys, trace
+from .governed import EQUAL, LINK, governed, keys, trace
+from .test_remap import models
 
 PAGES = DEFAULT.pages
 
@@ -38,21 +38,7 @@ def test_layers_are_taken_around_the_circle() -> None:
             assert min(gaps(layers, sorted(order[:count]))) >= max(1, layers // count // 2)
 
 
-@st.composite
-def some_models(draw: st.DrawFn) -> list[Model]:
-    found = []
-    for name in "abcd"[: draw(st.integers(1, 4))]:
-        pages = draw(st.one_of(st.just(EQUAL), st.lists(st.integers(0, 6), min_size=1, max_size=8).map(tuple)))
-        decode = draw(st.sampled_from([0.001, 0.005, 0.02, 0.1]))
-        costs, longer = (Costs(pages, seconds, 0.001) for seconds in (decode, 3 * decode))
-        active, priority, used = draw(st.booleans()), draw(st.integers(0, 2)), draw(st.integers(0, 3))
-        made = Model(name, Plan(pages), costs, longer, active, priority, used, base=draw(st.sampled_from([0, 0, 3])))
-        plan = fewest(pages, sum(pages) - draw(st.integers(0, 20)), made.costs.ratio, made.cap)
-        found.append(made if plan is None else Model(name, plan, costs, longer, active, priority, used, base=made.base))
-    return found
-
-
-@given(some_models())
+@given(models())
 def test_whatever_part_of_the_list_is_taken_there_is_a_plan_for_the_rest(them: list[Model]) -> None:
     """Oneiros, how many: whatever is arranged stays under the cap; in the order of `reclaimable`, and as much. Beyond
     the cap as much as any plan frees, but for what an SLO needs."""
@@ -222,48 +208,6 @@ def test_what_was_taken_is_arranged_before_the_next_iteration() -> None:
 
 
 # -- Oneiros: back
-
-
-def wave(
-    half: float, seconds: float, step: float = 0.5
-) -> tuple[FakeDevice, list[FakeModel], list[float], list[float]]:
-    """The cache of a wants 30 pages more for `half` seconds, then none, and so on. When layers were taken, and given
-    back."""
-    device, governor, clock, (a, b) = governed(96, {}, {})
-    taken, back = [], []
-    while clock.now < seconds:
-        high = clock.now // half % 2 == 0
-        count, plans = len(device.trace), (a.plan, b.plan)
-        a.step(governor, kv=(30 if high else 0) - device.kv)
-        b.step(governor, "decode")
-        if len(device.trace) > count:
-            taken.append(clock.now)
-        if any(now.device_pages > before.device_pages for now, before in zip((a.plan, b.plan), plans, strict=True)):
-            back.append(clock.now)
-        clock.now += step
-    return device, [a, b], taken, back
-
-
-def test_weights_come_back_when_the_load_is_gone() -> None:
-    """Oneiros, reversion: all is resident after `dwell` seconds of empty pages."""
-    device, them, taken, back = wave(30.0, 60.0)
-    assert taken == [0.0]
-    assert back
-    assert back[0] >= 30.0 + PAGES.dwell - 0.5
-    assert all(each.plan == Plan(EQUAL) for each in them)
-    assert device.free == 16
-
-
-@settings(max_examples=15)
-@given(st.sampled_from([0.5, 1.0, 3.0, 7.0, 9.5, 12.0, 15.0, 25.0]), st.sampled_from([0.5, 0.7]))
-def test_nothing_flaps_on_a_square_wave(half: float, step: float) -> None:
-    _, _, taken, back = wave(half, 100.0, step)
-    if half < PAGES.dwell:
-        assert len(taken) == 1
-        assert not back
-    assert len(taken) <= math.ceil(100.0 / (2 * half))
-    for moment in back:
-        assert not any(moment - PAGES.dwell < each <= moment for each in taken)
 
 
 def test_pages_that_were_short_in_between_are_not_to_spare() -> None:

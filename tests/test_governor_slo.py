@@ -266,6 +266,24 @@ def test_no_slo_is_missed_that_was_promised(data: st.DataObject) -> None:
             assert not ok or client.time(0, math.floor(part + 1e-6)) <= client.slo, client.name
 
 
+def test_what_was_offered_while_the_link_was_free_is_not_promised() -> None:
+    """The other model offered layers, and cannot any more: other traffic has the link."""
+    times = {"a": (0.016, 0.032), "b": (0.08, 0.16)}
+    slos: dict[str, dict[str, Any]] = {"a": {"ttft": 0.048}, "b": {"tpot": 0.08}}
+    models = [{"decode": decode, "prefill": prefill, **slos[name]} for name, (decode, prefill) in times.items()]
+    device, governor, clock, (a, b) = governed(100, *models)
+    governor.link.set_traffic(LINK // 3)
+    clock.now += 2 * PAGES.idle
+    for _ in range(4):
+        a.step(governor, "prefill")
+        b.step(governor)
+    assert len(b.plan.streamed) == 8
+    governor.link.set_traffic(LINK)
+    clock.now += 2 * PAGES.idle
+    device.kv = 21
+    assert b.step(governor).refusal is not None, "resident it would need more pages than there are"
+
+
 def test_what_an_slo_forbids_is_not_taken() -> None:
     device, governor, clock, (a, b) = governed(200, {"tpot": 0.025, "ttft": 0.03}, {})
     governor.link.set_traffic(LINK)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +12,11 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer
 
-from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.hybrid import ElasticHybridLayer
 
+from .kv.pressure import started
 from .models import build
 from .pool import in_pool
 
@@ -27,14 +25,8 @@ pytestmark = pytest.mark.chaos
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:
-    opened = runtime.start(Config(device="cpu", budget=2**24, page_size=4096)).device
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    assert opened.snapshot()["pages"]["kv"] == 0
-    del opened
-    runtime.stop()
+    with started(budget=2**24, page_size=4096) as opened:
+        yield opened
 
 
 class Pair:

@@ -242,7 +242,7 @@ def test_ctrl_c_at_any_line_of_what_follows_a_dropped_model(installed: None, ign
     known = governors.of(device)._known.clients
     at, seen = 0, True
     while seen:
-        at += 1
+        at += 2
         held = [build("llama", num_hidden_layers=1)]
         ballonet.manage(held[0], interval=1)
         with torch.no_grad():

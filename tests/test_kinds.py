@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +17,7 @@ from ballonet.hooks.kv.kinds import CROSS_ATTENTION, ELASTIC, CachePlan, elastic
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .models import build
+from .programs import run
 
 FULL = ("full_attention", "DynamicLayer", "ElasticLayer")
 WINDOW = ("sliding_attention", "DynamicSlidingWindowLayer", "DynamicSlidingWindowLayer")
@@ -28,14 +26,6 @@ HYBRID = ("hybrid", "LinearAttentionAndFullAttentionLayer", "ElasticHybridLayer"
 INDEXED = ("indexed_attention", "DynamicIndexedLayer", "DynamicIndexedLayer")
 NOTHING = ("dummy", "DummyLayer", "DummyLayer")
 CROSS = (CROSS_ATTENTION, "DynamicLayer", "ElasticLayer")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    yield
-    torch.set_num_threads(threads)
 
 
 def planned(model: Any) -> CachePlan:
@@ -157,15 +147,15 @@ def test_a_cache_made_without_a_configuration_is_stock(monkeypatch: pytest.Monke
 
 def test_defining_the_elastic_layers_registers_nothing() -> None:
     """transformers enters a class with a `_layer_type` into its tables for the whole process."""
-    code = (
-        "from transformers import cache_utils as c\n"
-        "tables = c.DYNAMIC_LAYER_TYPE_MAPPING, c.STATIC_LAYER_TYPE_MAPPING\n"
-        "before = [dict(table) for table in tables]\n"
-        "import ballonet.hooks.kv.generation, ballonet.hooks.kv.cache\n"
-        "assert [dict(table) for table in tables] == before"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    run("""
+        import sys
+        from transformers import cache_utils as c
+        tables = c.DYNAMIC_LAYER_TYPE_MAPPING, c.STATIC_LAYER_TYPE_MAPPING
+        before = [dict(table) for table in tables]
+        assert not any(name.startswith("ballonet") for name in sys.modules)
+        import ballonet.hooks.kv.generation, ballonet.hooks.kv.cache
+        assert [dict(table) for table in tables] == before
+    """)
 
 
 def test_each_elastic_class_is_the_stock_class_it_replaces() -> None:

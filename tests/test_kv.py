@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import pickle
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
-from ballonet.allocator.config import Config
 from ballonet.allocator.errors import DriverError, NotInstalled, UnsupportedVersion
 from ballonet.hooks import compat
 from ballonet.hooks.forward.lease import ForwardLease, current
@@ -31,6 +28,7 @@ from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
 
 from .core import arm, disarm, faults_fired
+from .kv.pressure import started
 from .pool import bytes_that_exist, in_pool
 
 PAGE = 4096
@@ -41,14 +39,8 @@ BATCH, HEADS, K_DIM, V_DIM = 2, 3, 8, 4  # 288 bytes per token in float32: a pag
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Iterator[Device]:
-    opened = runtime.start(Config(device="cpu", budget=BUDGET, host_budget=HOST * PAGE, page_size=PAGE)).device
-    yield opened
-    gc.collect()
-    opened.reap(wait=True)
-    opened.check()
-    assert opened.snapshot()["pages"]["kv"] == 0
-    del opened
-    runtime.stop()
+    with started(budget=BUDGET, host_budget=HOST * PAGE, page_size=PAGE) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -489,15 +481,6 @@ def test_a_fault_at_any_call_of_the_driver_leaves_the_layer_as_it_was(device: De
     device.check()
 
 
-def test_a_reorder_by_rows_that_do_not_exist_changes_nothing() -> None:
-    layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
-        each.update(*tokens(20))
-        with pytest.raises(IndexError):
-            each.reorder_cache(torch.tensor([0, BATCH]))
-    same(layer, stock)
-
-
 def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
     layer, stock = ElasticLayer(), DynamicLayer()
     for each in (layer, stock):
@@ -511,19 +494,6 @@ def test_tensors_that_do_not_fit_are_refused_as_stock_refuses_them() -> None:
     assert not layer.elastic
 
 
-def test_crop_by_a_positive_number_is_what_transformers_makes_of_it() -> None:
-    layer, stock = ElasticLayer(), DynamicLayer()
-    outcomes = []
-    for each in (layer, stock):
-        each.update(*tokens(20))
-        try:
-            outcomes.append(each.crop(7))
-        except ValueError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1]
-    same(layer, stock)
-
-
 def test_autograd_does_not_take_appending_for_a_change() -> None:
     layer = ElasticLayer()
     keys, _ = layer.update(*tokens(20))
@@ -535,38 +505,6 @@ def test_autograd_does_not_take_appending_for_a_change() -> None:
     layer.update(*tokens(5, 2))
     scores.sum().backward()
     assert torch.allclose(query.grad, tokens(20)[0].sum(dim=2, keepdim=True))
-
-
-def test_under_a_compiler_the_layer_is_stock_and_comes_back() -> None:
-    layer, stock = ElasticLayer(), DynamicLayer()
-    for each in (layer, stock):
-        each.update(*tokens(20))
-    step = torch.compile(lambda each, *new: each.update(*new)[0] * 2, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        assert torch.equal(step(layer, *tokens(1, 1)), step(stock, *tokens(1, 1)))
-    assert not layer.elastic
-    same(layer, stock)
-    for each in (layer, stock):
-        each.update(*tokens(2, 2))
-    assert layer.elastic
-    same(layer, stock)
-
-
-def test_tensors_and_caches_can_be_saved(tmp_path: Path) -> None:
-    cache = KVCache(LlamaConfig(num_hidden_layers=2))
-    for index in range(2):
-        cache.update(*tokens(20, index), layer_idx=index)
-    torch.save(cache.layers[1].keys, tmp_path / "keys")
-    assert torch.equal(torch.load(tmp_path / "keys"), cache.layers[1].keys)
-    buffer = io.BytesIO()
-    torch.save(cache, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    assert type(loaded) is KVCache
-    for index in range(2):
-        same(loaded.layers[index], cache.layers[index])
-    assert torch.equal(loaded.update(*tokens(1, 5), layer_idx=1)[0], cache.update(*tokens(1, 5), layer_idx=1)[0])
-    assert loaded.layers[1].elastic
 
 
 def test_a_layer_that_is_not_on_the_installed_device_is_stock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,22 +265,6 @@ def test_nothing_of_a_model_that_changes_is_listed() -> None:
 # -- floors
 
 
-def test_a_floor_keeps_weights_and_caches_together() -> None:
-    """40 pages of layers and 6 of KV, 41 of which stay: five give, and those are layers while there are any to give."""
-    device, governor, clock, (a,) = governed(100, {"floor": 41})
-    governor.before(a, HERE)
-    cache = FakeCache(device, governor, clock)
-    governor.after(a)
-    cache.step(6)
-    clock.now += 2 * PAGES.idle
-    governor.reclaim.publish_now()
-    device.kv = device.free
-    while device.want(1):
-        device.kv += device.free
-    assert a.here + cache.here == 41
-    assert trace(device) == ["a"]
-
-
 @settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from("abcxy"), st.integers(-6, 6), st.sampled_from([0.1, 0.6, 2.0])), max_size=40),
@@ -557,11 +541,11 @@ ONCE = 2 * (15 + 25 + 8)  # all that a, b and the chat can give goes, and comes 
 @pytest.mark.parametrize(
     ("half", "periods", "most"),
     [
-        (0.3, 300, 0),
-        (3.0, 300, 20),
-        (0.8 * PAGES.dwell, 120, ONCE),
-        (1.5 * PAGES.dwell, 120, ONCE),
-        (4 * PAGES.dwell, 120, ONCE),
+        (0.3, 60, 0),
+        (3.0, 60, 20),
+        (0.8 * PAGES.dwell, 30, ONCE),
+        (1.5 * PAGES.dwell, 30, ONCE),
+        (4 * PAGES.dwell, 30, ONCE),
     ],
 )
 def test_a_square_wave_flaps_nothing_and_leaks_nothing(half: float, periods: int, most: int) -> None:

@@ -27,8 +27,8 @@ from ballonet.allocator.errors import AlreadyManaged, ManageError
 from ballonet.offload.policy import plan
 
 from . import models
-from .pool import installing
-from .portrait import bits, contents, none_in_pool
+from .pool import in_pool, installing, mapped
+from .portrait import all_in_pool, bits, conserved, contents, none_in_pool
 from .streaming.conftest import streams
 from .tuned import Tuned
 
@@ -43,12 +43,9 @@ IDS = INPUTS["input_ids"]
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     with installing(BUDGET, PAGE) as now:
         now()
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +78,8 @@ def fly(model: Any, managed: ballonet.Managed) -> None:
 
 
 def stream(model: Any) -> ballonet.Managed:
-    managed = ballonet.manage(model, interval=2)
-    assert managed.report().streamed == (1, 3)
+    managed = ballonet.manage(model, interval=1)
+    assert managed.report().streamed == (0, 1, 2, 3), "in two slots"
     fly(model, managed)
     return managed
 
@@ -225,7 +222,7 @@ def test_weights_that_are_tied_before() -> None:
         model, twin = build(tie_word_embeddings=True), build(tie_word_embeddings=True)
         for each in (model, twin):
             tie(each)
-        managed = ballonet.manage(model, interval=2)
+        managed = ballonet.manage(model, interval=1)
         alike(model, twin, managed)
         fly(model, managed)
         with torch.no_grad():
@@ -320,12 +317,14 @@ def test_accelerate_that_offloads(how: str, tmp_path: Path) -> None:
         expected = say(twin)
     offload()
     with pytest.raises(ManageError, match="offloaded by accelerate"):
-        ballonet.manage(model, interval=2)
+        ballonet.manage(model, interval=1)
     remove_hook_from_submodules(model)
     managed = stream(model)
     offload()
     for _ in range(2):
         assert agree(say(model), expected)
+    if how == "disk":  # on the CPU what is offloaded to it keeps its memory
+        assert "offloaded by accelerate" in managed.report().unmanaged_tensors["lm_head.weight"]
     remove_hook_from_submodules(model)
     alike(model, twin, managed)
     assert not managed.report().unmanaged_tensors
@@ -450,6 +449,8 @@ def test_weights_of_four_bits() -> None:
     fly(model, managed)
     weight = model.model.layers[1].mlp.up_proj.weight
     assert type(weight) is Packed
+    assert in_pool(weight, mapped("host"))
+    assert not in_pool(weight.quant_state)
     assert bits(weight.quant_state) == bits(twin.model.layers[1].mlp.up_proj.weight.quant_state)
     del weight
     exchanged(model, nn.Identity)  # type: ignore[arg-type]
@@ -458,7 +459,7 @@ def test_weights_of_four_bits() -> None:
 
 def test_weights_of_eight_bits_stay_where_their_layers_put_them() -> None:
     model, twin = (exchanged(build(), Linear8bit) for _ in range(2))
-    managed = ballonet.manage(model, interval=2)
+    managed = ballonet.manage(model, interval=1)
     alike(model, twin, managed)
     assert "puts its memory back" in managed.report().unmanaged_tensors["model.layers.1.mlp.up_proj.weight"]
     assert "model.layers.1.self_attn.q_proj.weight" not in managed.report().unmanaged_tensors
@@ -536,13 +537,13 @@ def test_distributed_data_parallel(group: None) -> None:
     alike(model, twin, managed)
     fly(model, managed)  # whoever holds the weights
     with pytest.raises(AlreadyManaged):
-        ballonet.manage(outside, interval=2)
+        ballonet.manage(outside, interval=1)
     del outside
     alike(model, twin, managed)
     fly(model, managed)
     managed.release()
 
-    with ballonet.manage(inside, interval=2):
+    with ballonet.manage(inside, interval=1):
         assert all(torch.equal(*pair) for pair in zip(step(inside), expected, strict=True))
         alike(other, twin, None)
 
@@ -555,10 +556,24 @@ def test_shards_are_refused(group: None) -> None:
         wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
     for each in (sharded, wrapped):
         with pytest.raises(ManageError, match="sharded by FSDP"):
-            ballonet.manage(each, interval=2)
+            ballonet.manage(each, interval=1)
+    later = build()
+    with ballonet.manage(later, interval=1) as managed:
+        with install.stock():
+            fully_shard(later)
+        assert later(IDS, labels=IDS).loss.item() == sharded(IDS, labels=IDS).loss.item()
+        unmanaged = managed.report().unmanaged_tensors
+        assert set(unmanaged.values()) == {unmanaged["lm_head.weight"]}
+        assert "sharded by FSDP" in unmanaged["lm_head.weight"]
 
 
 # Adapters
+
+
+@pytest.fixture
+def peft() -> Any:
+    with install.stock():  # it makes tensors when it is imported
+        return pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
 
 
 def lora(peft: Any) -> Any:
@@ -566,10 +581,8 @@ def lora(peft: Any) -> Any:
     return peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
 
 
-def test_adapters_are_merged_into_whatever_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_merged_into_whatever_streams(peft: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """For every number of layers and slots: the weights are those of stock, byte for byte, and so they stay."""
-    with install.stock():
-        peft = pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
     for m, slots in ((m, slots) for m in range(1, 5) for slots in (1, 2, 3) if slots <= m):
         monkeypatch.setattr(
             plan, "at_interval", lambda pages, _, m=m, slots=slots: plan.streaming(pages, plan.spread(pages, m), slots)
@@ -600,9 +613,7 @@ def test_adapters_are_merged_into_whatever_streams(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
-    with install.stock():  # it makes tensors when it is imported
-        peft = pytest.importorskip("peft", "0.20", reason="peft is not installed: pip install 'peft>=0.20'")
+def test_peft_through_its_life(peft: Any, when: str, tmp_path: Path) -> None:
     model, twin = build(), build()
     managed = stream(model) if when == "before" else None
     with install.stock():
@@ -612,7 +623,7 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
             both.append(peft.get_peft_model(each, lora(peft)))
     one, other = both
     if managed is None:
-        managed = ballonet.manage(one, interval=2)
+        managed = ballonet.manage(one, interval=1)
     steps: dict[str, Act] = {
         "attached": lambda it: None,
         "off for a while": lambda it: it.disable_adapter_layers(),
@@ -632,6 +643,7 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
                 act(each)
         alike(one, other, managed, name)
         assert not managed.report().unmanaged_tensors
+        assert conserved(runtime.require(), managed), name
     fly(one, managed)
     one.save_pretrained(tmp_path / "ours")
     other.save_pretrained(tmp_path / "stock")
@@ -647,3 +659,23 @@ def test_peft_through_its_life(when: str, tmp_path: Path) -> None:
         fly(bases[0], managed)
     managed.release()
     alike(*bases, None)
+
+
+@pytest.mark.counts
+def test_the_adapters_of_transformers(peft: Any) -> None:
+    model, twin = build(), build()
+    managed = stream(model)
+    steps: list[Act] = [
+        lambda one: (torch.manual_seed(1), one.add_adapter(lora(peft), adapter_name="first")),
+        lambda one: one.disable_adapters(),
+        lambda one: one.enable_adapters(),
+        lambda one: one.delete_adapter("first"),
+    ]
+    for step in steps:
+        for one in (model, twin):
+            with install.stock():
+                step(one)
+        alike(model, twin, managed)
+        assert all_in_pool(model, "device", "host")
+    managed.release()
+    assert none_in_pool(model)

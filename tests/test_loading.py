@@ -38,8 +38,6 @@ from .portrait import all_in_pool, contents
 from .programs import run
 from .tuned import Tuned
 
-torch.set_num_threads(1)
-
 PAGE = 4096
 BUDGET = 2**25
 LAYERS = 8
@@ -418,7 +416,6 @@ ELSEWHERE: tuple[dict[str, Any], ...] = (
 
 
 def test_options_that_place_the_model(tmp_path: Path, device: Device) -> None:
-    """Elsewhere, which is refused, or where it goes anyway."""
     saved(tmp_path)
     for options in ELSEWHERE:
         with pytest.raises(ManageError, match=rf"takes no {list(options)[-1]}=.*leave"):
@@ -484,7 +481,6 @@ def test_only_what_was_loaded_goes_from_the_host_to_a_gpu(tmp_path: Path) -> Non
 
 
 def test_memory_of_threads_is_stock_while_a_model_is_loaded() -> None:
-    """Inside of sections, in whatever order they end and whatever is installed meanwhile."""
 
     def in_pool() -> bool:
         found: list[torch.Tensor] = []

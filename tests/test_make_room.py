@@ -143,7 +143,6 @@ def test_an_idle_model_gives_before_layers_of_the_new_one_stream(tuned: Tuned) -
 
 
 def test_the_smallest_budget_of_a_refusal_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what others use is told apart from what the model takes."""
     model = llama()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     expected = logits(model)

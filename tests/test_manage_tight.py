@@ -29,11 +29,8 @@ INPUTS = prompts(batch=1, longest=5)
 @pytest.fixture(autouse=True)
 def tiny(tuned: Tuned) -> Iterator[None]:
     tuned(weights={"large": 2**14})  # so that tiny layers have ranges
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     take_out()
-    torch.set_num_threads(threads)
 
 
 def weights(model: Any) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ NOT_WITHOUT_VALUES = {
     "switch_transformers": "use_cache",
     "moonshine": "attention_mask",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    yield
-    torch.set_num_threads(threads)
 
 
 def saved(folder: Path, name: str, **changes: Any) -> str:

@@ -121,7 +121,6 @@ def test_each_option_in_each_of_four_ways(
 
 
 def test_a_model_is_managed_with_them(device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options of the environment count too, and a size for prefixes has its own flag."""
     monkeypatch.setenv("BALLONET_PRIORITY", "2")
     monkeypatch.setenv("BALLONET_PREFIX_DIR_LIMIT", "1MiB")
     model = build("llama")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,6 @@ from . import core
 from .models import build, generate, prompts
 
 HERE = Point("decode", 1, 100)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    yield
-    torch.set_num_threads(threads)
 
 
 class Clock:
@@ -330,7 +322,6 @@ DECODING = [Point("decode", 2, length) for length in (9, 10, 11)]
     [("llama", (9, 10, 11)), ("qwen3_next", (9, 10, 11)), ("mamba", (1,) * 3)],
 )
 def test_points_of_a_generation(name: str, held: tuple[int, ...]) -> None:
-    """One that keeps a state instead of tokens holds none, however many it has read."""
     model = build(name)
     assert points(model, prompts(2, 9)) == [Point("prefill", 2, 9), *(Point("decode", 2, length) for length in held)]
     assert points(model, prompts(2, 9), "beam")[1] == Point("decode", 6, held[0])

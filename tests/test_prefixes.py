@@ -265,7 +265,6 @@ def test_what_is_read_once_does_not_drive_out_what_is_read_often() -> None:
 
 
 def test_what_goes_round_is_not_all_lost() -> None:
-    """Least recently used finds nothing at all."""
     trace = [[(n % 30, block) for block in range(4)] for n in range(900)]
     assert replay(trace, 100, Recency()) == 0.0
     assert replay(trace, 100, Odds()) > 0.1

@@ -42,14 +42,6 @@ EMPTY = Record({}, 1.0)
 SMALL = Grid(batch=1, length=8)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def llama() -> Any:
     return build("llama", num_hidden_layers=2)

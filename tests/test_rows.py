@@ -32,7 +32,7 @@ ELLM = (
         (
             "test_core_stateful.py::test_anything_in_any_order",
             "test_core_kv_slots.py::test_pages_are_conserved_whatever_happens",
-            "streaming/test_levers.py::test_a_load_that_comes_and_goes_leaves_nothing_behind",
+            "streaming/test_levers.py::test_a_square_wave",
         ),
         ("gpu/test_balloon_tokens.py::test_several_models_and_threads", "figure:exchange"),
     ),
@@ -180,7 +180,7 @@ ONEIROS = (
         (
             "test_governor.py::test_nothing_is_taken_while_pages_are_free",
             "test_remap.py::test_remapping_frees_what_is_wanted_or_all_that_the_caps_allow",
-            "streaming/test_remapping.py::test_an_idle_model_gives_and_gets_back",
+            "streaming/test_levers.py::test_an_idle_model_gives_and_gets_back",
         ),
         ("gpu/test_remap_kv.py::test_pages_of_layers_go_to_a_cache",),
     ),
@@ -223,10 +223,9 @@ ONEIROS = (
     Row(
         "reversion: pages that the cache leaves return to the weights",
         (
-            "test_remap.py::test_weights_come_back_when_the_load_is_gone",
-            "test_governor.py::test_weights_come_back_when_the_load_is_gone",
-            "test_governor.py::test_nothing_flaps_on_a_square_wave",
-            "streaming/test_remapping.py::test_an_idle_model_gives_and_gets_back",
+            "test_remap.py::test_what_is_given_back_fits_and_costs_no_time",
+            "test_ladder.py::test_a_square_wave_flaps_nothing_and_leaks_nothing",
+            "streaming/test_levers.py::test_an_idle_model_gives_and_gets_back",
         ),
         ("figure:reactivate",),
     ),

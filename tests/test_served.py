@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +61,15 @@ def test_it_is_bounded() -> None:
     assert max(all_.batches["a"], key=lambda each: each[1])[0] == 700
 
 
-def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def installed() -> Iterator[None]:
     ballonet.install(64 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu")
+    yield
+    take_out()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixture) -> None:
     model: Any = build("llama")
     model.config._name_or_path = "somebody/Tiny-1B"
     asked = prompts(3, 20)
@@ -95,7 +103,6 @@ def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixt
     batches = done.batches["Tiny-1B"]
     assert sum(each[2] for each in batches[:8]) >= sum(map(len, asked)) + 7
     assert max(each[1] for each in batches) <= 3
-    take_out()
 
 
 def recorded() -> Recording:

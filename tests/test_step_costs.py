@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -56,6 +57,36 @@ def test_kernels_that_know_the_sequences_have_no_largest_batch() -> None:
     assert costs.largest(1000) is None or costs.largest(1000) > 2000  # type: ignore[operator]
     assert not costs.slower(1000, 100)
     assert not costs.apart(Step(200, 200), Step(30, 6000))
+
+
+@pytest.mark.parametrize(
+    ("copied", "away", "best"), [(1e-3, 0.0, "host"), (0.0, 1e-3, "layers"), (1e-3, 1e-3, "fewer")]
+)
+def test_memory_comes_from_where_it_costs_least(copied: float, away: float, best: str) -> None:
+    """Eight requests more need 40 pages: of layers, of which 60 are copied then, or of the host."""
+    parts, costs = Parts(0.02, 2e-3, 1e-5, 0.0, copied, away), StepCosts()
+    for step in SIZES * 2:
+        for pages in (0, 10, 60):
+            for seen in (replace(step, copied=pages), replace(step, away=pages), step):
+                costs.observe(seen, parts.seconds(seen))
+    ways = {"fewer": Step(8, 808), "layers": Step(16, 1616, copied=60), "host": Step(16, 1616, away=40)}
+    assert all(costs.faster(ways[best], other) for name, other in ways.items() if name != best)
+
+
+def test_copies_that_were_never_seen_cost_nothing() -> None:
+    costs = learned(QUADRATIC)
+    assert not costs.faster(Step(8, 808), Step(8, 808, copied=60))
+    assert StepCosts().faster(Step(9, 9), Step(1, 1)) is False, "nobody knows"
+
+
+def test_what_streams_is_a_part_of_every_step() -> None:
+    parts, costs = Parts(0.02, 2e-3, 1e-5, 0.0, 1e-3), StepCosts()
+    for pages in (0, 60):
+        for step in SIZES:
+            costs.observe(replace(step, copied=pages), parts.seconds(replace(step, copied=pages)))
+    assert costs.parts is not None
+    assert costs.parts.fixed == pytest.approx(0.02 + 60 * 1e-3, rel=1e-3)
+    assert costs.error == pytest.approx(0, abs=1e-3)
 
 
 def test_prompts_are_apart_where_their_pairs_cost_more_than_a_step() -> None:

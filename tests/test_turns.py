@@ -101,7 +101,6 @@ def test_whoever_waits_in_vain_goes_without_and_nobody_waits_for_the_same_one_ag
 
 
 def test_a_turn_ends_with_whoever_has_it() -> None:
-    """A thread that was interrupted, and has ended."""
     it = Turns(cast(Group, None))
     assert started(lambda: it.take(Turn())).result(LONG)
     assert it._first() is None
@@ -210,7 +209,6 @@ def test_a_layer_that_computes_on_threads(installed: None, wait: Callable[..., N
 def test_a_layer_that_runs_the_whole_model_on_a_thread(
     installed: None, tuned: Tuned, wait: Callable[..., None]
 ) -> None:
-    """It waits for what waits for it, and goes without slots."""
     tuned(waiting={"slots": 0.05})
     with install.stock():
         model = build("llama", num_hidden_layers=4)

@@ -23,8 +23,6 @@ from . import weights
 from .models import build
 from .programs import run
 
-torch.set_num_threads(1)
-
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +83,6 @@ def test_a_tied_weight_is_found_by_either_of_its_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["whole", "inside"])
 def test_the_part_without_a_head_and_the_whole_find_each_other(tmp_path: Path, where: str) -> None:
-    """The names differ by a prefix."""
     if where == "inside":
         model = loaded(saved(tmp_path), AutoModel)
     else:
@@ -107,7 +104,6 @@ def test_merged_experts_are_not_what_the_file_has(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_loaded_yet_knows_where_its_weights_would_come_from(tmp_path: Path) -> None:
-    """Also those that have other names there."""
     file = WeightsFile(saved(tmp_path, "mixtral") / "model.safetensors")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -129,7 +125,6 @@ def test_another_dtype_is_another_weight(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("element", [0, -1])
 def test_a_weight_that_was_changed_is_left_out(tmp_path: Path, element: int) -> None:
-    """Be it by the smallest step, or to what is not even equal to itself."""
     model = loaded(saved(tmp_path))
     weight = model.model.layers[1].mlp.up_proj.weight
     with torch.no_grad():

@@ -13,6 +13,14 @@ int attribute(const Driver& driver, int which, CUdevice device) {
   return driver.cuDeviceGetAttribute(&value, which, device).ok() ? value : 0;
 }
 
+// Makes a call that gives something back until the driver obeys, a few times: what is kept here is lost for good.
+template <class Call>
+void insist(Call call) {
+  constexpr int kTimes = 8;
+  for (int time = 0; time < kTimes && !call().ok(); ++time) {
+  }
+}
+
 }  // namespace
 
 bool ask_for_less(CUmemAllocationProp& place) {
@@ -121,7 +129,7 @@ void Context::copy_both_ways(CUdeviceptr there) {
         driver.cuMemcpyDtoH(&last, here + page_size - 1, std::size_t{1}).or_throw("reading what was copied");
       } catch (...) {
         // Before the page goes, which cannot while something is to be written to it.
-        if (!driver.cuStreamSynchronize(copy_stream).ok()) driver.cuStreamSynchronize(copy_stream);
+        insist([&] { return driver.cuStreamSynchronize(copy_stream); });
         throw;
       }
     });
@@ -177,8 +185,8 @@ void Context::try_page(CUmemAllocationProp& place, CUdeviceptr at, const char* w
   } catch (...) {
     failed = std::current_exception();
   }
-  if (mapped && !driver.cuMemUnmap(at, page_size).ok()) driver.cuMemUnmap(at, page_size);
-  if (!driver.cuMemRelease(handle).ok()) driver.cuMemRelease(handle);
+  if (mapped) insist([&] { return driver.cuMemUnmap(at, page_size); });
+  insist([&] { return driver.cuMemRelease(handle); });
   if (failed) std::rethrow_exception(failed);
 }
 

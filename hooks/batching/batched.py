@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ...allocator._native import Device
+from ...offload.governor.situation import Lending
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
 from .living import Living
 
 Require = Callable[[float | None, float | None], None]
+# (pages) -> what the layers would give, and what of them is copied in a step, now and with so many pages less
+Lends = Callable[[int], Lending]
 
 
 class Schedule(Protocol):
@@ -27,15 +30,16 @@ class Schedule(Protocol):
 class Batched:
     """A model whose continuous batching is elastic, on `device`; `name`: for readers. `costs`: what its steps take;
     `fast`: are batches chosen by that? `require`: is told what the requests of the next batch ask of a step that
-    decodes, and of one with prompts, in seconds, before it is computed. `living`: the cache that outlives the loops;
-    None: each has its own. `slo`: of requests that ask nothing themselves. `schedules`: of its loops, as long as they
-    live."""
+    decodes, and of one with prompts, in seconds, before it is computed. `lends`: what its own layers could give, and at
+    which price. `living`: the cache that outlives the loops; None: each has its own. `slo`: of requests that ask
+    nothing themselves. `schedules`: of its loops, as long as they live."""
 
     name: str
     device: Device
     costs: StepCosts
     fast: bool
     require: Require
+    lends: Lends
     living: Living | None = None
     slo: RequestSLO = NOTHING
     schedules: list[weakref.ref[Schedule]] = field(default_factory=list)

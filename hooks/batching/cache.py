@@ -112,6 +112,10 @@ class ElasticPagedCache(PagedAttentionCache):
         """Bytes of the request's KV that lie on the host."""
         return self.on.page_size * len(self.pages.client.away(self._pieces(request)))
 
+    def pages_of(self, request: str) -> int:
+        """Pages that the blocks of the request lie on."""
+        return len(self._pieces(request))
+
     def to_host(self, request: str) -> bool:
         """Moves the KV of a request to the host, but for what it shares with others; its addresses stay. False where
         the host has no room, or the driver refuses: nothing is moved then."""

@@ -2,9 +2,10 @@
 their tables of blocks hold, and comes back when they are scheduled again (eLLM §4.3.2).
 
 Note [Preempted]
-    A request that is preempted keeps its blocks. Its pages, but for those that it shares with requests that run, become
-    pages of the host: kernels could read them there, only slower. Among those that wait it is one that decodes, so that
-    the admission lets it in before prompts, and only with room for all of its pages on the device.
+    A request that is preempted keeps its blocks, unless it takes less to compute it again than to move it. Its pages,
+    but for those that it shares with requests that run, become pages of the host: kernels could read them there, only
+    slower. Among those that wait it is one that decodes, so that the admission lets it in before prompts, and only with
+    room for all of its pages on the device.
 """
 
 from __future__ import annotations
@@ -72,11 +73,16 @@ class PagePreemption(OffloadingManager):
         return sum(each.kv + each.activations for each in demands)
 
     def _preempt(self, state: Any) -> None:
-        name = state.request_id
-        if self.cache.to_host(name):
+        if self._moves(state) and self.cache.to_host(state.request_id):
             self._keep_for_later(state)
-            return
-        self.compute_again(state)  # there is no room on the host
+        else:  # or there is no room on the host
+            self.compute_again(state)
+
+    def _moves(self, state: Any) -> bool:
+        """Does it take less to move what the request has to the host and back than to compute it again? What nobody
+        measured is moved."""
+        page, again = self.cache.pages.client.governor.link.page_seconds, self.scheduler.seconds_again(state)
+        return page is None or again is None or 2 * page * self.cache.pages_of(state.request_id) <= again
 
     def may_wait(self) -> bool:
         """May a request that is alone and finds no memory wait once more for that of other models?"""

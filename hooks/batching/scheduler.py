@@ -12,7 +12,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
 from ...allocator.errors import ManageError, RequestTooLarge, SLOError
-from ...offload.policy.admission import Demand, Memory, admit, can_ever_run
+from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
 from ...offload.policy.step_costs import Step, StepCosts
@@ -98,10 +98,10 @@ class ElasticScheduler(Scheduler):
                 break
             looked.append((state, min(self._tokens(state), left)))
             left -= looked[-1][1]
-        found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
+        found = self._admitted(looked)
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
-            found = admit([self.demand(*each) for each in looked], self._now(), self._tuning)
+            found = self._admitted(looked)
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
         self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
         for chosen in self._steps([each for each in looked if each[0].request_id in found.where]):
@@ -112,7 +112,8 @@ class ElasticScheduler(Scheduler):
                 break
         self.cache.begins(each.state.request_id for each in scheduled)
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
-        self.cache.point, self._next = packed(sequences), Step.of(sequences)
+        away = self.cache.pages.client.read_away
+        self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
             self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
         self._require([each.state for each in scheduled])
@@ -121,11 +122,35 @@ class ElasticScheduler(Scheduler):
         self.starved_requests += [each for each in left_out if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(left_out), fast, new, read
 
+    def _admitted(self, looked: list[tuple[Any, int]]) -> Admitted:
+        """Algorithm 1, with the memory that the model's own layers would give where that makes more tokens per second
+        than fewer requests on the device do without it."""
+        demands, now, page = [self.demand(*each) for each in looked], self._now(), self.cache.on.page_size
+        found = admit(demands, now, self._tuning)
+        own = self.cache.model.lends(0).offered * page if self.cache.model.fast else 0
+        lacking = found.kv + found.activations + now.reserve - (now.total - own)
+        if own <= 0 or lacking <= 0:
+            return found
+        kept = admit(demands, replace(now, elsewhere=now.elsewhere - min(own, now.elsewhere)), self._tuning)
+        lent = self.cache.model.lends(-(-lacking // page))
+        steps = self._decoding(looked, kept, lent.copied), self._decoding(looked, found, lent.then)
+        return kept if kept.where and self._costs.faster(*steps) else found
+
+    def _decoding(self, looked: list[tuple[Any, int]], chosen: Admitted, copied: int) -> Step:
+        """The step in which those that are admitted decode, after this one."""
+        states = [(state, tokens) for state, tokens in looked if state.request_id in chosen.where]
+        away = sum(
+            self.demand(state, tokens).kv if chosen.where[state.request_id] == "host" else 0 for state, tokens in states
+        )
+        step = Step.of((1, state.current_len() + tokens) for state, tokens in states)
+        return replace(step, copied=copied, away=away // self.cache.on.page_size + self.cache.pages.client.displaced)
+
     def begins(self, found: bool) -> None:
         """A batch is about to be computed; where there is none the loop waits."""
         now = self.clock()
         if self._step is not None:
-            self._costs.observe(self._step[0], now - self._step[1])
+            copied = self.cache.model.lends(0).copied
+            self._costs.observe(replace(self._step[0], copied=copied), now - self._step[1])
             self.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
         self._step = (self._next, now) if found else None
         if not found:
@@ -268,6 +293,11 @@ class ElasticScheduler(Scheduler):
         """Bytes that requests may have beyond what they have."""
         now = self._now()
         return now.total - now.reserve
+
+    def seconds_again(self, state: Any) -> float | None:
+        """What it takes to compute all tokens of a request again; None where nobody knows."""
+        parts = self._costs.parts
+        return None if parts is None else parts.prefill(state.current_len(), self.cache.max_batch_tokens)
 
     def demand(self, state: Any, tokens: int) -> Demand:
         """What a request needs for so many more tokens."""

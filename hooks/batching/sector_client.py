@@ -120,6 +120,15 @@ class SectorClient:
         """Pages on the device that no request of the batch reads."""
         return sum(end - first for first, end in self._takable()[0])
 
+    @property
+    def read_away(self) -> int:
+        """Pages on the host that requests of the batch read."""
+        if not self._mover.away:
+            return 0
+        here = self._read.copy()
+        here.difference_update(self._mover.states[State.OFFLOADED])
+        return len(self._read) - len(here)
+
     def extended(self, pieces: Iterable[int]) -> None:
         """Notes that these have pages now, of the device or the host."""
         for piece in pieces:

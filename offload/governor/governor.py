@@ -13,6 +13,7 @@ Note [Who asks when]
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from ...allocator.events import Events
 from ...allocator.interrupts import Guarded, if_free
 from ..policy.ladder import Rung
 from ..policy.ledger import Refusal
-from ..policy.plan import Plan
+from ..policy.plan import Plan, fewest
 from ..policy.remap import cap
 from ..policy.tuning import DEFAULT, Tuning
 from ..record.record import Point
@@ -39,6 +40,7 @@ from .published import Pool
 from .reclaim_list import ReclaimList
 from .restore import restored_on_use
 from .sharing import admit
+from .situation import Lending
 
 
 class _Change:
@@ -149,20 +151,18 @@ class Governor:
             free = self._known.look(now)
             self.exchange.spare(now)
             self._compare(state, point, now, free)
-            decision = self._known.answers.get((state.number, point))
-            if decision is None:
-                situation = self._known.situation(now, free)
-                decision = decide(situation, state, point)
-                state.waking &= point.phase != "decode" or decision.plan != state.model.plan
-                self._known.settled = situation.settled
-                self._known.wanting = free.bit_length() + 1 if situation.short else self._known.wanting
-                self._known.answers[state.number, point] = replace(decision, notice=None)
+            decision, offered = self._decided(state, point, now, free), self._known.list.pages
             stale = self._known.list.stale
             tended = [cache for _, cache in self._known.clients.paged] if self.pages.short and not stale else []
             resting = self._known.clients.idleness.resting(now) if self.pages.short and not stale else []
         if stale:
             self.reclaim.publish()
             self._watch()
+            kept = decision.refusal is None and state.slo(point.phase) < math.inf
+            if kept and self._known.list.pages is not offered:
+                with self._known.lock:  # it was promised what others do not offer any more
+                    self._known.moved()
+                    decision = self._decided(state, point, now, self._known.look(now))
         for cache in resting:
             cache.give_slots()
         for cache in tended:
@@ -214,6 +214,21 @@ class Governor:
         if arranged:
             self.reclaim.publish()
             self._watch()
+
+    def lending(self, model: ModelClient, pages: int) -> Lending:
+        """What the layers of the model could give, and what their copies would be if they gave so many pages."""
+        with self._known.lock:
+            state = self._known.clients.get(model)
+            if state is None:
+                return Lending(0, 0, 0)
+            plan = model.plan
+            costs, _ = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)
+            then = fewest(plan.pages, plan.device_pages - pages, costs.ratio)
+            return Lending(
+                self._known.list.pages.get(state.number, 0),
+                plan.copied_pages,
+                sum(plan.pages) if then is None else then.copied_pages,
+            )
 
     def changed(self, model: ModelClient) -> None:
         """What `seconds` or `entry` say is different now. Any thread may say so."""
@@ -301,6 +316,18 @@ class Governor:
         return pages
 
     # -- what happened; the caller holds the lock
+
+    def _decided(self, state: ModelState, point: Point, now: float, free: int) -> Decision:
+        """Looks the decision up, or decides."""
+        decision = self._known.answers.get((state.number, point))
+        if decision is None:
+            situation = self._known.situation(now, free)
+            decision = decide(situation, state, point)
+            state.waking &= point.phase != "decode" or decision.plan != state.model.plan
+            self._known.settled = situation.settled
+            self._known.wanting = free.bit_length() + 1 if situation.short else self._known.wanting
+            self._known.answers[state.number, point] = replace(decision, notice=None)
+        return decision
 
     def _arrive(self, state: ModelState, point: Point, now: float) -> None:
         if self._known.clients.idleness.woke(state, now):

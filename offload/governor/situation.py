@@ -20,6 +20,16 @@ from ..record.record import Phase, Point
 from .client_state import ModelState
 
 
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """What memory the layers of a model could give: `offered` pages of the device, as published; and pages of them that
+    are copied in each iteration, `copied` as it is, and `then` with so many pages less as was asked."""
+
+    offered: int
+    copied: int
+    then: int
+
+
 @dataclass(slots=True)
 class Situation:
     """`states`: in the order in which they came; `active`: numbers of those that run; `free`: pages, of which `mark`

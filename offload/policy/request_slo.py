@@ -53,7 +53,7 @@ def refused(parts: Parts | None, slo: RequestSLO, prompt: int, new: int, batch: 
     if slo.tpot is not None and (least := parts.seconds(Step(1, prompt + new))) > slo.tpot:
         return Nearest("tpot", slo.tpot, least)
     if slo.ttft is not None:
-        least = now - slo.arrived + _prefill(parts, prompt, batch)
+        least = now - slo.arrived + parts.prefill(prompt, batch)
         if least > slo.ttft:
             return Nearest("ttft", slo.ttft, least)
     return None
@@ -75,8 +75,3 @@ def tightest(slos: Iterable[RequestSLO]) -> RequestSLO:
     ttft = min((each.ttft for each in known if each.ttft is not None), default=None)
     tpot = min((each.tpot for each in known if each.tpot is not None), default=None)
     return RequestSLO(ttft, tpot)
-
-
-def _prefill(parts: Parts, prompt: int, batch: int) -> float:
-    """Seconds of the steps in which a prompt is done, `batch` tokens each, alone."""
-    return sum(parts.seconds(Step(min(batch, prompt - at), min(prompt, at + batch))) for at in range(0, prompt, batch))

@@ -11,6 +11,11 @@ Note [A row without sequences]
     second, at n = sqrt(fixed / (pair * L)); and prompts are faster in a step of their own as soon as the pairs that
     they make with other requests' keys take longer than `fixed`.
 
+Note [What memory costs]
+    More requests need more memory. Layers of the model may give it, which are then copied in each step, or the host, on
+    which KV is then read. Each of those pages has a part of its own in what a step takes, 0 as long as none was seen:
+    copies that hide behind the computation cost nothing. So the two are compared by what they did, on this machine.
+
 Note [What is remembered]
     The last steps of each size, by powers of two of `new` and `read`: a loop that has run batches of one size for an
     hour still knows what others took. Errors count relative to the time, so that long steps say no more than short
@@ -23,8 +28,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, replace
 from itertools import combinations
+from operator import mul
 
 import numpy as np
 
@@ -33,10 +39,13 @@ from .tuning import DEFAULT, Serving
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step: `new` tokens, and tokens whose keys are `read`, the new ones among them."""
+    """A step: `new` tokens, and tokens whose keys are `read`, the new ones among them; pages of layers that are copied
+    to the device (`copied`), and of KV that is read on the host (`away`)."""
 
     new: int
     read: int
+    copied: int = 0
+    away: int = 0
 
     @classmethod
     def of(cls, sequences: Iterable[tuple[int, int]]) -> Step:
@@ -46,51 +55,67 @@ class Step:
         return cls(new, new + sum(held for _, held in pairs))
 
     def __add__(self, other: Step) -> Step:
-        return Step(self.new + other.new, self.read + other.read)
+        return Step(
+            self.new + other.new, self.read + other.read, max(self.copied, other.copied), self.away + other.away
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Seconds: of a step whatever is in it, of a new token, of a token that is read, of a pair of both."""
+    """Seconds: of a step whatever is in it, of a new token, of a token that is read, of a pair of both; of a page of
+    layers that is copied, and of a page of KV on the host."""
 
     fixed: float
     row: float
     key: float
     pair: float
+    copied: float = 0.0
+    away: float = 0.0
 
     def seconds(self, step: Step) -> float:
         """What the step takes."""
-        return self.fixed + step.new * self.row + step.read * self.key + step.new * step.read * self.pair
+        return math.fsum(map(mul, astuple(self), _sizes(step)))
+
+    def prefill(self, tokens: int, batch: int) -> float:
+        """Seconds of the steps in which so many tokens of a prompt are computed alone, `batch` at a time."""
+        return sum(
+            self.seconds(Step(min(batch, tokens - at), min(tokens, at + batch))) for at in range(0, tokens, batch)
+        )
 
 
 class StepCosts:
     """What is known of the steps of one model. Used by the thread that schedules."""
 
     def __init__(self, tuning: Serving = DEFAULT.serving) -> None:
-        self.parts: Parts | None = None  # None while too little ran
+        # what the parts take, where `fixed` includes the copies of the layers that stream now; None: too little ran
+        self.parts: Parts | None = None
+        self._fitted: Parts | None = None
         self._tuning = tuning
-        self._seen: dict[tuple[int, int], deque[tuple[Step, float]]] = {}
+        self._seen: dict[tuple[int, ...], deque[tuple[Step, float]]] = {}
         self._fresh = 0  # steps since `parts` was worked out
 
     def observe(self, step: Step, seconds: float) -> None:
         """Notes what a step took. See Note [What is remembered]."""
         if seconds <= 0 or step.new < 1:
             return
-        size = step.new.bit_length(), step.read.bit_length()
+        size = tuple(each.bit_length() for each in astuple(step))
         self._seen.setdefault(size, deque(maxlen=self._tuning.remembered)).append((step, seconds))
         self._fresh += 1
         if self._fresh >= self._tuning.refit:
             self._fresh = 0
-            self.parts = fitted([each for group in self._seen.values() for each in group])
+            self._fitted = fitted([each for group in self._seen.values() for each in group])
+        if (found := self._fitted) is not None:
+            self.parts = replace(found, fixed=found.fixed + found.copied * step.copied, copied=0.0)
 
     @property
     def error(self) -> float | None:
         """By which part of the time `parts` is wrong about half of the steps that are remembered, or more; None where
         there are no parts."""
-        if self.parts is None:
+        found = self._fitted
+        if found is None:
             return None
         seen = [each for group in self._seen.values() for each in group]
-        return statistics.median(abs(self.parts.seconds(step) / seconds - 1) for step, seconds in seen)
+        return statistics.median(abs(found.seconds(step) / seconds - 1) for step, seconds in seen)
 
     def largest(self, length: float) -> int | None:
         """Requests that decode in one step at most so that it is fastest, where they hold so many tokens as a mean;
@@ -113,20 +138,32 @@ class StepCosts:
         parts = self.parts
         return parts is not None and parts.seconds(one) + parts.seconds(other) < parts.seconds(one + other)
 
+    def faster(self, one: Step, other: Step) -> bool:
+        """Does a step in which as many requests decode as it has new tokens make more tokens per second than another?
+        See Note [What memory costs]."""
+        parts = self._fitted
+        return parts is not None and one.new * parts.seconds(other) > other.new * parts.seconds(one)
+
+
+def _sizes(step: Step) -> tuple[int, ...]:
+    """How much a step has of each part."""
+    return 1, step.new, step.read, step.new * step.read, step.copied, step.away
+
 
 def fitted(seen: list[tuple[Step, float]]) -> Parts | None:
-    """The parts that explain these steps best; None of fewer steps than there are parts."""
-    if len(seen) < len(fields(Parts)):
+    """The parts that explain these steps best; None of fewer steps than there are parts of a step in memory."""
+    if len(seen) < 4:
         return None
-    rows = np.array([(1, step.new, step.read, step.new * step.read) for step, _ in seen], dtype=float)
+    rows = np.array([_sizes(step) for step, _ in seen], dtype=float)
     rows /= np.array([[seconds] for _, seconds in seen])
     scale = np.abs(rows).max(axis=0)
-    rows, ones = rows / scale, np.ones(len(seen))
+    known = np.flatnonzero(scale).tolist()
+    rows, ones = rows / np.where(scale, scale, 1), np.ones(len(seen))
     best, least = None, math.inf
-    for count in range(1, len(scale) + 1):
-        for chosen in combinations(range(len(scale)), count):
+    for count in range(1, len(known) + 1):
+        for chosen in combinations(known, count):
             found = np.linalg.lstsq(rows[:, chosen], ones, rcond=None)[0]
             error = float(np.sum((rows[:, chosen] @ found - ones) ** 2))
             if (found > 0).all() and error < least * (1 - 1e-9):
                 least, best = error, dict(zip(chosen, found.tolist(), strict=True))
-    return None if best is None else Parts(*(best.get(n, 0.0) / float(scale[n]) for n in range(len(scale))))
+    return None if best is None else Parts(*(best.get(n, 0.0) / (float(scale[n]) or 1.0) for n in range(len(scale))))

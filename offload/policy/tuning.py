@@ -327,7 +327,7 @@ class Serving:
     prompt: int = 512
     answer: int = 48
     # What steps took (step_costs.py): so many of each size are remembered, and after so many new ones the parts are
-    # worked out anew, 1 ms of numpy. A smaller batch must be so much faster: less is noise here. Chosen.
+    # worked out anew, 3 ms of numpy. A smaller batch must be so much faster: less is noise here. Chosen.
     remembered: int = 4
     refit: int = 8
     gain: float = 0.1
@@ -338,6 +338,12 @@ class Serving:
     statics: int = 16
     # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
     told: float = 5.0
+    # Rounding to pages may take 1/32 of what the weights leave (page_size.py): pages of 256 KiB for the model of the
+    # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
+    # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.
+    rounding: float = 1 / 32
+    smallest_page: int = 2**16
+    ends: int = 4
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
     # What is measured of each of several models before it is served: batches and lengths up to these, for so many

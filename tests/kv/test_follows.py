@@ -1,10 +1,11 @@
-"""The short way of a token: which layers take it, and when an iteration begins nevertheless."""
+"""What layers behind the first are spared: the beginning of an iteration, and calls of the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from ballonet.allocator._native import Device
 from ballonet.hooks.forward.lease import ForwardLease
@@ -13,7 +14,7 @@ from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.kv.range import KVRange
 from ballonet.offload.governor.kv_tier import KVTier
 
-from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, tokens
+from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from .pressure import press, started
 
 PAGE = 4096
@@ -57,55 +58,39 @@ def layers(device: Device) -> Iterator[list[ElasticLayer]]:
     """Layers of one cache, each with a range of its own, after a token: its page has room for some more."""
     ranges = CacheRanges(layers=LAYERS, alone=True)
     found = [ElasticLayer(ranges) for _ in range(LAYERS)]
-    lease = ForwardLease().open()
-    one(found)
-    lease.close()
+    forward(found)
     yield found
     found.clear()
 
 
-def one(layers: list[ElasticLayer]) -> None:
+def one(layers: list[ElasticLayer], count: int = 1) -> None:
     for each in layers:
-        each.update(*tokens(1, 3))
+        each.update(*tokens(count, 3))
 
 
+def forward(layers: list[ElasticLayer], count: int = 1) -> None:
+    lease = ForwardLease().open()
+    one(layers, count)
+    lease.close()
+
+
+# What is called -> iterations that begin, and tokens that take the short way
+CALLED: dict[str, tuple[Callable[[list[ElasticLayer]], object], tuple[int, int]]] = {
+    "a forward": (forward, (1, LAYERS - 1)),
+    "each layer again in the same forward": (lambda layers: forward(layers * 2), (2, 2 * (LAYERS - 1))),
+    "each in a forward of its own": (lambda layers: [forward([each]) for each in layers], (1, 0)),
+    "outside of forwards": (one, (1, 0)),
+}
+
+
+@pytest.mark.parametrize("what", CALLED)
 def test_all_layers_but_the_first_take_the_short_way(
-    layers: list[ElasticLayer], monkeypatch: pytest.MonkeyPatch
+    layers: list[ElasticLayer], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     counted = Counted(monkeypatch)
-    lease = ForwardLease().open()
-    one(layers)
-    lease.close()
-    assert counted.taken() == (1, LAYERS - 1)
-
-
-def test_a_layer_that_comes_again_in_the_same_forward_begins_an_iteration(
-    layers: list[ElasticLayer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted = Counted(monkeypatch)
-    lease = ForwardLease().open()
-    one(layers)
-    one(layers)
-    lease.close()
-    assert counted.taken() == (2, 2 * (LAYERS - 1))
-
-
-def test_layers_that_are_called_by_themselves_are_one_iteration(
-    layers: list[ElasticLayer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each in a forward of its own: none follows another."""
-    counted = Counted(monkeypatch)
-    for each in layers:
-        lease = ForwardLease().open()
-        one([each])
-        lease.close()
-    assert counted.taken() == (1, 0)
-
-
-def test_outside_of_forwards_nobody_takes_it(layers: list[ElasticLayer], monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
-    one(layers)
-    assert counted.taken() == (1, 0)
+    act, expected = CALLED[what]
+    act(layers)
+    assert counted.taken() == expected
 
 
 def test_nobody_takes_it_while_a_page_is_away(
@@ -113,16 +98,39 @@ def test_nobody_takes_it_while_a_page_is_away(
 ) -> None:
     counted = Counted(monkeypatch)
     for count in (3 * PER_PAGE, 1, 1):  # the last page has room for some
-        lease = ForwardLease().open()
-        for each in layers:
-            each.update(*tokens(count, 3))
-        lease.close()
+        forward(layers, count)
     assert counted.taken() == (3, 2 * (LAYERS - 1))
     hog = device.reserve(device.budget, "weights", device.group())
     hog.map(0, device.available)
     assert press(device, 2) > 0
-    lease = ForwardLease().open()
-    one(layers)
-    lease.close()
+    forward(layers)
     assert counted.taken() == (1, 0)
     hog.close()
+
+
+# Pages that are mapped before a layer asks (eLLM §5.1)
+
+
+@pytest.mark.parametrize("missing", [0, 1])  # layers that were announced and do not come
+def test_the_prefill_of_all_layers_but_the_first_calls_no_driver(device: Device, missing: int) -> None:
+    ranges = CacheRanges(layers=LAYERS, alone=True)
+    cache = [ElasticLayer(ranges) for _ in range(LAYERS - missing)]
+    pages = 3
+    for chunk in range(2):
+        for n, layer in enumerate(cache):
+            device.reap(wait=True)  # the mapper's thread has done what it can
+            before = device.driver_ns()
+            layer.update(*tokens(pages * PER_PAGE, LAYERS * chunk + n))
+            assert n == 0 or device.driver_ns() == before
+    for n, layer in enumerate(cache):
+        parts = [tokens(pages * PER_PAGE, LAYERS * chunk + n) for chunk in range(2)]
+        assert torch.equal(layer.keys, torch.cat([keys for keys, _ in parts], dim=2))
+        assert torch.equal(layer.values, torch.cat([values for _, values in parts], dim=2))
+    assert device.snapshot()["ahead"] == missing * pages
+    cache.clear()
+    del layer
+    shared = CacheRanges(layers=LAYERS, expected=2)
+    for seed in range(LAYERS):
+        cache.append(ElasticLayer(shared))
+        cache[-1].update(*tokens(2, seed))
+    assert (device.snapshot()["ahead"], kv_pages(device)) == (0, 1), "layers that share a range announce nothing"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
-from ballonet.hooks.device import governors
 
 from .. import models
 from ..caches import SMALL, installed
@@ -62,34 +59,3 @@ def test_tokens_are_those_of_stock(page: int, name: str, way: str, taker: Taker)
     assert found.agrees(expected)
     assert page == 65536 or min(taker.done.values()) > 0, taker.done
     runtime.require().check()
-
-
-def test_several_threads_while_pages_are_taken(page: int) -> None:
-    """Two models on a thread each, and a third one that takes what they do not lease at the moment."""
-    device = runtime.require()
-    ids = {"input_ids": models.prompts(1, 100)["input_ids"]}
-    with install.stock():
-        both = [models.build("llama"), models.build("qwen2")]
-        expected = [models.generate(model, "greedy", ids, 40) for model in both]
-    found: dict[int, list[models.Output]] = {0: [], 1: []}
-    taken = 0
-    end = time.monotonic() + 60
-
-    def generate(index: int) -> None:
-        while len(found[index]) < 2 or (page == 4096 and not taken and time.monotonic() < end):
-            found[index].append(models.generate(both[index], "greedy", ids, 40))
-
-    threads = [threading.Thread(target=generate, args=(index,)) for index in range(2)]
-    with ballonet.manage(both[0]), ballonet.manage(both[1]):
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            governors.of(device).reclaim.publish_now()
-            taken += device.take(device.published[:3])
-        for thread in threads:
-            thread.join()
-    for index, outputs in found.items():
-        assert len(outputs) >= 2
-        assert all(each.agrees(expected[index]) for each in outputs)
-    assert taken > 0 or page > 4096
-    device.check()

@@ -264,27 +264,21 @@ def test_without_peer_access_it_says_so_and_goes_on() -> None:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     """A device under torch whose peer is small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     ballonet.install(2**22, page_size=4096, host_budget=2**24, peer_budget=24 * 4096, device="cpu")
     yield runtime.require()
     runtime.require().check()
     assert bytes_that_exist("peer") <= 24 * 4096
     take_out()
-    torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("way", ["greedy", "beam"])
-def test_tokens_are_those_of_stock_while_pages_go_all_ways(
-    crowded: Device, monkeypatch: pytest.MonkeyPatch, way: str
-) -> None:
+def test_tokens_are_those_of_stock_while_pages_go_all_ways(crowded: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     taker = Taker(crowded, 3)
     around_appends(monkeypatch, lambda kv_range: taker.act([kv_range]))
     with install.stock():
         model = models.build("llama")
-        expected = models.generate(model, way, models.prompts(3, 120), 40)
+        expected = models.generate(model, "beam", models.prompts(3, 120), 40)
     with ballonet.manage(model):
-        found = models.generate(model, way, models.prompts(3, 120), 40)
+        found = models.generate(model, "beam", models.prompts(3, 120), 40)
     assert torch.equal(found.tokens, expected.tokens)
     assert found.agrees(expected)
     assert min(taker.done.values()) > 0, taker.done

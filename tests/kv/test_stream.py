@@ -33,7 +33,7 @@ from ..core import arm, pending
 from ..lines import interrupted
 from ..test_kv import tokens
 from ..tuned import Tuned
-from .pressure import STEPS, away, kv_ranges, poison, press, started, tiers, two_thirds
+from .pressure import STEPS, away, kv_ranges, poison, press, started, tiers
 from .test_taken import Fuzz
 
 PAGE = 4096
@@ -272,16 +272,6 @@ def test_what_is_copied_behind_waits_for_whoever_wrote_it(
     layers.check()
 
 
-@pytest.mark.parametrize("device", [{"link_bandwidth": 2**22}], indirect=True)
-def test_a_slow_link_changes_nothing(streamed: Layers, device: Device) -> None:
-    """A copy takes longer than all that a layer computes, and what it fills is poisoned until then."""
-    for _ in range(10):
-        streamed.update()
-        device.check()
-    assert streamed.flying == LAYERS
-    streamed.check()
-
-
 def test_each_iteration_copies_what_is_away_once(streamed: Layers, device: Device) -> None:
     streamed.update()
     before, copied = streamed.way(), device.snapshot()["copied"]
@@ -373,26 +363,6 @@ def test_what_is_held_does_not_begin_to_fly(device: Device) -> None:
     hog.close()
 
 
-def test_what_leaves_later_flies_too(device: Device, tuned: Tuned) -> None:
-    """In the room that its slot has left, and is loaded with the rest."""
-    tuned(kv_reads={"slack": 1})
-    hog = room(device, 34)
-    layers = Layers(100)
-    fly(layers)
-    for kv_range in layers.kv_ranges[:2]:  # those that the slots hold when the next iteration begins
-        flying = kv_range.pages._extent.away
-        assert flying < layers.way().slot_pages
-        assert kv_range.pages.displace(flying)
-    poison(device)
-    layers.tier.client.way._look = 0
-    layers.update()
-    assert layers.tier.client.way._slots.pieces == layers.tier.client.displaced
-    layers.update()
-    layers.check()
-    layers.both(lambda layer: layer.reset())
-    hog.close()
-
-
 def test_layers_that_have_run_give_first(device: Device) -> None:
     layers = Layers(100)
     layers.update(70, only=2)
@@ -470,58 +440,6 @@ def _copied(layers: Layers) -> list[int]:
     return [piece for twin in twins for state in states for piece in twin.mover.states[state]]
 
 
-def test_two_caches_take_turns(streamed: Layers, device: Device) -> None:
-    other = Layers(60)
-    for _ in range(10):
-        for each in (streamed, other):
-            each.update()
-            each.update(only=2)  # left out in the middle, and taken up by the next iteration
-            for elastic, stock in each.pairs[3:]:
-                new = tokens(1, 5)
-                assert all(map(torch.equal, elastic.update(*new), stock.update(*new)))
-        device.check()
-    streamed.check()
-    other.check()
-
-
-def test_threads_with_a_cache_each(device: Device, monkeypatch: pytest.MonkeyPatch, tuned: Tuned) -> None:
-    monkeypatch.setattr(kv_read_plan.KVReadPlan, "_choose", two_thirds)
-    tuned(kv_reads={"again": 1})
-    hog = room(device, 40)
-    wrong: list[BaseException] = []
-    flown = threading.Event()
-    together = threading.Barrier(2)
-
-    def use() -> None:
-        try:
-            layers = Layers(90)
-            together.wait(60)  # else there may be room for one after the other
-            steps = 0
-            while steps < 30 or (steps < 200 and not flown.is_set()):  # the other one may have what slots need
-                steps += 1
-                lease = ForwardLease().open()
-                try:
-                    layers.update()
-                finally:
-                    lease.close()
-                if layers.way().copied:
-                    flown.set()
-            layers.check()
-            together.wait(60)
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=use) for _ in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert not wrong
-    assert flown.is_set()
-    device.check()
-    hog.close()
-
-
 def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
     found: list[Any] = []
 
@@ -537,22 +455,6 @@ def test_no_other_thread_looks_at_what_flies(streamed: Layers) -> None:
     assert "another thread" in str(found[0])
     streamed.update()
     streamed.check()
-
-
-def test_slots_go_back_where_pages_are_needed(streamed: Layers, device: Device) -> None:
-    assert streamed.way().slots == 2
-    streamed.update(60)  # they are in the way of what does not fit otherwise
-    assert streamed.tier.client.displaced == away(streamed.kv_ranges)
-    while streamed.way().slots == 0:
-        streamed.update()
-    streamed.tier.client.kept = True
-    assert streamed.way().slots == 0
-    assert streamed.flying == 0
-    streamed.tier.client.kept = False
-    streamed.check()
-    streamed.both(lambda layer: layer.crop(-60))
-    fly(streamed)
-    device.check()
 
 
 def test_slots_are_the_last_that_a_cache_has(streamed: Layers, device: Device) -> None:

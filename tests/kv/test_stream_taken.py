@@ -15,7 +15,6 @@ from ballonet.allocator.errors import PoolExhausted
 from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.offload.governor import kv_read_plan
 
-from ..test_kv import tokens
 from ..tuned import Tuned
 from .pressure import poison, two_thirds
 from .test_stream import LAYERS, PAGE, Layers, device, fly, room, small, streamed  # noqa: F401 (fixtures)
@@ -72,37 +71,7 @@ def test_an_operator_gets_the_pages_of_buffers_after_all_others_of_the_cache(
     streamed.check()
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_it_may_be_the_attention_of_a_layer_that_flies_itself(
-    streamed: Layers,  # noqa: F811
-    device: Device,  # noqa: F811
-    blocks: list[int],
-    layer: int,
-) -> None:
-    """Between what `update` has returned and the last time that it is read."""
-    streamed.update(only=layer - 1)
-    elastic, stock = streamed.pairs[layer]
-    new = tokens(1, 99)
-    ours, theirs = elastic.update(*new), stock.update(*new)
-    blocks.append(device.allocate((device.available + nothing_away(streamed) + in_slots(streamed) - 1) * PAGE))
-    poison(device)
-    assert all(map(torch.equal, ours, theirs)), "it reads the same bytes on the host"
-    assert sum(each.range.backed for each in streamed.tier.client.way._slots._slots) <= 1
-    del ours, theirs
-    for elastic, stock in streamed.pairs[layer + 1 :]:
-        new = tokens(1, 98)
-        assert all(map(torch.equal, elastic.update(*new), stock.update(*new)))
-    device.check()
-    streamed.check()
-    while blocks:
-        device.deallocate(blocks.pop())
-    device.trim()
-    fly(streamed)
-    streamed.check()
-
-
 def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, device: Device) -> None:  # noqa: F811
-    """It is demanded: who streams leases its cache."""
     lease = ForwardLease().open()
     streamed.update()
     wanted = (device.available + nothing_away(streamed) + 3) * PAGE

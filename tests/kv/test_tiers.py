@@ -22,7 +22,6 @@ from ballonet.hooks.forward.lease import ForwardLease
 from ballonet.hooks.kv import room as kv_room
 from ballonet.hooks.kv.grouping import CacheRanges
 from ballonet.hooks.kv.layer import ElasticLayer
-from ballonet.hooks.kv.prefill import copied_in
 from ballonet.offload.governor import kv_client
 from ballonet.offload.policy.ahead import ahead, window
 from ballonet.offload.policy.tuning import DEFAULT
@@ -33,7 +32,7 @@ from ..core import arm, disarm
 from ..lines import interrupted
 from ..test_kv import BATCH, HEADS, K_DIM, V_DIM, kv_pages, tokens
 from ..tuned import Tuned
-from .pressure import STEPS, away, poison, press, started, tiers
+from .pressure import STEPS, poison, press, started, tiers
 
 ROWS = DEFAULT.kv_reads.rows
 
@@ -194,23 +193,6 @@ def test_a_kept_page_that_was_copied_behind_is_dirty_once_it_may_grow(device: De
     pair.check()
 
 
-def test_every_page_is_offered_again_whatever_was_done_to_it(device: Device) -> None:
-    pair = Pair(60)
-    for act in (
-        lambda: pair.kv_range.pages.displace(4),  # the tail, which is restored and is filled then
-        lambda: pair.tier.restore(9, 0),
-        lambda: pair.tier.client.write_behind(9),
-        lambda: pair.both(lambda layer: layer.crop(-50)),
-        lambda: press(device, 9),
-        lambda: pair.both(lambda layer: layer.crop(-5)),
-    ):
-        act()
-        pair.update(90 - pair.elastic.get_seq_length())
-        pair.tier.restore(9, 0)
-        assert sorted(first for first, _ in pair.offers()) == [0, 1, 2, 3, 4, 5], act
-        pair.both(lambda layer: layer.crop(-30))
-
-
 @pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
 def test_nothing_is_offered_before_its_copy_has_passed(device: Device) -> None:
     pair = Pair(60)
@@ -256,21 +238,6 @@ def test_the_host_is_filled_no_further_than_allowed(device: Device) -> None:
     assert press(device, 3) == 3
     pair.check()
     hog.close()
-
-
-def test_a_prompt_longer_than_there_are_pages_for_and_on(device: Device) -> None:
-    pair = Pair(1)
-    for _ in range(4):
-        pair.update(int(30 * PER_PAGE))  # more than the budget in all
-    for _ in range(3):
-        pair.update(1)
-    assert kv_pages(device) <= BUDGET
-    assert away([pair.kv_range]) >= 120 - BUDGET
-    pair.both(lambda layer: layer.crop(-100 * int(PER_PAGE)))
-    device.reap(wait=True)
-    pair.tier.restore(99, 0)
-    assert away([pair.kv_range]) == 0
-    device.check()
 
 
 def test_pages_of_the_host_are_the_last_resort_and_are_restored(
@@ -397,14 +364,6 @@ def test_between_its_calls_no_other_thread_takes_from_a_cache_that_is_used_by_ha
     del kv_range
 
 
-def test_a_cache_that_forwards_use_can_be_taken_from_between_them(device: Device) -> None:
-    lease = ForwardLease().open()
-    pair = Pair(60)
-    lease.close()
-    assert on_another_thread(lambda: press(device, 3)) == 3
-    pair.check()
-
-
 @pytest.mark.parametrize("act", [copy.deepcopy, pickle.dumps, lambda layer: layer.batch_repeat_interleave(2)])
 def test_no_other_thread_takes_from_a_cache_while_it_is_copied(
     device: Device, monkeypatch: pytest.MonkeyPatch, act: Callable[[Any], object]
@@ -507,25 +466,6 @@ def test_no_copy_reads_pages_of_the_device_and_of_the_host(device: Device) -> No
     ours = [(begin, end) for begin, end in found if 0 <= begin < kv_range.nbytes]
     assert [begin // PAGE for begin, _ in ours] == [0, 2, 3, 4]
     assert sum(end - begin for begin, end in ours) == 165 * pair.kv_range.geometry.token_bytes
-
-
-def test_copies_of_a_layer_that_shares_pages(device: Device) -> None:
-    ranges = CacheRanges(layers=2, expected=1)
-    pairs = [Pair(1, ranges) for _ in range(2)]
-    assert pairs[0].kv_range is pairs[1].kv_range
-    for pair in pairs:
-        pair.update(59)
-    for pair in pairs:
-        flat = pair.kv_range._mapped.flat
-        copies = copied_in(
-            device, pair.kv_range.range, pair.kv_range.geometry, flat, (pair.elastic.keys, pair.elastic.values)
-        )
-        assert copies is not None
-        assert torch.equal(copies[0], pair.stock.keys)
-        assert torch.equal(copies[1], pair.stock.values)
-    assert press(device, 3) == 3
-    pairs[0].update(80)
-    pairs[1].update(1)
 
 
 def test_a_layer_that_moved_out_holds_no_page_of_the_others_back(device: Device) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 
 import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator._native import Range
+from ballonet.offload.policy import plan
 
-from ..models import build, prompts
+from ..models import Output, build, generate, prompts
 from ..pool import take_out
 from ..tuned import Tuned
 
@@ -26,14 +27,11 @@ PAGE = 4096
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny operators: a second thread only waits
     ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
     yield
     gc.collect()
     runtime.require().check()
     take_out()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +43,54 @@ def tiny(tuned: Tuned) -> None:
 def original() -> Any:
     with install.stock():
         return build("llama", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def stock(original: Any) -> Output:
+    """What it says."""
+    with install.stock():
+        return say(original)
+
+
+@pytest.fixture(scope="module")
+def larger() -> Any:
+    """The other model."""
+    with install.stock():
+        return build("llama", num_hidden_layers=2 * LAYERS)
+
+
+def say(model: Any, mode: str = "greedy") -> Output:
+    return generate(model, mode, INPUTS)
+
+
+def streamed(model: Any, m: int, slots: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> ballonet.Managed:
+    """Managed with just these many layers in so many slots."""
+    monkeypatch.setattr(
+        plan, "at_interval", lambda pages, interval: plan.streaming(pages, plan.spread(pages, m), slots)
+    )
+    return ballonet.manage(model, interval=1, **options)
+
+
+def fly(model: Any, managed: ballonet.Managed) -> None:
+    """Its slots hold what they may."""
+    assert streams(managed, lambda: say(model))
+
+
+@contextmanager
+def full(but: int) -> Iterator[None]:
+    """Within it no more than so many pages are free."""
+    device = runtime.require()
+    gc.collect()
+    device.trim()
+    device.reap(wait=True)
+    used = sum(count for owner, count in device.snapshot()["pages"].items() if owner != "free")
+    filler = device.reserve((BUDGET // PAGE - used - but) * PAGE, "kv", device.group())
+    filler.map(0, filler.pieces)
+    try:
+        yield
+    finally:
+        filler.close()
+        device.reap(wait=True)
 
 
 def streams(managed: ballonet.Managed, act: Callable[[], object]) -> bool:

@@ -14,24 +14,17 @@ import pytest
 import torch
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import runtime
 from ballonet.allocator.errors import WeightsFileChanged
 from ballonet.offload.policy.plan import Plan, spread, streaming
 from ballonet.offload.residency.weights_file import WeightsFile
 
 from ..core import PAGE_CALLS, calls
+from ..models import Output
 from ..pool import bytes_that_exist
-from .conftest import BUDGET, LAYERS, PAGE, streams
-from .test_remapping import full
-from .test_streaming import Output, say
+from .conftest import BUDGET, LAYERS, PAGE, say, streams
 
 pytestmark = pytest.mark.chaos
-
-
-@pytest.fixture(scope="module")
-def stock(original: Any) -> Output:
-    with install.stock():
-        return say(original)
 
 
 @pytest.fixture
@@ -114,14 +107,22 @@ def test_a_file_is_looked_at_once_in_a_forward(loaded: Any, monkeypatch: pytest.
             assert len(looks) == 1
 
 
-def test_layers_of_a_file_are_restored_and_go(loaded: Any, original: Any, stock: Output) -> None:
-    with ballonet.manage(loaded) as managed:
-        for plan in plans(managed):
+@pytest.mark.parametrize("backing", ["model", "loaded"], ids=["host pages", "a file"])
+def test_every_way_from_one_plan_to_another(
+    request: pytest.FixtureRequest, original: Any, stock: Output, backing: str
+) -> None:
+    it = request.getfixturevalue(backing)
+    with ballonet.manage(it) as managed:
+        found = list(plans(managed))
+        for plan in [*found, *reversed(found), found[7], found[2], found[9], found[0]]:
             change(managed, plan)
             assert managed.report().streamed == plan.streamed
-            assert say(loaded).agrees(stock)
+            assert managed.report().pages <= plan.device_pages + sum(
+                each.backed for each in managed._weights.ranges.get(None, ())
+            )
+            assert say(it).agrees(stock)
             runtime.require().check()
-        assert tensors(loaded) == tensors(original)
+        assert tensors(it) == tensors(original)
 
 
 def test_what_is_written_is_not_taken_from_the_file_again(loaded: Any, original: Any, stock: Output) -> None:
@@ -161,22 +162,7 @@ def test_a_file_that_changes_under_a_twin(loaded: Any, folder: Path, stock: Outp
     del managed, loaded
 
 
-def test_every_way_from_one_plan_to_another(model: Any, original: Any, stock: Output) -> None:
-    with ballonet.manage(model) as managed:
-        found = list(plans(managed))
-        for plan in [*found, *reversed(found), found[7], found[2], found[9], found[0]]:
-            change(managed, plan)
-            assert managed.report().streamed == plan.streamed
-            assert managed.report().pages <= plan.device_pages + sum(
-                each.backed for each in managed._weights.ranges.get(None, ())
-            )
-            assert say(model).agrees(stock)
-            runtime.require().check()
-        assert tensors(model) == tensors(original)
-
-
 def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: Any, stock: Output) -> None:
-    """Read and written by a reference from before, with layers coming and going."""
     weight = model.model.layers[1].mlp.up_proj.weight
     row = weight.data[3]
     expected = bytes(original.model.layers[1].mlp.up_proj.weight.detach().numpy().tobytes())
@@ -196,7 +182,6 @@ def test_what_somebody_holds_is_the_weight_wherever_it_is(model: Any, original: 
 
 @pytest.mark.counts
 def test_no_token_moves_a_page(model: Any) -> None:
-    """Nothing is mapped, led elsewhere or made while layers stream."""
 
     @torch.no_grad()
     def tokens() -> None:
@@ -210,21 +195,7 @@ def test_no_token_moves_a_page(model: Any) -> None:
         assert {name: calls().get(name, 0) for name in PAGE_CALLS} == before
 
 
-@pytest.mark.counts
-def test_a_model_that_gives_nothing_pays_nothing(model: Any, stock: Output) -> None:
-    """With few pages left, and none asked for: no host page, no copy, and the dictionaries of torch."""
-    before = ballonet.stats().copied.weights_d2h
-    plain = type(torch.nn.Linear(1, 1).__dict__["_parameters"])
-    with ballonet.manage(model) as managed, full(but=200):
-        for _ in range(3):
-            assert say(model).agrees(stock)
-        assert managed.report().streamed == ()
-        assert (managed.report().host_pages, ballonet.stats().copied.weights_d2h) == (0, before)
-        assert all(type(each.__dict__["_parameters"]) is plain for each in model.modules())
-
-
 def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
-    """The first layers that leave give theirs."""
     with ballonet.manage(model) as managed:
         device = runtime.require()
         device.trim()
@@ -243,25 +214,11 @@ def test_where_there_is_no_page_for_a_slot(model: Any, stock: Output) -> None:
         assert say(model).agrees(stock)
 
 
+@pytest.mark.parametrize("interval", ["auto", 1])
 def test_a_release_that_fails_leaves_a_model_whose_layers_come_and_go(
-    model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch
+    model: Any, original: Any, stock: Output, monkeypatch: pytest.MonkeyPatch, interval: Any
 ) -> None:
-    with ballonet.manage(model) as managed:
-        with monkeypatch.context() as patched:
-            patched.setattr(managed._weights, "restore", lambda model: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                managed.release()
-        assert say(model).agrees(stock)
-        assert managed._elastic.decision is not None
-        managed._elastic.decision = None
-        assert say(model).agrees(stock)
-        assert managed._elastic.decision is not None, "it is asked about again"
-
-
-def test_after_a_release_that_fails_nobody_reads_a_slot(
-    model: Any, original: Any, stock: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with ballonet.manage(model, interval=1) as managed:
+    with ballonet.manage(model, interval=interval) as managed:
         assert say(model).agrees(stock)
         with monkeypatch.context() as patched:
             patched.setattr(managed._weights, "restore", lambda model: 1 / 0)
@@ -269,3 +226,6 @@ def test_after_a_release_that_fails_nobody_reads_a_slot(
                 managed.release()
         assert tensors(model) == tensors(original)
         assert say(model).agrees(stock)
+        managed._elastic.decision = None
+        assert say(model).agrees(stock)
+        assert managed._elastic.decision is not None, "it is asked about again"

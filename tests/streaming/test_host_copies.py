@@ -128,7 +128,6 @@ def test_weights_go_to_the_host_once_however_often_layers_leave(
 
 
 def test_weights_that_the_core_takes_go_to_the_host_once(model: Any, original: Any, managed: ballonet.Managed) -> None:
-    """While the budget goes down and up, with the model in between and without."""
     expected, before = stock(original), to_host()
     assert torch.equal(logits(model), expected)
     left: set[int] = set()
@@ -164,7 +163,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 def _merge(module: Any) -> None:
-    """As an adapter is merged."""
     module.weight.data += torch.ones_like(module.weight.data)
 
 
@@ -180,7 +178,6 @@ def _train(model: Any) -> None:
 def test_what_is_written_to_a_layer_that_has_come_back_is_read(
     model: Any, original: Any, managed: ballonet.Managed, how: str, held: bool
 ) -> None:
-    """Also through a reference from before, and after it has left again."""
     references = list(model.parameters()) if held else []
     expected = stock(original, CHANGES[how])
     assert not torch.equal(expected, stock(original))
@@ -401,7 +398,6 @@ def test_weights_can_be_read_at_any_time(model: Any, original: Any, managed: bal
 def test_a_model_is_not_released_while_another_thread_reads_it_in_resident(
     model: Any, original: Any, managed: ballonet.Managed
 ) -> None:
-    """Nor do its layers leave."""
     inside, go = threading.Event(), threading.Event()
 
     def read() -> None:
@@ -430,11 +426,11 @@ def test_no_compiled_code_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("torch.compiler.reset", "torch._dynamo.reset"):
         monkeypatch.setattr(name, lambda: pytest.fail("everybody's compiled code is gone"))
     with install.stock():
-        model = build("llama", num_hidden_layers=2)
+        model = build("llama", num_hidden_layers=1)
         expected = logits(model)
     compiled = torch.compile(model, backend="eager")
     with ballonet.manage(model) as managed:
-        for layers in ((), (1,), ()):
+        for layers in ((), (0,), ()):
             stream(managed, *layers)
             with torch.no_grad():
                 assert torch.equal(compiled(IDS).logits, expected)

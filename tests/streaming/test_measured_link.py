@@ -19,18 +19,9 @@ from ballonet.offload.policy.plan import Fewest, Plan, fewest
 from ballonet.offload.policy.tuning import DEFAULT
 from ballonet.offload.record import link
 
-from ..models import Output, build
+from ..models import Output
 from ..tuned import Clock, Tuned
-from .conftest import INPUTS, PAGE
-from .test_streaming import say
-
-LAYERS = 8
-
-
-@pytest.fixture(scope="module")
-def larger() -> Any:
-    with install.stock():
-        return build("llama", num_hidden_layers=LAYERS)
+from .conftest import INPUTS, PAGE, say
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +94,6 @@ def test_it_leads_to_the_number_of_slots_that_is_faster(
 def test_a_link_that_could_not_be_measured_at_first_is_measured_later(
     larger: Any, stock_of_larger: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not while somebody captures; until then it is said that it was assumed."""
     frees(2, monkeypatch)
     governor, measure = governors.of(runtime.require()), link.measure
     monkeypatch.setattr(governor.link, "_bandwidth", None)

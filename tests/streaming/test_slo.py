@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import ballonet
-from ballonet.allocator import install, runtime
+from ballonet.allocator import runtime
 from ballonet.allocator.config import cache_dir
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.device import governors
@@ -16,21 +16,14 @@ from ballonet.hooks.device.key import key_of
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
 
+from ..models import Output
 from ..tuned import Tuned
-from .conftest import LAYERS
-from .test_remapping import full
-from .test_streaming import Output, say
+from .conftest import full, say
 
 pytestmark = pytest.mark.chaos
 
 
 LAYER = 8 * 4096  # bytes of one that streams
-
-
-@pytest.fixture(scope="module")
-def stock(original: Any) -> Output:
-    with install.stock():
-        return say(original)
 
 
 def measured(model: Any, *, prefill: float, decode: float, bandwidth: float) -> Path:
@@ -104,20 +97,7 @@ def test_an_slo_of_a_model_whose_layers_are_too_small_to_stream(model: Any, tune
         assert managed.report().streamed == ()
 
 
-def test_a_damaged_record_is_measured_anew(model: Any, stock: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
-    path.write_text(path.read_text()[:-100])
-    monkeypatch.setattr("ballonet.hooks.profile.Grid.sizes", lambda grid, longest=0: [(1, 16)])
-    with pytest.warns(RuntimeWarning, match=r"cannot be read|damaged"):
-        managed = ballonet.manage(model, tpot_slo=60.0)
-    with managed:
-        assert say(model).agrees(stock)
-        assert managed.report().times["decode"].resident is not None
-    assert len(managed.report().streamed) <= LAYERS
-
-
 def test_an_slo_that_the_link_does_not_allow_any_more_is_said_once(model: Any, stock: Output) -> None:
-    """Memory demands that layers stream; then the link gets slow."""
     measured(model, prefill=4.0, decode=4.0, bandwidth=1e9)
     with full(but=90), ballonet.manage(model, tpot_slo=5.0) as managed, full(but=30):
         assert say(model).agrees(stock)

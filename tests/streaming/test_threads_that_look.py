@@ -66,7 +66,6 @@ def told(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
 def test_a_thread_that_reads_by_a_reference_while_layers_come_and_go(
     told: Told, original: Any, stock: torch.Tensor
 ) -> None:
-    """In a section of its own nothing is moved under it."""
     wanted = original.model.layers[1].mlp.up_proj.weight
     held = told.model.model.layers[1].mlp.up_proj.weight
     begun, stop, seen = threading.Event(), threading.Event(), []
@@ -196,7 +195,6 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_locks_are_taken_in_one_order(
     recorder: Recorder, model: Any, stock: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is done with a model, alone or while another thread uses it."""
     graphs.pretend(monkeypatch)
     with ballonet.manage(model) as it:
         told = Told(model, it, monkeypatch)

@@ -13,7 +13,7 @@ from ballonet.offload.policy.plan import spread
 
 from ..models import Output, ask, build
 from ..tuned import Tuned
-from .test_streaming import streamed
+from .conftest import streamed
 
 pytestmark = pytest.mark.chaos
 

@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..allocator.config import Config
 from ..allocator.errors import ConfigError, ManageError
+from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
 from . import arguments
 from .run import add_options
@@ -65,13 +67,32 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
 
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
-    install(budget=args.budget, page_size=args.page_size, host_budget=args.host_budget)
+    page_size = args.page_size or _page_size(args.models, args.budget)
+    install(budget=args.budget, page_size=page_size, host_budget=args.host_budget)
     if args.timeline is not None:
         recorder.until_exit(args.timeline)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     batching = {name: value for name, value in given.items() if value is not None}
     return Server(args.models, runtime.require(), options, address, _say, **batching).run
+
+
+def _page_size(models: list[str], budget: str | None) -> int | None:
+    """What suits the models in a budget that is given, where nobody chose a page size; None: the usual one."""
+    import torch
+
+    from ..allocator import runtime
+    from ..hooks.server.page_size import chosen
+
+    settings = Config.from_env().merge(budget=budget)
+    if settings.budget is None or settings.page_size is not None:
+        return None
+    found = chosen(models, settings.budget, runtime.choose(settings, torch.cuda.is_available()).kind)
+    if found is None:
+        return None
+    lost = f"rounding to pages of {format_size(found.page)} takes {format_size(found.lost)}, {found.share:.1%} of what"
+    _say(f"{lost} the weights leave" + (": a larger budget would gain more" if found.share > found.most else ""))
+    return found.page
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,34 @@
+"""The size of pages for the models of a server, from their configurations (offload/policy/page_size.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ...allocator.config import Config
+from ...allocator.runtime import GRANULARITY, page_size
+from ...offload.policy.page_size import Rounding, fitting
+from ...offload.policy.tuning import DEFAULT
+from ..weights.layers import decoder_layers
+
+
+def chosen(names: Sequence[str], budget: int, kind: Literal["cuda", "standin"]) -> Rounding | None:
+    """Returns the page size for models with these names or folders; None where one cannot be built without values."""
+    usual, tuning = page_size(Config(), kind), DEFAULT.serving
+    try:
+        ranges = [nbytes for name in names for nbytes in _ranges(name)]
+    except Exception:  # whatever the code of a model does; loading it will say
+        return None
+    return fitting(ranges, len(names), budget, usual, max(GRANULARITY[kind], tuning.smallest_page))
+
+
+def _ranges(name: str) -> list[int]:
+    """Bytes of weights of each decoder layer, and of all that is in none."""
+    config = AutoConfig.from_pretrained(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype or torch.float32)
+    layers = [sum(each.nbytes for each in layer.parameters()) for layer in decoder_layers(model)]
+    return [*layers, sum(each.nbytes for each in model.parameters()) - sum(layers)]

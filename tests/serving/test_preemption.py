@@ -1,0 +1,56 @@
+"""A request that has to wait moves to the host and back, or is computed again, by what takes less."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ballonet.hooks.batching.preemption import PagePreemption
+
+PAGES = 8
+
+
+class Preemption(PagePreemption):
+    """Says what it does. `page`: seconds to copy a page; `again`: to compute the request again."""
+
+    def __init__(self, page: float | None, again: float | None, room: bool) -> None:
+        link = SimpleNamespace(page_seconds=page)
+        pages = SimpleNamespace(client=SimpleNamespace(governor=SimpleNamespace(link=link)))
+        self.done: list[str] = []
+        cache: Any = SimpleNamespace(pages=pages, pages_of=lambda name: PAGES, to_host=lambda name: room)
+        scheduler: Any = SimpleNamespace(
+            starved_requests=[(SimpleNamespace(request_id="newest"), 1)],
+            active_requests={"oldest": 0, "newest": 0},
+            block_new_requests=False,
+            room=lambda: 0,
+            demand=lambda state, tokens: SimpleNamespace(kv=1, activations=0),
+            seconds_again=lambda state: again,
+        )
+        cache.pool = SimpleNamespace(try_to_free_sectors=lambda: None)
+        cache.evict_oldest = lambda nbytes: False
+        self.cache, self.scheduler = cache, scheduler
+
+    def compute_again(self, state: Any) -> None:
+        self.done.append("computed again")
+
+    def _keep_for_later(self, state: Any) -> None:
+        self.done.append("moved")
+
+
+@pytest.mark.parametrize(
+    ("page", "again", "room", "done"),
+    [
+        (0.01, 0.17, True, "moved"),
+        (0.01, 0.15, True, "computed again"),
+        (0.01, 0.17, False, "computed again"),
+        (None, 0.15, True, "moved"),
+        (0.01, None, True, "moved"),
+    ],
+)
+def test_what_takes_less(page: float | None, again: float | None, room: bool, done: str) -> None:
+    """Eight pages there and back are sixteen copies."""
+    preemption = Preemption(page, again, room)
+    assert preemption.offload_requests()
+    assert preemption.done == [done]
