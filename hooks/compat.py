@@ -36,11 +36,6 @@ def release(version: str = transformers.__version__) -> tuple[int, int]:
     return (0, 0) if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
-def label(model: Any) -> str:
-    """What a reader calls the model: the end of the name that it was loaded by, else its class."""
-    return Path(str(getattr(getattr(model, "config", None), "name_or_path", ""))).name or type(model).__name__
-
-
 def require_supported(version: str = transformers.__version__) -> None:
     """UnsupportedVersion unless `version` of transformers is one whose caches are made of the layers known here."""
     if release(version) < OLDEST:

@@ -516,7 +516,7 @@ def _attach_caches(
     from .batching import seams
     from .batching.batched import Batched
     from .batching.living import Living
-    from .compat import label
+    from .device.references import label
     from .kv import generation
     from .prefix.identity import Looks
 

@@ -27,9 +27,9 @@ from ...offload.governor.governor import Governor
 from ...offload.policy.ledger import Refusal
 from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
-from ..compat import label
 from ..device import governors, graphs
 from ..device.pressure import Giver
+from ..device.references import label
 from ..forward.turns import Turns
 from ..measure.pace import Pace
 from ..measure.report import Report
