@@ -50,6 +50,12 @@ def parse_size(value: SupportsIndex | str, name: str = "size") -> int:
     return int(nbytes)
 
 
+def parse_host_budget(value: SupportsIndex | str, name: str = "host_budget") -> int:
+    """As `parse_size`, or 0: no host pages at all. ConfigError."""
+    nothing = _quantity(value, _UNITS) == 0 if isinstance(value, str) else value is not False and value == 0
+    return 0 if nothing else parse_size(value, name)
+
+
 def parse_time(value: float | str, name: str = "time") -> float:
     """Seconds in `"80ms"`, `"250us"`, `"2s"` or a number of seconds. ConfigError."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
@@ -138,7 +144,7 @@ class Config:
 
     budget: int | None = None  # bytes of device pages
     page_size: int | None = None  # bytes
-    host_budget: int | None = None  # bytes of host pages
+    host_budget: int | None = None  # bytes of host pages; 0: none are used
     peer: str | None = None  # none | auto | same | cuda:N; None: auto where there is a budget for it, else none
     peer_budget: int | None = None  # bytes of pages of the peer
     host_pages: bool | None = None  # may bytes lie on host pages? None: unless a preflight found that they cannot
@@ -173,12 +179,12 @@ class Config:
     ) -> Self:
         """Returns these settings, with those that were given as arguments over them. ConfigError."""
         given: dict[str, Any] = {
-            name: parse_size(value, name)
-            for name, value in (
-                ("budget", budget),
-                ("page_size", page_size),
-                ("host_budget", host_budget),
-                ("peer_budget", peer_budget),
+            name: parse(value, name)
+            for name, value, parse in (
+                ("budget", budget, parse_size),
+                ("page_size", page_size, parse_size),
+                ("host_budget", host_budget, parse_host_budget),
+                ("peer_budget", peer_budget, parse_size),
             )
             if value is not None
         }
@@ -196,7 +202,7 @@ class Config:
 VARIABLES: Final[Mapping[str, tuple[str, Callable[[str, str], Any]]]] = {
     "BALLONET_BUDGET": ("budget", parse_size),
     "BALLONET_PAGE_SIZE": ("page_size", parse_size),
-    "BALLONET_HOST_BUDGET": ("host_budget", parse_size),
+    "BALLONET_HOST_BUDGET": ("host_budget", parse_host_budget),
     "BALLONET_PEER": ("peer", _parse_peer),
     "BALLONET_PEER_BUDGET": ("peer_budget", parse_size),
     "BALLONET_HOST_PAGES": ("host_pages", _parse_switch),

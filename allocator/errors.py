@@ -131,16 +131,26 @@ class SLOError(ManageError):
 
 class RequestTooLarge(ManageError):
     """A request for text that can never run. In bytes: `needed` of KV and activations at its end; `device`, `host`:
-    that there can be for it at most."""
+    that there can be for it at most. `tokens`: that it has at its end, and those that a step can read at most, where
+    these are too many."""
 
-    def __init__(self, request: str, needed: int, device: int, host: int) -> None:
-        super().__init__(request, needed, device, host)
+    def __init__(
+        self, request: str, needed: int, device: int, host: int, tokens: tuple[int, int] | None = None
+    ) -> None:
+        super().__init__(request, needed, device, host, tokens)
         self.request = request
         self.needed = needed
         self.device = device
         self.host = host
+        self.tokens = tokens
 
     def __str__(self) -> str:
+        if self.tokens is not None:
+            return (
+                f"{self.request} has {self.tokens[0]} tokens at its end, and a step can read {self.tokens[1]} beside "
+                "the new tokens of a batch: ask for fewer tokens, raise the budget, or let a batch have fewer new ones "
+                "(max_batch_tokens, serve --batch-tokens)"
+            )
         needed, device, host = map(format_size, (self.needed, self.device, self.host))
         return (
             f"{self.request} needs {needed} of KV and activations, of which the device can have {device} and the host "

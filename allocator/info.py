@@ -149,6 +149,8 @@ def _host_pages(config: Config, target: runtime.Target) -> tuple[bool, str]:
     found = findings.load(cache_dir(config), findings.key_of(target.facts))
     if config.host_pages is False:
         return False, "turned off (BALLONET_HOST_PAGES)"
+    if config.host_budget == 0:
+        return False, "turned off (BALLONET_HOST_BUDGET)"
     if config.host_pages is None and found is not None and found.settings.get("host_pages") is False:
         return False, found.reasons.get("host_pages", "")
     return True, "install() tries one, which a container may refuse" if target.kind == "cuda" else ""

@@ -78,11 +78,11 @@ def install(
 
     `budget`: bytes of device pages (`"24GiB"` or an int); by default the free device memory less room for what lives
     outside, with no GPU half of the RAM that is available. `page_size`: bytes per page. `host_budget`: bytes of host
-    pages. `peer`: a second place for KV that leaves the device, before the host: "cuda:N", whose memory this device can
-    reach; "same", a second pool on the device itself; "auto", the first of the two that there is; by default "none", or
-    "auto" where there is a `peer_budget`, the bytes of its pages. `device`: "auto", "cpu", "cuda" or "cuda:N". `spill`:
-    may an allocation that fits nowhere else lie on host pages, where it is slower to use, rather than be refused? What
-    is not given comes from the environment (`BALLONET_BUDGET`, …), then from the machine.
+    pages; 0: none are used. `peer`: a second place for KV that leaves the device, before the host: "cuda:N", whose
+    memory this device can reach; "same", a second pool on the device itself; "auto", the first of the two that there
+    is; by default "none", or "auto" where there is a `peer_budget`, the bytes of its pages. `device`: "auto", "cpu",
+    "cuda" or "cuda:N". `spill`: may an allocation that fits nowhere else lie on host pages, where it is slower to use,
+    rather than be refused? What is not given comes from the environment (`BALLONET_BUDGET`, …), then from the machine.
 
     Where torch has used CUDA already it warns: then only what the calling thread allocates from now on, and what
     `manage()` moves, lies in the pool. Called again with the same settings, or none, it does nothing. If it fails,

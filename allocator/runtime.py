@@ -137,7 +137,7 @@ def _opened(config: Config, target: Target, spill: bool) -> _native.Device:
             f"the budget is {format_size(given)} but {target.facts['name']} has "
             f"{format_size(target.facts['total_memory'])}: ask for less"
         )
-    peer = peer_ordinal(config, target)
+    peer, wanted = peer_ordinal(config, target), config.host_pages is not False and config.host_budget != 0
     # What is free can be asked only once the device's context exists, so a default budget comes second.
     device = _native.Device(
         library=target.library,
@@ -151,10 +151,10 @@ def _opened(config: Config, target: Target, spill: bool) -> _native.Device:
         link_latency_ns=round(config.link_latency * 1e9),
         peer_bandwidth=config.peer_bandwidth,
         spill=spill and config.spill is not False,
-        host_pages=config.host_pages is not False,
+        host_pages=wanted,
         faults=list(config.faults),
     )
-    if device.host_refused and config.host_pages is not False:
+    if device.host_refused and wanted:
         warnings.warn(
             f"ballonet runs without host pages: {device.host_refused}. Weights can stream from their files only, and "
             "KV and activations cannot lie on the host. In a container it often helps to allow get_mempolicy "

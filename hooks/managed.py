@@ -527,6 +527,7 @@ def _attach_caches(
     from .batching import seams
     from .batching.batched import Batched
     from .batching.living import Living
+    from .device.references import label
     from .kv import generation
 
     known = weakref.ref(handle)
@@ -545,7 +546,7 @@ def _attach_caches(
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
     costs = StepCosts(governors.of(device).tuning.serving)
-    batched = Batched(device, costs, options.batches == "fast", require, lends, living, slo)
+    batched = Batched(label(model), device, costs, options.batches == "fast", require, lends, living, slo)
     detach_batches = seams.attach(model, batched)
 
     def detach() -> None:

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.allocator.config import VARIABLES, Config, cache_dir, format_size, parse_bandwidth, parse_size, parse_time
+from ballonet.allocator.config import (
+    VARIABLES,
+    Config,
+    cache_dir,
+    format_size,
+    parse_bandwidth,
+    parse_host_budget,
+    parse_size,
+    parse_time,
+)
 from ballonet.allocator.errors import BallonetError, ConfigError
 from ballonet.allocator.units import format_time
 
@@ -62,6 +71,20 @@ def test_what_is_no_size_is_refused_with_what_is_accepted(text: object) -> None:
         parse_size(text, "budget")  # type: ignore[arg-type]
     assert isinstance(caught.value, BallonetError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("text", [0, "0", "0GiB", " 0 "])
+def test_no_host_pages(text: int | str) -> None:
+    assert parse_host_budget(text) == 0
+    assert Config().merge(host_budget=text).host_budget == 0
+    assert Config.from_env({"BALLONET_HOST_BUDGET": str(text)}).host_budget == 0
+    assert parse_host_budget("1MiB") == 2**20
+
+
+@pytest.mark.parametrize("text", ["", "-1", False, 0.5, None])
+def test_what_is_no_host_budget(text: object) -> None:
+    with pytest.raises(ConfigError, match="host_budget is"):
+        parse_host_budget(text)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 2**50))

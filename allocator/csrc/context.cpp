@@ -91,7 +91,7 @@ void Context::check_granularity(const CUmemAllocationProp& place, const char* wh
 // See Note [Host pages are tried].
 void Context::open_host(bool wanted) {
   if (!wanted) {
-    host_refused = "they are turned off (BALLONET_HOST_PAGES, or what a preflight found)";
+    host_refused = "they are turned off (a host budget of 0, BALLONET_HOST_PAGES, or what a preflight found)";
     return;
   }
   if (attribute(driver, cuda::kAttributeHostNumaVirtualMemory, device) == 0) {

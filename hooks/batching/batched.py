@@ -28,12 +28,13 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batched:
-    """A model whose continuous batching is elastic, on `device`. `costs`: what its steps take; `fast`: are batches
-    chosen by that? `require`: is told what the requests of the next batch ask of a step that decodes, and of one with
-    prompts, in seconds, before it is computed. `lends`: what its own layers could give, and at which price. `living`:
-    the cache that outlives the loops; None: each has its own. `slo`: of requests that ask nothing themselves.
-    `schedules`: of its loops, as long as they live."""
+    """A model whose continuous batching is elastic, on `device`; `name`: for readers. `costs`: what its steps take;
+    `fast`: are batches chosen by that? `require`: is told what the requests of the next batch ask of a step that
+    decodes, and of one with prompts, in seconds, before it is computed. `lends`: what its own layers could give, and at
+    which price. `living`: the cache that outlives the loops; None: each has its own. `slo`: of requests that ask
+    nothing themselves. `schedules`: of its loops, as long as they live."""
 
+    name: str
     device: Device
     costs: StepCosts
     fast: bool

@@ -72,7 +72,7 @@ class ElasticPagedCache(PagedAttentionCache):
         )
         host: int = on.snapshot()["host_budget"] if on.host_pages else 0
         sectors = max(1, (on.budget + host) // self.bytes_per_sector)
-        self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector)
+        self.pages = SectorPages(on, self.group, RESERVED + sectors, self.bytes_per_sector, model.name)
         self.chaos = SectorChaos(self.pages.client, self.pages.range)
         self._hold(sectors, handler.bytes_per_block)
         self.max_tokens_read = readable(on.budget, part, self.max_batch_tokens, masks, size, self.max_tokens_read)
@@ -222,13 +222,16 @@ class ElasticPagedCache(PagedAttentionCache):
         with self.pages.client.lock:
             return bool(super().evict_cached_blocks())
 
-    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], *args: Any) -> list[str]:
-        """As stock's."""
+    def prepare_fork_request(self, src_state: Any, dst_req_ids: list[str], copy_src_and_dst: Any) -> list[str]:
+        """As stock's; children that find no memory are not forked."""
+        made: list[str] = []
         with self.pages.client.lock:
-            made: list[str] = super().prepare_fork_request(src_state, dst_req_ids, *args)
+            with suppress(torch.OutOfMemoryError, DriverError):
+                for name in dst_req_ids:
+                    made += super().prepare_fork_request(src_state, [name], copy_src_and_dst)
             if self.kept is not None and src_state.request_id in self.kept.stale:
                 self.kept.stale.update(made)
-            return made
+        return made
 
     def reset(self) -> None:
         """As stock's, which a loop calls after its warmup; a cache that outlives its loop keeps what it has."""
@@ -265,6 +268,18 @@ class ElasticPagedCache(PagedAttentionCache):
                 lease.touched(self.chaos)
             keys, values = super().update(*args, **kwargs)
         return keys, values
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, tuple[list[int], list[int]]]) -> None:
+        """As stock's, under a lease, and block by block where there is no memory for copies on the way."""
+        with GroupLease(self.group):
+            self.pages.client.uses()
+            try:
+                super().perform_cache_copy(copy_src_and_dst)
+            except torch.OutOfMemoryError:
+                for name, blocks in copy_src_and_dst.items():
+                    view = self.cache_allocators[name]._copy_view
+                    for source, target in zip(*blocks, strict=True):
+                        view[target].copy_(view[source])
 
     def _sectors_needed(self, state: Any, tokens: int) -> int:
         held, name = state.current_len(), state.request_id

@@ -93,15 +93,11 @@ class PagePreemption(OffloadingManager):
         """Notes that a batch could be made."""
         self._waits = 0
 
-    def begin_again(self, requests: list[Any]) -> bool:
-        """A step of these found no memory in the middle: all of them are computed again, with more memory left free.
-        False where it was one, and nothing else runs: it cannot be."""
-        if len(self.scheduler.active_requests) == 1:
-            return False
+    def begin_again(self, requests: list[Any]) -> None:
+        """A step of these found no memory in the middle: all of them are computed again, with more memory left free."""
         self.scheduler.lacked()
-        for each in reversed(requests):
-            self.compute_again(each.state)
-        return True
+        for state in reversed(requests):
+            self.compute_again(state)
 
     def _keep_for_later(self, state: Any) -> None:
         """As transformers does with what it has copied to the host: what a batch in flight computes for it is lost, so

@@ -20,6 +20,7 @@ from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
 from .beginnings import Beginnings
 from .cache import ElasticPagedCache
+from .noting import Noting
 
 
 class ElasticScheduler(Scheduler):
@@ -56,6 +57,7 @@ class ElasticScheduler(Scheduler):
         living, blocks = cache.model.living, cache.kept
         shared = None if living is None else living.store
         self._beginnings = None if shared is None or blocks is None else Beginnings(blocks, shared, cache.renew)
+        self._noting = Noting(cache.model.name)
         super().__init__(cache, 0.0, max_requests_per_batch)
         cache.user = weakref.ref(self)
         cache.model.scheduled_by(self)
@@ -72,9 +74,11 @@ class ElasticScheduler(Scheduler):
             raise ManageError(f"request {state.request_id} has no tokens")
         if (slo := self.cache.model.slo) != NOTHING:
             self._slos.setdefault(state.request_id, replace(slo, arrived=self.clock()))
+        self._noting.came(state)
         sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
         if (why := self.refusal(*sizes) or self.impossible(*sizes)) is not None:
             self._slos.pop(state.request_id, None)
+            self._noting.ended(state, "refused")
             raise why
         super().add_waiting_request(state)
 
@@ -84,10 +88,12 @@ class ElasticScheduler(Scheduler):
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
         needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
         elsewhere, reserve = now.elsewhere + self.cache.pages.nbytes, now.reserve + self._aside
-        most = replace(now, elsewhere=elsewhere, reserve=reserve)
-        if can_ever_run(needed, staging, most) and prompt + new <= self.cache.max_tokens_read:
-            return None
-        return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
+        most, most_read = replace(now, elsewhere=elsewhere, reserve=reserve), self.cache.max_tokens_read
+        if not can_ever_run(needed, staging, most):
+            return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
+        if prompt + new > most_read:
+            return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
+        return None
 
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
@@ -115,6 +121,8 @@ class ElasticScheduler(Scheduler):
         sequences = [(each.query_length, each.state.current_len()) for each in scheduled]
         away = self.cache.pages.client.read_away
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
+        if scheduled:
+            self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
         self._require([each.state for each in scheduled])
         self._limits = self._limited([each.state for each in scheduled])
         left_out = [each for each in looked if each[0].request_id not in found.where]
@@ -152,6 +160,8 @@ class ElasticScheduler(Scheduler):
             self._costs.observe(replace(self._step[0], copied=copied), now - self._step[1])
             self.buffer.observe(tpot=now - self._step[1] > self._limits[0], ttft=now > self._limits[1])
         self._step = (self._next, now) if found else None
+        if not found:
+            self._noting.rests()
         self._ended = math.inf if self.has_pending_requests() else min(self._ended, now)
 
     @property
@@ -244,6 +254,7 @@ class ElasticScheduler(Scheduler):
                 if error is not None:
                     del self.waiting_requests[name]
                     self.waiting_requests_order.remove(name)
+                    self._noting.ended(state, "refused")
                     gone.append((state, error))
         return gone
 
@@ -251,6 +262,7 @@ class ElasticScheduler(Scheduler):
         """As Scheduler's."""
         if (state := self.active_requests.get(request_id)) is not None:
             self.cache.ended(state)
+            self._noting.ended(state)
         super().finish_request(request_id)
         self._slos.pop(request_id, None)
 
@@ -258,6 +270,7 @@ class ElasticScheduler(Scheduler):
         """As Scheduler's."""
         found: list[Any] = super().clear_cancelled_requests()
         for state in found:
+            self._noting.ended(state, "cancelled")
             self._slos.pop(state.request_id, None)
         return found
 
@@ -295,6 +308,7 @@ class ElasticScheduler(Scheduler):
 
     def wait_again(self, state: Any) -> None:
         """A request that has run before waits for its turn."""
+        self._noting.again(state)
         super().add_waiting_request(state)
 
     def lacked(self) -> None:

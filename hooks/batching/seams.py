@@ -38,6 +38,8 @@ _NEEDED: Final = (
     ("cache", "PagedAttentionCache.prepare_fork_request", ("src_state", "dst_req_ids")),
     ("cache", "PagedAttentionCache.reset", ()),
     ("cache", "PagedAttentionCache.free_blocks", ("request_id", "no_cache")),
+    ("cache", "PagedAttentionCache.prepare_fork_request", ("src_state", "dst_req_ids", "copy_src_and_dst")),
+    ("cache", "PagedAttentionCache.perform_cache_copy", ("copy_src_and_dst",)),
     ("cache", "PagedAttentionCache.update", ("key_states", "value_states", "layer_idx", "kwargs")),
     ("cache_allocators", "CachePool.__init__", ("num_sectors", "num_allocators", "num_reserved_sectors")),
     ("cache_allocators", "CachePool.allocate_sector", ("index",)),

@@ -39,12 +39,12 @@ class SectorClient:
     """Used by the thread that schedules; the governor asks on any. `lock`: held while pages are moved, and while others
     begin or end to read: see prompt_blocks.py, Note [Two threads]."""
 
-    name = "KV of requests"
     block = 1
     near = on_peer = leaving = 0
 
-    def __init__(self, device: Device, group: Group, range_: Range, governor: Governor) -> None:
-        """The pages of `range_`. DriverError."""
+    def __init__(self, device: Device, group: Group, range_: Range, governor: Governor, model: str) -> None:
+        """The pages of `range_`, of requests of a model that is called so. DriverError."""
+        self.name = f"KV of requests of {model}"
         self.governor = governor
         self.lock = RLock()
         self.used = governor.clock()  # when a step began last

@@ -34,8 +34,9 @@ class SectorPages:
     """The range of `sectors` sectors of `sector` bytes behind a guard. Not thread-safe: the thread that schedules calls
     all of it."""
 
-    def __init__(self, device: Device, group: Group, sectors: int, sector: int) -> None:
-        """Backs the guard and the reserved sectors, which stay where they are. torch.OutOfMemoryError, DriverError."""
+    def __init__(self, device: Device, group: Group, sectors: int, sector: int, model: str) -> None:
+        """Backs the guard and the reserved sectors, which stay where they are. `model`: its name, for readers.
+        torch.OutOfMemoryError, DriverError."""
         self.sector = sector
         self.device = device
         self._page = device.page_size
@@ -43,7 +44,7 @@ class SectorPages:
         self.range: Range = device.reserve(self._front + sectors * sector, "kv", group, reuse=False)
         self._users = [0] * self.range.pieces  # sectors in use, by piece
         self._sectors = sectors
-        self.client = SectorClient(device, group, self.range, governors.of(device))
+        self.client = SectorClient(device, group, self.range, governors.of(device), model)
         fixed = self.pieces(RESERVED - 1).stop
         self._map([(0, fixed)])
         for piece in range(self._front // self._page, fixed):

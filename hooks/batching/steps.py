@@ -3,6 +3,11 @@
 In stock an error in a step fails every request and ends the loop. Here a step that found no memory for activations is
 undone by computing its requests again (preemption.py). Where nothing can be scheduled the newest request gives up what
 it has and is computed again later; one that has waited alone for long enough fails.
+
+Note [In flight]
+    With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
+    in their places. A request that begins again in such a step would get a token of its former self. So before requests
+    begin again, the tokens of the batch in flight are waited for and taken in; then none is in flight.
 """
 
 from __future__ import annotations
@@ -24,12 +29,21 @@ def computing(stock: Callable[..., None]) -> Callable[..., None]:
         try:
             stock(self, model)
         except torch.OutOfMemoryError as error:
-            batch, preemption = self.inputs_and_outputs, self.offloading_manager
-            if not isinstance(preemption, PagePreemption) or self.use_async_batching:
+            preemption, active = self.offloading_manager, self.scheduler.active_requests
+            if not isinstance(preemption, PagePreemption):
                 raise
-            requests, batch.requests_in_batch = batch.requests_in_batch, []
-            if not preemption.begin_again(requests):
-                _fail(self, requests[0].state, error)
+            alone = len(active) == 1
+            batch, pairs = self.inputs_and_outputs, self.use_async_batching
+            requests = _forgotten(batch.io_pairs[batch.current_pair].host_io if pairs else batch)
+            failed = [each.state for each in requests]
+            forks = self.scheduler._requests_to_fork
+            forks[:] = [state for state in forks if all(state is not each for each in failed)]  # they begin again first
+            _take_in(self)
+            still = [state for state in failed if active.get(state.request_id) is state]
+            if not alone:
+                preemption.begin_again(still)
+            elif still:
+                _fail(self, still[0], error)
 
     return step
 
@@ -42,6 +56,8 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
         while True:
             active, preemption = self.scheduler.active_requests, self.offloading_manager
             if isinstance(preemption, PagePreemption):
+                if not active:
+                    self.scheduler.block_new_requests = False  # stock waits for one to end, and all may be gone
                 for state, why in preemption.scheduler.late():
                     _fail(self, state, why)
             try:
@@ -49,6 +65,8 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
             except RuntimeError as error:
                 if not isinstance(preemption, PagePreemption) or "No requests can be scheduled" not in str(error):
                     raise
+                if _take_in(self):
+                    continue
                 state = next(reversed(active.values()), None)
                 if state is not None and len(active) == 1 and not preemption.may_wait():
                     _fail(self, state, _no_room(state.request_id))
@@ -65,6 +83,28 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
                 return found
 
     return prepare
+
+
+def _take_in(processor: Any) -> bool:
+    """Waits for the batch in flight and notes its tokens. Was there one? See Note [In flight]."""
+    if not processor.use_async_batching:
+        return False
+    batch = processor.inputs_and_outputs
+    batch.h2d_stream.synchronize()  # which may still read what the host prepares next
+    batch.compute_stream.synchronize()
+    batch.current_pair = 1 - batch.current_pair
+    try:
+        processor.update_batch()
+        return bool(_forgotten(batch.io_pairs[batch.current_pair].host_io))
+    finally:
+        batch.current_pair = 1 - batch.current_pair
+
+
+def _forgotten(batch: Any) -> list[Any]:
+    """Returns the requests of a batch, which has none from now on."""
+    requests, batch.requests_in_batch = batch.requests_in_batch, []
+    batch.req_id_to_new_token_position = {}
+    return list(requests)
 
 
 def _fail(processor: Any, state: Any, error: Exception) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -92,3 +93,8 @@ def _alone() -> tuple[int, int, int]:
 
 
 _ALONE: Final = _alone()
+
+
+def label(model: object) -> str:
+    """What a reader calls the model: the end of the name that it was loaded by, else its class."""
+    return Path(str(getattr(getattr(model, "config", None), "name_or_path", ""))).name or type(model).__name__

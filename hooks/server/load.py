@@ -23,13 +23,15 @@ WORDS: Final = """
 
 @dataclass
 class Answered:
-    """What became of one request, in seconds since the first one was due. `times`: of each piece that came."""
+    """What became of one request, in seconds since the first one was due. `times`: of each piece that came; `refused`:
+    did the server say that it would not answer, by an HTTP status of 4xx?"""
 
     sent: float
     ended: float = 0.0
     times: list[float] = field(default_factory=list)
     tokens: int = 0
     error: str = ""
+    refused: bool = False
 
     @property
     def ttft(self) -> float:
@@ -72,7 +74,7 @@ async def replay(
     async def ask(number: int, arrival: Arrival) -> Answered:
         nonlocal done
         await asyncio.sleep(max(0.0, arrival.at - now()))
-        found = Answered(now())
+        found, whole = Answered(now()), False
         try:
             stream = await client.completions.create(
                 model=model,
@@ -85,8 +87,12 @@ async def replay(
                     found.tokens = chunk.usage.completion_tokens
                 if chunk.choices and chunk.choices[0].text:
                     found.times.append(now())
+                whole |= bool(chunk.choices and chunk.choices[0].finish_reason)
+            if not whole:  # a server that goes away may close its connections well
+                found.error = f"the answer ended after {len(found.times)} pieces, before its end"
         except Exception as error:  # whatever goes wrong with one request is counted, and the others go on
             found.error = f"{type(error).__name__}: {error}"
+            found.refused = 400 <= getattr(error, "status_code", 0) < 500
         found.tokens, found.ended = found.tokens or len(found.times), now()
         done += 1
         note(done)
@@ -96,8 +102,8 @@ async def replay(
 
 
 def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float | None) -> dict[str, Any]:
-    """Figures over all requests; times in seconds, None where no request was answered. `goodput`: requests per second
-    that kept the SLOs."""
+    """Figures over all requests; times in seconds, None where no request was answered. `failed`: those without an
+    answer; `refused`: those of them that the server refused; `goodput`: requests per second that kept the SLOs."""
     good = [each for each in answers if not each.error]
     seconds = max((each.ended for each in good), default=0.0)
     starts, gaps = [each.ttft for each in good], [gap for each in good for gap in each.gaps]
@@ -110,6 +116,7 @@ def summary(answers: Sequence[Answered], ttft_slo: float | None, tpot_slo: float
     return {
         "requests": len(answers),
         "failed": len(answers) - len(good),
+        "refused": sum(each.refused for each in answers),
         "tokens": tokens,
         "seconds": round(seconds, 6),
         "ttft_p50": quantile(starts, 0.5),

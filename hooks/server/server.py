@@ -7,8 +7,10 @@ here           one loop per model (tenants.py), `/metrics`, refusals with number
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 
 from ...allocator._native import Device
 from ...allocator.config import parse_time
-from ...allocator.errors import ConfigError, ManageError
+from ...allocator.errors import BallonetError, ConfigError, ManageError, PoolExhausted
 from ..device import governors
 from ..managed import Managed, managed
 from ..options import ManageOptions
@@ -52,6 +54,20 @@ class Address:
     grace: float = 30.0
 
 
+class _Listening(uvicorn.Server):
+    """As uvicorn's server, which at a shutdown tells those who still wait after `grace` seconds."""
+
+    def __init__(self, config: uvicorn.Config, grace: float, tell: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._grace = grace
+        self._tell = tell
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        telling = asyncio.get_running_loop().call_later(self._grace, self._tell)
+        await super().shutdown(sockets)
+        telling.cancel()
+
+
 class Server:
     """Models that are loaded and managed, and the application that serves them."""
 
@@ -65,7 +81,7 @@ class Server:
         **batching: Any,
     ) -> None:
         """Loads the models. `say`: is called with each line for people; `batching`: what ContinuousBatchingConfig
-        takes. ManageError, OSError where there is no such model, torch.OutOfMemoryError."""
+        takes. ManageError where a model is not there or cannot be loaded, torch.OutOfMemoryError."""
         self._address = address
         self._say = say
         self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
@@ -80,18 +96,19 @@ class Server:
         self.app = self._application(Collector(device, self.tenants, stores))
 
     def run(self) -> None:
-        """Serves until SIGINT or SIGTERM: no new requests then, and those that run may end."""
+        """Serves until SIGINT or SIGTERM: no new requests then; those that run may end, or are told after a while."""
+        told = governors.composed_with().tuning.serving.told
         config = uvicorn.Config(
             self.app,
             host=self._address.host,
             port=self._address.port,
             log_level="warning",
-            timeout_graceful_shutdown=round(self._address.grace),
+            timeout_graceful_shutdown=round(self._address.grace + told),
         )
         before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its own shutdown
         try:
             with suppress(KeyboardInterrupt):  # and this
-                uvicorn.Server(config).run()
+                _Listening(config, self._address.grace, self.tenants.tell).run()
         finally:
             self.close()
             signal.signal(signal.SIGTERM, before)
@@ -106,7 +123,12 @@ class Server:
     def _load(self, name: str, options: ManageOptions, grid: Grid | None) -> None:
         """`grid`: what is measured of it first, so that it is known what it can give while others are asked."""
         self._say(f"loading {name}")
-        model, _ = self._models.load_model_and_processor(self._models.process_model_name(name))
+        try:
+            model, _ = self._models.load_model_and_processor(self._models.process_model_name(name))
+        except (BallonetError, PoolExhausted):
+            raise
+        except Exception as error:  # whatever files and transformers' loading may raise
+            raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
         if not hasattr(model, "init_continuous_batching"):
             raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")
         self._handles[name] = managed(model, options, grid=grid)

@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from fastapi import HTTPException
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 
+from ...allocator.errors import DriverError
 from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ..batching.scheduler import ElasticScheduler
+
+# what errors say for which the server is not to blame: a request waited too long, or alone had no memory; a shutdown
+_LATER = ("cannot be kept", "memory", "Generation loop finished", "is stopping")
 
 # what the request that is handled asks: seconds to its first token, and of a step in which it decodes
 asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
@@ -39,7 +44,7 @@ class Loop(CBGenerateManager):
         loop = model.init_continuous_batching(generation_config=gen_config, continuous_batching_config=self._cb_config)
         try:
             loop.batch_processor = loop._create_batch_processor()  # as its warmup() does
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, DriverError) as error:
             raise HTTPException(503, f"no memory for a cache: {error}") from None
         loop.start()
         self._cb = loop
@@ -68,10 +73,22 @@ class Loop(CBGenerateManager):
             if self._cb is not None:
                 self._cb.cancel_request(request_id)
             self._release(request_id)
-            if isinstance(error, RuntimeError) and "cannot be kept" in str(error):  # it has waited for too long
-                raise HTTPException(503, str(error)) from None
+            if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _LATER):
+                ended = "Generation loop finished" in str(error)
+                raise HTTPException(503, "the server shuts down" if ended else str(error)) from None
             raise
         return found
+
+    def tell(self) -> None:
+        """Ends the loop after its step, without waiting: requests that run or wait are told."""
+        if self._cb is not None:
+            rank = self._cb.distributed_helper.global_rank
+            self._cb.background_thread_status.request_stop(BackgroundThreadStatus.HARD_STOP, rank)
+
+    def stop(self) -> None:
+        """Ends the loop; requests that run or wait are told."""
+        if self._cb is not None:
+            self._cb.stop(block=True, timeout=60, hard_stop=True)
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -137,8 +154,13 @@ class Tenants(GenerationState):
             return super().get_manager(model_id)
         return self.loops.setdefault(model_id, Loop(self._settings, self._most_waiting))
 
+    def tell(self) -> None:
+        """Ends all loops after their steps, without waiting; requests that run or wait are told."""
+        for loop in self.loops.values():
+            loop.tell()
+
     def shutdown(self) -> None:
-        """Ends all loops; requests that run are told."""
+        """Ends all loops; requests that run or wait are told."""
         for loop in self.loops.values():
             loop.stop()
         self.loops.clear()

@@ -29,6 +29,7 @@ from ...offload.policy.plan import Plan
 from ...offload.record.record import Point, Record
 from ..device import governors, graphs
 from ..device.pressure import Giver
+from ..device.references import label
 from ..forward.turns import Turns
 from ..measure.pace import Pace
 from ..measure.report import Report
@@ -52,7 +53,7 @@ class Elastic:
         governor: Governor,
         options: ManageOptions,
     ) -> None:
-        self.name = type(model).__name__
+        self.name = label(model)
         self.options = options
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority

@@ -307,6 +307,9 @@ class Timelines:
     rows: int = 20_000
     marks: int = 200
     events: int = 10_000
+    # Requests (the first ones), and batches of each loop.
+    requests: int = 2_000
+    batches: int = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,6 +344,8 @@ class Serving:
     prompts: int = 4
     # Inputs and masks of the largest batch take no more than 1/16 of the budget: they are there all the time. Chosen.
     statics: int = 16
+    # Seconds that requests have to be told that a shutdown ends them, before connections are closed. Chosen.
+    told: float = 5.0
     # Rounding to pages may take 1/32 of what the weights leave (page_size.py): pages of 256 KiB for the model of the
     # benchmark, where 2 MiB took twice as many steps as 256 KiB. No page is below 64 KiB: driver calls are per page. A
     # cache has about so many pages that are used in part: its guard, and where requests end. Chosen.

@@ -12,6 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
 from typing import Any, Final
@@ -19,12 +20,14 @@ from typing import Any, Final
 from ...allocator.errors import ConfigError
 from .series import OWNERS, Recording
 
+_TIMES: Final = ("came", "began", "first", "ended")  # of a request
 PAGE: Final = Path(__file__).with_name("page.html")
 
 
 def facts(recording: Recording) -> dict[str, Any]:
     """The recording in plain dicts and numbers. Times are seconds from its start; `rows` hold the time, then pages of
-    each of `owners`; `levels` the time, bytes of the budget, host pages."""
+    each of `owners`; `levels` the time, bytes of the budget, host pages; `batches` of each loop the time, requests, new
+    tokens."""
 
     def seconds(when: int) -> float:
         return max(0, when - recording.start) / 1e9
@@ -43,6 +46,14 @@ def facts(recording: Recording) -> dict[str, Any]:
             lever: {verb: count._asdict() for verb, count in verbs.items()} for lever, verbs in recording.counts.items()
         },
         "missing": recording.missing,
+        "requests": [
+            {name: (seconds(value) if value else None) if name in _TIMES else value for name, value in each.items()}
+            for each in map(asdict, recording.requests)
+        ],
+        "missing_requests": recording.missing_requests,
+        "batches": {
+            loop: [[seconds(batch[0]), *batch[1:]] for batch in batches] for loop, batches in recording.batches.items()
+        },
         "marks": [{"when": seconds(when), "name": name} for when, name in recording.marks],
     }
 
@@ -53,7 +64,8 @@ def as_json(recording: Recording) -> str:
 
 
 def as_trace(recording: Recording) -> str:
-    """Trace events: counters of bytes by owner, of the budget and of host pages; an instant for each decision."""
+    """Trace events: counters of bytes by owner, of the budget, of host pages, of batches; an instant for each decision;
+    a bar for each request, of which its first token is a part."""
     told = facts(recording)
     page, process = recording.page_size, {"pid": told["pid"], "tid": 0}
     events: list[dict[str, Any]] = [
@@ -63,6 +75,16 @@ def as_trace(recording: Recording) -> str:
         events += _counter(f"{owner}, bytes", [(row[0], row[number] * page) for row in told["rows"]], process)
     events += _counter("budget, bytes", [(level[0], level[1]) for level in told["levels"]], process)
     events += _counter("on the host, bytes", [(level[0], level[2] * page) for level in told["levels"]], process)
+    for loop, batches in told["batches"].items():
+        events += _counter(f"{loop}, requests in a batch", [(batch[0], batch[1]) for batch in batches], process)
+    for number, each in enumerate(told["requests"]):
+        parts = [("waits", each["came"], each["began"]), ("prompt", each["began"], each["first"])]
+        for name, begins, ends in ((each["name"], each["came"], each["ended"]), *parts):
+            if begins is not None:
+                bar = {"name": name, "cat": each["loop"], "id": number, **process}
+                ends = told["seconds"] if ends is None else ends
+                events.append({**bar, "ph": "b", "ts": begins * 1e6, "args": each})
+                events.append({**bar, "ph": "e", "ts": ends * 1e6})
     events += [
         {
             "name": f"{event['lever']}: {event['verb']}",

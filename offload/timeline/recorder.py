@@ -8,11 +8,12 @@ Note [Several recorders]
 from __future__ import annotations
 
 import atexit
+import copy
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -24,6 +25,7 @@ from ..policy.tuning import DEFAULT, Timelines
 from .file import check as check
 from .file import write
 from .series import Level, Recording, Row, fewer, thinned
+from .served import Served
 
 
 class Source(Protocol):
@@ -54,6 +56,7 @@ class Recorder:
         self._events: list[Event] = []
         self._missing = 0
         self._marks: list[tuple[int, str]] = []
+        self._served = Served(tuning.requests, tuning.batches)
         self._counts: Counts = {}
         self._done = threading.Event()
         self._error: Exception | None = None
@@ -101,6 +104,9 @@ class Recorder:
                 tuple(sorted(self._events, key=lambda event: event.when)),
                 self._counts if self._stop is not None else more(self._log.counts(), self._before),
                 self._missing,
+                tuple(map(copy.copy, self._served.requests)),
+                self._served.missing,
+                {loop: tuple(batches) for loop, batches in self._served.batches.items()},
                 tuple(self._marks),
             )
 
@@ -152,6 +158,14 @@ def mark(name: str) -> None:
     for recorder in _recorders:
         if len(recorder._marks) < recorder._tuning.marks:
             recorder._marks.append((time.monotonic_ns(), name))
+
+
+def served(note: Callable[[Served], object]) -> None:
+    """Tells what is known of the requests of a loop to all who record, if any does."""
+    if _recorders:
+        with _collecting:
+            for recorder in _recorders:
+                note(recorder._served)
 
 
 _recorders: list[Recorder] = []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ...allocator.events import Counts, Event
 
@@ -13,6 +13,26 @@ OWNERS = ("free", "weights", "activations", "kv", "retiring")
 
 Row = tuple[int, int, int, int, int, int]  # time in ns (CLOCK_MONOTONIC), then pages of each of OWNERS
 Level = tuple[int, int, int]  # time in ns, bytes of the budget, host pages
+
+
+End = Literal["", "finished", "failed", "cancelled", "refused"]
+
+
+@dataclass(slots=True)
+class Request:
+    """One request. Times are 0 where there was none: `began`, when it was in a batch first; `first`, when its first
+    token was known. `tokens`: it has got; `again`: how often it had to begin anew, or to wait after it had begun."""
+
+    loop: str
+    name: str
+    came: int
+    prompt: int
+    began: int = 0
+    first: int = 0
+    ended: int = 0
+    end: End = ""
+    tokens: int = 0
+    again: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +61,9 @@ class Recording:
     events: tuple[Event, ...]  # in order of time
     counts: Counts  # of all events, by lever and verb, also of those that were not kept
     missing: int  # events that came and were not kept
+    requests: tuple[Request, ...] = ()  # of generation loops, in the order in which they came
+    missing_requests: int = 0  # those that came and were not kept
+    batches: Mapping[str, tuple[Level, ...]] = field(default_factory=dict)  # by loop: time, requests, new tokens
     marks: tuple[tuple[int, str], ...] = ()  # time in ns and name of what began: "manage()", "generate()"
 
 

@@ -24,24 +24,34 @@ def prompts(count: int, longest: int, highest: int = 60) -> list[list[int]]:
     return [torch.randint(3, highest, (length,), generator=generator).tolist() for length in lengths]
 
 
-def answers(model: Any, asked: list[list[int]], tokens: int = 12, **settings: Any) -> list[Answer]:
-    """What `generate_batch` answers, in the order of the prompts. `settings`: of continuous batching."""
+def greedily(tokens: int, children: int = 1) -> GenerationConfig:
+    """Answers of so many tokens."""
+    settings = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+    found = GenerationConfig(max_new_tokens=tokens, **settings)
+    found.num_return_sequences = children  # which generate() would refuse
+    return found
+
+
+def answers(
+    model: Any, asked: list[list[int]], tokens: int = 12, *, children: int = 1, **settings: Any
+) -> list[Answer]:
+    """What `generate_batch` answers, in the order of the prompts, `children` times each. `settings`: of continuous
+    batching."""
     found = model.generate_batch(
         asked,
-        generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        generation_config=greedily(tokens, children),
         continuous_batching_config=ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings}),
         progress_bar=False,
     )
-    by_number = sorted(found.values(), key=lambda each: int(each.request_id.removeprefix("req_")))
+    by_number = sorted(found.values(), key=lambda each: int(each.request_id.removeprefix("req_").partition("__")[0]))
     return [Answer(each.generated_tokens, each.error) for each in by_number]
 
 
-def looping(model: Any, tokens: int) -> AbstractContextManager[Any]:
-    """The manager of a generation loop whose answers have so many tokens."""
-    settings = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64)
+def looping(model: Any, tokens: int, **settings: Any) -> AbstractContextManager[Any]:
+    """The manager of a generation loop whose answers have so many tokens. `settings`: of continuous batching."""
+    batching = ContinuousBatchingConfig(**{"page_size": BLOCK, "max_batch_tokens": 64, **settings})
     found: AbstractContextManager[Any] = model.continuous_batching_context_manager(
-        generation_config=settings, continuous_batching_config=batching
+        generation_config=greedily(tokens), continuous_batching_config=batching
     )
     return found
 

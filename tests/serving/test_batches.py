@@ -100,6 +100,18 @@ def test_pages_of_requests_go_to_the_host_and_come_back(host: int) -> None:
         assert (ballonet.stats().copied.kv_d2h > 4 * PAGE) == (host > 1)
 
 
+def test_a_host_budget_of_nothing_is_no_host_page() -> None:
+    model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
+    expected = stock(model, asked, 40)
+    ballonet.install(34 * PAGE, page_size=PAGE, host_budget=0, device="cpu")
+    with ballonet.manage(model):
+        assert answers(model, asked, 40) == expected
+    device = runtime.require()
+    assert not device.host_pages
+    assert "a host budget of 0" in device.host_refused
+    assert device.snapshot()["host_pages"] == ballonet.stats().copied.kv_d2h == 0
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_tokens_are_stocks_while_pages_move(seed: int) -> None:
     model, asked = build("llama", num_hidden_layers=4), prompts(12, 60)

@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from openai import AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError, OpenAI, UnprocessableEntityError
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers import models as kinds
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
@@ -193,6 +194,7 @@ def test_what_is_refused(serving: Serving) -> None:
         ("no object", KEY, b"[1]", 400, "not a JSON object"),
         ("another model", KEY, json.dumps(body | {"model": "gpt-5"}).encode(), 404, serving.models[1]),
         ("no tokens", KEY, json.dumps(body | {"prompt": ""}).encode(), 400, "no tokens"),
+        ("cannot be read", KEY, json.dumps(body | {"max_tokens": 400}).encode(), 413, "a step can read"),
         ("too long", KEY, json.dumps(body | {"max_tokens": 10**6}).encode(), 413, "of KV and activations"),
     ]
     body["model"] = serving.models[2]  # whose loop has not begun
@@ -219,25 +221,6 @@ def test_a_flood_is_refused_and_the_rest_is_answered(serving: Serving) -> None:
     ask(serving.client(), serving.models[0], 3)
 
 
-def test_clients_that_go_away_leave_nothing(serving: Serving) -> None:
-    host, port = serving.url.removeprefix("http://").split(":")
-    for n in range(60):
-        body = json.dumps(
-            {"model": serving.models[n % 2], "prompt": "w3 w4", "max_tokens": 400, "stream": True}
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
-        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        sent = head.encode() + body
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(sent[: len(sent) if n % 3 else 40 + 3 * n])  # some send half a request
-            if n % 3 == 1:
-                connection.recv(64)
-    for model in serving.models:
-        ask(serving.client(), model, 3)
-    while serving.figure("ballonet_requests{"):
-        pass
-
-
 def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
@@ -250,10 +233,10 @@ def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert list(said) == [
-        *("requests", "failed", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
+        *("requests", "failed", "refused", "tokens", "seconds", "ttft_p50", "ttft_p99", "tbt_p50", "tbt_p99"),
         *("tokens_per_second", "goodput"),
     ]
-    assert (said["requests"], said["failed"]) == (8, 0)
+    assert (said["requests"], said["failed"], said["refused"]) == (8, 0, 0)
     assert 0 < said["ttft_p50"] <= said["ttft_p99"] <= said["seconds"]
     assert said["goodput"] == pytest.approx(8 / said["seconds"], rel=0.01)
 
@@ -267,8 +250,75 @@ def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
         asked = [sys.executable, "-m", "ballonet", *command, *options]
         done = subprocess.run(asked, capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout)["failed"] == failed
+        said = json.loads(done.stdout)
+        assert (said["failed"], said["refused"]) == (failed, failed)
         assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
+
+
+@pytest.mark.parametrize(("grace", "tokens"), [("300s", 50), ("100ms", 400)])
+def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Path) -> None:
+    """Requests are answered, or told after a while. There are no host pages."""
+    drawn = ("--timeline", str(tmp_path / "drawn.json"))
+    server = Serving(tmp_path, "--grace", grace, "--host-budget", "0", "--batch-tokens", "64", *drawn, layers=(2,))
+    client, model = server.client(), server.models[0]
+    assert ask(client, model, 3)
+    began = threading.Semaphore(0)
+
+    def stream(first: int) -> str:
+        found = ""
+        asked = client.completions.create(
+            model=model, prompt=f"w{first} w4", max_tokens=tokens, temperature=0, stream=True
+        )
+        for chunk in asked:
+            began.release()
+            found = chunk.choices[0].finish_reason or ""
+        return found
+
+    def wait(first: int) -> str:
+        answer = client.completions.create(model=model, prompt=f"w{first} w4", max_tokens=tokens, temperature=0)
+        return answer.choices[0].finish_reason
+
+    def told(act: Callable[[int], str], first: int) -> str:
+        try:
+            return act(first)
+        except APIStatusError as error:
+            return f"{error.status_code} {error}"
+        except APIError as error:
+            return f"stream {error.body}"
+
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            asked = [threads.submit(told, (stream, wait)[n % 2], 3 + n) for n in range(12)]
+            assert began.acquire(timeout=60), [each.result() for each in asked if each.done()]
+            while server.figure("ballonet_requests{") < 12:
+                assert not any(each.done() for each in asked)
+            assert server.end() == 0, server.said()
+            found = [each.result() for each in asked]
+    finally:
+        server.process.kill()
+    if tokens == 50:
+        assert found == ["length"] * 12
+    else:
+        assert all(each.startswith("stream Generation loop finished") for each in found[::2]), found
+        assert all(each.startswith("503") and "the server shuts down" in each for each in found[1::2]), found
+    assert "Traceback" not in server.said(), server.said()
+    told = json.loads((tmp_path / "drawn.json").read_text())
+    assert [each["end"] for each in told["requests"]] == ["finished"] + 12 * ["finished" if tokens == 50 else "failed"]
+    assert {each["loop"] for each in told["requests"]} == {"2 layers"}
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: Path) -> None:
+    good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2)
+    (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
+    command = ["-m", "ballonet", "serve", good, bad, "--budget", "24MiB", "--page-size", "64KiB"]
+    environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
+    assert done.returncode == 1
+    assert "ready" not in done.stderr
+    assert bad in done.stderr.splitlines()[-1], done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:

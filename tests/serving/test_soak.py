@@ -1,7 +1,12 @@
-"""Two models that are served at once, with arrivals, lengths and cancellations at random, and a budget that changes."""
+"""Two models that are served at once, with arrivals, lengths, cancellations and ends of their loops at random, and a
+budget that changes; another process watches how much memory there is.
+
+BALLONET_SOAK=600 is the form of ten minutes, which says what it saw.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -9,7 +14,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 import ballonet
@@ -17,9 +21,10 @@ from ballonet.allocator import runtime
 from ballonet.allocator.errors import BudgetInUse
 
 from ..models import build
-from ..pool import bytes_that_exist, take_out
+from ..outside import Watcher
+from ..pool import take_out
 from ..tuned import Tuned
-from .batches import BLOCK, prompts, stock
+from .batches import BLOCK, greedily, prompts, stock
 
 PAGE = 65536
 SECONDS = float(os.environ.get("BALLONET_SOAK", "4"))  # of arrivals; what is asked by then is answered
@@ -34,24 +39,21 @@ class Loop:
         self.expected = stock(self.model, asked, TOKENS)
         self.asked = asked
         self.managed: Any = None
-        self.waiting: dict[str, int] = {}  # by name of the request, which prompt it has
-        self.answered = self.cancelled = self.refused = 0
+        self.waiting: dict[str, tuple[int, int]] = {}  # by name of the request: which prompt, and how many tokens
+        self.answered = self.cancelled = self.refused = self.loops = 0
         self._manager: Any = None
 
-    def begin(self, **options: Any) -> None:
+    def manage(self, **options: Any) -> None:
+        """As `ballonet.manage`, and begins the loop."""
         self.managed = ballonet.manage(self.model, **options)
-        self._manager = self.model.init_continuous_batching(
-            generation_config=GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0),
-            continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
-        )
-        self._manager.start()
+        self._begin()
 
-    def ask(self, number: int) -> None:
+    def ask(self, number: int, tokens: int) -> None:
         """Without waiting for the answer."""
-        self.waiting[self._manager.add_request(self.asked[number], max_new_tokens=TOKENS)] = number
+        self.waiting[self._manager.add_request(self.asked[number], max_new_tokens=tokens)] = number, tokens
 
     def cancel(self, draw: random.Random) -> None:
-        """One of those that wait, if any does."""
+        """One of those that wait or run, if any does."""
         if self.waiting:
             name = draw.choice(list(self.waiting))
             del self.waiting[name]
@@ -64,50 +66,101 @@ class Loop:
         if found is None:
             assert self._manager.is_running(), "the loop has ended"
             return
-        number = self.waiting.pop(found.request_id, None)
+        number, tokens = self.waiting.pop(found.request_id, (None, 0))
         if number is None:
             return  # cancelled
         if found.error is not None:
             assert "no memory" in found.error or "needs" in found.error or "out of memory" in found.error, found.error
             self.refused += 1
         else:
-            assert found.generated_tokens == self.expected[number].tokens, (number, found)
+            assert found.generated_tokens == self.expected[number].tokens[:tokens], (number, found)
             self.answered += 1
 
-    def end(self) -> None:
-        self._manager.stop(block=True, timeout=60)
-        self._manager = None
+    def again(self) -> None:
+        """Ends the loop, whatever is asked of it is cancelled, and begins another."""
+        for name in list(self.waiting):
+            self._manager.cancel_request(name)
+        self.cancelled += len(self.waiting)
+        self.waiting.clear()
+        self._end()
+        self._begin()
+
+    def release(self) -> None:
+        self._end()
         self.managed.release()
+
+    def _begin(self) -> None:
+        self._manager = self.model.init_continuous_batching(
+            generation_config=greedily(TOKENS),
+            continuous_batching_config=ContinuousBatchingConfig(page_size=BLOCK, max_batch_tokens=64),
+        )
+        self._manager.start()
+        self.loops += 1
+
+    def _end(self) -> None:
+        self._manager.stop(block=True, timeout=60)
+        assert not self._manager.is_running()
+        self._manager = None
 
 
 def test_a_soak(tmp_path: Path, tuned: Tuned) -> None:
-    """One of the models keeps prefixes, in files that are written and dropped meanwhile."""
+    """One of the models keeps prefixes in files, which are written and dropped meanwhile, the other on the device."""
     tuned(prefixes={"block": BLOCK})
     draw, asked = random.Random(7), prompts(12, 60)
     loops = [Loop(3, asked), Loop(5, asked)]
     ballonet.install(48 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu")
-    for loop, options in zip(loops, ({"prefix_dir": tmp_path, "prefix_dir_limit": "256KiB"}, {}), strict=True):
-        loop.begin(**options)
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end or any(loop.waiting for loop in loops):
-        for loop in loops:
-            if time.monotonic() < end:
-                for _ in range(draw.choice((0, 0, 1, 4))):
-                    loop.ask(draw.randrange(len(asked)))
-                if draw.random() < 0.1:
-                    loop.cancel(draw)
-            loop.hear(0.01)
-        if draw.random() < 0.02:
-            with suppress(BudgetInUse):
-                ballonet.set_budget(draw.choice((36, 48, 60)) * PAGE, timeout=1)
-        assert bytes_that_exist() <= ballonet.stats().budget
-    assert all(loop.answered > 4 for loop in loops)
-    said = [(loop.answered, loop.cancelled, loop.refused) for loop in loops]
-    for loop in loops:
-        loop.end()
     device = runtime.require()
+    kept: tuple[dict[str, Any], ...] = (
+        {"prefix_dir": tmp_path / "prefixes", "prefix_dir_limit": "256KiB"},
+        {"prefix_cache": True},
+    )
+    for loop, options in zip(loops, kept, strict=True):
+        loop.manage(**options)
+    budgets, changed, memory = (26, 36, 60), 0, list[int]()
+    with Watcher(tmp_path, 48 * PAGE, 64 * PAGE) as watcher:
+        began = looked = time.monotonic()
+        while (now := time.monotonic()) < began + SECONDS or any(loop.waiting for loop in loops):
+            for loop in loops:
+                if now < began + SECONDS:
+                    for _ in range(draw.choice((0, 0, 1, 4))):
+                        loop.ask(draw.randrange(len(asked)), draw.randint(1, TOKENS))
+                    if draw.random() < 0.1:
+                        loop.cancel(draw)
+                    if draw.random() < 0.003:
+                        loop.again()
+                loop.hear(0.01)
+            if draw.random() < 0.02:
+                pages = draw.choice(budgets)
+                watcher.allow(max(pages * PAGE, ballonet.stats().budget))
+                with suppress(BudgetInUse):
+                    ballonet.set_budget(pages * PAGE, timeout=1)
+                    changed += 1
+                watcher.allow(ballonet.stats().budget)
+            if now > looked + 1:
+                device.check()
+                memory.append(anonymous())
+                looked = now
+    seen = watcher.seen
+    said = [(loop.answered, loop.cancelled, loop.refused, loop.loops) for loop in loops]
+    print(f"{SECONDS:.0f} s; answered, cancelled, refused, loops of each model: {said}; budgets: {changed}; {seen}")
+    print(f"MiB that are not of the pool, by part: {[each >> 20 for each in memory[:: max(1, len(memory) // 10)]]}")
+    assert seen["over_device"] == seen["over_host"] == 0, seen
+    assert 26 * PAGE < seen["most_device"] <= max(budgets) * PAGE
+    assert seen["looks"] > 10 * SECONDS
+    assert all(loop.answered > 4 for loop in loops)
+    if SECONDS >= 60:
+        assert memory[-1] < 1.1 * memory[len(memory) // 4] + 2**24, memory
+    for loop in loops:
+        loop.release()
+    del loops, loop
+    gc.collect()
     device.reap(wait=True)
     device.check()
     assert device.snapshot()["pages"]["kv"] == device.snapshot()["pages"]["weights"] == 0, said
-    del loops, loop
     take_out()
+
+
+def anonymous() -> int:
+    """Bytes of memory of this process that are not of the memfds."""
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024

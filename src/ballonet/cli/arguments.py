@@ -35,6 +35,16 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page-size", metavar="SIZE", help="bytes per page, such as 2MiB (BALLONET_PAGE_SIZE)")
 
 
+def add_timeline(parser: argparse.ArgumentParser) -> None:
+    """Adds `--timeline`."""
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        help="draw who owned which page, every decision, and requests that were served, written when the program ends: "
+        ".html, a page that needs nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
+    )
+
+
 def add_requests(parser: argparse.ArgumentParser) -> None:
     """Adds which requests of a trace are replayed, and the SLOs that their goodput is counted by."""
     parser.add_argument("--limit", metavar="N", type=count, help="only so many requests")

@@ -16,8 +16,9 @@ from . import arguments
 def add(commands: Any) -> None:
     """Describes the command."""
     parser = arguments.command(commands, "load", _load, "replay recorded requests against a server, and time it")
-    parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, tokens, seconds, ttft_p50,
-        ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput (requests per second within the SLOs)."""
+    parser.description = f"""{parser.description} Prints one line of JSON: requests, failed, refused (those that
+        failed by HTTP 4xx), tokens, seconds, ttft_p50, ttft_p99, tbt_p50, tbt_p99 (seconds), tokens_per_second, goodput
+        (requests per second within the SLOs)."""
     parser.add_argument(
         "trace", metavar="TRACE", type=Path, help="a file of requests: Azure's, Mooncake's, or of lengths"
     )

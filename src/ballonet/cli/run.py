@@ -18,12 +18,7 @@ def add(commands: Any) -> None:
     text = "run a script or module, every model of it managed at its first use"
     parser = arguments.command(commands, "run", _run, text)
     arguments.add_sizes(parser)
-    parser.add_argument(
-        "--timeline",
-        metavar="FILE",
-        help="draw who owned which page and every decision, written when the program ends: .html, a page that needs "
-        "nothing else; .json; .trace.json or .perfetto, a trace for Chrome and Perfetto",
-    )
+    arguments.add_timeline(parser)
     managing = parser.add_argument_group("how models are managed, as by ballonet.manage()")
     add_options(managing)
     parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")

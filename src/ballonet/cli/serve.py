@@ -23,7 +23,9 @@ def add(commands: Any) -> None:
     parser = arguments.command(commands, "serve", _serve, text)
     parser.add_argument("models", metavar="MODEL", nargs="+", help="a name on the Hugging Face hub, or a folder")
     arguments.add_sizes(parser)
-    parser.add_argument("--host-budget", metavar="SIZE", help="host pages, such as 64GiB (BALLONET_HOST_BUDGET)")
+    parser.add_argument(
+        "--host-budget", metavar="SIZE", help="host pages, such as 64GiB; 0: none (BALLONET_HOST_BUDGET)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument(
         "--port", type=arguments.whole(1, 65535), default=8000, help="port to listen at (default: 8000)"
@@ -46,6 +48,7 @@ def add(commands: Any) -> None:
         "--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV (default: 256)"
     )
     parser.add_argument("--batch-tokens", metavar="N", type=arguments.count, help="new tokens of a batch at most")
+    arguments.add_timeline(parser)
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
 
@@ -60,9 +63,14 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
     from ..allocator import runtime
     from ..allocator.install import install
+    from ..offload.timeline import recorder
 
+    if args.timeline is not None:
+        recorder.check(args.timeline)  # before anything takes its time
     page_size = args.page_size or _page_size(args.models, args.budget)
     install(budget=args.budget, page_size=page_size, host_budget=args.host_budget)
+    if args.timeline is not None:
+        recorder.until_exit(args.timeline)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     batching = {name: value for name, value in given.items() if value is not None}

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..allocator.config import parse_size
+from ..allocator.config import parse_host_budget, parse_size
 from ..allocator.errors import ManageError
 from . import arguments
 
@@ -74,7 +74,8 @@ def _whatif(args: argparse.Namespace) -> None:
         args.wrong("--turns deals one trace out to several models")
     if args.ask and args.ttft_slo is None and args.tpot_slo is None:
         args.wrong("--ask needs --ttft-slo or --tpot-slo")
-    sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "host_budget", "page_size")}
+    sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "page_size")}
+    sizes["host_budget"] = parse_host_budget(args.host_budget)
     machine = Machine(**sizes, link=parse_size(args.link, "link"), scale=args.shrink)
     given = {"page_size": args.block_size, "max_batch_tokens": args.batch_tokens}
     batching = {name: value for name, value in given.items() if value is not None}

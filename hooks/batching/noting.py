@@ -1,0 +1,51 @@
+"""Tells timelines what becomes of the requests of a generation loop (offload/timeline/served.py)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ...offload.timeline.recorder import served
+from ...offload.timeline.series import End
+
+
+class Noting:
+    """What one loop tells. `loop`: the name of its model."""
+
+    def __init__(self, loop: str) -> None:
+        self._loop = loop
+
+    def came(self, state: Any) -> None:
+        """A request waits that is new."""
+        came, prompt = round(state.created_time * 1e9), len(state.initial_tokens)
+        served(lambda all_: all_.came(self._loop, state.request_id, came, prompt))
+
+    def again(self, state: Any) -> None:
+        """A request that has begun waits again."""
+        served(lambda all_: all_.again(self._loop, state.request_id))
+
+    def batch(self, states: Iterable[Any], tokens: int) -> None:
+        """A batch is computed next. Its thread is called after the model, so that decisions that it asks for say whose
+        they are."""
+        thread = threading.current_thread()
+        if "_run_generation_loop" in thread.name:
+            thread.name = f"batches of {self._loop}"
+        requests = [(state.request_id, generated(state)) for state in states]
+        served(lambda all_: all_.batch(self._loop, time.monotonic_ns(), requests, tokens))
+
+    def rests(self) -> None:
+        """There is nothing to compute."""
+        served(lambda all_: all_.rests(self._loop, time.monotonic_ns()))
+
+    def ended(self, state: Any, end: End = "finished") -> None:
+        """A request is over; it has failed where it has an error."""
+        tokens, how = generated(state), "failed" if end == "finished" and state.error is not None else end
+        served(lambda all_: all_.ended(self._loop, state.request_id, time.monotonic_ns(), tokens, how))
+
+
+def generated(state: Any) -> int:
+    """Tokens that a request has got, also before it began anew."""
+    before = len(state.initial_tokens) - state._true_initial_tokens if state._true_initial_tokens else 0
+    return before + len(state.generated_tokens)

@@ -1,0 +1,62 @@
+"""What became of the requests of generation loops, and how large their batches were.
+
+A loop is told apart by its name, that of its model. Times are ns of CLOCK_MONOTONIC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .series import End, Level, Request, thinned
+
+
+@dataclass(slots=True)
+class Served:
+    """Bounded: of too many requests those that came first are kept, and the others counted; of too many batches the
+    largest of each stretch of time."""
+
+    most_requests: int
+    most_batches: int
+    requests: list[Request] = field(default_factory=list)
+    batches: dict[str, list[Level]] = field(default_factory=dict)  # by loop: time, requests, new tokens
+    missing: int = 0  # requests that came and are not kept
+    _known: dict[tuple[str, str], Request] = field(default_factory=dict)  # the last one of each loop and name
+
+    def came(self, loop: str, name: str, when: int, prompt: int) -> None:
+        """A request waits that is new."""
+        self._known.pop((loop, name), None)
+        if len(self.requests) >= self.most_requests:
+            self.missing += 1
+            return
+        self.requests.append(Request(loop, name, when, prompt))
+        self._known[loop, name] = self.requests[-1]
+
+    def again(self, loop: str, name: str) -> None:
+        """A request that has begun waits again, or begins anew."""
+        if (known := self._known.get((loop, name))) is not None:
+            known.again, known.ended, known.end = known.again + 1, 0, ""
+
+    def batch(self, loop: str, when: int, requests: list[tuple[str, int]], tokens: int) -> None:
+        """A batch begins with these requests (name, tokens that it has got), and so many new tokens."""
+        kept = self.batches.setdefault(loop, [])
+        kept.append((when, len(requests), tokens))
+        if len(kept) > self.most_batches:
+            self.batches[loop] = thinned(kept, self.most_batches)
+        for name, got in requests:
+            if (known := self._known.get((loop, name))) is not None:
+                known.began = known.began or when
+                if got:
+                    known.first = known.first or when
+
+    def rests(self, loop: str, when: int) -> None:
+        """There is no batch."""
+        kept = self.batches.get(loop)
+        if kept and kept[-1][1]:
+            kept.append((when, 0, 0))
+
+    def ended(self, loop: str, name: str, when: int, tokens: int, end: End) -> None:
+        """A request is over, with so many tokens."""
+        if (known := self._known.get((loop, name))) is not None:
+            known.ended, known.end, known.tokens = when, end, tokens
+            if tokens:
+                known.first = known.first or when

@@ -1,0 +1,81 @@
+"""Another process that watches how much memory of the pool exists, by what the kernel says of this one's memfds.
+
+    python tests/outside.py PID FILE    watches until its input ends; prints one JSON object
+
+FILE holds the bytes that the device and the host may have now, as two native 64-bit numbers. Whoever changes them
+writes a higher limit before it is in force, and a lower one after.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import struct
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+PLACES = ("device", "host")
+LIMITS = struct.Struct("=2q")
+EVERY = 0.001  # seconds between two looks
+
+
+class Watcher:
+    """Watches this process from another one. A context manager: whether there was ever too much is known after it."""
+
+    def __init__(self, folder: Path, device: int, host: int) -> None:
+        """`device`, `host`: bytes that may exist; `folder`: for a small file."""
+        self._limits = [device, host]
+        self.seen: Mapping[str, int] = {}  # looks; most_device and most_host, in bytes; over_device, over_host: looks
+        path = folder / "limits"
+        path.write_bytes(LIMITS.pack(device, host))
+        with path.open("r+b") as file:
+            self._shared = mmap.mmap(file.fileno(), LIMITS.size)
+        command = [sys.executable, __file__, str(os.getpid()), str(path)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "watching\n"
+
+    def allow(self, device: int) -> None:
+        """The device may have so many bytes: before that is in force if it is more, after if it is less."""
+        self._limits[0] = device
+        self._shared[:] = LIMITS.pack(*self._limits)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        said, _ = self._process.communicate()
+        self.seen = json.loads(said)
+        self._shared.close()
+
+
+def watch(pid: int, path: Path) -> dict[str, int]:
+    """Looks until the input ends. A budget that changes during a look counts as the larger of the two."""
+    with path.open("rb") as file:
+        limits = mmap.mmap(file.fileno(), LIMITS.size, prot=mmap.PROT_READ)
+    found = {"looks": 0, **{f"{what}_{place}": 0 for what in ("most", "over") for place in PLACES}}
+    descriptors = {place: _descriptor(pid, place) for place in PLACES}
+    print("watching", flush=True)
+    while not select.select([sys.stdin], [], [], EVERY)[0]:
+        before = LIMITS.unpack(limits[:])
+        there = {place: os.stat(each).st_blocks * 512 for place, each in descriptors.items()}
+        allowed = dict(zip(PLACES, map(max, before, LIMITS.unpack(limits[:])), strict=True))
+        found["looks"] += 1
+        for place in PLACES:
+            found[f"most_{place}"] = max(found[f"most_{place}"], there[place])
+            found[f"over_{place}"] += there[place] > allowed[place]
+    return found
+
+
+def _descriptor(pid: int, place: str) -> Path:
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return next(each for each in links if f"memfd:ballonet-{place}" in os.readlink(each))
+
+
+if __name__ == "__main__":
+    print(json.dumps(watch(int(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,0 +1,196 @@
+"""Steps that find no memory, with one batch in flight or two: the requests go on, and only one that is alone fails."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation.continuous_batching import continuous_api
+
+import ballonet
+from ballonet import testing
+from ballonet.allocator import runtime
+from ballonet.hooks.batching.preemption import PagePreemption
+from ballonet.hooks.batching.scheduler import ElasticScheduler
+
+from ..models import build
+from ..pool import take_out
+from . import asynchronous
+from .batches import answers, looping, prompts, stock
+
+PAGE = 65536
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    if (device := runtime.current()) is not None:
+        device.device.reap(wait=True)
+        device.device.check()
+        assert device.device.snapshot()["pages"]["kv"] == 0
+    take_out()
+
+
+@pytest.fixture(params=[False, True], ids=["one in flight", "two in flight"])
+def two(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Are two batches in flight?"""
+    if request.param:
+        asynchronous.allow(monkeypatch)
+    return bool(request.param)
+
+
+def install(pages: int) -> None:
+    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=pages * PAGE, device="cpu")
+
+
+class Lacking:
+    """Forwards of a model that find no memory, in their last layer: those for which `when` (number, tokens) is true."""
+
+    def __init__(self, model: Any, when: Callable[[int, int], bool]) -> None:
+        self.steps = self.failed = 0
+        self._when = when
+        self._hook = model.model.layers[-1].register_forward_pre_hook(self._before)
+
+    def __enter__(self) -> Lacking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+    def _before(self, _: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        self.steps += 1
+        if self._when(self.steps, inputs[0].shape[1]):
+            self.failed += 1
+            raise torch.OutOfMemoryError("no memory, says the test")
+
+
+@pytest.mark.parametrize("children", [1, 3])
+@pytest.mark.parametrize("schedule", ["fifo", "prefill_first"])
+def test_requests_of_a_step_that_finds_no_memory_begin_again(two: bool, schedule: str, children: int) -> None:
+    """In the first step, in the last one, and in two in a row; with children, which are forks of their prompt."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(8, 60)
+    expected = [each for each in stock(model, asked, 12) for _ in range(children)]
+    install(256)
+    settings = {"use_async_batching": two, "scheduler_type": schedule, "children": children}
+    with ballonet.manage(model):
+        with Lacking(model, lambda *_: False) as whole:
+            assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
+        for when in ({1}, {2}, {4, 5}, {whole.steps // 2}, {whole.steps - 1}, set(range(3, 40, 3))):
+            with Lacking(model, lambda step, _, when=when: step in when) as lacking:  # type: ignore[misc]
+                assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
+            assert lacking.failed == len(when) or max(when) > 30
+
+
+def test_a_request_that_is_alone_fails_and_those_after_it_are_answered(two: bool) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(4, 20)
+    expected = stock(model, asked, 6)
+    install(256)
+    with ballonet.manage(model), looping(model, 6, use_async_batching=two) as manager:
+        with Lacking(model, lambda step, _: step == 3):
+            manager.add_request(asked[0], request_id="alone")
+            assert "no memory" in manager.get_result(timeout=60).error
+        for prompt, right in zip(asked, expected, strict=True):
+            manager.add_request(prompt)
+            found = manager.get_result(timeout=60)
+            assert (found.generated_tokens, found.error) == right
+        del manager
+
+
+def test_tokens_are_stocks_with_two_batches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all fit, where requests wait and are preempted, and while pages move."""
+    asynchronous.allow(monkeypatch)
+    model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
+    expected = stock(model, asked, 40)
+    for pages, managing in ((256, ballonet.manage), (34, ballonet.manage), (96, partial(testing.manage, chaos=3))):
+        install(pages)
+        with managing(model):
+            assert answers(model, asked, 40, use_async_batching=True) == expected
+        take_out()
+
+
+def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool) -> None:
+    """After requests were preempted none begins until one ends: here the one that runs is cancelled, and none ends."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(2, 20)
+    expected = stock(model, asked, 6)
+    install(256)
+    with ballonet.manage(model), looping(model, 200, use_async_batching=two) as manager:
+        manager.add_request(asked[0], request_id="cancelled")
+        schedule = manager.batch_processor.scheduler
+        while "cancelled" not in schedule.active_requests:
+            pass
+        schedule.block_new_requests = True
+        manager.add_request(asked[1], request_id="waits", max_new_tokens=6)
+        while "waits" not in schedule.waiting_requests:
+            pass
+        manager.cancel_request("cancelled")
+        found = manager.get_result(timeout=30)
+        manager.cancel_request("waits")
+        assert found is not None
+        assert (found.request_id, found.generated_tokens) == ("waits", expected[1].tokens)
+        del manager, schedule
+
+
+def test_a_request_that_begins_again_gets_no_token_of_its_former_self(
+    two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be scheduled for a moment, while its next token is on its way."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(1, 20)
+    expected, calls = stock(model, asked, 20), count()
+    process = ElasticScheduler._process_candidates
+
+    def lacking(self: Any, candidates: list[Any], *args: Any) -> Any:
+        if not self.active_requests or next(calls) % 9 < 5:
+            return process(self, candidates, *args)
+        self.starved_requests = [(state, 1) for state in candidates]
+        return [], True, False, 0, 0
+
+    monkeypatch.setattr(ElasticScheduler, "_process_candidates", lacking)
+    again: list[str] = []
+    compute_again = PagePreemption.compute_again
+
+    def counted(self: Any, state: Any) -> None:
+        again.append(state.request_id)
+        compute_again(self, state)
+
+    monkeypatch.setattr(PagePreemption, "compute_again", counted)
+    install(256)
+    with ballonet.manage(model):
+        assert answers(model, asked, 20, use_async_batching=two) == expected
+    assert len(again) > 1
+
+
+def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(4, 60)
+    expected = [each for each in stock(model, asked, 12) for _ in range(3)]
+    install(256)
+    processor, full = continuous_api.ContinuousBatchProcessor, list[bool]()
+    update = processor.update_batch
+
+    def updated(self: Any) -> None:
+        """With no page for children, and then none for copies on the way."""
+        with pytest.MonkeyPatch.context() as patch:
+            if forks := self.scheduler._requests_to_fork:
+                full.append(len(full) % 2 == 0)
+                if full[-1]:
+                    patch.setattr(self.cache.pool, "take", _none)
+                    self.cache.pool.try_to_free_sectors()
+                else:
+                    patch.setattr(torch.Tensor, "index_select", _none)
+            del forks
+            update(self)
+
+    monkeypatch.setattr(processor, "update_batch", updated)
+    with ballonet.manage(model):
+        settings = {"use_async_batching": two, "children": 3, "max_batch_tokens": 32}
+        assert sorted(answers(model, asked, 12, **settings)) == sorted(expected)
+    assert len(full) >= 2
+
+
+def _none(*_: object, **__: object) -> None:
+    raise torch.OutOfMemoryError("no memory, says the test")

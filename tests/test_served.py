@@ -1,0 +1,176 @@
+"""Requests and batches of generation loops in a timeline: what is kept, what a loop tells, and how the page has it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ballonet
+from ballonet.allocator.events import Event
+from ballonet.offload.timeline import file as recording_file
+from ballonet.offload.timeline.recorder import Recorder
+from ballonet.offload.timeline.series import Recording, Request
+from ballonet.offload.timeline.served import Served
+
+from .models import build
+from .pool import take_out
+from .serving.batches import looping, prompts
+from .test_recording_file import Document
+
+PAGE = 65536
+
+
+def test_the_life_of_a_request() -> None:
+    all_ = Served(10, 100)
+    all_.came("a", "r", 5, 7)
+    all_.batch("a", 10, [("r", 0)], 7)
+    all_.batch("a", 20, [("r", 1)], 1)
+    all_.batch("a", 30, [("r", 2)], 1)
+    all_.ended("a", "r", 35, 3, "finished")  # and begins anew
+    all_.again("a", "r")
+    all_.batch("a", 40, [("r", 3)], 9)
+    all_.ended("a", "r", 50, 4, "failed")
+    all_.rests("a", 50)
+    all_.rests("a", 60)
+    assert all_.requests == [Request("a", "r", 5, 7, 10, 20, 50, "failed", 4, 1)]
+    assert all_.batches == {"a": [(10, 1, 7), (20, 1, 1), (30, 1, 1), (40, 1, 9), (50, 0, 0)]}
+    all_.came("a", "r", 60, 2)  # another one of that name
+    all_.came("b", "r", 61, 2)
+    all_.ended("a", "r", 70, 0, "refused")
+    assert [(each.loop, each.end, each.first) for each in all_.requests] == [
+        ("a", "failed", 20),
+        ("a", "refused", 0),
+        ("b", "", 0),
+    ]
+
+
+def test_it_is_bounded() -> None:
+    all_ = Served(10, 100)
+    for n in range(1000):
+        all_.came("a", str(n), n, 1)
+        all_.batch("a", n, [(str(n), 0)] * (99 if n == 700 else 1), 1)
+    assert [each.name for each in all_.requests] == [str(n) for n in range(10)]
+    assert all_.missing == 990
+    assert len(all_.batches["a"]) <= 100
+    assert max(all_.batches["a"], key=lambda each: each[1])[0] == 700
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    ballonet.install(64 * PAGE, page_size=PAGE, host_budget=64 * PAGE, device="cpu")
+    yield
+    take_out()
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_loop_tells_what_becomes_of_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = build("llama")
+    model.config._name_or_path = "somebody/Tiny-1B"
+    asked = prompts(3, 20)
+    with ballonet.manage(model) as managed:
+        device = ballonet.allocator.runtime.require()
+        with Recorder(device) as recorder, looping(model, 8) as manager:
+            for name, prompt in zip("012", asked, strict=True):
+                manager.add_request(prompt, request_id=name)
+            manager.add_request(asked[0] * 5000, request_id="huge")
+            for _ in range(4):
+                assert manager.get_result(timeout=60) is not None
+            manager.add_request(asked[0], request_id="cancelled", max_new_tokens=800)
+            while (last := recorder.recording().requests[-1]).name == "huge" or not last.first:
+                assert last.name == "huge" or last.end == ""
+            manager.cancel_request("cancelled")
+            while manager.batch_processor.scheduler.has_pending_requests():
+                pass
+            (thread,) = {manager._generation_thread.name}
+        del manager
+    caplog.clear()  # which holds a traceback
+    assert (managed.report().released, thread) == (True, "batches of Tiny-1B")
+    done = recorder.recording()
+    told = {each.name: each for each in done.requests}
+    assert [(told[name].end, told[name].tokens, told[name].prompt) for name in "012"] == [
+        ("finished", 8, len(prompt)) for prompt in asked
+    ]
+    assert all(each.came <= each.began < each.first < each.ended for each in (told[name] for name in "012"))
+    assert (told["huge"].end, told["huge"].began) == ("refused", 0)
+    assert told["cancelled"].end == "cancelled"
+    assert {each.loop for each in done.requests} == set(done.batches) == {"Tiny-1B"}
+    batches = done.batches["Tiny-1B"]
+    assert sum(each[2] for each in batches[:8]) >= sum(map(len, asked)) + 7
+    assert max(each[1] for each in batches) <= 3
+
+
+def recorded() -> Recording:
+    requests = (
+        Request("A", "one", 1_000_000, 5, 2_000_000, 3_000_000, 9_000_000, "finished", 4, 0),
+        Request("A", "two", 2_000_000, 6, 0, 0, 4_000_000, "refused", 0, 0),
+        Request("A", "<b>three", 5_000_000, 6, 6_000_000, 0, 0, "", 0, 2),
+    )
+    events = (
+        Event(5, "idle weights", "pull", 3, "B", "batches of A"),
+        Event(6, "idle weights", "pull", 2, "B", "batches of A"),
+        Event(7, "running KV", "pull", 9, "KV of requests of A", "batches of A"),
+        Event(8, "idle KV", "pull", 1, "KV of requests of B", "batches of A"),
+    )
+    rows, levels = ((0, 1, 2, 0, 3, 0),), ((0, 9 * PAGE, 0),)
+    batches = {"A": ((2_000_000, 1, 5), (6_000_000, 2, 7))}
+    return Recording(0, 10_000_000, 1.5e9, PAGE, rows, levels, events, {}, 0, requests, 1, batches)
+
+
+def test_the_file_has_them() -> None:
+    told = json.loads(recording_file.as_json(recorded()))
+    assert told["batches"] == {"A": [[0.002, 1, 5], [0.006, 2, 7]]}
+    assert [(each["name"], each["began"], each["ended"]) for each in told["requests"]] == [
+        ("one", 0.002, 0.009),
+        ("two", None, 0.004),
+        ("<b>three", 0.006, None),
+    ]
+    trace = json.loads(recording_file.as_trace(recorded()))["traceEvents"]
+    bars = [(each["name"], each["ph"], each["ts"]) for each in trace if each["ph"] in "be" and each["id"] == 0]
+    assert bars == [
+        ("one", "b", 1000),
+        ("one", "e", 9000),
+        ("waits", "b", 1000),
+        ("waits", "e", 2000),
+        ("prompt", "b", 2000),
+        ("prompt", "e", 3000),
+    ]
+
+
+CHECKS = """
+const told = {
+  packed: packed(RUN.requests, RUN.seconds), counted: counted(RUN.requests), loans: loans(RUN.events),
+  lives: RUN.requests.map(biography),
+};
+console.log(JSON.stringify(told));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node to run the page's script with")
+def test_how_the_page_has_them(tmp_path: Path) -> None:
+    script = Document(recording_file.as_page(recorded())).scripts[1]
+    (tmp_path / "page.js").write_text(f"{script}\nconst RUN = {recording_file.as_json(recorded())};{CHECKS}")
+    done = subprocess.run(["node", tmp_path / "page.js"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["packed"] == {"lanes": [0, 1, 1], "count": 2}
+    assert told["counted"] == [
+        [0.001, 1, 0],
+        [0.002, 0, 1],
+        [0.002, 1, 1],
+        [0.004, 0, 1],
+        [0.005, 1, 1],
+        [0.006, 0, 2],
+        [0.009, 0, 1],
+    ]
+    assert told["loans"] == [["B", "A", "idle weights", 5], ["KV of requests of B", "A", "idle KV", 1]]
+    assert told["lives"] == [
+        "one: prompt of 5 tokens, waited 1 ms, first token after 2 ms, finished after 8 ms with 4 tokens",
+        "two: prompt of 6 tokens, refused after 2 ms with 0 tokens",
+        "<b>three: prompt of 6 tokens, waited 1 ms, had to wait again 2 times",
+    ]
