@@ -105,6 +105,16 @@ def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra
     assert not waiting
 
 
+def test_what_was_preempted_goes_on_where_it_is_if_nobody_else_can() -> None:
+    """Its KV of 60 bytes lies on the host, and others have the device."""
+    kept, memory = Demand("kept", 62, 3, 1, decoding=True, away=60), Memory(0, 10, 0, 100)
+    assert admit([kept], memory).where == {"kept": "host"}
+    assert admit([kept], Memory(0, 70, 0, 100)).where == {"kept": "device"}
+    assert admit([kept], Memory(0, 10, 0, 1)).where == {}, "its new tokens need room on the host"
+    assert admit([Demand("runs", 2, 2, decoding=True), kept], memory).where == {"runs": "device"}
+    assert admit([replace(kept, away=0)], memory).where == {}, "what it has is on the device, and stays there"
+
+
 @pytest.mark.parametrize(
     ("needed", "staging", "host", "can"),
     [(90, 0, 0, True), (91, 90, 91, True), (91, 91, 91, False), (91, 0, 90, False)],

@@ -47,10 +47,12 @@ class PagePreemption(OffloadingManager):
         return gave or evicted or self.scheduler.dares()
 
     def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
-        """Brings the KV of preempted requests that are in the batch back to the device, as far as there is room."""
+        """Brings the KV of preempted requests that are in the batch back to the device, as far as there is room, unless
+        they were admitted with it on the host."""
         for each in requests_in_batch:
             if each.state.is_cpu_offloaded:
-                self.cache.to_device(each.state.request_id)
+                if each.state.request_id not in self.cache.on_host:
+                    self.cache.to_device(each.state.request_id)
                 each.state.is_cpu_offloaded = False
 
     def free_request_cpu_cache(self, state: Any) -> None:

@@ -335,13 +335,15 @@ class ElasticScheduler(Scheduler):
         """What a request needs for so many more tokens."""
         sizes, kept = self.cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
         exchanged = self._tuning.inflation  # else activations have what lies aside
+        away = self.cache.on_host_bytes(state.request_id) if kept else 0
         return Demand(
             state.request_id,
-            self.cache.bytes_needed(state, tokens) + (self.cache.on_host_bytes(state.request_id) if kept else 0),
+            self.cache.bytes_needed(state, tokens) + away,
             sizes.of(tokens, state.current_len() + self._found(state)) if exchanged else 0,
             staging=sizes.staging(tokens),
             decoding=kept or state.status == RequestStatus.DECODING,
             passed=self._passed.get(state.request_id, 0),
+            away=away,
         )
 
     def _now(self) -> Memory:

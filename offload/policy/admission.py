@@ -12,6 +12,11 @@ Note [All or nothing]
     A request gets everything that it needs in this iteration, or nothing: none holds pages while it waits for others
     (§4.4.1, "hold and wait").
 
+Note [Nobody else can go on]
+    A request that was preempted comes back to the device. Where there is no room for that, and nobody else runs who
+    could make some, as other models keep theirs, it goes on with its KV on the host: two models whose requests wait for
+    each other's pages would wait for ever.
+
 Note [Blocked heads]
     The paper stops at the first request that does not fit, and so it is here with one that decodes. Smaller ones may go
     before a prompt that does not fit, but only so often: one that was passed over `patience` times is the last that is
@@ -35,7 +40,8 @@ Where = Literal["device", "host"]
 class Demand:
     """What a request needs to take part in the next iteration, in bytes beyond what it has. `kv`: on the device, for
     new tokens and for what has to be fetched; `activations`: at their peak; `staging`: of the device, while `kv` is
-    written to the host. `decoding`: its prompt is computed. `passed`: iterations in which others behind it got in."""
+    written to the host. `decoding`: its prompt is computed. `passed`: iterations in which others behind it got in.
+    `away`: of `kv`, what lies on the host, where it can be read, only slower."""
 
     request: str
     kv: int
@@ -43,6 +49,7 @@ class Demand:
     staging: int = 0
     decoding: bool = False
     passed: int = 0
+    away: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +103,17 @@ def admit(demands: Iterable[Demand], memory: Memory, tuning: Serving = DEFAULT.s
     passed: set[str] = set()
     kv = activations = on_host = 0
     for each in sorted(demands, key=lambda demand: not demand.decoding):
-        used = kv + activations + each.activations
+        used, new = kv + activations + each.activations, each.kv - each.away
         if memory.fits(used + each.kv, on_host):
             where[each.request] = "device"
             kv, activations = kv + each.kv, activations + each.activations
         elif (
-            not each.decoding
-            and each.kv <= memory.host - on_host
-            and memory.fits(used + each.staging, on_host + each.kv)
+            (not each.decoding or (each.away and not where))
+            and new <= memory.host - on_host
+            and memory.fits(used + each.staging, on_host + new)
         ):
             where[each.request] = "host"
-            on_host, activations = on_host + each.kv, activations + each.staging + each.activations
+            on_host, activations = on_host + new, activations + each.staging + each.activations
         else:
             blocked.append(each.request)
             if each.decoding or each.passed >= tuning.patience:
