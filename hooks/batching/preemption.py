@@ -61,10 +61,10 @@ class PagePreemption(OffloadingManager):
 
     def compute_again(self, state: Any) -> None:
         """Frees what the request has; it waits, and begins again with all of its tokens."""
-        again, slo = state.create_equivalent_initial_request(), self.scheduler.asked(state.request_id)
+        again, slo = state.create_equivalent_initial_request(), self.scheduler.promises.asked(state.request_id)
         state._status = RequestStatus.FINISHED
         self.scheduler.finish_request(state.request_id)
-        self.scheduler.promise(state.request_id, slo)
+        self.scheduler.promises.note(state.request_id, slo)
         self.scheduler.wait_again(again)
 
     def _fits(self, starved: list[Any]) -> bool:

@@ -14,13 +14,14 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 from ...allocator.errors import ManageError, RequestTooLarge, SLOError
 from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
-from ...offload.policy.request_slo import NOTHING, RequestSLO, may_begin, refused, tightest
+from ...offload.policy.request_slo import NOTHING, may_begin
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
 from .beginnings import Beginnings
 from .cache import ElasticPagedCache
 from .noting import Noting
+from .promises import Promises
 
 
 class ElasticScheduler(Scheduler):
@@ -42,8 +43,7 @@ class ElasticScheduler(Scheduler):
         self._memory = memory
         self._tuning = tuning
         self._passed: dict[str, int] = {}
-        self._slos: dict[str, RequestSLO] = {}  # by request
-        self._required: tuple[float | None, float | None] = (None, None)  # what the governor was told last
+        self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self._caution = 0  # bytes that stay free beside the reserve
         self._step: tuple[Step, float] | None = None  # the last batch, and when it was begun
         self._next = Step(0, 0)  # the batch that is computed next
@@ -73,11 +73,11 @@ class ElasticScheduler(Scheduler):
         if not state.initial_tokens:
             raise ManageError(f"request {state.request_id} has no tokens")
         if (slo := self.cache.model.slo) != NOTHING:
-            self._slos.setdefault(state.request_id, replace(slo, arrived=self.clock()))
+            self.promises.note(state.request_id, replace(slo, arrived=self.clock()), unless=True)
         self._noting.came(state)
         sizes = state.request_id, len(state.initial_tokens), state.max_new_tokens or 0
-        if (why := self.refusal(*sizes) or self.impossible(*sizes)) is not None:
-            self._slos.pop(state.request_id, None)
+        if (why := self.refusal(*sizes) or self.promises.impossible(*sizes)) is not None:
+            self.promises.note(state.request_id, NOTHING)
             self._noting.ended(state, "refused")
             raise why
         super().add_waiting_request(state)
@@ -123,8 +123,10 @@ class ElasticScheduler(Scheduler):
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
             self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
-        self._require([each.state for each in scheduled])
-        self._limits = self._limited([each.state for each in scheduled])
+        self.promises.require([each.state for each in scheduled])
+        self._limits = self.promises.limits(
+            [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
+        )
         left_out = [each for each in looked if each[0].request_id not in found.where]
         self.starved_requests += [each for each in left_out if each[0].request_id in self.active_requests]
         return scheduled, failed or bool(left_out), fast, new, read
@@ -203,11 +205,11 @@ class ElasticScheduler(Scheduler):
             length = sum(state.current_len() + self._tokens(state) for state in candidates) / len(candidates)
             if self._costs.slower(len(candidates), length):
                 room = max(0, (self._costs.largest(length) or 0) - running) or not running
-        beside = [(_at_end(state), self._slo(state)) for state in self.active_requests.values()]
+        beside = [(_at_end(state), self.promises.asked(state.request_id)) for state in self.active_requests.values()]
         worth = []
         for state in candidates:
             if state.request_id not in self.active_requests:
-                tokens, slo = _at_end(state), self._slo(state)
+                tokens, slo = _at_end(state), self.promises.asked(state.request_id)
                 if not room or not may_begin(self._costs.parts, beside, tokens, slo):
                     continue
                 room -= 1
@@ -223,34 +225,17 @@ class ElasticScheduler(Scheduler):
         parts = [Step.of((tokens, state.current_len()) for state, tokens in part) for part in (decoding, prompts)]
         if not decoding or not prompts or not self.cache.model.fast or not self._costs.apart(*parts):
             return [admitted]
-        hurry = any(self._slo(state).tpot is not None for state, _ in decoding)
+        hurry = any(self.promises.asked(state.request_id).tpot is not None for state, _ in decoding)
         self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
         return [prompts, decoding] if self._in_row else [decoding, prompts]
-
-    def promise(self, request: str, slo: RequestSLO) -> None:
-        """Notes what a request asks that comes next, or that it asks nothing. On any thread."""
-        if slo == NOTHING:
-            self._slos.pop(request, None)
-        else:
-            self._slos[request] = slo
-
-    def asked(self, request: str) -> RequestSLO:
-        """What the request asks."""
-        return self._slos.get(request, NOTHING)
-
-    def impossible(self, request: str, prompt: int, new: int) -> SLOError | None:
-        """Says why a request that waits cannot have what it asks; None where it can. On any thread."""
-        slo, batch = self.asked(request), self.cache.max_batch_tokens
-        found = refused(self._costs.parts, slo, prompt, new, batch, self.clock())
-        return None if found is None else SLOError(f"request {request}: {found}", found.possible, None)
 
     def late(self) -> list[tuple[Any, SLOError]]:
         """Takes those out of the queue that have waited too long for what they ask."""
         gone = []
-        for name in [name for name in self.waiting_requests if name in self._slos]:  # to which other threads add
+        for name in [name for name in self.waiting_requests if name in self.promises]:
             state = self.waiting_requests[name]
             if not state.generated_tokens and not state.is_cpu_offloaded and not state._true_initial_tokens:
-                error = self.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)
+                error = self.promises.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)
                 if error is not None:
                     del self.waiting_requests[name]
                     self.waiting_requests_order.remove(name)
@@ -264,14 +249,14 @@ class ElasticScheduler(Scheduler):
             self.cache.ended(state)
             self._noting.ended(state)
         super().finish_request(request_id)
-        self._slos.pop(request_id, None)
+        self.promises.note(request_id, NOTHING)
 
     def clear_cancelled_requests(self) -> list[Any]:
         """As Scheduler's."""
         found: list[Any] = super().clear_cancelled_requests()
         for state in found:
             self._noting.ended(state, "cancelled")
-            self._slos.pop(state.request_id, None)
+            self.promises.note(state.request_id, NOTHING)
         return found
 
     def clock(self) -> float:
@@ -281,30 +266,6 @@ class ElasticScheduler(Scheduler):
     @property
     def _costs(self) -> StepCosts:
         return self.cache.model.costs
-
-    def _slo(self, state: Any) -> RequestSLO:
-        return self.asked(state.request_id)
-
-    def _require(self, scheduled: list[Any]) -> None:
-        """Tells the governor what the batch asks. Of the time to a first token what is left, in steps of a third."""
-        if self._slos or self._required != (None, None):
-            slos, now = [self._slo(state) for state in scheduled], self.clock()
-            prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
-            left = min((max(1e-3, each.arrived + each.ttft - now) for each in prompts if each.ttft), default=None)
-            ttft = None if left is None else 10 ** (math.floor(math.log10(left) * 8) / 8)
-            self._required = tightest(slos).tpot, ttft
-            self.cache.model.require(*self._required)
-
-    def _limited(self, scheduled: list[Any]) -> tuple[float, float]:
-        """Seconds that the step may take for those of it that decode, and the moment until which the next first token
-        has to be there; infinity where nothing is asked."""
-        if not self._slos:
-            return math.inf, math.inf
-        decoding = tightest(self._slo(state) for state in scheduled if state.generated_tokens).tpot
-        starting = [*self.active_requests.values(), *self.waiting_requests.values()]
-        asked = [self._slo(state) for state in starting if not state.generated_tokens]
-        due = min((slo.arrived + slo.ttft for slo in asked if slo.ttft is not None), default=math.inf)
-        return math.inf if decoding is None else decoding, due
 
     def wait_again(self, state: Any) -> None:
         """A request that has run before waits for its turn."""

@@ -126,16 +126,16 @@ class Loop(CBGenerateManager):
             if refusal is not None:
                 raise HTTPException(413, str(refusal))
             if (slo := asked_slo.get()) is not None:
-                scheduler.promise(request, RequestSLO(*slo, scheduler.clock()))
-                late = scheduler.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
+                scheduler.promises.note(request, RequestSLO(*slo, scheduler.clock()))
+                late = scheduler.promises.impossible(request, len(inputs["input_ids"]), options.max_new_tokens or 0)
                 if late is not None:
-                    scheduler.promise(request, NOTHING)
+                    scheduler.promises.note(request, NOTHING)
                     raise HTTPException(422, str(late))
 
     def _release(self, request: str) -> None:
         """Nothing is promised any more to a request that may never reach the loop."""
         if isinstance(scheduler := self._scheduler, ElasticScheduler):
-            scheduler.promise(request, NOTHING)
+            scheduler.promises.note(request, NOTHING)
 
 
 class Tenants(GenerationState):

@@ -214,19 +214,19 @@ def test_requests_wait_for_what_others_are_promised(
                 pass
             schedule = manager.batch_processor.scheduler
             for n, prompt in enumerate(asked):
-                schedule.promise(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
+                schedule.promises.note(str(n), RequestSLO(tpot=0.012, arrived=schedule.clock()))
                 manager.add_request(prompt, request_id=str(n))
-            schedule.promise("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
+            schedule.promises.note("late", RequestSLO(ttft=1.0, arrived=schedule.clock() - 5))
             manager.add_request(asked[0], request_id="late")
             while len(found) < len(asked) + 1:
                 if (answer := manager.get_result(timeout=1)) is not None:
                     found[answer.request_id] = answer
             manager.add_request(asked[1], request_id="long", max_new_tokens=400)
-            schedule.promise("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
+            schedule.promises.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
             manager.add_request(asked[2], request_id="alone")
             while "alone" not in schedule.waiting_requests:
                 pass
-            schedule.promise("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
+            schedule.promises.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
             while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
                 pass
             found["alone"] = answer
@@ -253,7 +253,7 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
         with looping(model, 40) as manager:
             schedule = manager.batch_processor.scheduler
             for n, prompt in enumerate(asked):
-                schedule.promise(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
+                schedule.promises.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
                 manager.add_request(prompt, request_id=str(n), streaming=True)
             found: dict[str, list[int]] = {}
             while len(found) < len(asked):
@@ -285,7 +285,7 @@ def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.Mon
                 sizes.clear()
                 found: dict[str, Any] = {}
                 for n, prompt in enumerate(asked):
-                    schedule.promise(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
+                    schedule.promises.note(f"{n} {slo}", replace(slo, arrived=schedule.clock()))
                     manager.add_request(prompt, request_id=f"{n} {slo}")
                 while len(found) < len(asked):
                     if (answer := manager.get_result(timeout=1)) is not None:
@@ -311,11 +311,11 @@ def test_what_a_model_promises_its_requests_are_promised() -> None:
             schedule = manager.batch_processor.scheduler
             names = iter(("none",) * 4 + ("own",) * 4)
             watch = model.register_forward_pre_hook(
-                partial(lambda it, *_: asked.append(it.asked(next(names))), schedule)
+                partial(lambda it, *_: asked.append(it.promises.asked(next(names))), schedule)
             )
             manager.add_request([5, 6, 7], request_id="none")
             assert manager.get_result(timeout=60).error is None
-            schedule.promise("own", RequestSLO(tpot=50.0))
+            schedule.promises.note("own", RequestSLO(tpot=50.0))
             manager.add_request([5, 6, 7], request_id="own")
             assert manager.get_result(timeout=60).error is None
         watch.remove()
