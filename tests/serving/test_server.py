@@ -145,8 +145,8 @@ def test_nothing_stays_promised_to_a_request_that_is_not_taken(
             with pytest.raises((RuntimeError, HTTPException), match="stopping"):
                 asyncio.run(asked_of(loop, streaming, *ask))
             loop.stop()
-            del loop
             assert not len(slos)
+            del loop, slos
     finally:
         asked_slo.set(None)
         take_out()
