@@ -51,7 +51,7 @@ soak: build  ## mixed work under a budget that changes, until MINUTES=10 are ove
 	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
 
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
-	@$(PY) benchmarks/run.py cpu cpu-pressure --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))
+	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))
 
 figures: build  ## puts what was measured, benchmarks/results, into the README and docs/measuring.md
 	@$(PY) benchmarks/figures.py

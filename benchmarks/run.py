@@ -1,7 +1,7 @@
 """Runs the parts of the proof and keeps what they found: tests, then benchmarks, then one JSON per part.
 
     python benchmarks/run.py            every GPU part (make gpu); of a part alone: run.py core
-    python benchmarks/run.py cpu cpu-pressure       the benchmarks of a machine without a GPU (make bench)
+    python benchmarks/run.py cpu cpu-pressure cpu-serving    the benchmarks of a machine without a GPU (make bench)
 
 Every test file and every benchmark is a step: a process of its own with a time limit. A step that fails, crashes or
 hangs is recorded with the end of what it said, and the others go on. The JSON is written after every step, so that a
@@ -71,7 +71,7 @@ PARTS: Mapping[str, Part] = {
         seconds=3600,
         step_seconds=1200,
     ),
-    "cpu-tenants": Part(benchmarks=("tenants",), gpu=False, seconds=3600, step_seconds=3000),
+    "cpu-serving": Part(benchmarks=("serve", "tenants"), gpu=False, seconds=3600, step_seconds=3000),
     "core": Part(
         tests=(
             ("tests/contract/test_driver_contract.py",),

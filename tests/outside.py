@@ -59,11 +59,11 @@ def watch(pid: int, path: Path) -> dict[str, int]:
     with path.open("rb") as file:
         limits = mmap.mmap(file.fileno(), LIMITS.size, prot=mmap.PROT_READ)
     found = {"looks": 0, **{f"{what}_{place}": 0 for what in ("most", "over") for place in PLACES}}
-    descriptors = {place: _descriptor(pid, place) for place in PLACES}
+    descriptors = {place: _descriptors(pid, place) for place in PLACES}
     print("watching", flush=True)
     while not select.select([sys.stdin], [], [], EVERY)[0]:
         before = LIMITS.unpack(limits[:])
-        there = {place: os.stat(each).st_blocks * 512 for place, each in descriptors.items()}
+        there = {place: sum(os.stat(each).st_blocks * 512 for each in them) for place, them in descriptors.items()}
         allowed = dict(zip(PLACES, map(max, before, LIMITS.unpack(limits[:])), strict=True))
         found["looks"] += 1
         for place in PLACES:
@@ -72,9 +72,11 @@ def watch(pid: int, path: Path) -> dict[str, int]:
     return found
 
 
-def _descriptor(pid: int, place: str) -> Path:
+def _descriptors(pid: int, place: str) -> list[Path]:
+    """One of each memfd: a process that has loaded several copies of the stand-in has one of each."""
     links = Path(f"/proc/{pid}/fd").iterdir()
-    return next(each for each in links if f"memfd:ballonet-{place}" in os.readlink(each))
+    found = [each for each in links if f"memfd:ballonet-{place}" in os.readlink(each)]
+    return list({os.stat(each).st_ino: each for each in found}.values())
 
 
 if __name__ == "__main__":
