@@ -106,7 +106,7 @@ def test_whoever_fits_an_empty_device_runs_in_the_end(queue: list[Demand], extra
 
 
 def test_what_was_preempted_goes_on_where_it_is_if_nobody_else_can() -> None:
-    """Its KV of 60 bytes lies on the host, and others have the device."""
+    """KV of 60 bytes lies on the host, and others have the device."""
     kept, memory = Demand("kept", 62, 3, 1, decoding=True, away=60), Memory(0, 10, 0, 100)
     assert admit([kept], memory).where == {"kept": "host"}
     assert admit([kept], Memory(0, 70, 0, 100)).where == {"kept": "device"}

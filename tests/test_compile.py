@@ -182,7 +182,7 @@ def test_single_layers_compiled() -> None:
 
 
 def test_generate_with_a_compiled_forward() -> None:
-    """Its hooks run outside of the graph, and hold a lease."""
+    """Hooks run outside of the graph, and hold a lease."""
     model = build("llama", num_hidden_layers=1)
     expected = generate(model, "greedy", INPUTS, 6)
     leases: list[int] = []

@@ -80,7 +80,7 @@ class WeightPlans:
 
     # Numbers of slots that are tried: more than two never pay (Oneiros §5.2).
     slots: tuple[int, ...] = (1, 2)
-    # Of idle models that with the latest use gives first (MRU, Oneiros §5.2), else that with the earliest; and models
+    # The idle model with the latest use gives first (MRU, Oneiros §5.2), else that with the earliest; and models
     # stream no more than hides (§5.3), else all layers but one. Not to be changed but to see what either is worth:
     # docs/measuring.md, bench_tenants.py.
     mru: bool = True
@@ -354,9 +354,9 @@ class Serving:
     ends: int = 4
     # The buffer for KV of prompts begins with this part of the host's memory: all, until steps miss an SLO. Chosen.
     buffer: float = 1.0
-    # It may have all of the host's memory (eLLM's B_max; 0: no prompt's KV goes there), and KV and activations exchange
-    # pages (eLLM §4.3), else what stock sets aside for activations stays theirs. Not to be changed but to see what
-    # either is worth: docs/measuring.md, bench_tenants.py.
+    # `most`: part of the host's memory that the buffer may have (eLLM's B_max; 0: no prompt's KV goes there).
+    # `inflation`: KV and activations exchange pages (eLLM §4.3), else what stock sets aside for activations stays
+    # theirs. Not to be changed but to see what either is worth: docs/measuring.md, bench_tenants.py.
     most: float = 1.0
     inflation: bool = True
     # What is measured of each of several models before it is served: batches and lengths up to these, for so many

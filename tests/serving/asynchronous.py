@@ -17,7 +17,7 @@ POISON = 10**6  # a token of no vocabulary
 
 
 class Event:
-    """Of a stream that is done with everything at once, but for what is to happen when somebody has waited."""
+    """Marks of a stream that is done with everything at once, but for what is to happen when somebody has waited."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.arrives: Callable[[], object] | None = None

@@ -222,7 +222,7 @@ def test_a_file_of_another_shape_is_a_miss(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_tokens_are_stocks_while_pages_move(seed: int, tmp_path: Path) -> None:
-    """And while another thread writes blocks to files."""
+    """Holds while another thread writes blocks to files, too."""
     model, asked = build("llama", num_hidden_layers=4), prompts(10, 60)
     turns = [asked]
     said = [batch(model, asked)]
@@ -359,7 +359,7 @@ def test_two_models_lend_to_each_other(peer: int, seen: list[int]) -> None:
 
 
 def test_a_request_that_began_before_the_weights_changed(seen: list[int]) -> None:
-    """It leaves nothing that others find: its blocks are of both."""
+    """Blocks of a request that began before a change are found by nobody."""
     model, asked = build("llama"), list(range(3, 3 + 3 * BLOCK))
     with managing(model, prefix_cache=True), looping(model, NEW) as loop:
         loop.add_request(asked, request_id="long", max_new_tokens=600)

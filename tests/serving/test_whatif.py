@@ -35,7 +35,7 @@ SHARED = (*default(2), "lru", "uncapped", "no-inflation", "no-buffer")
 
 
 def config() -> Any:
-    """Its layers have 4 MiB of weights each, and a token has 16 KiB of KV."""
+    """Layers have 4 MiB of weights each, and a token has 16 KiB of KV."""
     return LlamaConfig(
         hidden_size=256,
         intermediate_size=1024,

@@ -72,7 +72,7 @@ def streamed(model: Any, m: int, slots: int, monkeypatch: pytest.MonkeyPatch, **
 
 
 def fly(model: Any, managed: ballonet.Managed) -> None:
-    """Its slots hold what they may."""
+    """Slots hold what they may."""
     assert streams(managed, lambda: say(model))
 
 

@@ -94,7 +94,7 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> Non
 
 @pytest.mark.counts
 def test_an_idle_model_gives_and_gets_back(model: Any, larger: Any, stock: Output, governor: Any, clock: Clock) -> None:
-    """Its weights give their pages to a KV cache that finds no others, and take them back (Oneiros §5)."""
+    """Weights give their pages to a KV cache that finds no others, and take them back (Oneiros §5)."""
     governor.pages.scarce, governor.link.bandwidth = False, 1e12  # every layer's copy is hidden
     with install.stock(), torch.no_grad():
         idle, stock_of_larger = copy.deepcopy(larger), say(larger)
