@@ -9,11 +9,6 @@ Note [Who else looks]
     the work is done in place; otherwise the layer that wants to change moves to a new range and leaves the old one to
     whoever looks at it. Pages given back under a view leave with it: the core keeps what a tensor covers.
 
-Note [Two aliases]
-    Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares
-    versions to find out that something it saved was overwritten; appending overwrites nothing that was ever shown, so
-    it must not count as such.
-
 Note [Readable at any time]
     A compiler that traces `keys` or `values` can read a tensor, and make a view of one, but cannot make a tensor of
     mapped memory. And whatever it reads on the way it guards, so that another cache could mean another graph. So what
@@ -38,7 +33,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
@@ -50,16 +45,9 @@ from ..device.streams import raw_stream
 from ..forward.lease import ForwardLease, GroupLease, ThreadLease, current, here
 from .pages import KVPages
 from .prefill import copied_in
-from .tensors import Pair, RangeTensors, Shape
+from .tensors import Pair, RangeTensors, Shape, Views
 
-
-class _Views(NamedTuple):
-    """A layer's keys and values over all mapped tokens: to be shown, and to be written. See Note [Two aliases]."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    write_keys: torch.Tensor
-    write_values: torch.Tensor
+_cat: Final = torch.cat
 
 
 class Latest:
@@ -78,7 +66,7 @@ class _Mapped:
     pieces: int
     flat: torch.Tensor  # over one storage, which is all that is mapped: one that spans more could not be saved
     capacity: int  # tokens that lie wholly on it
-    views: list[_Views | None]  # by place
+    views: list[Views | None]  # by place
 
 
 class KVRange:
@@ -193,8 +181,11 @@ class KVRange:
         if self._forward != lease.number:
             self._forward = lease.number
             lease.touched(self.pages)
-        views.write_keys.narrow(2, start, 1).copy_(keys)  # as `_write`
-        views.write_values.narrow(2, start, 1).copy_(values)
+        if views.write_both is not None:  # as `_write`, by one kernel
+            _cat((keys, values), out=views.write_both.narrow(2, start, 1))
+        else:
+            views.write_keys.narrow(2, start, 1).copy_(keys)
+            views.write_values.narrow(2, start, 1).copy_(values)
         shown = views.keys.narrow(2, 0, end), views.values.narrow(2, 0, end)
         latest.length, self._shown[place], (latest.keys, latest.values) = end, end, shown
         return shown
@@ -237,7 +228,7 @@ class KVRange:
         return shown
 
     def _write(
-        self, latest: Latest, place: int, views: _Views, keys: torch.Tensor, values: torch.Tensor, end: int
+        self, latest: Latest, place: int, views: Views, keys: torch.Tensor, values: torch.Tensor, end: int
     ) -> Pair:
         """Copies the tokens behind the layer's last one, so that it has `end`, and returns what it has then."""
         start = latest.length
@@ -407,12 +398,9 @@ class KVRange:
         self._mapped = mapped
         return mapped
 
-    def _views(self, mapped: _Mapped, place: int) -> _Views:
+    def _views(self, mapped: _Mapped, place: int) -> Views:
         with torch.inference_mode(False):
-            views = _Views(
-                *self._tensors.pair(mapped.flat, place, mapped.capacity),
-                *self._tensors.pair(mapped.flat.data, place, mapped.capacity),
-            )
+            views = self._tensors.views(mapped.flat, place, mapped.capacity)
         mapped.views[place] = views
         return views
 

@@ -1,4 +1,10 @@
-"""Tensors over a range of KV: what shape they have, where a layer's keys and values lie in it, and who holds one."""
+"""Tensors over a range of KV: what shape they have, where a layer's keys and values lie in it, and who holds one.
+
+Note [Two aliases]
+    Writes go through an alias of the storage with a version counter of its own (`tensor.data`). Autograd compares
+    versions to find out that something it saved was overwritten; appending overwrites nothing that was ever shown, so
+    it must not count as such.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +49,16 @@ class Shape(NamedTuple):
         )
 
 
+class Views(NamedTuple):
+    """A layer's keys and values over all mapped tokens: to be shown, and to be written. See Note [Two aliases]."""
+
+    keys: torch.Tensor  # [batch, heads, tokens, k_dim]
+    values: torch.Tensor
+    write_keys: torch.Tensor
+    write_values: torch.Tensor
+    write_both: torch.Tensor | None  # [2 x batch, heads, tokens, dim]: keys, then values, where nothing lies between
+
+
 class RangeTensors:
     """Makes tensors of shape `shape` over `range_`, whose tokens lie as `geometry` says, and remembers the storage of
     each by a weak reference. See range.py, Note [Who else looks]."""
@@ -75,6 +91,23 @@ class RangeTensors:
         return (
             flat.as_strided((*size, shape.k_dim), geometry.k_strides, token + keys),
             flat.as_strided((*size, shape.v_dim), geometry.v_strides, token + values),
+        )
+
+    def views(self, flat: torch.Tensor, place: int, tokens: int) -> Views:
+        """The views of the layer at `place` over so many tokens of `flat`, which begins with the first."""
+        shape, geometry, (keys, values) = self._shape, self._geometry, self._offsets[place]
+        k_size, v_size = (
+            (shape.batch, shape.heads, tokens, shape.k_dim),
+            (shape.batch, shape.heads, tokens, shape.v_dim),
+        )
+        k_strides, v_strides, write = geometry.k_strides, geometry.v_strides, flat.data
+        joint = shape.k_dim == shape.v_dim and values - keys == shape.batch * shape.heads * shape.k_dim
+        return Views(
+            flat.as_strided(k_size, k_strides, keys),
+            flat.as_strided(v_size, v_strides, values),
+            write.as_strided(k_size, k_strides, keys),
+            write.as_strided(v_size, v_strides, values),
+            write.as_strided((2 * shape.batch, *k_size[1:]), k_strides, keys) if joint else None,
         )
 
     def none_is_held(self) -> bool:

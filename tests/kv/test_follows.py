@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from ballonet.allocator._native import Device
 from ballonet.hooks.forward.lease import ForwardLease
@@ -81,6 +82,31 @@ CALLED: dict[str, tuple[Callable[[list[ElasticLayer]], object], tuple[int, int]]
     "each in a forward of its own": (lambda layers: [forward([each]) for each in layers], (1, 0)),
     "outside of forwards": (one, (1, 0)),
 }
+
+
+@pytest.mark.parametrize(
+    ("k_dim", "v_dim", "dtype"),
+    [
+        pytest.param(4, 4, torch.float32, id="keys and values one behind the other"),
+        pytest.param(4, 6, torch.float32, id="of different sizes"),
+        pytest.param(3, 3, torch.bfloat16, id="with padding between them"),
+    ],
+)
+def test_the_short_way_writes_what_stock_layers_hold(
+    device: Device, monkeypatch: pytest.MonkeyPatch, k_dim: int, v_dim: int, dtype: torch.dtype
+) -> None:
+    counted = Counted(monkeypatch)
+    ranges, draw = CacheRanges(layers=LAYERS, alone=True), torch.Generator().manual_seed(0)
+    ours, stock = [ElasticLayer(ranges) for _ in range(LAYERS)], [DynamicLayer() for _ in range(LAYERS)]
+    for _ in range(4):
+        lease = ForwardLease().open()
+        for mine, theirs in zip(ours, stock, strict=True):
+            sizes = (1, 3, 1, k_dim), (1, 3, 1, v_dim)
+            new = [torch.randn(size, generator=draw).to(dtype) for size in sizes]
+            for found, expected in zip(mine.update(*new), theirs.update(*new), strict=True):
+                assert torch.equal(found, expected)
+        lease.close()
+    assert counted.short >= 2 * (LAYERS - 1)
 
 
 @pytest.mark.parametrize("what", CALLED)
