@@ -88,9 +88,9 @@ class Device:
     def events(self) -> list[tuple[int, str, int, int, int, int]]:
         """Drains (time_ns when it began, kind, pages, key, thread, duration_ns), in the order in which they ended.
 
-        `kind`: "inflate", "deflate", "take", "obey", "demand", "spill", "unspill", "refuse", "budget" (its pages),
+        `kind`: "inflate", "deflate", "take", "yield", "request", "spill", "unspill", "refuse", "budget" (its pages),
         "budget refused".
-        `key`: of the entry for "take" and "obey", the pages of the budget before for "budget" and, where it had been
+        `key`: of the entry for "take" and "yield", the pages of the budget before for "budget" and, where it had been
         lowered, "budget refused", else -1. `thread`: `threading.get_ident()`. CLOCK_MONOTONIC. Where more than 8192
         came in between, the oldest are gone.
         """
@@ -218,13 +218,13 @@ class Device:
         """Drains (time_ns, key, device pages freed), one row per entry taken; CLOCK_MONOTONIC. Where more than 4096
         were taken in between, the oldest are gone."""
     @property
-    def demand(self) -> int:
+    def page_request(self) -> int:
         """Device pages that are missing for a request which failed, and that only entries leased by another thread can
         give; 0 once they can be had otherwise."""
-    def obey(self) -> int:
-        """For a thread between two layers: takes for the demand, in order, what it may take now; returns the pages.
+    def yield_pages(self) -> int:
+        """For a thread between two layers: takes for the request, in order, what it may take now; returns the pages.
 
-        What yet other threads lease stays demanded. DriverError where nothing could be taken for that.
+        What yet other threads lease stays requested. DriverError where nothing could be taken for that.
         """
     def take(self, keys: list[int], pages: int | None = None) -> int:
         """Takes those of these entries, in the order of the list, that this thread may take now, until there are so

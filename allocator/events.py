@@ -26,14 +26,14 @@ from typing import Any, Final, NamedTuple, Protocol
 from .defaults import EVENTS
 
 Row = tuple[int, str, int, int, int, int]  # of Device.events: time in ns, kind, pages, key, thread, duration in ns
-KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `obey` are of whatever lever gave the entry
+KINDS: Final[Mapping[str, tuple[str, str]]] = {  # of the core; `take` and `yield` are of whatever lever gave the entry
     "inflate": ("inflate", "pull"),
     "deflate": ("inflate", "revert"),
     "take": ("", "pull"),
-    "obey": ("", "obey"),
+    "yield": ("", "yield"),
     "spill": ("spill", "pull"),
     "unspill": ("spill", "revert"),
-    "demand": ("wait", "pull"),
+    "request": ("wait", "pull"),
     "refuse": ("refuse", "pull"),
     "budget": ("budget", "set"),
     "budget refused": ("budget", "refuse"),
@@ -53,7 +53,7 @@ class Event:
 
     when: int  # ns of CLOCK_MONOTONIC
     lever: str
-    verb: str  # pull, revert; obey: pulled because another thread asked; of the budget: set, refuse
+    verb: str  # pull, revert; yield: pulled because another thread asked; of the budget: set, refuse
     pages: int  # that it moved, or was to
     what: str = ""  # whose pages
     by: str = ""  # who asked: a thread, a model

@@ -102,7 +102,7 @@ def decided(before: ballonet.Stats | None = None) -> str:
     found = ballonet.stats()
     pages: dict[str, int] = {}
     for lever, verbs in found.events.items():
-        for verb in ("pull", "obey"):
+        for verb in ("pull", "yield"):
             count = verbs[verb].pages if verb in verbs else 0
             if before is not None and lever in before.events and verb in before.events[lever]:
                 count -= before.events[lever][verb].pages

@@ -251,7 +251,7 @@ class Managed:
                 open_lease,
                 self._before,
                 self._elastic.after,
-                partial(governors.obey, device, governor),
+                partial(governors.yield_pages, device, governor),
                 self._turns,
                 streaming,
                 levers(governor, device, spill=governor.spill),

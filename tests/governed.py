@@ -29,7 +29,7 @@ class FakeDevice:
     stub: in order, of those whose model no other thread runs."""
 
     page_size = PAGE
-    demand = 0
+    page_request = 0
 
     def __init__(self, pages: int) -> None:
         self.budget = pages * PAGE
@@ -82,7 +82,7 @@ class FakeDevice:
     def withdraw(self, keys: list[int]) -> None:
         self.listed = [entry for entry in self.listed if entry[0] not in keys]
 
-    def obey(self) -> int:
+    def yield_pages(self) -> int:
         return 0
 
     def want(self, pages: int, asking: FakeModel | FakeCache | None = None) -> bool:

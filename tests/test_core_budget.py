@@ -83,7 +83,7 @@ def test_a_budget_below_what_cannot_be_moved_is_refused_with_the_number() -> Non
         assert isinstance(refused.value, BudgetError)
         assert (refused.value.immovable, refused.value.budget, refused.value.waited) == (4 * PAGE, 3 * PAGE, 0)
         assert f"ballonet.set_budget({refused.value.smallest})" in str(refused.value)
-        assert (core.device.budget, core.pages(), keys(core), core.device.demand) == (16 * PAGE, before, [], 0)
+        assert (core.device.budget, core.pages(), keys(core), core.device.page_request) == (16 * PAGE, before, [], 0)
         core.device.set_budget(refused.value.smallest)
         assert (keys(core), physical()) == ([1], 4 * PAGE)
         assert one.intact()
@@ -132,15 +132,15 @@ def leased(core: Core, other: Other, pieces: int = 2) -> Layer:
     return one
 
 
-def test_who_leases_obeys_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
+def test_who_leases_yields_and_the_budget_is_met(other: Other, pool: ThreadPoolExecutor) -> None:
     with opened(budget=4) as core:
         one = leased(core, other, 4)
         lowering = pool.submit(core.device.set_budget, 1 * PAGE, LONG)
-        eventually(lambda: core.device.demand == 3)
+        eventually(lambda: core.device.page_request == 3)
         assert not lowering.done()
-        assert other.does(core.device.obey) == 4
+        assert other.does(core.device.yield_pages) == 4
         lowering.result()
-        assert (physical(), core.device.budget, core.device.demand) == (PAGE, PAGE, 0)
+        assert (physical(), core.device.budget, core.device.page_request) == (PAGE, PAGE, 0)
         assert one.intact()
 
 
@@ -148,7 +148,7 @@ def test_who_leases_leaves_and_the_budget_is_met(other: Other, pool: ThreadPoolE
     with opened(budget=4) as core:
         one = leased(core, other, 4)
         lowering = pool.submit(core.device.set_budget, 0, LONG)
-        eventually(lambda: core.device.demand == 4)
+        eventually(lambda: core.device.page_request == 4)
         other.does(one.group.leave)
         lowering.result()
         assert (physical(), one.intact()) == (0, True)
@@ -162,7 +162,7 @@ def test_who_leases_never_comes_back(other: Other) -> None:
         assert (refused.value.immovable, refused.value.budget) == (4 * PAGE, 2 * PAGE)
         assert refused.value.waited > 0
         assert "timeout" in str(refused.value)
-        assert (core.device.budget, core.device.demand, one.place) == (8 * PAGE, 0, "device")
+        assert (core.device.budget, core.device.page_request, one.place) == (8 * PAGE, 0, "device")
         core.range(4).map(0, 4)  # up to the budget that is in force again
 
 
@@ -188,7 +188,7 @@ def test_blocks_that_are_freed_meanwhile_count(other: Other, pool: ThreadPoolExe
         one = leased(core, other, 4)
         block = core.device.allocate(4 * PAGE)
         lowering = pool.submit(core.device.set_budget, 4 * PAGE, LONG)
-        eventually(lambda: core.device.demand > 0)
+        eventually(lambda: core.device.page_request > 0)
         core.device.deallocate(block)
         lowering.result()
         assert (physical(), one.place) == (4 * PAGE, "device")
@@ -335,7 +335,7 @@ def test_ctrl_c_while_it_waits(other: Other, pool: ThreadPoolExecutor) -> None:
         interrupting.result()
         ((*_, took),) = (row for row in core.device.events() if row[1] == "budget refused")
         assert took < LONG
-        assert (core.device.budget, core.device.demand, one.place) == (8 * PAGE, 0, "device")
+        assert (core.device.budget, core.device.page_request, one.place) == (8 * PAGE, 0, "device")
 
 
 @pytest.fixture

@@ -174,8 +174,8 @@ def test_who_leases_it_gives_it(other: Other) -> None:
         with pytest.raises(PoolExhausted):
             core.range(1).map(0, 1)
         assert turns.buffer.backed == PIECES
-        assert core.device.demand == 1
-        assert other.does(core.device.obey) == PIECES
+        assert core.device.page_request == 1
+        assert other.does(core.device.yield_pages) == PIECES
         assert turns.shows(0)
         assert turns.shows(1)
 

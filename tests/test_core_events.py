@@ -54,7 +54,7 @@ def test_a_taking_says_which_entry_and_who_asked() -> None:
         assert rows(core) == []
 
 
-def test_a_demand_and_who_obeys() -> None:
+def test_a_request_and_who_yields() -> None:
     with opened(budget=2) as core:
         one, other = layer(core), Other()
         try:
@@ -63,11 +63,11 @@ def test_a_demand_and_who_obeys() -> None:
             more = core.range(1)
             for _ in range(3):
                 refused(lambda: more.map(0, 1))
-            assert rows(core) == [("demand", 1, -1), *[("refuse", 1, -1)] * 3]  # the demand is the same one
-            other.does(core.device.obey)
-            (obeyed,) = core.device.events()
-            assert obeyed[1:4] == ("obey", 2, 3)
-            assert obeyed[4] == other.does(threading.get_ident) != threading.get_ident()
+            assert rows(core) == [("request", 1, -1), *[("refuse", 1, -1)] * 3]  # the request is the same one
+            other.does(core.device.yield_pages)
+            (yielded,) = core.device.events()
+            assert yielded[1:4] == ("yield", 2, 3)
+            assert yielded[4] == other.does(threading.get_ident) != threading.get_ident()
             other.does(one.group.leave)
         finally:
             other.end()

@@ -172,7 +172,7 @@ def test_a_request_that_nothing_could_meet_takes_nothing() -> None:
         core.device.publish([one.entry(1)])
         for ask in (lambda: core.range(9).map(0, 5), lambda: core.device.allocate(5 * PAGE)):
             refused(ask)
-        assert (keys(core), core.device.demand) == ([], 0)
+        assert (keys(core), core.device.page_request) == ([], 0)
         assert one.place == kept.place == "device"
         core.range(4).map(0, 4)
         assert keys(core) == [1]
@@ -272,7 +272,7 @@ def test_the_asking_threads_own_leases_are_no_obstacle() -> None:
         one.group.leave()
 
 
-def test_another_threads_lease_posts_a_demand_that_it_obeys(other: Other) -> None:
+def test_another_threads_lease_posts_a_request_to_which_it_yields(other: Other) -> None:
     with opened(budget=4) as core:
         one, two = layer(core, value=10), layer(core, value=20)
         core.device.publish([one.entry(1), two.entry(2)])
@@ -281,61 +281,61 @@ def test_another_threads_lease_posts_a_demand_that_it_obeys(other: Other) -> Non
         kv = core.range(3)
         kv.map(0, 1)
         assert keys(core) == [2], "who is not in use is taken instead"
-        assert core.device.demand == 0
+        assert core.device.page_request == 0
         assert core.device.published == [1]
         refused(lambda: kv.map(1, 2))
-        assert core.device.demand == 1
-        assert core.device.obey() == 0, "this thread may not take it either"
-        assert core.device.demand == 1
+        assert core.device.page_request == 1
+        assert core.device.yield_pages() == 0, "this thread may not take it either"
+        assert core.device.page_request == 1
         other.does(one.group.leave)
-        assert core.device.obey() == 0, "one lease is left"
-        assert other.does(core.device.obey) == 2
+        assert core.device.yield_pages() == 0, "one lease is left"
+        assert other.does(core.device.yield_pages) == 2
         assert keys(core) == [1]
-        assert core.device.demand == 0
+        assert core.device.page_request == 0
         assert one.intact()
         kv.map(1, 2)
         other.does(one.group.leave)
-        assert other.does(core.device.obey) == 0
+        assert other.does(core.device.yield_pages) == 0
 
 
-def test_a_demand_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_more(other: Other) -> None:
+def test_a_request_goes_when_it_is_met_otherwise_or_nobody_holds_the_lease_any_more(other: Other) -> None:
     with opened(budget=4) as core:
         one, kv, more = layer(core), core.range(2), core.range(2)
         core.device.publish([one.entry(1)])
         other.does(one.group.enter)
         kv.map(0, 2)
         refused(lambda: core.device.allocate(2 * PAGE))
-        assert core.device.demand == 2
+        assert core.device.page_request == 2
         kv.retire(0, 2)
         core.device.reap(wait=True)
-        assert core.device.demand == 0
+        assert core.device.page_request == 0
         kv.map(0, 2)
-        assert core.device.demand == 0, "it was met"
+        assert core.device.page_request == 0, "it was met"
         refused(lambda: more.map(0, 2))
         other.does(one.group.leave)
         more.map(0, 2)
         assert keys(core) == [1]
-        assert core.device.obey() == 0
-        assert core.device.demand == 0
+        assert core.device.yield_pages() == 0
+        assert core.device.page_request == 0
 
 
-def test_a_budget_below_what_is_leased_is_demanded(other: Other) -> None:
+def test_a_budget_below_what_is_leased_is_requested(other: Other) -> None:
     with opened(budget=4) as core:
         one, kv = layer(core), core.range(2)
         kv.map(0, 2)
         core.device.publish([one.entry(1)])
         other.does(one.group.enter)
 
-        def obey() -> int:
-            while not core.device.demand:  # until the budget is asked for
+        def yield_pages() -> int:
+            while not core.device.page_request:  # until the budget is asked for
                 time.sleep(0.001)
-            return core.device.obey()
+            return core.device.yield_pages()
 
         with ThreadPoolExecutor() as pool:
             lowered = pool.submit(core.device.set_budget, 3 * PAGE, 60 * 10**9)
-            assert other.does(obey) == 2
+            assert other.does(yield_pages) == 2
             lowered.result()
-        assert core.device.demand == 0
+        assert core.device.page_request == 0
         other.does(one.group.leave)
         assert core.pages() == {"free": 1, "weights": 0, "activations": 0, "kv": 2, "retiring": 0}
         assert physical() == 3 * PAGE
@@ -352,7 +352,7 @@ def test_with_no_room_on_the_host_an_entry_is_passed_over_and_stays() -> None:
         assert keys(core) == [2]
         refused(lambda: kv.map(2, 1))
         assert core.device.published == [1, 3]
-        assert core.device.demand == 0
+        assert core.device.page_request == 0
         assert physical("host") == 2 * PAGE
         assert two.range.own(0, 0)
         two.range.close()
@@ -694,14 +694,14 @@ def test_as_many_go_as_the_host_has_room_for_and_clean_ones_need_none(core: Core
     assert all(each.intact() for each in layers)
 
 
-def test_a_divisible_entry_that_another_thread_leases_is_demanded(core: Core) -> None:
+def test_a_divisible_entry_that_another_thread_leases_is_requested(core: Core) -> None:
     layers = three(core)
     divisible(core, *layers)
     wanted, holder = core.device.available + 5, Other()
     holder.does(layers[0].group.enter)
     refused(lambda: core.range(wanted).map(0, wanted))
-    assert core.device.demand == 5
-    assert holder.does(core.device.obey) == 5
+    assert core.device.page_request == 5
+    assert holder.does(core.device.yield_pages) == 5
     assert where(*layers) == ["aadd", "aadd", "addd"]
     holder.does(layers[0].group.leave)
     holder.end()

@@ -113,7 +113,7 @@ def test_what_the_core_did_is_named_once_whoever_listens() -> None:
     here = threading.get_ident()
     core = Core(
         (5, "take", 3, 77, here, 2_000_000),
-        (6, "obey", 1, 78, 12345, 0),
+        (6, "yield", 1, 78, 12345, 0),
         (7, "spill", 2, -1, 0, 0),
         (8, "something new", 1, -1, here, 0),
         (9, "budget", 4, 16, here, 1000),
@@ -125,12 +125,12 @@ def test_what_the_core_did_is_named_once_whoever_listens() -> None:
     me = threading.current_thread().name
     assert log.since().events == [
         Event(5, "idle weights", "pull", 3, "model, layer 7", me, 0.5, 0.002),
-        Event(6, "idle weights", "obey", 1, "model, layer 8", "thread 12345", 0.5, None),
+        Event(6, "idle weights", "yield", 1, "model, layer 8", "thread 12345", 0.5, None),
         Event(7, "spill", "pull", 2, "", "ballonet", None, None),
         Event(8, "something new", "pull", 1, "", me, None, None),
         Event(9, "budget", "set", 4, "", me, None, 1e-6),
     ]
-    assert log.counts()["idle weights"] == {"pull": Count(1, 3, 0.002), "obey": Count(1, 1, 0.0)}
+    assert log.counts()["idle weights"] == {"pull": Count(1, 3, 0.002), "yield": Count(1, 1, 0.0)}
 
 
 def test_an_entry_of_nobody_has_its_number() -> None:

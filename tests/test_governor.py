@@ -78,7 +78,7 @@ def test_nothing_is_taken_while_pages_are_free() -> None:
     assert device.trace == [("b", 0)], "the idle model, one layer"
     assert a.plan == Plan(EQUAL)
     assert b.plan == Plan(EQUAL), "it learns of it when it runs"
-    assert device.demand == 0
+    assert device.page_request == 0
 
 
 @settings(max_examples=40)

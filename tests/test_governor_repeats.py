@@ -133,7 +133,7 @@ class World:
             self.device.budget += 1000 * pages
 
     def demand(self, pages: int) -> None:
-        self.device.demand = pages
+        self.device.page_request = pages
 
     def traffic(self, rate: int) -> None:
         self.governor.link.set_traffic(rate * LINK / 16)

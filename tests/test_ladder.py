@@ -537,11 +537,11 @@ def test_whoever_waits_hears_of_pages_and_gives_what_others_demand(monkeypatch: 
     thread.join(60)
     assert came == [True]
     demands = iter([3, 3, 0])
-    monkeypatch.setattr(FakeDevice, "demand", property(lambda _: next(demands)), raising=False)
+    monkeypatch.setattr(FakeDevice, "page_request", property(lambda _: next(demands)), raising=False)
     device.kv = 10
     assert governor.pages.wait(60), "what was missing can be had now"
-    monkeypatch.setattr(FakeDevice, "demand", 3)
-    device.obey = lambda: 3  # type: ignore[method-assign]
+    monkeypatch.setattr(FakeDevice, "page_request", 3)
+    device.yield_pages = lambda: 3  # type: ignore[method-assign]
     assert governor.pages.wait(60)
 
 

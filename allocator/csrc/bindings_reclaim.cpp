@@ -43,8 +43,8 @@ std::vector<std::tuple<std::int64_t, std::int64_t, std::size_t>> taken(Device& d
 }
 
 // Asked between any two layers, and hardly ever answered with anything but 0: the GIL is kept for that.
-std::size_t if_demanded(Device& device, std::size_t (Reclaim::*ask)()) {
-  if (!device.reclaim.demanded()) return 0;
+std::size_t if_requested(Device& device, std::size_t (Reclaim::*ask)()) {
+  if (!device.reclaim.is_requested()) return 0;
   py::gil_scoped_release release;
   return (device.reclaim.*ask)();
 }
@@ -60,7 +60,7 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
           py::arg("keys"), ReleaseGil())
       .def_property_readonly("published", py::cpp_function([](Device& d) { return d.reclaim.keys(); }, ReleaseGil()))
       .def("taken", &taken, ReleaseGil())
-      .def_property_readonly("demand", [](Device& d) { return if_demanded(d, &Reclaim::demand); })
+      .def_property_readonly("page_request", [](Device& d) { return if_requested(d, &Reclaim::page_request); })
       .def(
           "take",
           [](Device& d, const std::vector<std::int64_t>& keys, std::optional<std::size_t> pages) {
@@ -70,7 +70,7 @@ void bind_reclaim(py::class_<Device, std::shared_ptr<Device>>& device) {
       .def_property_readonly("reclaimed", [](Device& d) { return d.reclaim.pages(); })
       .def_property_readonly("available",
                              py::cpp_function([](Device& d) { return d.mapper->available(); }, ReleaseGil()))
-      .def("obey", [](Device& d) { return if_demanded(d, &Reclaim::obey); });
+      .def("yield_pages", [](Device& d) { return if_requested(d, &Reclaim::yield_pages); });
 }
 
 }  // namespace ballonet

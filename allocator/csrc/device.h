@@ -4,7 +4,7 @@
 //
 // Note [Lowering the budget]
 // It is lowered first of all, so that nothing is created above it while it waits, and it is met by what would serve an
-// allocation: free pages, idle ones, entries of the list in their order, a demand for those that other threads lease.
+// allocation: free pages, idle ones, entries of the list in their order, a request for those that other threads lease.
 // Nothing tells when a lease ends, a stream passes or a block is freed, so whoever waits looks again every few
 // milliseconds, and takes what it may take by then. That includes all that it leases itself, so two who wait for each
 // other do not. It holds no lock while it waits: of several budgets that are asked for at the same time, also on one

@@ -23,15 +23,15 @@ class Events {
     kInflate,        // idle pages of the heap went to a range
     kDeflate,        // free pages went to the heap
     kTake,           // an entry gave its pages to whoever needed some
-    kObey,           // an entry gave its pages for a demand
-    kDemand,         // pages are missing that only entries leased by other threads can give
+    kYield,          // an entry gave its pages on request
+    kRequest,        // pages are missing that only entries leased by other threads can give
     kSpill,          // blocks got host pages
     kUnspill,        // host pages that blocks lay on are given back
     kRefuse,         // pages were asked for, and nothing could give them
     kBudget,         // the budget is another
     kBudgetRefused,  // it could not be made this small
   };
-  static constexpr const char* kNames[] = {"inflate", "deflate", "take",   "obey",   "demand",
+  static constexpr const char* kNames[] = {"inflate", "deflate", "take",   "yield",  "request",
                                            "spill",   "unspill", "refuse", "budget", "budget refused"};
   static constexpr std::int64_t kNoKey = -1;
 

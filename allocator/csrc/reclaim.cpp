@@ -89,20 +89,20 @@ void Reclaim::shrink() {
   if (const std::size_t missing = mapper_->missing(0)) take(0, missing, false, Events::Kind::kTake);
 }
 
-std::size_t Reclaim::demand() {
-  if (!demanded()) return 0;
+std::size_t Reclaim::page_request() {
+  if (!is_requested()) return 0;
   std::lock_guard<std::mutex> lock(mutex);
   const std::size_t missing = mapper_->missing(wanted_);
-  if (missing == 0) demanded_ = false;
+  if (missing == 0) requested_ = false;
   return missing;
 }
 
-std::size_t Reclaim::obey() {
-  if (!demanded()) return 0;
+std::size_t Reclaim::yield_pages() {
+  if (!is_requested()) return 0;
   std::lock_guard<std::mutex> lock(mutex);
-  demanded_ = false;
+  requested_ = false;
   const std::size_t missing = mapper_->missing(wanted_);
-  return missing > 0 ? take(std::exchange(wanted_, 0), missing, false, Events::Kind::kObey) : 0;
+  return missing > 0 ? take(std::exchange(wanted_, 0), missing, false, Events::Kind::kYield) : 0;
 }
 
 // Pre: the caller holds the lock. Those that other threads lease are counted after the others, which are taken first.
@@ -124,10 +124,10 @@ Reclaim::Outlook Reclaim::look(std::size_t enough) {
 }
 
 // Pre: the caller holds the lock.
-void Reclaim::demand(std::size_t wanted, std::size_t missing) {
-  if (!demanded_ || wanted > wanted_) mapper_->events.add(Events::Kind::kDemand, missing);
-  wanted_ = demanded_ ? std::max(wanted_, wanted) : wanted;
-  demanded_ = true;
+void Reclaim::request_pages(std::size_t wanted, std::size_t missing) {
+  if (!requested_ || wanted > wanted_) mapper_->events.add(Events::Kind::kRequest, missing);
+  wanted_ = requested_ ? std::max(wanted_, wanted) : wanted;
+  requested_ = true;
 }
 
 // Pre: the caller holds the lock. Entries in their order until `missing` pages are free; where they cannot be met, none
@@ -136,7 +136,7 @@ std::size_t Reclaim::take(std::size_t wanted, std::size_t missing, bool all_or_n
   const Outlook seen = look(missing);
   if (seen.ready < missing) {
     if (seen.leased > 0 && (!all_or_none || seen.ready + seen.leased >= missing)) {
-      demand(wanted, missing - seen.ready);
+      request_pages(wanted, missing - seen.ready);
     }
     if (all_or_none) return 0;
   }

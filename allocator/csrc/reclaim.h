@@ -8,7 +8,7 @@
 //
 // Note [Demand]
 // An entry whose group another thread leases is in use, even where nothing of it runs at the moment. What is missing
-// for want of such entries is posted as a demand, and the asker goes without. The thread with the lease sees it at its
+// for want of such entries is posted as a request, and the asker goes without. The thread with the lease sees it at its
 // next layer boundary and takes the entries itself. A request that all entries together could not meet takes none.
 //
 // Note [Divisible]
@@ -88,12 +88,12 @@ class Reclaim {
   // Has as few pages exist as the budget allows now, as far as entries can help. Throws DriverError.
   void shrink();
   // Pages that are wanted and that only entries leased by other threads can give; 0 once they are had otherwise.
-  std::size_t demand();
-  // Is anything demanded, as far as can be told without waiting?
-  bool demanded() const { return demanded_.load(std::memory_order_relaxed); }
-  // Takes for the demand what the calling thread may take; returns the pages. What other threads still hold stays
-  // demanded. Throws DriverError.
-  std::size_t obey();
+  std::size_t page_request();
+  // Is anything requested, as far as can be told without waiting?
+  bool is_requested() const { return requested_.load(std::memory_order_relaxed); }
+  // Takes for the request what the calling thread may take; returns the pages. What other threads still hold stays
+  // requested. Throws DriverError.
+  std::size_t yield_pages();
   // Takes those of these entries that the calling thread may take now, of divisible ones until there are so many pages;
   // returns the pages. Throws DriverError.
   std::size_t take(const std::vector<std::int64_t>& keys, std::size_t pages = ~std::size_t{0});
@@ -107,7 +107,7 @@ class Reclaim {
   bool meet(const PoolExhausted& reason, std::size_t before);
   // In their order, until so many pages are ready; as many as the host has room for.
   Outlook look(std::size_t enough);
-  void demand(std::size_t wanted, std::size_t missing);
+  void request_pages(std::size_t wanted, std::size_t missing);
   std::size_t take(std::size_t wanted, std::size_t missing, bool all_or_none, Events::Kind kind);
   std::size_t take_some(std::size_t missing, Events::Kind kind, const std::function<bool(const Entry&)>& chosen);
   Taken take_one(Entry& entry, std::size_t missing, std::exception_ptr& failed);
@@ -118,8 +118,8 @@ class Reclaim {
   std::vector<Entry> entries_;
   std::deque<Event> events_;
   std::atomic<std::size_t> pages_{0};
-  std::size_t wanted_ = 0;  // what the demand is for: this many pages that can be had
-  std::atomic<bool> demanded_{false};
+  std::size_t wanted_ = 0;  // what the request is for: this many pages that can be had
+  std::atomic<bool> requested_{false};
 };
 
 }  // namespace ballonet

@@ -79,9 +79,9 @@ def of(device: Device) -> Governor:
         return governor
 
 
-def obey(device: Device, governor: Governor) -> None:
-    """For a thread between two layers: gives what others demand of it. DriverError."""
-    if device.obey():
+def yield_pages(device: Device, governor: Governor) -> None:
+    """For a thread between two layers: gives what others request of it. DriverError."""
+    if device.yield_pages():
         governor.pages.given()
 
 

@@ -79,8 +79,8 @@ class Model(Protocol):
     def listen(self) -> list[RemovableHandle]:
         """Has the calls of its modules say what they capture (`noticed`), until the handles are removed."""
 
-    def obey(self) -> None:
-        """Gives what other threads demand of this one. DriverError."""
+    def yield_pages(self) -> None:
+        """Gives what other threads request of this one. DriverError."""
 
 
 class Record:
@@ -169,7 +169,7 @@ class Record:
 
     def _enter(self, lease: Lease) -> None:
         for model in self.models:
-            model.obey()
+            model.yield_pages()
         for _, group in self._groups:
             lease.enter(group)
         for each in runtime.every():  # of memory that is no model's, too

@@ -50,15 +50,15 @@ class Forwards:
         lease: Callable[[], ForwardLease],
         before: Callable[[Sequence[Any], Mapping[str, Any]], None],
         after: Callable[[], None],
-        obey: Callable[[], None],
+        yield_pages: Callable[[], None],
         turns: Turns,
         layers: Layers,
         levers: Sequence[Lever],
         in_graphs: Callable[[], bool],
     ) -> None:
         """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
-        each outermost one, under it, and `after()` at its end, `obey()` between two layers when others demand pages;
-        `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
+        each outermost one, under it, and `after()` at its end, `yield_pages()` between two layers when others request
+        pages; `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
         autograd hold weights?"""
         self.chaos = chaos
         self.count = 0  # decoder layers that are hooked
@@ -66,7 +66,7 @@ class Forwards:
         self._lease = lease
         self._before = before
         self._after = after
-        self.obey = obey
+        self.yield_pages = yield_pages
         self._levers = levers
         self._in_graphs = in_graphs
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
@@ -313,8 +313,8 @@ class _EnterLayer(Hook):
         if forwards.chaos is not None:
             forwards.act(forwards.chaos)
         # Did another thread find no pages? This one may have some that it can do without.
-        if weights.device.demand:
-            forwards.obey()
+        if weights.device.page_request:
+            forwards.yield_pages()
         # What does not stream reads its own addresses; where that is captured the layers have a say in it.
         slot = forwards.layers.enter(layer) if self.opaque or forwards.layers.capturing() else None
         if slot is None:

@@ -77,8 +77,8 @@ class KVPages:
         a lease, that of the `forward` where there is one. BallonetError, DriverError."""
         if self._tier is None or self._extent is None:
             return
-        if self._kept is not None and self._kept.renew(forward) and self._device.demand:
-            self._device.obey()  # as a forward between its layers
+        if self._kept is not None and self._kept.renew(forward) and self._device.page_request:
+            self._device.yield_pages()  # as a forward between its layers
         stream = self.stream
         if self._tier.turns.begins((self.number, layer)):
             more = max(0, self._geometry.pieces(end) - self._extent.end)

@@ -5,7 +5,7 @@
    being copied to the host, once it has been
 3  prefixes that are only kept in case that a prompt begins with them are forgotten
 4  what nobody can reach any more is collected: caches of calls that were interrupted hang on their tracebacks
-5  what other threads lease is demanded of them, and waited for, while they may be waiting for what this one leases
+5  what other threads lease is requested of them, and waited for, while they may be waiting for what this one leases
 6  pages of the host
 7  torch.OutOfMemoryError
 """
@@ -86,14 +86,14 @@ def _waited(device: Device, tier: KVTier, tried: Callable[[], bool]) -> bool:
     began, most, patience = time.monotonic(), 0, waiting.room if tier.patient else waiting.room_look
     try:
         while (left := began + patience - time.monotonic()) > 0:
-            demanded = device.demand
-            most = max(most, demanded)
-            if demanded:
+            requested = device.page_request
+            most = max(most, requested)
+            if requested:
                 tier.governor.pages.wait(min(left, waiting.room_look))
             if tried():  # also where they were given since
                 tier.patient = True
                 return True
-            if not demanded and not device.demand:
+            if not requested and not device.page_request:
                 return False
         tier.patient = False
         return False

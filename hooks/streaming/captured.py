@@ -96,9 +96,9 @@ class Captured:
             if not isinstance(part, torch.jit.ScriptModule)
         ]
 
-    def obey(self) -> None:
-        if self.device.demand and not self._pace.capturing():
-            governors.obey(self.device, self._governor)
+    def yield_pages(self) -> None:
+        if self.device.page_request and not self._pace.capturing():
+            governors.yield_pages(self.device, self._governor)
 
     def noticed(self, layer: int | None) -> None:
         """Where this is captured: this layer is about to run, or to be looked at; None: something outside of layers.

@@ -107,7 +107,7 @@ class Weights:
         """
         blocks = (Block(n, span.nbytes, None if span.layer in still else span.layer) for n, span in enumerate(found))
         layout = place(blocks, self.device.page_size, self.plans.large)
-        plan = room.demand(self.device, layout, found, working, layers, rule)
+        plan = room.plan_under_budget(self.device, layout, found, working, layers, rule)
         twins = self._backings_in_files(layout, found, plan, known)
         room.check_host(self.device, sum(plan.pages[layer] for layer in plan.streamed if layer not in twins))
         made: dict[int | None, Range] = {}

@@ -44,7 +44,9 @@ def working_pages(
     return cache + -(-plans.short_use * widest * _LOGITS // page_size) + plans.small_blocks
 
 
-def demand(device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule) -> Plan:
+def plan_under_budget(
+    device: Device, layout: Layout, spans: Sequence[Span], working: int, layers: int, rule: Rule
+) -> Plan:
     """Which of the `layers` decoder layers stream, so that the model of `spans` can be moved in and used under the
     device's budget. Others that are idle make room for all of it, those that are not for as much as it needs at least.
     BudgetError where that cannot be.

@@ -9,7 +9,7 @@ Note [The fate of what was borrowed]
         pages go back, a sequence at a time, however many they are (store.py).
     3   what is left is due yet. It is in the reclaim list before everything but clean prefixes and what costs nothing
         (Rung.LEND), so that the core takes it the moment that the worker finds no page; what a thread leases is
-        demanded of it, and given at its next layer boundary, as ever.
+        requested of it, and given at its next layer boundary, as ever.
 
 Note [When]
     `needs`: before a cache grows, by the thread that uses it, on which its model may take pages back. `keep`: when a

@@ -18,7 +18,7 @@ Note [The same answer]
         who is gone         `Clients.gone`; what the core took: `taken`, as ever
         who is idle         nobody becomes so before `Idleness.calm_until`, which whoever adds, removes or keeps a
                             client takes back
-        free pages          their number, the budget and the demand are those of the last look, and time alone ends
+        free pages          their number, the budget and the request are those of the last look, and time alone ends
                             neither a dwell nor a shortage yet (`Pages.unchanged`); while pages are short, never
         reserves            are not due (`Lending.due_at`)
         the reclaim list    is not out of date

@@ -107,7 +107,7 @@ class Listed(Lever):
 
 
 class Wait(Lever):
-    """What others demand of this thread, and what this thread may hear of."""
+    """What others request of this thread, and what this thread may hear of."""
 
     rung = Rung.WAIT
 
@@ -116,7 +116,7 @@ class Wait(Lever):
         self._device = device
 
     def would_free(self) -> int:
-        return self._device.demand
+        return self._device.page_request
 
     def would_cost(self) -> tuple[float, float]:
         return 0.0, 0.0

@@ -2,9 +2,9 @@
 
 Note [Locks]
     One lock, held while numbers are looked at, never while a client prepares anything or the core waits for a layer
-    that is being taken. `Device.taken`, `publish`, `snapshot` and `demand` are called under it: they take locks of the
-    core only, which never calls Python; so is what clients answer at once (client.py). Entries are made without it; a
-    list made of them is published only if nobody has begun a newer one, nor changes a model, since.
+    that is being taken. `Device.taken`, `publish`, `snapshot`, `page_request` are called under it: they take locks of
+    the core only, which never calls Python; so is what clients answer at once (client.py). Entries are made without it;
+    a list made of them is published only if nobody has begun a newer one, nor changes a model, since.
 """
 
 from __future__ import annotations

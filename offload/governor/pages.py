@@ -56,7 +56,7 @@ class Pages:
         total = budget // self._device.page_size
         self.short = free * self._tuning.short < total
         self.scarce = self._scarce(now, free, total)
-        waited = waited or self._device.demand > 0
+        waited = waited or self._device.page_request > 0
         self._calm, spare = observe(self._calm, now, free, waited, self._mark(total), self._tuning.dwell)
         self._seen = free, budget
         self._quiet_until = self._next_change(free < self._mark(total) and not waited)
@@ -65,7 +65,7 @@ class Pages:
     def unchanged(self, now: float) -> bool:
         """Would a look find what the last one found, with none to go back, while plenty are free?"""
         device = self._device
-        return now < self._quiet_until and not device.demand and (device.available, device.budget) == self._seen
+        return now < self._quiet_until and not device.page_request and (device.available, device.budget) == self._seen
 
     def _next_change(self, waits: bool) -> float:
         """The moment from which on a look may find something else, though as many pages are free as at this one: at
@@ -93,12 +93,12 @@ class Pages:
         self._calm, self._quiet_until = None, -math.inf
 
     def wait(self, timeout: float) -> bool:
-        """Waits until others may have given some, `timeout` seconds at most, and gives meanwhile what others demand of
+        """Waits until others may have given some, `timeout` seconds at most, and gives meanwhile what others request of
         this thread. False where nothing has happened."""
-        end, before, demanded = time.monotonic() + timeout, self.free, 0
+        end, before, requested = time.monotonic() + timeout, self.free, 0
         while True:
-            demanded, was = self._device.demand, demanded
-            if (demanded and self._device.obey()) or self.free > before or demanded < was:
+            requested, was = self._device.page_request, requested
+            if (requested and self._device.yield_pages()) or self.free > before or requested < was:
                 return True
             left = end - time.monotonic()
             if left <= 0:

@@ -160,7 +160,7 @@ class Pair:
 def pulled() -> int:
     """Pages that were taken back so far."""
     found = ballonet.stats().events.get("lend", {})
-    return sum(found[verb].pages for verb in ("pull", "obey") if verb in found)
+    return sum(found[verb].pages for verb in ("pull", "yield") if verb in found)
 
 
 def read(borrower: Speaker, talks: Sequence[int]) -> list[torch.Tensor]:

@@ -87,8 +87,8 @@ def test_what_another_thread_needs_is_given_between_two_calls(streamed: Layers, 
     thread.start()
     thread.join()
     assert isinstance(asked.pop(), PoolExhausted)
-    assert device.demand > 0
-    assert device.obey() >= 3
+    assert device.page_request > 0
+    assert device.yield_pages() >= 3
     lease.close()
     thread = threading.Thread(target=ask)
     thread.start()

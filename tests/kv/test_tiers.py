@@ -311,8 +311,8 @@ def test_pages_that_another_thread_leases_are_demanded_and_waited_for(
         pairs.append(Pair(int(80 * PER_PAGE)))
         go.set()
         while not done.is_set():  # its next layers
-            if asked.is_set() and device.demand:
-                device.obey()
+            if asked.is_set() and device.page_request:
+                device.yield_pages()
         lease.close()
 
     thread = threading.Thread(target=other)
@@ -345,7 +345,7 @@ def test_between_its_calls_no_other_thread_takes_from_a_cache_that_is_used_by_ha
     pair = Pair(60)
     assert on_another_thread(lambda: press(device, 3)) == 0
     assert pair.places() == "ddddd"
-    assert device.demand == 3
+    assert device.page_request == 3
     pair.update(1)  # gives what is demanded
     assert pair.places() == "aaadd"
     assert press(device, 1) == 1  # the thread itself may take at any time: its kernels come after

@@ -226,7 +226,7 @@ class Model {
           die("a layer does not hold what was written into it");
       }
       ++verified;
-      if (device_.reclaim.demand() > 0) device_.reclaim.obey();
+      if (device_.reclaim.page_request() > 0) device_.reclaim.yield_pages();
       group_->leave();
       device_.reclaim.withdraw(keys());
       for (Layer& layer : layers_) {

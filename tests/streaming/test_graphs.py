@@ -278,7 +278,7 @@ def test_a_replay_is_leased(model: Any, original: Any, governor: Any) -> None:
 
         def elsewhere(more: Callable[[], bool]) -> None:
             before = reclaimed()
-            thread = threading.Thread(target=lambda: tried.append((more(), device.demand, reclaimed() - before)))
+            thread = threading.Thread(target=lambda: tried.append((more(), device.page_request, reclaimed() - before)))
             thread.start()
             thread.join()
 

@@ -89,7 +89,7 @@ def test_four_verbs(model: Any, larger: Any, governor: Any, clock: Clock) -> Non
         torch.empty(64 * PAGE)  # whose block is free now
         assert rungs[Rung.INFLATE].would_free() > 0
         assert rungs[Rung.INFLATE].pull(1) > 0
-        assert rungs[Rung.WAIT].pull(1) == device.demand == 0
+        assert rungs[Rung.WAIT].pull(1) == device.page_request == 0
 
 
 @pytest.mark.counts
@@ -193,7 +193,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
             logits(model, cache)
             resident = (active.report().pages, other.report().pages)
             for cycle in range(CYCLES):
-                before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
+                before = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
                 candidates = governor.reclaim.candidates()
                 with full(but=2):
                     torch.empty(sum(candidate.pages for candidate in candidates) * PAGE, dtype=torch.uint8)
@@ -203,7 +203,7 @@ def test_a_square_wave(model: Any, larger: Any, governor: Any, clock: Clock) -> 
                 for _ in range(4):
                     assert torch.equal(logits(idle), expected[1])
                     assert torch.equal(logits(model, cache), expected[2])
-                after = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "obey"), ("revert",))]
+                after = [moved(each, *verbs) for each in (weights, kv) for verbs in (("pull", "yield"), ("revert",))]
                 pulled, back, kv_pulled, kv_back = (now - then for now, then in zip(after, before, strict=True))
                 assert pulled == back == gone, cycle
                 assert kv_pulled == kv_back, cycle
