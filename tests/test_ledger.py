@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, meeting
-from ballonet.offload.policy.ledger import Client, Option, Refusal, Shares, options, settle, share
+from ballonet.offload.policy.ledger import Client, Option, Refusal, Shares, options, share, share_running
 
 from .links import fair
 
@@ -127,7 +127,7 @@ def test_intervals_follow_the_link_and_no_slo_is_missed_that_was_not_given_up(
     """Select-N, coordinator: no violation under random bandwidth."""
     assume(all(each.idle or options(replace(each, slo=math.inf)) for each in them))
     for bandwidth, traffic in moments:
-        settled = settle(them, bandwidth, traffic)
+        settled = share_running(them, bandwidth, traffic)
         sharing = [each for each in them if not each.idle]
         assert list(settled.shares.options) == [each.name for each in sharing]
         got = fair([settled.shares.options[each.name].rate for each in sharing], max(0, bandwidth - traffic))
@@ -218,9 +218,9 @@ def test_refusals_in_words() -> None:
 
 def test_an_slo_that_cannot_be_kept_any_more_is_given_up_by_the_newest() -> None:
     old, new = client("a", slo=0.1), client("b", slo=0.1, available=60)
-    assert settle([old, new], LINK).missed == {}
-    slower = settle([old, new], LINK * 0.4)
+    assert share_running([old, new], LINK).missed == {}
+    slower = share_running([old, new], LINK * 0.4)
     assert list(slower.missed) == ["b"]
     assert slower.shares.options["b"].interval == 2, "its memory demands that much"
     with pytest.raises(ValueError, match="do not fit"):
-        settle([client("a", available=1)], LINK)
+        share_running([client("a", available=1)], LINK)

@@ -115,7 +115,7 @@ bool Ahead::serve_coming(Section& in, Mapper& mapper) {
   std::size_t piece = 0;
   while (slot->held[piece].backing != Backing::kNone) ++piece;
   const bool mapped = map_one(*slot, piece, Slots::Take::kUnpromised);
-  slots_.settle(*slot);
+  slots_.keep_closed(*slot);
   if (slot->held.pieces > 0) {  // a page that could not be opened is retiring there
     for (std::size_t i = 0; slot->held.ahead() > 0; ++i) space_.table.forget_ahead(slot->held, i);
     space_.ranges.insert(slot.get());

@@ -120,7 +120,7 @@ Blocks::Block* BlockSupply::spill(HeapLock& lock, const ArenaKey& key, std::uint
 
 std::size_t BlockSupply::give_up_idle(HeapLock& lock) {
   ++counts_.waits;
-  live_.settle(lock);
+  live_.wait_freed(lock);
   const std::size_t pages = pages_.harvest(~std::size_t{0});
   Unlocked unlocked(lock);
   mapper_.reap(true);

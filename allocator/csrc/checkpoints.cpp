@@ -18,7 +18,7 @@ Checkpoint Checkpoints::take(BallonetPool pool) {
 
 Checkpoints::Restored Checkpoints::restore(const Checkpoint& state) {
   HeapLock lock(mutex_);
-  if (!mapper_.fences.capturing()) live_.settle(lock);
+  if (!mapper_.fences.capturing()) live_.wait_freed(lock);
   for (const auto& live : state.blocks) {
     if (arenas_.at(state.pool, live.address) == nullptr)
       throw UsageError("the memory pool of this checkpoint was released meanwhile");

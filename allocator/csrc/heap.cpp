@@ -60,7 +60,7 @@ std::size_t Heap::trim_and_wait() {
 
 std::size_t Heap::idle_pages() {
   HeapLock lock(mutex);
-  if (!mapper_->fences.capturing()) live_.settle(lock);
+  if (!mapper_->fences.capturing()) live_.wait_freed(lock);
   return pages_.idle();
 }
 
@@ -68,7 +68,7 @@ void Heap::shrink(bool wait) {
   wait = wait && !mapper_->fences.capturing();
   {
     HeapLock lock(mutex);
-    if (wait) live_.settle(lock);
+    if (wait) live_.wait_freed(lock);
     if (mapper_->space.device.above_budget()) harvest_excess();
   }
   if (wait) mapper_->reap(true);

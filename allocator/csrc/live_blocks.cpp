@@ -49,7 +49,7 @@ void LiveBlocks::free_passed() {
   }
 }
 
-void LiveBlocks::settle(HeapLock& lock) {
+void LiveBlocks::wait_freed(HeapLock& lock) {
   std::vector<Awaited> all;
   for (Waiting& waiting : waiting_) all.push_back(mapper_.fences.awaited(waiting.fence));
   {

@@ -53,7 +53,7 @@ class LiveBlocks {
   // Frees what waited and has passed.
   void free_passed();
   // Waits for all that waits, without the lock. Memory pools that nobody uses any more lose their arenas then.
-  void settle(HeapLock& lock);
+  void wait_freed(HeapLock& lock);
   // Does a block of the pool wait?
   bool any_waits(BallonetPool pool) const;
   // Blocks that are handed out or wait.

@@ -54,7 +54,7 @@ void Mapper::close(Range& range, bool unseen) {
   retirement.retire(range, {{0, range.pieces}}, unseen);
   range.closed = true;
   ahead.one_ended(range);
-  slots.settle(range);
+  slots.keep_closed(range);
   retirement.reap_later(in);
 }
 

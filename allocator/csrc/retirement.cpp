@@ -125,7 +125,7 @@ Retirement::Left Retirement::finish(Entry& entry, std::size_t most, std::size_t&
     }
     return true;
   });
-  if (left == Left::kNone) slots_.settle(range);
+  if (left == Left::kNone) slots_.keep_closed(range);
   return left;
 }
 

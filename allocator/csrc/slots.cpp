@@ -14,7 +14,7 @@ bool Slots::may_keep(const Range& range, std::size_t index) const {
          piece.open && space_.device.book.mappings(piece.page) == 1 && !space_.device.above_budget();
 }
 
-void Slots::settle(Range& range) {
+void Slots::keep_closed(Range& range) {
   if (!range.closed || range.windows != 0 || range.held.in_use()) return;
   if (range.held.kept() == 0) return space_.free(range.held);
   slots_.push_back({std::exchange(range.held, {})});

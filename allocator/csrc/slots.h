@@ -28,7 +28,7 @@ class Slots {
   bool may_keep(const Range& range, std::size_t piece) const;
   // Once a range is closed, nothing waits for its addresses any more and no window shows them, they are a slot, if
   // pages are kept there.
-  void settle(Range& range);
+  void keep_closed(Range& range);
   // The addresses of the slot that fits best; empty where none fits.
   Stretch take(std::size_t pieces, std::size_t expected);
 

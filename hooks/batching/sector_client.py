@@ -173,7 +173,7 @@ class SectorClient:
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
-    def settle(self, write: bool = False) -> bool:
+    def wait_copies(self, write: bool = False) -> bool:
         """Waits for what comes back, so that this thread may read pages under its lease, or `write` to them, beside
         the stream that computes. False where something lacks its bytes, as an interrupt has left it. DriverError."""
         with self.lock:

@@ -107,7 +107,7 @@ class _Clients:
         for loop in self.loops:
             loop.take_in()
 
-    def settle(self) -> None:
+    def wait_returned(self) -> None:
         """A batch is about to be chosen."""
 
     def figures(self, machine: Machine) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class _Run:
     def _stepped(self, loop: Loop) -> bool:
         if not loop.busy or loop.ready_at > self._clock.now:
             return False
-        self._clients.settle()
+        self._clients.wait_returned()
         if found := loop.prepare():
             self._log.append(loop.run())
         loop.hear(self._heard)
@@ -194,7 +194,7 @@ class _Governed(_Clients):
         self._charges = charges
         self._most = 0
 
-    def settle(self) -> None:
+    def wait_returned(self) -> None:
         """See Note [Exactly again]."""
         device = runtime.require()
         self._most = max(self._most, sum(loop.processor.cache.pages.nbytes for loop in self.loops))

@@ -15,7 +15,7 @@ from typing import Final
 
 from ...allocator.events import Events
 from ..policy.ladder import Candidate
-from ..policy.ledger import Settled
+from ..policy.ledger import RunningShares
 from ..policy.tuning import Tuning
 from ..record.record import Point
 from .activity import Marks, Progress
@@ -56,7 +56,7 @@ class Overview:
         self.link: Final = Link(device, self.lock, self._link_changed, bandwidth, received, clock, tuning.traffic)
         # what is looked up while nothing happens
         self.answers: dict[tuple[int, Point], Decision] = {}
-        self.settled: Settled | None = None
+        self.settled: RunningShares | None = None
         self.wanting = 0  # free pages when a model got fewer than it would take, in powers of two; 0: none did
         # pages
         self.pages: Final = Pages(device, tuning.pages)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from ..policy.ledger import Client, Refusal, Settled, Shares, settle, share
+from ..policy.ledger import Client, Refusal, RunningShares, Shares, share, share_running
 from ..record.record import Point
 from .activity import Activity
 from .client import ModelClient
@@ -21,16 +21,16 @@ from .client_state import FIRST, ModelState
 from .situation import Situation
 
 
-def settled(now: Situation, state: ModelState, point: Point) -> Settled:
+def settled(now: Situation, state: ModelState, point: Point) -> RunningShares:
     """Between iterations; `state` is about to have one like `point`. See Note [Together]."""
     assert now.bandwidth is not None
     points = {each.name: each.point or FIRST["prefill"] for each in now.states} | {state.name: point}
     clients = [now.client(each, points[each.name], _all(each)) for each in now.states]
     shares = _together(now, clients, now.room(state))
     if shares is not None:
-        return Settled(shares, {})
+        return RunningShares(shares, {})
     clients = [now.client(each, points[each.name], now.room(state) if each is state else 0) for each in now.states]
-    return settle(clients, now.bandwidth, now.traffic)
+    return share_running(clients, now.bandwidth, now.traffic)
 
 
 def admit(now: Situation, model: ModelClient, available: int) -> Refusal | None:

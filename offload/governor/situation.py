@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..policy.interval import Costs, fitting, meeting
-from ..policy.ledger import FIXED, Client, Option, Settled
+from ..policy.ledger import FIXED, Client, Option, RunningShares
 from ..policy.plan import Plan
 from ..policy.remap import Model
 from ..record.record import Phase, Point
@@ -46,7 +46,7 @@ class Situation:
     page_size: int
     bandwidth: float | None
     traffic: float
-    settled: Settled | None = None
+    settled: RunningShares | None = None
     floors: Mapping[int, int] = field(default_factory=dict)
     peer_seconds: float | None = None
     peer_room: bool = False

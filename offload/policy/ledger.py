@@ -137,7 +137,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class RunningShares:
     """`missed`: whose SLO was given up, and why."""
 
     shares: Shares
@@ -170,7 +170,7 @@ def share(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> 
     return _refusal(active[count - 1], tables[: count - 1], left)
 
 
-def settle(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> Settled:
+def share_running(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) -> RunningShares:
     """`share` between iterations, when no model can be sent away any more: where the link got slower the newest that
     does not go with those before it keeps streaming what its memory demands, and its SLO is given up. ValueError for
     layers that do not fit."""
@@ -183,7 +183,7 @@ def settle(clients: Sequence[Client], bandwidth: float, traffic: float = 0.0) ->
         newest = next(each.name for each in reversed(before) if not each.idle and each.slo < math.inf)
         missed[newest] = found
         clients = [replace(each, slo=math.inf) if each.name == newest else each for each in clients]
-    return Settled(found, missed)
+    return RunningShares(found, missed)
 
 
 def _fitting(client: Client) -> Iterator[int]:
