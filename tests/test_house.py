@@ -36,6 +36,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/streaming",
     "hooks/kv",
     "hooks/prefix",
+    "hooks/sectors",
     "hooks/batching",
     "hooks",
     "hooks/programs",
@@ -171,7 +172,7 @@ FACTS = {
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
-    "hooks/batching/sectors.py": {"RESERVED"},  # transformers has two
+    "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},
     "hooks/weights/room.py": {"_LOGITS"},
     "hooks/weights/storages.py": {"_WIDEST"},

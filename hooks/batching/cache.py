@@ -20,10 +20,10 @@ from ...allocator.errors import DriverError, PoolExhausted
 from ...offload.policy.tuning import DEFAULT, Serving
 from ...offload.record.record import Point
 from ..forward.lease import GroupLease, current
+from ..sectors.client import SectorChaos
+from ..sectors.pages import RESERVED, SectorPages, SectorPool
+from ..sectors.prompt_blocks import PromptBlocks
 from .batched import Batched
-from .prompt_blocks import PromptBlocks
-from .sector_client import SectorChaos
-from .sectors import RESERVED, SectorPages, SectorPool
 from .sizes import Sizes, largest_batch, masks_of, readable
 
 

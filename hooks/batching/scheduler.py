@@ -18,7 +18,7 @@ from ...offload.policy.request_slo import NOTHING, may_begin
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..measure.point import packed
-from .beginnings import Beginnings
+from ..sectors.beginnings import Beginnings
 from .cache import ElasticPagedCache
 from .noting import Noting
 from .promises import Promises

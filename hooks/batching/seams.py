@@ -113,10 +113,10 @@ def _replace() -> None:
     from transformers.generation.continuous_batching import continuous_api, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
+    from ..sectors.room import memory_of
     from . import steps
     from .cache import ElasticPagedCache
     from .preemption import PagePreemption
-    from .room import memory_of
     from .scheduler import ElasticFIFO, ElasticPrefillFirst
 
     manager, mapping = continuous_api.ContinuousBatchingManager, scheduler.SCHEDULER_MAPPING

@@ -15,9 +15,9 @@ from ...allocator._native import Device
 from ...allocator.errors import PoolExhausted
 from ...offload.policy.interval import Costs
 from ..batching.cache import ElasticPagedCache
-from ..batching.sector_client import SectorClient
 from ..forward.lease import GroupLease
 from ..managed import Managed, elastic_of, pace_of
+from ..sectors.client import SectorClient
 from ..streaming.elastic import Elastic
 from .loops import Loop
 from .machine import Machine

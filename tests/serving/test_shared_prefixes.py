@@ -20,11 +20,11 @@ from ballonet.allocator import runtime
 from ballonet.hooks.batching import seams
 from ballonet.hooks.batching.cache import ElasticPagedCache
 from ballonet.hooks.batching.living import Living
-from ballonet.hooks.batching.sectors import SectorPages
 from ballonet.hooks.managed import Managed
 from ballonet.hooks.prefix import saving
 from ballonet.hooks.prefix.sequence import Gone
 from ballonet.hooks.prefix.stored_tokens import StoredTokens
+from ballonet.hooks.sectors.pages import SectorPages
 
 from ..core import arm, disarm
 from ..models import build

@@ -7,7 +7,7 @@ from ...offload.policy.admission import Memory
 from ...offload.policy.tuning import DEFAULT, Serving
 from ..device import governors
 from ..weights.room import host_pages_left
-from .sector_client import SectorClient
+from .client import SectorClient
 
 
 def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:

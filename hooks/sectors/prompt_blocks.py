@@ -2,7 +2,7 @@
 others than the generation loop, and filled with what others have computed.
 
 Note [Two threads]
-    A generation loop changes tables, counts and hashes under the lock of the client (sector_client.py). Whoever else
+    A generation loop changes tables, counts and hashes under the lock of the client (client.py). Whoever else
     reads blocks, to write them to files or for a request of `generate()`, counts as one more request that has them, so
     that they are neither evicted nor written to; and leases the cache, so that no page leaves its address.
 
@@ -25,7 +25,7 @@ from ..device.streams import torch_device, wait_for_work
 from ..forward.lease import GroupLease
 from ..prefix.identity import Identity
 from ..prefix.sequence import Gone, Pair, Run
-from .sectors import SectorPages, SectorPool
+from .pages import SectorPages, SectorPool
 
 
 class PromptBlocks:

@@ -22,7 +22,7 @@ from ...allocator._native import Device, Group, Range
 from ...allocator.errors import PoolExhausted
 from ..device import governors
 from ..kv.room import find_room
-from .sector_client import SectorClient
+from .client import SectorClient
 
 if TYPE_CHECKING:
     from ...allocator._native import Place
