@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from common import Figure, Options, describe, interleaved, report
+from common import PAGE_CALLS, Figure, Options, describe, interleaved, report
 from peer import Functions, begin, peers
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ CASES = {
 }
 STEPS = 10  # tokens of each generate(); the first two are not timed
 WARM = 2
-PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ import ballonet
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
+PAGE_CALLS = ("cuMemCreate", "cuMemRelease", "cuMemMap", "cuMemUnmap", "cuMemSetAccess", "cuMemcpyAsync")
 REPETITIONS = 7
 Row = Mapping[str, Any] | Sequence[tuple[str, Any]]  # of a table: cells by column; pairs where two have one name
 PACKAGES = ("torch", "transformers", "accelerate")

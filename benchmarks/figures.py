@@ -22,7 +22,7 @@ SHOWN = {
     ROOT / "README.md": ("prefix", "oom", "context", "streaming", "decode"),
     ROOT / "docs" / "measuring.md": (
         *("slo", "knee", "driver-time", "shrink", "recover", "fragmentation", "page-size", "kv-stream", "lending"),
-        *("tenants", "serve"),
+        *("tenants", "serve", "serve-plain"),
         *("hit-rate", "cold-load", "reactivate", "kv-growth", "prefill", "allocate", "exchange", "peak", "traces"),
     ),
 }

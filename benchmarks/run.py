@@ -71,7 +71,7 @@ PARTS: Mapping[str, Part] = {
         seconds=3600,
         step_seconds=1200,
     ),
-    "cpu-serving": Part(benchmarks=("serve", "tenants"), gpu=False, seconds=3600, step_seconds=3000),
+    "cpu-serving": Part(benchmarks=("serve", "serve_plain", "tenants"), gpu=False, seconds=3600, step_seconds=3000),
     "core": Part(
         tests=(
             ("tests/contract/test_driver_contract.py",),
@@ -116,7 +116,7 @@ PARTS: Mapping[str, Part] = {
     ),
     "serve": Part(
         tests=(("tests/gpu/test_serve_*.py",),),
-        benchmarks=("serve",),
+        benchmarks=("serve", "serve_plain"),
         test_seconds=130,
     ),
     "prefix": Part(

@@ -27,7 +27,7 @@ PLAYED = {"bench_knee", "bench_kv_stream", "bench_prefix", "bench_reactivate", "
 INSIDE = (
     *("bench_oom", "bench_context", "bench_driver_time", "bench_shrink", "bench_fragmentation"),
     *("bench_decode", "bench_kv_growth", "bench_prefill", "bench_peak", "bench_lending", "bench_allocate"),
-    *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve"),
+    *("bench_calls", "bench_recover", "bench_cold_load", "bench_streaming", "bench_serve", "bench_serve_plain"),
 )
 PROGRAMS = sorted(path for path in (ROOT / "benchmarks").glob("bench_*.py") if path.stem not in {*PLAYED, *INSIDE})
 
@@ -104,7 +104,8 @@ def test_runs_in_one_process(program: str, run: ModuleType, tmp_path: Path, monk
             take_out()
 
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
-    monkeypatch.setattr(module, "peers", peers)
+    starting = module if hasattr(module, "peers") else importlib.import_module("serving")
+    monkeypatch.setattr(starting, "peers", peers)
     monkeypatch.setattr(sys, "argv", [program, "--tiny", "--out", str(out)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,0 +1,165 @@
+"""A Llama of twelve layers that answers many requests through continuous batching, stock or on the pool.
+
+Stock sizes its cache by what the device has free: here it is told the budget, and that the weights are in it.
+All peers answer the same requests, greedily.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from common import GIB, PAGE_CALLS, Figure, Options
+from peer import Functions, peers
+
+STOCK, SPACED, FIXED = "stock", "stock, space on the host", "ballonet, weights fixed"
+FULL, OURS = "ballonet, full batches", "ballonet"
+LAYERS = {"cuda": 32, "cpu": 12, "tiny": 4}
+REQUESTS = {"cuda": 256, "cpu": 32, "tiny": 8}
+NEW = {"cuda": 256, "cpu": 64, "tiny": 12}  # tokens of each answer
+LONGEST = {"cuda": 2048, "cpu": 256, "tiny": 40}  # prompt
+BLOCK = {"cuda": 256, "cpu": 32, "tiny": 16}  # tokens
+
+
+def title(chosen: Options) -> str:
+    kind = chosen.kind
+    return f"{REQUESTS[kind]} requests of {NEW[kind]} tokens, {LAYERS[kind]} layers"
+
+
+def in_rounds(
+    program: str, chosen: Options, names: Sequence[str], budget: int, rounds: int
+) -> dict[str, list[dict[str, Any]]]:
+    """What each peer says of its runs at this budget, by name. A process each: what one run leaves is not the next
+    one's."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, said in found.items():
+            with peers(program, chosen, (name,)) as one:
+                said.append(one[name].ask("serve", budget=budget))
+    return found
+
+
+def figure(said: Sequence[dict[str, Any]], what: str) -> Figure:
+    return Figure.of([float(each[what]) for each in said])
+
+
+def differing(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]) -> Figure:
+    """Answers of all runs that are not stock's: there are to be none."""
+    expected = stock[0]["answers"]
+    wrong = sum(one != other for each in said for one, other in zip(each["answers"], expected, strict=True))
+    return Figure.of([float(wrong)]).at_most(0)
+
+
+def functions(name: str, chosen: Options) -> Functions:
+    return {"serve": lambda budget: serve(name, chosen, budget)}
+
+
+def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
+    """Answers all requests twice, first with two tokens each; returns what is known of the second time. See
+    `answered`."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import ballonet
+
+    torch.set_num_threads(1 if not chosen.cuda else torch.get_num_threads())
+    ours = name in (FIXED, FULL, OURS)
+    if ours:
+        ballonet.install(
+            budget, host_budget=budget, page_size=None if chosen.cuda else 256 * 1024, device=chosen.device
+        )
+    torch.manual_seed(0)
+    wide = {"cuda": 4096, "cpu": 512, "tiny": 256}[chosen.kind]
+    config = LlamaConfig(
+        hidden_size=wide,
+        intermediate_size=wide * 11 // 4,
+        num_hidden_layers=LAYERS[chosen.kind],
+        num_attention_heads=wide // 64,
+        num_key_value_heads=max(1, wide // 64 // (4 if chosen.cuda else 1)),
+        vocab_size=2048,
+        max_position_embeddings=8192,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if chosen.cuda else torch.float32)
+    model = model.to(chosen.device).eval()
+    if ours:
+        ballonet.manage(model, interval=None if name == FIXED else "auto", batches="full" if name == FULL else "fast")
+    else:
+        told(budget, sum(weight.nbytes for weight in model.parameters()))
+    answered(name, chosen, model, budget, 2)
+    return answered(name, chosen, model, budget, NEW[chosen.kind])
+
+
+def told(budget: int, weights: int) -> None:
+    """Stock is told that this is all the memory, and that the weights lie in it."""
+    import torch
+    from transformers.generation.continuous_batching import cache
+
+    cache.get_device_and_memory_breakdown = lambda: (torch.device("cpu"), budget, weights, weights)
+
+
+def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -> dict[str, Any]:
+    """Counts and answers of one run: steps, preemptions, the largest batch; tokens per second, CPU seconds, calls of
+    the driver that change pages per token, pages given."""
+    import torch
+    from transformers import GenerationConfig
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+    from transformers.generation.continuous_batching import continuous_api, requests
+
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(16, LONGEST[chosen.kind] + 1, (REQUESTS[chosen.kind],), generator=draw).tolist()
+    asked = [torch.randint(3, 2000, (length,), generator=draw).tolist() for length in lengths]
+    counts = {"steps": 0, "largest": 0, "preempted": 0}
+    processor, state = continuous_api.ContinuousBatchProcessor, requests.RequestState
+    step, again = processor._generation_step, state.create_equivalent_initial_request
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        counts["steps"] += 1
+        counts["largest"] = max(counts["largest"], len(self.inputs_and_outputs.requests_in_batch))
+        return step(self, *arguments)
+
+    def preempted(self: Any) -> Any:
+        counts["preempted"] += 1
+        return again(self)
+
+    processor._generation_step, state.create_equivalent_initial_request = counted, preempted
+    settings = ContinuousBatchingConfig(
+        page_size=BLOCK[chosen.kind],
+        max_batch_tokens=256,
+        max_memory_percent=0.9,
+        cpu_offload_space=budget / GIB if name == SPACED else 0.0,
+    )
+    before = managed_counts(name)
+    began, cpu = time.perf_counter(), time.process_time()
+    try:
+        found = model.generate_batch(
+            asked,
+            generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
+            continuous_batching_config=settings,
+            progress_bar=False,
+        )
+    finally:
+        processor._generation_step, state.create_equivalent_initial_request = step, again
+    took, cpu = time.perf_counter() - began, time.process_time() - cpu
+    answers = [each.generated_tokens for _, each in sorted(found.items(), key=lambda item: int(item[0][4:]))]
+    said = sum(map(len, answers))
+    page_calls, given = (after - first for first, after in zip(before, managed_counts(name), strict=True))
+    return {
+        **counts,
+        "speed": said / took,
+        "cpu": cpu,
+        "page_calls": page_calls / said,
+        "given": given,
+        "answers": answers,
+    }
+
+
+def managed_counts(name: str) -> tuple[int, int]:
+    """Calls of the driver that change what lies behind an address, and pages that someone gave for others."""
+    if name not in (FIXED, FULL, OURS):
+        return 0, 0
+    import ballonet
+
+    found = ballonet.stats()
+    given = [verbs[verb].pages for verbs in found.events.values() for verb in ("pull", "yield") if verb in verbs]
+    return sum(found.driver_calls[each] for each in PAGE_CALLS), sum(given)
