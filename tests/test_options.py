@@ -27,7 +27,7 @@ from ballonet.hooks.programs import run
 from .models import build
 from .pool import installing
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+SETTINGS = (Path(__file__).parent.parent / "docs" / "settings.md").read_text()
 EXAMPLES: Mapping[str, tuple[object, str, object]] = {  # a keyword's value, the same as a text, and what both mean
     "interval": (2, "2", 2),
     "tpot_slo": ("80ms", "80ms", 0.08),
@@ -177,7 +177,7 @@ def test_an_interval_and_an_slo_are_refused_from_wherever_they_come(
 
 
 def test_the_table_is_what_people_see() -> None:
-    """The keywords with their defaults, the flags, and the README's table of variables."""
+    """The keywords with their defaults, the flags, and docs/settings.md's table of variables."""
     names = [each.name for each in OPTIONS]
     for function in (ballonet.manage, ballonet.from_pretrained):
         shown = inspect.signature(function).parameters
@@ -185,7 +185,7 @@ def test_the_table_is_what_people_see() -> None:
         assert "chaos" not in shown
         assert given({name: shown[name].default for name in names}) == {}, "its default is the table's"
     assert [each.name for each in fields(ManageOptions)] == names == list(EXAMPLES)
-    documented = set(re.findall(r"^\| `(BALLONET_\w+)` \|", README, re.MULTILINE))
+    documented = set(re.findall(r"^\| `(BALLONET_\w+)` \|", SETTINGS, re.MULTILINE))
     assert documented == {*VARIABLES, *(each.variable for each in OPTIONS)}
     with pytest.raises(FrozenInstanceError):
         ManageOptions().interval = 3  # type: ignore[misc]
