@@ -7,9 +7,9 @@ pages that weights, caches or others gave: nothing is lent while pages are free.
 
 from __future__ import annotations
 
-from common import GIB, MIB, Figure, report
+from common import GIB, MIB, report
 from peer import begin
-from serving import OURS, STOCK, differing, figure, functions, in_rounds, title
+from serving import OURS, STOCK, differing, figure, functions, in_rounds, ratio, title
 
 BUDGETS = {"cuda": 60 * GIB, "cpu": 1 * GIB, "tiny": 96 * MIB}
 
@@ -20,10 +20,10 @@ def main() -> None:
     rows = []
     for name, said in found.items():
         cpu, given = figure(said, "cpu"), figure(said, "given")
-        ratio = Figure.ratio(cpu, figure(found[STOCK], "cpu"))
+        more = ratio(said, found[STOCK], "cpu")
         if name == OURS:
-            ratio, given = ratio.at_most(1.03), given.at_most(0)
-        row = {"peer": name, "steps": figure(said, "steps"), "CPU seconds": cpu, "times stock's CPU": ratio}
+            more, given = more.at_most(1.03), given.at_most(0)
+        row = {"peer": name, "steps": figure(said, "steps"), "CPU seconds": cpu, "CPU / stock's": more}
         row |= {"tokens per second": figure(said, "speed"), "page calls per token": figure(said, "page_calls")}
         rows.append({**row, "pages given": given, "answers that differ": differing(said, found[STOCK])})
     report(chosen, "serve-plain", f"{title(chosen)}, memory for all", rows)

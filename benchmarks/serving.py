@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from common import GIB, PAGE_CALLS, Figure, Options
 from peer import Functions, peers
 
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
+
 STOCK, SPACED, FIXED = "stock", "stock, space on the host", "ballonet, weights fixed"
-FULL, OURS = "ballonet, full batches", "ballonet"
+FULL, OURS, VLLM = "ballonet, full batches", "ballonet", "vLLM"
 LAYERS = {"cuda": 32, "cpu": 12, "tiny": 4}
 REQUESTS = {"cuda": 256, "cpu": 32, "tiny": 8}
 NEW = {"cuda": 256, "cpu": 64, "tiny": 12}  # tokens of each answer
@@ -44,6 +48,10 @@ def figure(said: Sequence[dict[str, Any]], what: str) -> Figure:
     return Figure.of([float(each[what]) for each in said])
 
 
+def ratio(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]], what: str) -> Figure:
+    return Figure.ratio(figure(said, what), figure(stock, what))
+
+
 def differing(said: Sequence[dict[str, Any]], stock: Sequence[dict[str, Any]]) -> Figure:
     """Answers of all runs that are not stock's: there are to be none."""
     expected = stock[0]["answers"]
@@ -59,10 +67,15 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
     """Answers all requests twice, first with two tokens each; returns what is known of the second time. See
     `answered`."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     import ballonet
 
+    if name == VLLM:
+        import vllm_peer
+
+        said = vllm_peer.answer(shape(chosen), prompts(chosen), NEW[chosen.kind], budget)
+        return {"speed": said["speed"], **tails(said["first"], said["later"])}
     torch.set_num_threads(1 if not chosen.cuda else torch.get_num_threads())
     ours = name in (FIXED, FULL, OURS)
     if ours:
@@ -70,8 +83,22 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
             budget, host_budget=budget, page_size=None if chosen.cuda else 256 * 1024, device=chosen.device
         )
     torch.manual_seed(0)
+    dtype = torch.bfloat16 if chosen.cuda else torch.float32
+    with torch.device(chosen.device):
+        model = AutoModelForCausalLM.from_config(shape(chosen), dtype=dtype).eval()
+    if ours:
+        ballonet.manage(model, interval=None if name == FIXED else "auto", batches="full" if name == FULL else "fast")
+    else:
+        told(chosen.device, budget, sum(weight.nbytes for weight in model.parameters()))
+    answered(name, chosen, model, budget, 2)
+    return answered(name, chosen, model, budget, NEW[chosen.kind])
+
+
+def shape(chosen: Options) -> LlamaConfig:
+    from transformers import LlamaConfig
+
     wide = {"cuda": 4096, "cpu": 512, "tiny": 256}[chosen.kind]
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=wide,
         intermediate_size=wide * 11 // 4,
         num_hidden_layers=LAYERS[chosen.kind],
@@ -80,35 +107,37 @@ def serve(name: str, chosen: Options, budget: int) -> dict[str, Any]:
         vocab_size=2048,
         max_position_embeddings=8192,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if chosen.cuda else torch.float32)
-    model = model.to(chosen.device).eval()
-    if ours:
-        ballonet.manage(model, interval=None if name == FIXED else "auto", batches="full" if name == FULL else "fast")
-    else:
-        told(budget, sum(weight.nbytes for weight in model.parameters()))
-    answered(name, chosen, model, budget, 2)
-    return answered(name, chosen, model, budget, NEW[chosen.kind])
 
 
-def told(budget: int, weights: int) -> None:
+def prompts(chosen: Options) -> list[list[int]]:
+    import torch
+
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.randint(16, LONGEST[chosen.kind] + 1, (REQUESTS[chosen.kind],), generator=draw).tolist()
+    return [torch.randint(3, 2000, (length,), generator=draw).tolist() for length in lengths]
+
+
+def tails(first: Sequence[float], later: Sequence[float]) -> dict[str, float]:
+    """P99 over requests: seconds to the first token, and seconds per later token of a request."""
+    return {"first": float(np.percentile(first, 99)), "later": float(np.percentile(later, 99))}
+
+
+def told(device: str, budget: int, weights: int) -> None:
     """Stock is told that this is all the memory, and that the weights lie in it."""
     import torch
     from transformers.generation.continuous_batching import cache
 
-    cache.get_device_and_memory_breakdown = lambda: (torch.device("cpu"), budget, weights, weights)
+    cache.get_device_and_memory_breakdown = lambda: (torch.device(device), budget, weights, weights)
 
 
 def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -> dict[str, Any]:
     """Counts and answers of one run: steps, preemptions, the largest batch; tokens per second, CPU seconds, calls of
-    the driver that change pages per token, pages given."""
-    import torch
+    the driver that change pages per token, pages given; `tails`, of the tokens that a request has not computed again.
+    """
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
     from transformers.generation.continuous_batching import continuous_api, requests
 
-    draw = torch.Generator().manual_seed(1)
-    lengths = torch.randint(16, LONGEST[chosen.kind] + 1, (REQUESTS[chosen.kind],), generator=draw).tolist()
-    asked = [torch.randint(3, 2000, (length,), generator=draw).tolist() for length in lengths]
     counts = {"steps": 0, "largest": 0, "preempted": 0}
     processor, state = continuous_api.ContinuousBatchProcessor, requests.RequestState
     step, again = processor._generation_step, state.create_equivalent_initial_request
@@ -133,14 +162,16 @@ def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -
     began, cpu = time.perf_counter(), time.process_time()
     try:
         found = model.generate_batch(
-            asked,
+            prompts(chosen),
             generation_config=GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0),
             continuous_batching_config=settings,
             progress_bar=False,
+            record_timestamps=True,
         )
     finally:
         processor._generation_step, state.create_equivalent_initial_request = step, again
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
+    times = [(each.created_time, each.timestamps or [time.perf_counter()]) for each in found.values()]
     answers = [each.generated_tokens for _, each in sorted(found.items(), key=lambda item: int(item[0][4:]))]
     said = sum(map(len, answers))
     page_calls, given = (after - first for first, after in zip(before, managed_counts(name), strict=True))
@@ -151,6 +182,10 @@ def answered(name: str, chosen: Options, model: Any, budget: int, tokens: int) -
         "page_calls": page_calls / said,
         "given": given,
         "answers": answers,
+        **tails(
+            [noted[0] - created for created, noted in times],
+            [(noted[-1] - noted[0]) / max(1, len(noted) - 1) for _, noted in times],
+        ),
     }
 
 
