@@ -25,6 +25,10 @@ class Schedule(Protocol):
     def wanted(self) -> float:
         """Until when they need the model, on the governor's clock: infinity while there are any."""
 
+    @property
+    def runs(self) -> bool:
+        """Has any of them begun, and not ended?"""
+
 
 @dataclass(frozen=True, slots=True)
 class Batched:
@@ -48,6 +52,11 @@ class Batched:
         """Notes the schedule of one more loop."""
         self.schedules[:] = [each for each in self.schedules if each() is not None]
         self.schedules.append(weakref.ref(schedule))
+
+    @property
+    def runs(self) -> bool:
+        """Have requests of any loop begun, and not ended?"""
+        return any(it.runs for each in tuple(self.schedules) if (it := each()) is not None)
 
     @property
     def wanted(self) -> float | None:

@@ -15,7 +15,6 @@ from typing import Any
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-from ...offload.policy.tuning import DEFAULT
 from .cache import ElasticPagedCache
 from .scheduler import ElasticScheduler
 
@@ -25,7 +24,6 @@ class PagePreemption(OffloadingManager):
 
     cache: ElasticPagedCache
     scheduler: ElasticScheduler
-    _patience = DEFAULT.serving.lonely
     _waits = 0  # looks since a batch could be made last, with one request alone
 
     def _compute_num_cpu_sectors(self, cpu_offload_space_gib: float | None, safety_threshold: float) -> int:
@@ -89,7 +87,12 @@ class PagePreemption(OffloadingManager):
     def may_wait(self) -> bool:
         """May a request that is alone and finds no memory wait once more for that of other models?"""
         self._waits += 1
-        return self._waits <= self._patience
+        return self._waits <= self.scheduler.tuning.lonely
+
+    def hopeless(self) -> list[tuple[Any, Exception]]:
+        """Takes those out of the queue that find too little memory, although no request runs, and did so for a while.
+        Returns them with the reason."""
+        return [] if not self.scheduler.alone or self.may_wait() else self.scheduler.hopeless()
 
     def scheduled(self) -> None:
         """Notes that a batch could be made."""

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...allocator.errors import ManageError, RequestTooLarge, SLOError
+from ...allocator.errors import ManageError, RequestTooLarge
 from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.request_slo import NOTHING, may_begin
@@ -36,12 +36,16 @@ class ElasticScheduler(Scheduler):
         safety_margin: float | None,
         max_requests_per_batch: int,
         memory: Callable[[], Memory],
+        most: Callable[[], Memory],
+        others: Callable[[], bool],
         tuning: Serving = DEFAULT.serving,
     ) -> None:
         """As Scheduler, but that the reserve of the admission stands for the margin. `memory`: what there is for KV and
-        activations at this moment."""
+        activations at this moment; `most`: once no request runs any more. `others`: do requests of other models run?"""
         self._memory = memory
-        self._tuning = tuning
+        self._most = most
+        self._others_run = others
+        self.tuning = tuning
         self._passed: dict[str, int] = {}
         self.promises = Promises(cache, lambda: cache.pages.client.governor.clock())
         self._caution = 0  # bytes that stay free beside the reserve
@@ -85,22 +89,52 @@ class ElasticScheduler(Scheduler):
     def refusal(self, request: str, prompt: int, new: int) -> RequestTooLarge | None:
         """Says why a request of so many tokens, and so many new ones, can never run; None where it can. On any
         thread."""
+        return self._refused(request, prompt, new, self._most())
+
+    def _refused(self, request: str, prompt: int, new: int, most: Memory) -> RequestTooLarge | None:
+        """`most`: all that there is for it."""
         staging = self.cache.sizes.of(min(prompt, self.cache.max_batch_tokens), prompt + new)
-        needed, now = self.cache.bytes_of(prompt + new) + staging, self._memory()
-        elsewhere, reserve = now.elsewhere + self.cache.pages.nbytes, now.reserve + self._aside
-        most, most_read = replace(now, elsewhere=elsewhere, reserve=reserve), self.cache.max_tokens_read
+        needed, most_read = self.cache.bytes_of(prompt + new) + staging, self.cache.max_tokens_read
+        most = replace(most, reserve=most.reserve + self._aside)
         if not can_ever_run(needed, staging, most):
             return RequestTooLarge(request, needed, most.total - most.reserve, most.host)
         if prompt + new > most_read:
             return RequestTooLarge(request, needed, most.total - most.reserve, most.host, (prompt + new, most_read))
         return None
 
+    @property
+    def runs(self) -> bool:
+        """Has any request begun, and not ended?"""
+        return bool(self.active_requests)
+
+    @property
+    def alone(self) -> bool:
+        """Do requests wait although none runs, of this model or of others, whose end could give them memory?"""
+        return bool(self.waiting_requests) and not self.runs and not self._others_run()
+
+    def hopeless(self) -> list[tuple[Any, Exception]]:
+        """Takes those out of the queue that all that is free now is too little for. To be called where requests are
+        `alone`: what there is has turned out to be less than `refusal` could know."""
+        now, gone = self._memory(), list[tuple[Any, Exception]]()
+        most = replace(now, elsewhere=now.elsewhere + self.cache.pages.nbytes)
+        for name, state in list(self.waiting_requests.items()):
+            why = self._refused(name, len(state.initial_tokens), state.max_new_tokens or 0, most)
+            if why is not None:
+                gone.append((self._drop(state), why))
+        return gone
+
+    def _drop(self, state: Any) -> Any:
+        del self.waiting_requests[state.request_id]
+        self.waiting_requests_order.remove(state.request_id)
+        self._noting.ended(state, "refused")
+        return state
+
     def _process_candidates(
         self, candidates: list[Any], token_budget: int, *args: Any
     ) -> tuple[list[Any], bool, bool, int, int]:
         self.cache.pool.try_to_free_sectors()
         looked = self._looked(candidates, token_budget)
-        if not looked and self._beginnings is not None and self._beginnings.wait(self._tuning.look):
+        if not looked and self._beginnings is not None and self._beginnings.wait(self.tuning.look):
             looked = self._looked(candidates, token_budget)
         found, now = self._admitted(looked), self._now()
         taken = found.kv + found.activations - (now.usable - now.dear)
@@ -135,12 +169,12 @@ class ElasticScheduler(Scheduler):
         """Algorithm 1, with the memory that the model's own layers would give where that makes more tokens per second
         than fewer requests on the device do without it."""
         demands, now, page = [self.demand(*each) for each in looked], self._now(), self.cache.on.page_size
-        found = admit(demands, now, self._tuning)
+        found = admit(demands, now, self.tuning)
         own = self.cache.model.lends(0).offered * page if self.cache.model.fast else 0
         lacking = found.kv + found.activations + now.reserve - (now.total - own)
         if own <= 0 or lacking <= 0:
             return found
-        kept = admit(demands, replace(now, elsewhere=now.elsewhere - min(own, now.elsewhere)), self._tuning)
+        kept = admit(demands, replace(now, elsewhere=now.elsewhere - min(own, now.elsewhere)), self.tuning)
         lent = self.cache.model.lends(-(-lacking // page))
         steps = self._decoding(looked, kept, lent.copied), self._decoding(looked, found, lent.then)
         return kept if kept.where and self._costs.faster(*steps) else found
@@ -226,21 +260,18 @@ class ElasticScheduler(Scheduler):
         if not decoding or not prompts or not self.cache.model.fast or not self._costs.apart(*parts):
             return [admitted]
         hurry = any(self.promises.asked(state.request_id).tpot is not None for state, _ in decoding)
-        self._in_row = (self._in_row + 1) % ((1 if hurry else self._tuning.prompts) + 1)
+        self._in_row = (self._in_row + 1) % ((1 if hurry else self.tuning.prompts) + 1)
         return [prompts, decoding] if self._in_row else [decoding, prompts]
 
-    def late(self) -> list[tuple[Any, SLOError]]:
+    def late(self) -> list[tuple[Any, Exception]]:
         """Takes those out of the queue that have waited too long for what they ask."""
-        gone = []
+        gone = list[tuple[Any, Exception]]()
         for name in [name for name in self.waiting_requests if name in self.promises]:
             state = self.waiting_requests[name]
             if not state.generated_tokens and not state.is_cpu_offloaded and not state._true_initial_tokens:
                 error = self.promises.impossible(name, len(state.initial_tokens), state.max_new_tokens or 0)
                 if error is not None:
-                    del self.waiting_requests[name]
-                    self.waiting_requests_order.remove(name)
-                    self._noting.ended(state, "refused")
-                    gone.append((state, error))
+                    gone.append((self._drop(state), error))
         return gone
 
     def finish_request(self, request_id: str) -> None:
@@ -295,7 +326,7 @@ class ElasticScheduler(Scheduler):
     def demand(self, state: Any, tokens: int) -> Demand:
         """What a request needs for so many more tokens."""
         sizes, kept = self.cache.sizes, state.is_cpu_offloaded  # see preemption.py, Note [Preempted]
-        exchanged = self._tuning.inflation  # else activations have what lies aside
+        exchanged = self.tuning.inflation  # else activations have what lies aside
         away = self.cache.on_host_bytes(state.request_id) if kept else 0
         return Demand(
             state.request_id,

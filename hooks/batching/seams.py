@@ -113,7 +113,7 @@ def _replace() -> None:
     from transformers.generation.continuous_batching import continuous_api, scheduler
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
-    from ..sectors.room import memory_of
+    from ..sectors.room import memory_of, most_of
     from . import steps
     from .cache import ElasticPagedCache
     from .preemption import PagePreemption
@@ -148,8 +148,9 @@ def _replace() -> None:
             if not isinstance(cache, ElasticPagedCache):
                 return stock(cache, *args, **kwargs)
             client, tuning = cache.pages.client, cache.pages.client.governor.tuning.serving
-            memory = functools.partial(memory_of, cache.on, client, tuning)
-            return elastic(cache, *args, memory=memory, tuning=tuning, **kwargs)
+            memory, most = (functools.partial(each, cache.on, client, tuning) for each in (memory_of, most_of))
+            others = functools.partial(_others_run, cache.model)
+            return elastic(cache, *args, memory=memory, most=most, others=others, tuning=tuning, **kwargs)
 
         return make
 
@@ -165,6 +166,10 @@ def _replace() -> None:
     ):
         _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
         setattr(owner, name, mine)
+
+
+def _others_run(model: Batched) -> bool:
+    return any(each.runs for each in tuple(_attached.values()) if each is not model and each.device is model.device)
 
 
 def _put(names: dict[str, Any], name: str, mine: object) -> None:

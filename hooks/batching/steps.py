@@ -2,7 +2,8 @@
 
 In stock an error in a step fails every request and ends the loop. Here a step that found no memory for activations is
 undone by computing its requests again (preemption.py). Where nothing can be scheduled the newest request gives up what
-it has and is computed again later; one that has waited alone for long enough fails.
+it has and is computed again later; one that has waited alone for long enough fails, and so do those that wait for more
+than there is.
 
 Note [In flight]
     With asynchronous batching a step is prepared before the tokens of the one before it are known: the device puts them
@@ -58,7 +59,7 @@ def preparing(stock: Callable[..., bool]) -> Callable[..., bool]:
             if isinstance(preemption, PagePreemption):
                 if not active:
                     self.scheduler.block_new_requests = False  # stock waits for one to end, and all may be gone
-                for state, why in preemption.scheduler.late():
+                for state, why in [*preemption.scheduler.late(), *preemption.hopeless()]:
                     _fail(self, state, why)
             try:
                 found = stock(self)

@@ -26,3 +26,13 @@ def memory_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.se
         room=host * page,
         dear=offered.dear * page,
     )
+
+
+def most_of(device: Device, client: SectorClient, tuning: Serving = DEFAULT.serving) -> Memory:
+    """What a request could have once all others, of all models, have ended: all but weights, in so far as they are not
+    given, and what keeps their bytes on the host."""
+    pages, governor = device.snapshot()["pages"], governors.of(device)
+    given = min(pages["weights"], governor.reclaim.offered(client.number).pages)
+    total = device.budget - (pages["weights"] - given) * device.page_size
+    host = (host_pages_left(device) + governor.displaced) * device.page_size
+    return Memory(0, 0, total, host, device.budget // tuning.reserve)

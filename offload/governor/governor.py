@@ -335,6 +335,12 @@ class Governor:
         self.reclaim.publish()
         return pages
 
+    @property
+    def displaced(self) -> int:
+        """Pages of KV, of all caches, whose bytes are on the host or a peer."""
+        with self._known.lock:
+            return sum(cache.displaced for _, cache in self._known.clients.paged)
+
     # -- what happened; the caller holds the lock
 
     def _decided(self, state: ModelState, point: Point, now: float, free: int) -> Decision:

@@ -20,6 +20,7 @@ from ballonet.hooks.batching.scheduler import ElasticScheduler
 
 from ..models import build
 from ..pool import take_out
+from ..tuned import Tuned
 from . import asynchronous
 from .batches import answers, looping, prompts, stock
 
@@ -194,3 +195,42 @@ def test_children_that_find_no_memory_begin_with_the_prompt(two: bool, monkeypat
 
 def _none(*_: object, **__: object) -> None:
     raise torch.OutOfMemoryError("no memory, says the test")
+
+
+def test_what_others_keep_on_the_host_makes_no_request_too_large() -> None:
+    """What a cache keeps there goes as soon as somebody needs it."""
+    model, asked = build("llama", num_hidden_layers=12), prompts(1, 40)[0]
+    ballonet.install(48 * PAGE, page_size=PAGE, host_budget=80 * PAGE, device="cpu")
+    with ballonet.manage(model, interval=None), looping(model, 400) as manager:
+        manager.add_request(asked, max_new_tokens=1)
+        assert manager.get_result(timeout=60).error is None
+        schedule = manager.batch_processor.scheduler
+        before = schedule.refusal("huge", len(asked), 10**6)
+        for each in prompts(4, 40):
+            manager.add_request(each)
+        assert [manager.get_result(timeout=60).error for _ in range(4)] == [None] * 4
+        client = schedule.cache.pages.client
+        assert client.evict(range(1, 9)) >= 4
+        after = schedule.refusal("huge", len(asked), 10**6)
+        assert (after.device, after.host) == (before.device, before.host)
+        del client, schedule, manager
+
+
+def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: Tuned) -> None:
+    """A tensor has the memory that the request was admitted with, and nobody runs who could give some."""
+    tuned(serving={"lonely": 3})
+    model, asked = build("llama", num_hidden_layers=12), prompts(1, 40)[0]
+    expected = stock(model, [asked], 6)
+    ballonet.install(64 * PAGE, page_size=PAGE, host_budget=0, device="cpu")
+    with ballonet.manage(model, interval=None), looping(model, 6) as manager:
+        device = runtime.require()
+        for lacks in (False, True, False):
+            block = device.allocate(device.available * PAGE) if lacks else None
+            manager.add_request(asked if block is None else prompts(1, 200)[0])
+            found = manager.get_result(timeout=60)
+            if block is not None:
+                assert "of KV and activations" in found.error
+                device.deallocate(block)
+            else:
+                assert (found.generated_tokens, found.error) == expected[0]
+        del manager
