@@ -14,6 +14,7 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler,
 from ...allocator.errors import ManageError, RequestTooLarge
 from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
+from ...offload.policy.ladder import Rung
 from ...offload.policy.request_slo import NOTHING, may_begin
 from ...offload.policy.step_costs import Step, StepCosts
 from ...offload.policy.tuning import DEFAULT, Serving
@@ -143,6 +144,7 @@ class ElasticScheduler(Scheduler):
         lacking = [self.demand(*each) for each in looked if each[0].request_id not in found.where]
         if lacking and self.cache.evict_oldest(sum(each.kv + each.activations for each in lacking)):
             found = self._admitted(looked)
+        self._make_room(found)
         self._passed = {name: self._passed.get(name, 0) + 1 for name in found.passed}
         self.cache.on_host = frozenset(name for name, where in found.where.items() if where == "host")
         for chosen in self._steps([each for each in looked if each[0].request_id in found.where]):
@@ -178,6 +180,18 @@ class ElasticScheduler(Scheduler):
         lent = self.cache.model.lends(-(-lacking // page))
         steps = self._decoding(looked, kept, lent.copied), self._decoding(looked, found, lent.then)
         return kept if kept.where and self._costs.faster(*steps) else found
+
+    def _make_room(self, found: Admitted) -> None:
+        """Before KV takes pages that lie idle in the heap, those leave that rest: activations use the same pages in
+        each step, and would map them anew in each. More than twice of what they take may go."""
+        page, now = self.cache.on.page_size, self._memory()
+        spare = self.cache.on.available + max(0, now.activations - 2 * found.activations) // page
+        lacking = found.kv // page - spare
+        if lacking > 0:
+            lacking = max(lacking, now.reserve // page)
+            lacking -= self.cache.pages.client.governor.ladder.pull(Rung.IDLE_KV, lacking)
+            if lacking > 0:
+                self.cache.evict_oldest(lacking * page)
 
     def _decoding(self, looked: list[tuple[Any, int]], chosen: Admitted, copied: int) -> Step:
         """The step in which those that are admitted decode, after this one."""

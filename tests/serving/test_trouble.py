@@ -234,3 +234,21 @@ def test_those_that_wait_for_more_than_there_is_fail_until_there_is_more(tuned: 
             else:
                 assert (found.generated_tokens, found.error) == expected[0]
         del manager
+
+
+def test_kept_blocks_leave_before_each_step_maps_its_activations_anew() -> None:
+    """Once what was kept of requests fills the pool, those that come take its pages; the heap keeps its own."""
+    model, draw = build("llama", num_hidden_layers=12), torch.Generator().manual_seed(0)
+    ballonet.install(128 * PAGE, page_size=PAGE, host_budget=512 * PAGE, device="cpu")
+    with ballonet.manage(model, interval=None), looping(model, 12, max_batch_tokens=256) as manager:
+        device, calls = runtime.require(), []
+        for _ in range(16):
+            before = device.snapshot()["driver_calls"]["cuMemSetAccess"]
+            for _ in range(8):
+                manager.add_request(torch.randint(3, 60, (60,), generator=draw).tolist())
+            assert [manager.get_result(timeout=60).error for _ in range(8)] == [None] * 8
+            calls.append(device.snapshot()["driver_calls"]["cuMemSetAccess"] - before)
+        kept = manager.batch_processor.scheduler.cache.pages.client
+        assert kept.displaced > 0
+        assert sum(calls[-6:]) <= 2.6 * sum(calls[1:7]), "each page that comes, and one that goes to the host for it"
+        del kept, manager
