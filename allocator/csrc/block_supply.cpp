@@ -15,23 +15,12 @@ Blocks::Block* BlockSupply::find(HeapLock& lock, const ArenaKey& key, std::uint6
       return fit(lock, key, size, arena);
     } catch (const DriverError& error) {
       if (is_sticky(error.code)) throw;  // no memory repairs that; else a call that failed once deserves a second try
-    } catch (const PoolExhausted& error) {
-      // It is tried again with as many pages of other free blocks, with all of them, and then with what can be
-      // reclaimed.
-      missing = error.missing;
+    } catch (const PoolExhausted&) {
+      // It is tried again with all that can be had, and then with what can be reclaimed.
     }
     ++counts_.retries;
     try {
-      if (!mapper_.fences.capturing()) {
-        if (missing > 0 && give_up_idle(lock, missing) >= missing) {
-          try {
-            return fit(lock, key, size, arena);
-          } catch (const PoolExhausted&) {
-            // They were not where they serve.
-          }
-        }
-        give_up_idle(lock, kAllPages);
-      }
+      if (!mapper_.fences.capturing()) give_up_idle(lock);
       return fit_with_reclaimed(lock, key, size, arena);
     } catch (const PoolExhausted& error) {
       reason = error.what();
@@ -129,10 +118,10 @@ Blocks::Block* BlockSupply::spill(HeapLock& lock, const ArenaKey& key, std::uint
   return nullptr;
 }
 
-std::size_t BlockSupply::give_up_idle(HeapLock& lock, std::size_t most) {
+std::size_t BlockSupply::give_up_idle(HeapLock& lock) {
   ++counts_.waits;
   live_.wait_freed(lock);
-  const std::size_t pages = pages_.harvest(most);
+  const std::size_t pages = pages_.harvest(~std::size_t{0});
   Unlocked unlocked(lock);
   mapper_.reap(true);
   return pages;

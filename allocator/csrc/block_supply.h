@@ -42,9 +42,8 @@ class BlockSupply {
 
   // A free block to cut `size` from, and its arena. Throws PoolExhausted with a message for the user, DriverError.
   Blocks::Block* find(HeapLock& lock, const ArenaKey& key, std::uint64_t size, Arena*& arena);
-  // Pages that nothing lies on, once waiting has freed what it can, go to the pool, so many at the most; returns how
-  // many.
-  std::size_t give_up_idle(HeapLock& lock, std::size_t most);
+  // Everything that waiting can free, and every page that nothing lies on, goes to the pool. Returns how many.
+  std::size_t give_up_idle(HeapLock& lock);
 
   // May be called without the lock.
   void allow_spilling(bool allowed) { limited_ = !allowed; }

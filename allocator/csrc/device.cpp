@@ -37,18 +37,15 @@ bool Device::own(Range& range, std::size_t first, std::size_t count) {
   return with_idle_pages(count, [&] { return mapper->aliasing.own(range, first, count); });
 }
 
-// Attempts what takes so many device pages, again after the heap gave up what is missing, or all that it could, and
-// again with what can be reclaimed.
+// Attempts what takes so many device pages, once more after the heap gave up what it could, and again with what can be
+// reclaimed.
 template <class Attempt>
 auto Device::with_idle_pages(std::size_t pages, Attempt attempt) -> decltype(attempt()) {
-  for (const bool all : {false, true}) {
-    try {
-      return attempt();
-    } catch (const PoolExhausted& reason) {
-      const std::int64_t since = now_ns();
-      const std::size_t most = all || reason.missing == 0 ? kAllPages : reason.missing;
-      if (const std::size_t idle = heap.trim_and_wait(most)) mapper->events.add(Events::Kind::kInflate, idle, since);
-    }
+  try {
+    return attempt();
+  } catch (const PoolExhausted&) {
+    const std::int64_t since = now_ns();
+    if (const std::size_t idle = heap.trim_and_wait()) mapper->events.add(Events::Kind::kInflate, idle, since);
   }
   try {
     return reclaim.supply(attempt);

@@ -53,9 +53,9 @@ std::size_t Heap::block_size(void* address) {
   return block == nullptr ? 0 : block->size;
 }
 
-std::size_t Heap::trim_and_wait(std::size_t most) {
+std::size_t Heap::trim_and_wait() {
   HeapLock lock(mutex);
-  return mapper_->fences.capturing() ? 0 : supply_.give_up_idle(lock, most);
+  return mapper_->fences.capturing() ? 0 : supply_.give_up_idle(lock);
 }
 
 std::size_t Heap::idle_pages() {

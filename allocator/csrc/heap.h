@@ -50,9 +50,9 @@ class Heap {
   void record_stream(void* address, CUstream stream);
   std::size_t block_size(void* address);
 
-  // Pages that no live block lies on go to the pool, so many at the most; returns how many. Waits for the streams that
-  // used them; does nothing during a stream capture.
-  std::size_t trim_and_wait(std::size_t most = kAllPages);
+  // Every page that no live block lies on goes to the pool; returns how many. Waits for the streams that used them;
+  // does nothing during a stream capture.
+  std::size_t trim_and_wait();
   // How many pages that would be. Waits likewise.
   std::size_t idle_pages();
   // Pages that no live block lies on go to the driver, as many as exist above the budget. `wait`: for the streams that

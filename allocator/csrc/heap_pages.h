@@ -18,8 +18,6 @@
 
 namespace ballonet {
 
-constexpr std::size_t kAllPages = ~std::size_t{0};
-
 class HeapPages {
  public:
   HeapPages(Mapper& mapper, const Arenas& arenas, const PrivatePools& pools, HeapReport& report)

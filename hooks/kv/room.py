@@ -50,7 +50,7 @@ def find_room(
         return
     if tier is not None:
         tier.governor.reclaim.publish_now()
-        if tried() or (tier.client.saving.wait() and tried()):
+        if tried() or (tier.governor.reclaim.wait_copies() and tried()):
             return
     if give_up(device, sum(count for _, count in runs)) and tried():
         return

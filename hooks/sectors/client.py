@@ -112,6 +112,10 @@ class SectorClient:
     def write_behind(self, pages: int) -> None:
         """Does nothing: see Note [One offer]."""
 
+    def wait_copies(self) -> bool:
+        """Returns False: nothing is copied behind."""
+        return False
+
     def demote(self, pages: int) -> None:
         """Does nothing: no page on the peer is to leave it."""
 
@@ -173,7 +177,7 @@ class SectorClient:
             self._mover.arrive(self.stream)
         self._range.note_use(self.stream, True)
 
-    def wait_copies(self, write: bool = False) -> bool:
+    def wait_restored(self, write: bool = False) -> bool:
         """Waits for what comes back, so that this thread may read pages under its lease, or `write` to them, beside
         the stream that computes. False where something lacks its bytes, as an interrupt has left it. DriverError."""
         with self.lock:

@@ -150,7 +150,7 @@ class PromptBlocks:
             return False
         index, at = torch.tensor(blocks, device=self._tensor.device), self.layers.index(layer)
         with GroupLease(self.group), torch.no_grad():
-            if not self.pages.client.wait_copies(write=True):
+            if not self.pages.client.wait_restored(write=True):
                 return False
             for n, each in enumerate(pair):
                 self._tensor[index, at, n] = each[0].transpose(0, 1).reshape(len(blocks), tokens, heads, dim)
@@ -247,7 +247,7 @@ class KeptBlocks:
                     raise Gone(self)
                 stack.callback(blocks.release, held)
                 stack.enter_context(GroupLease(blocks.group))
-                if not blocks.pages.client.wait_copies():
+                if not blocks.pages.client.wait_restored():
                     raise Gone(self)
             self._held = held
             try:

@@ -65,10 +65,7 @@ class KVSaving:
     def wait(self) -> bool:
         """Waits for what is being copied to the host, so that it may be taken. False where nothing was. DriverError."""
         with self._lock:
-            waited = sum([extent.mover.saving.wait_saved() for extent in self._extents.all()])
-        if waited:
-            self._governor.reclaim.publish_now()
-        return waited > 0
+            return sum([extent.mover.saving.wait_saved() for extent in self._extents.all()]) > 0
 
     def demote(self, pages: int) -> None:
         """Starts to copy up to so many pages from the peer to the host, those first that nobody reads there; they take

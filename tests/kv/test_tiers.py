@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicLayer
 
+import ballonet
 from ballonet.allocator import runtime
 from ballonet.allocator._native import Device
 from ballonet.allocator.errors import DriverError
@@ -201,6 +202,18 @@ def test_nothing_is_offered_before_its_copy_has_passed(device: Device) -> None:
     pair.both(lambda layer: layer.reorder_cache(torch.tensor([1, 0])))  # waits for the copies
     assert pair.offers() == [(0, False), (1, False), (2, False), (3, False)]
     assert press(device, 4) == 4
+    pair.check()
+
+
+@pytest.mark.parametrize("device", [{"link_bandwidth": 2**18}], indirect=True)
+def test_a_lower_budget_waits_for_what_is_being_copied(device: Device) -> None:
+    pair = Pair(120)
+    device.trim()
+    used = sum(pages for owner, pages in device.snapshot()["pages"].items() if owner != "free")
+    pair.tier.client.write_behind(8)  # takes 120 ms
+    assert pair.offers() == []
+    ballonet.set_budget((used - 4) * PAGE, timeout=60)
+    assert pair.places() == "aaaaddddd"
     pair.check()
 
 
