@@ -42,6 +42,24 @@ def test_an_slo_frees_memory_at_once_and_each_phase_has_its_interval() -> None:
     assert device.trace == []
 
 
+def test_what_requests_ask_is_a_limit_and_no_aim() -> None:
+    """Nothing streams because it may; what memory demands does, as long as that keeps what is asked. Layers come back
+    where it does not and pages are free."""
+    device, governor, _, (a,) = governed(60, {"tpot": 0.03, "decode": 0.005})
+    a.by_requests = True
+    assert a.step(governor).plan.streamed == ()
+    assert device.grow(25)
+    lent = a.step(governor)
+    assert lent.plan.streamed
+    assert lent.seconds is not None
+    assert 0.0052 < lent.seconds <= 0.03
+    device.kv = 0
+    assert a.step(governor).plan == lent.plan, "it keeps what is asked"
+    a.tpot_slo = 0.0052
+    governor.changed(a)
+    assert a.step(governor).plan.streamed == (), "it does not, and pages are free"
+
+
 def test_the_interval_follows_batch_and_length() -> None:
     """Select-N, record: looked up for each iteration by the next powers of two."""
     _device, governor, _, (a,) = governed(60, {"tpot": 0.1})

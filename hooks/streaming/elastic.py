@@ -167,6 +167,11 @@ class Elastic:
             self._measure_link()
         self._pace.begin(point)
 
+    @property
+    def by_requests(self) -> bool:
+        """See ModelClient.by_requests."""
+        return not self.options.slo
+
     def require(self, tpot: float | None, ttft: float | None) -> None:
         """Takes note of what requests of the next iteration ask beside what the model was given, in seconds. Where the
         link cannot be measured, or intervals are fixed, there is nothing to choose."""

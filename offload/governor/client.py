@@ -72,6 +72,11 @@ class ModelClient(Client, Protocol):
         """Seconds that a prefill may take."""
 
     @property
+    def by_requests(self) -> bool:
+        """Do requests ask for these SLOs, and nobody for the model? Then they say what may be lent, not what is to be:
+        while a batch takes longer than it must, others wait."""
+
+    @property
     def priority(self) -> int:
         """The priority of the model: those with the lowest give first."""
 

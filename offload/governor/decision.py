@@ -7,6 +7,9 @@ Note [Two reasons to stream]
     for exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one
     for the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and
     changes nothing. An interval that was given as a number is kept, and None never streams: neither gives any pages.
+    Where requests of a batch ask, and nobody for the model, the SLO is a limit and no aim: a batch that takes as long
+    as it may keeps those waiting that are behind it. In the time machine 25 of 60 requests were served where their SLOs
+    were aims, and all where they are limits (bench_tenants.py).
 
 Note [One slot or two]
     How many slots are best, and with them how many layers stream for the same pages, follows from r, which is assumed
@@ -109,6 +112,8 @@ def _told(now: Situation, state: ModelState, point: Point) -> Decision:
 
 def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
     standing = now.standing(state)
+    if state.model.by_requests:
+        return _as_asked(now, state, point, standing)
     within = standing.device_pages + now.room(state)
     option = None if now.settled is None else now.settled.shares.options.get(state.name)
     if now.settled is None or option is None or now.planned(state, point, option).device_pages > within:
@@ -135,6 +140,17 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
         return made
     state.noticed.add(point.phase)
     return replace(made, notice=f"{state.name}: {made.why}")
+
+
+def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -> Decision:
+    """What memory demands, as long as that keeps what the requests of the batch ask; else as little as there are pages
+    for."""
+    costs, measured = now.costs(state, point)
+    if measured and costs.of(standing) <= state.slo(point.phase):
+        return _made(now, state, point, standing, f"{_reason(state, standing)}, within what requests ask")
+    within = standing.device_pages + now.spare
+    plan = fewest(standing.pages, within, costs.ratio, slots=state.tuning.slots) or standing
+    return _made(now, state, point, plan, "requests ask for more: as few layers stream as the free pages allow")
 
 
 def _woken(now: Situation, state: ModelState, point: Point) -> Decision:
