@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler, PrefillFirstScheduler, Scheduler
 
-from ...allocator.errors import ManageError, RequestTooLarge
+from ...allocator.errors import DriverError, ManageError, RequestTooLarge
 from ...offload.policy.admission import Admitted, Demand, Memory, admit, can_ever_run
 from ...offload.policy.buffer import LogicalBuffer
 from ...offload.policy.ladder import Rung
@@ -182,14 +183,15 @@ class ElasticScheduler(Scheduler):
         return kept if kept.where and self._costs.faster(*steps) else found
 
     def _make_room(self, found: Admitted) -> None:
-        """Before KV takes pages that lie idle in the heap, those leave that rest: activations use the same pages in
-        each step, and would map them anew in each. More than twice of what they take may go."""
+        """Has pages that rest leave before KV takes those that lie idle in the heap, as activations use the same ones
+        in each step, and would map them anew in each: more than twice of what they take may go."""
         page, now = self.cache.on.page_size, self._memory()
         spare = self.cache.on.available + max(0, now.activations - 2 * found.activations) // page
         lacking = found.kv // page - spare
         if lacking > 0:
             lacking = max(lacking, now.reserve // page)
-            lacking -= self.cache.pages.client.governor.ladder.pull(Rung.IDLE_KV, lacking)
+            with suppress(DriverError):
+                lacking -= self.cache.pages.client.governor.ladder.pull(Rung.IDLE_KV, lacking)
             if lacking > 0:
                 self.cache.evict_oldest(lacking * page)
 

@@ -163,8 +163,8 @@ def test_a_machine_that_is_larger_is_simulated_in_fewer_bytes() -> None:
         simulated("fast", machine(mib, scale=scale, host=host), log=log)
         for (mib, host, scale), log in zip(((64, 64, 1), (64, 64, 4)), logs, strict=True)
     )
-    assert small["kv_bytes"] == pytest.approx(whole["kv_bytes"], rel=0.2)
-    assert small["seconds"] == pytest.approx(whole["seconds"], rel=0.1)
+    assert small["kv_bytes"] == pytest.approx(whole["kv_bytes"], rel=0.3)
+    assert small["seconds"] == pytest.approx(whole["seconds"], rel=0.15)
     with pytest.raises(ManageError, match="heads of 64 elements cannot be 3 times smaller"):
         run([Tenant("a", config(), LINEAR, ARRIVALS)], replace(machine(64), page_size=3 * 2**18, scale=3), "fast", {})
     with pytest.raises(ManageError, match="multiple of 4096"):
