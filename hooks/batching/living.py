@@ -34,8 +34,9 @@ class Living:
     """Keeps the cache of one model. Loops are made one at a time."""
 
     def __init__(self, limit: int | None) -> None:
-        """`limit`: bytes of pages of blocks that nobody uses; None: as many as there are."""
-        self.limit = limit
+        """`limit`: bytes of pages of blocks that nobody uses, and of sequences that `generate()` keeps; None: no
+        limit."""
+        self._limit = limit
         self._store: Callable[[], PrefixStore | None] = lambda: None
         self._cache: ElasticPagedCache | None = None
         self._closed = False
@@ -49,6 +50,13 @@ class Living:
     def store(self) -> PrefixStore | None:
         """What `generate()` keeps; None where the model is managed no more."""
         return self._store()
+
+    @property
+    def limit(self) -> int | None:
+        """Bytes of pages that blocks may keep: what the sequences leave. None: as many as there are."""
+        if self._limit is None or (store := self.store) is None:
+            return self._limit
+        return max(0, self._limit - store.contents.nbytes)
 
     def take(self, settings: Any, dtype: object, make: Callable[[], ElasticPagedCache]) -> ElasticPagedCache:
         """Returns the cache for a loop with these settings, a ContinuousBatchingConfig: the living one, or a new one

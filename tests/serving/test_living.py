@@ -114,6 +114,20 @@ def test_what_is_kept_has_a_limit(limit: bool | int) -> None:
         assert kept > 14 if limit is True else kept <= 12  # and the guard
 
 
+def test_the_limit_is_that_of_blocks_and_sequences_together() -> None:
+    model, asked = build("llama", num_hidden_layers=8), prompts(24, 60)
+    install(256)
+    with ballonet.manage(model, prefix_cache=8 * PAGE) as managed:
+        for seed in (5, 6):
+            ids = torch.randint(3, 60, (1, 60), generator=torch.Generator().manual_seed(seed))
+            model.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)
+        sequences = managed.prefixes.nbytes
+        assert sequences > 0
+        answers(model, asked)
+        gc.collect()
+        assert runtime.require().snapshot()["pages"]["kv"] <= 12
+
+
 def test_pages_that_are_kept_serve_others_meanwhile() -> None:
     """They go to the host, and are found there again."""
     model, other, asked = build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=6), prompts(12, 60)
