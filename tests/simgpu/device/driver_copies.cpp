@@ -135,7 +135,8 @@ CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, std::size_t size) {
 void* simgpu_pointer(std::uint64_t address, std::size_t size) {
   State& all = state();
   Lock lock(all.mutex);
-  return all.watch.violation(all.memory.mappings, {Range{address, size, false}}, all.watch.serial()).empty()
+  const std::uint64_t since = queued_as().value_or(all.watch.serial());
+  return all.watch.violation(all.memory.mappings, {Range{address, size, false}}, since).empty()
              ? reinterpret_cast<void*>(address)
              : nullptr;
 }

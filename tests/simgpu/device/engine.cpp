@@ -11,6 +11,7 @@ namespace {
 
 constexpr CUresult kAssert = 710;
 thread_local std::string failure;       // why what this worker runs has failed; empty while it has not
+thread_local std::optional<std::uint64_t> queued;  // the serial number of what this worker runs
 constexpr std::size_t kDeepest = 1024;  // operations in a stream before the host has to wait, about as on a GPU
 
 std::int64_t now_ns() {
@@ -31,6 +32,8 @@ bool touches(const Work& work, std::uint64_t address, std::uint64_t size) {
 }  // namespace
 
 void fail(const char* why) { failure = why; }
+
+std::optional<std::uint64_t> queued_as() { return queued; }
 
 std::uint64_t Engine::random(Stream& stream) {  // splitmix64
   std::uint64_t value = stream.random += 0x9E3779B97F4A7C15ull;
@@ -174,7 +177,9 @@ void Engine::run(Lock& lock, Stream& stream, Operation& operation) {
   stream.running = true;
   lock.unlock();
   failure.clear();
+  queued = operation.serial;
   const bool done = operation.work->run();
+  queued.reset();
   lock.lock();
   stream.running = false;
   if (!failure.empty()) return report(stream, operation, "failed: " + failure + "\n", kAssert);

@@ -20,6 +20,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -32,6 +33,8 @@ namespace simgpu {
 
 using Lock = std::unique_lock<std::mutex>;
 
+// When what this thread runs was queued, by `Watch::serial`; nothing on a thread that is no worker.
+std::optional<std::uint64_t> queued_as();
 void fail(const char* why);  // by what a worker's thread runs: it has failed, as a kernel's assertion does
 
 struct Work {

@@ -10,6 +10,7 @@
 
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <memory>
 #include <set>
 
@@ -42,6 +43,17 @@ const std::set<std::string> MIXES_DEVICES = {
     "aten::index_put_",   "aten::_unsafe_index.Tensor", "aten::masked_fill_.Tensor",
 };
 
+// Kernels that touch only the rows of `memory` that `index` names, both by position among the arguments: what lies
+// between may be a hole. Which rows these are is known when the kernel runs, and no sooner.
+struct Rows {
+  size_t memory, index;
+};
+const std::map<std::string, Rows> ROWS = {
+    {"aten::index_copy_", {0, 2}},
+    {"aten::index_select", {0, 2}},
+    {"aten::index.Tensor", {0, 1}},
+};
+
 // What a synchronous call found, for the thread that waits.
 struct Answer {
   Stack values;
@@ -55,6 +67,7 @@ struct Work {
   std::vector<at::Tensor> outputs;  // of the CPU, over the device's memory
   std::optional<at::PhiloxCudaState> random;
   std::shared_ptr<Answer> answer;
+  const Rows* rows = nullptr;
 };
 
 uint64_t mixed(uint64_t value) {  // splitmix64's finalizer
@@ -82,10 +95,38 @@ void compute(const Work& work, Stack& stack) {
     if (work.op->same[i] < 0) each_tensor(stack[i], [&](const at::Tensor& tensor) { (output++)->copy_(tensor); });
 }
 
+// The index of a call that touches rows of a first dimension only; undefined where it does otherwise.
+at::Tensor index_of(const Stack& arguments, const Rows& rows) {
+  std::vector<at::Tensor> found;
+  each_tensor(arguments[rows.index], [&](const at::Tensor& tensor) { found.push_back(tensor); });
+  const bool first = arguments[rows.index].isTensor() ? arguments[1].toInt() == 0 : arguments[1].toListRef().size() == 1;
+  const at::Tensor& memory = arguments[rows.memory].toTensor();
+  if (!first || found.size() != 1 || found[0].dim() != 1 || memory.dim() == 0 || !memory[0].is_contiguous()) return {};
+  return found[0].scalar_type() == at::kLong || found[0].scalar_type() == at::kInt ? found[0] : at::Tensor();
+}
+
+// Is there memory behind each row that the call touches? Says where there is none.
+bool rows_are_there(const Work& work) {
+  const at::Tensor memory = work.arguments[work.rows->memory].toTensor();
+  const at::Tensor index = index_of(work.arguments, *work.rows).to(at::kLong).contiguous();
+  const auto base = reinterpret_cast<uint64_t>(memory.data_ptr());
+  const int64_t step = memory.stride(0) * static_cast<int64_t>(memory.element_size());
+  const size_t row = memory.numel() / memory.size(0) * memory.element_size();
+  for (int64_t i = 0; i < index.numel(); ++i) {
+    const int64_t at = index.data_ptr<int64_t>()[i];
+    const int64_t from = at < 0 ? at + memory.size(0) : at;
+    if (simgpu_pointer(base + static_cast<uint64_t>(from * step), row) != nullptr) continue;
+    simgpu_fail(("row " + std::to_string(at) + " lies where there is no memory that a device may use").c_str());
+    return false;
+  }
+  return true;
+}
+
 void run(void* context) {
   const Work& work = *static_cast<Work*>(context);
   Stack stack;
   try {
+    if (work.rows != nullptr && !rows_are_there(work)) return;
     compute(work, stack);
     if (work.answer) work.answer->values = std::move(stack);
   } catch (const c10::Error& error) {
@@ -206,9 +247,12 @@ void launch(std::unique_ptr<Work> work, const std::vector<SimRange>& ranges) {
 std::unique_ptr<Work> closure(const Operator& op, const Stack& arguments, std::vector<SimRange>& ranges) {
   auto work = std::make_unique<Work>();
   work->op = &op;
+  const auto found = ROWS.find(op.name);
+  if (found != ROWS.end() && index_of(arguments, found->second).defined()) work->rows = &found->second;
   for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool by_row = work->rows != nullptr && work->rows->memory == i;
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      if (!tensor.is_cpu()) add_ranges(ranges, tensor, op.written[i]);
+      if (!tensor.is_cpu() && !by_row) add_ranges(ranges, tensor, op.written[i]);
     });
     work->arguments.push_back(arguments[i].isDevice() ? IValue(c10::Device(c10::kCPU))
                                                       : changed(arguments[i], for_cpu));
