@@ -532,9 +532,9 @@ def _attach_caches(
 
     known = weakref.ref(handle)
 
-    def require(tpot: float | None, ttft: float | None) -> None:
+    def require(tpot: float | None, ttft: float | None, others: bool) -> None:
         if (it := known()) is not None:
-            it._elastic.require(tpot, ttft)
+            it._elastic.require(tpot, ttft, others)
 
     def lends(pages: int) -> Lending:
         it = known()

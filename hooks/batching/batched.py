@@ -13,7 +13,7 @@ from ...offload.policy.request_slo import NOTHING, RequestSLO
 from ...offload.policy.step_costs import StepCosts
 from .living import Living
 
-Require = Callable[[float | None, float | None], None]
+Require = Callable[[float | None, float | None, bool], None]
 # (pages) -> what the layers would give, and what of them is copied in a step, now and with so many pages less
 Lends = Callable[[int], Lending]
 
@@ -34,9 +34,9 @@ class Schedule(Protocol):
 class Batched:
     """A model whose continuous batching is elastic, on `device`; `name`: for readers. `costs`: what its steps take;
     `fast`: are batches chosen by that? `require`: is told what the requests of the next batch ask of a step that
-    decodes, and of one with prompts, in seconds, before it is computed. `lends`: what its own layers could give, and at
-    which price. `living`: the cache that outlives the loops; None: each has its own. `slo`: of requests that ask
-    nothing themselves. `schedules`: of its loops, as long as they live."""
+    decodes, and of one with prompts, in seconds, and whether others wait for it, before it is computed. `lends`: what
+    its own layers could give, and at which price. `living`: the cache that outlives the loops; None: each has its own.
+    `slo`: of requests that ask nothing themselves. `schedules`: of its loops, as long as they live."""
 
     name: str
     device: Device

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from .cache import ElasticPagedCache
 
 
+Required = tuple[float | None, float | None, bool]
+
+
 class Promises:
     """SLOs by request. The server notes them on any thread; the loop asks."""
 
@@ -21,7 +24,7 @@ class Promises:
         self._cache = cache
         self._clock = clock
         self._slos: dict[str, RequestSLO] = {}
-        self._required: tuple[float | None, float | None] = (None, None)  # what the governor was told last
+        self._required: Required = (None, None, False)  # what the governor was told last
 
     def __len__(self) -> int:
         return len(self._slos)
@@ -48,14 +51,15 @@ class Promises:
         found = refused(self._cache.model.costs.parts, slo, prompt, new, batch, self._clock())
         return None if found is None else SLOError(f"request {request}: {found}", found.possible, None)
 
-    def require(self, scheduled: Sequence[Any]) -> None:
-        """Tells the governor what the batch asks. Of the time to a first token what is left, in steps of a third."""
-        if self._slos or self._required != (None, None):
+    def require(self, scheduled: Sequence[Any], others: bool) -> None:
+        """Tells the governor what the batch asks, and whether `others` wait for its end. Of the time to a first token
+        what is left, in steps of a third."""
+        if self._slos or self._required != (None, None, False):
             slos, now = [self.asked(state.request_id) for state in scheduled], self._clock()
             prompts = [slo for state, slo in zip(scheduled, slos, strict=True) if not state.generated_tokens]
             left = min((max(1e-3, each.arrived + each.ttft - now) for each in prompts if each.ttft), default=None)
             ttft = None if left is None else 10 ** (math.floor(math.log10(left) * 8) / 8)
-            self._required = tightest(slos).tpot, ttft
+            self._required = tightest(slos).tpot, ttft, others
             self._cache.model.require(*self._required)
 
     def limits(self, scheduled: Sequence[Any], known: Sequence[Any]) -> tuple[float, float]:

@@ -59,6 +59,7 @@ class ElasticScheduler(Scheduler):
         self._aside = 0 if tuning.inflation else _stock_aside(cache, memory())  # bytes that only activations may have
         self._limits = math.inf, math.inf  # seconds of the step, and the moment, that miss an SLO if they pass
         self._ended = -math.inf  # since when there is no request; infinity: there were some
+        self._waited = cache.pages.client.governor.clock()  # when others waited last for the end of a batch
         self._in_row = 0  # steps of prompts alone since requests that decode had one
         living, blocks = cache.model.living, cache.kept
         shared = None if living is None else living.store
@@ -160,7 +161,10 @@ class ElasticScheduler(Scheduler):
         self.cache.point, self._next = packed(sequences), replace(Step.of(sequences), away=away)
         if scheduled:
             self._noting.batch((each.state for each in scheduled), sum(each.query_length for each in scheduled))
-        self.promises.require([each.state for each in scheduled])
+        if self.waiting_requests or self._others_run():
+            self._waited = self.clock()
+        others = self.clock() - self._waited <= self.tuning.behind
+        self.promises.require([each.state for each in scheduled], others)
         self._limits = self.promises.limits(
             [each.state for each in scheduled], [*self.active_requests.values(), *self.waiting_requests.values()]
         )

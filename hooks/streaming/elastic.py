@@ -57,6 +57,7 @@ class Elastic:
         self.options = options
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
+        self._others_wait = False  # for the end of the next iteration
         self.decision: Decision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
@@ -170,11 +171,15 @@ class Elastic:
     @property
     def by_requests(self) -> bool:
         """See ModelClient.by_requests."""
-        return not self.options.slo
+        return self._others_wait and not self.options.slo
 
-    def require(self, tpot: float | None, ttft: float | None) -> None:
-        """Takes note of what requests of the next iteration ask beside what the model was given, in seconds. Where the
-        link cannot be measured, or intervals are fixed, there is nothing to choose."""
+    def require(self, tpot: float | None, ttft: float | None, others: bool) -> None:
+        """Takes note of what requests of the next iteration ask beside what the model was given, in seconds, and
+        whether `others` wait for it. Where the link cannot be measured, or intervals are fixed, there is nothing to
+        choose."""
+        if others != self._others_wait:
+            self._others_wait = others
+            self._governor.changed(self)
         asked = _strictest(self.options.tpot_slo, tpot), _strictest(self.options.ttft_slo, ttft)
         if asked == (self.tpot_slo, self.ttft_slo) or not self._governed or self.options.interval != "auto":
             return

@@ -73,8 +73,8 @@ class ModelClient(Client, Protocol):
 
     @property
     def by_requests(self) -> bool:
-        """Do requests ask for these SLOs, and nobody for the model? Then they say what may be lent, not what is to be:
-        while a batch takes longer than it must, others wait."""
+        """Do requests ask for these SLOs, and nobody for the model, while others wait? Then they say what may be lent,
+        and not what is to be: while a batch takes longer than it must, those wait for longer."""
 
     @property
     def priority(self) -> int:

@@ -242,7 +242,7 @@ def test_requests_wait_for_what_others_are_promised(
 
 def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
     """Nobody asked anything of the model: as many layers stream as the requests of a batch allow, and none after."""
-    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+    tuned(weights={"large": 2**11}, serving={"behind": -1.0})  # tiny layers have ranges; nobody is ever behind
     model, asked = build("llama", num_hidden_layers=6), prompts(4, 30)
     expected = stock(model, asked, 40)
     install(256)
@@ -268,6 +268,25 @@ def test_the_intervals_are_those_that_requests_allow(tuned: Tuned) -> None:
         assert [found[str(n)] for n in range(len(asked))] == [each.tokens for each in expected]
         assert max(map(len, streamed)) > 2
         assert managed.report().streamed == ()
+
+
+def test_nothing_streams_because_it_may_while_others_wait(tuned: Tuned) -> None:
+    tuned(weights={"large": 2**11})
+    model, asked = build("llama", num_hidden_layers=6), prompts(12, 30)
+    expected = stock(model, asked, 40)
+    install(256)
+    with ballonet.manage(model) as managed:
+        assert [answers(model, asked, 40), answers(model, asked, 40)] == [expected, expected]  # what batches take
+        with looping(model, 40) as manager:
+            schedule = manager.batch_processor.scheduler
+            for n, prompt in enumerate(asked):
+                schedule.promises.note(str(n), RequestSLO(ttft=600.0, tpot=60.0, arrived=schedule.clock()))
+                manager.add_request(prompt, request_id=str(n))
+            done = 0
+            while done < len(asked):
+                done += manager.get_result(timeout=1) is not None
+                assert managed.report().streamed == ()
+        del manager, schedule
 
 
 def test_the_buffer_on_the_host_follows_what_is_violated(monkeypatch: pytest.MonkeyPatch) -> None:
