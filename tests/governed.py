@@ -134,7 +134,7 @@ class FakeModel:
         self.plan = Plan(tuple(pages)) if plan is None else plan
         self.interval = interval
         self.tpot_slo, self.ttft_slo = tpot, ttft
-        self.by_requests = False
+        self.others_wait = False
         self.priority = priority
         self.floor = floor
         self.running = False

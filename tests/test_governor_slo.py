@@ -46,7 +46,7 @@ def test_what_requests_ask_is_a_limit_and_no_aim() -> None:
     """Nothing streams because it may; what memory demands does, as long as that keeps what is asked. Layers come back
     where it does not and pages are free."""
     device, governor, _, (a,) = governed(60, {"tpot": 0.03, "decode": 0.005})
-    a.by_requests = True
+    a.others_wait = True
     assert a.step(governor).plan.streamed == ()
     assert device.grow(25)
     lent = a.step(governor)

@@ -57,7 +57,7 @@ class Elastic:
         self.options = options
         self.interval: int | Literal["auto"] | None = options.interval
         self.tpot_slo, self.ttft_slo, self.priority = options.tpot_slo, options.ttft_slo, options.priority
-        self._others_wait = False  # for the end of the next iteration
+        self.others_wait = False  # see ModelClient.others_wait
         self.decision: Decision | None = None
         self.wanted_until: Callable[[], float | None] = lambda: None  # see ModelClient.wanted
         self.keeper: Callable[[], Giver | None] = lambda: None  # of what is kept for prompts that begin with it
@@ -168,17 +168,12 @@ class Elastic:
             self._measure_link()
         self._pace.begin(point)
 
-    @property
-    def by_requests(self) -> bool:
-        """See ModelClient.by_requests."""
-        return self._others_wait and not self.options.slo
-
     def require(self, tpot: float | None, ttft: float | None, others: bool) -> None:
         """Takes note of what requests of the next iteration ask beside what the model was given, in seconds, and
         whether `others` wait for it. Where the link cannot be measured, or intervals are fixed, there is nothing to
         choose."""
-        if others != self._others_wait:
-            self._others_wait = others
+        if others != self.others_wait:
+            self.others_wait = others
             self._governor.changed(self)
         asked = _strictest(self.options.tpot_slo, tpot), _strictest(self.options.ttft_slo, ttft)
         if asked == (self.tpot_slo, self.ttft_slo) or not self._governed or self.options.interval != "auto":

@@ -72,9 +72,9 @@ class ModelClient(Client, Protocol):
         """Seconds that a prefill may take."""
 
     @property
-    def by_requests(self) -> bool:
-        """Do requests ask for these SLOs, and nobody for the model, while others wait? Then they say what may be lent,
-        and not what is to be: while a batch takes longer than it must, those wait for longer."""
+    def others_wait(self) -> bool:
+        """Do requests wait for the end of the next iteration? Then an SLO says what may be lent, and not what is to be:
+        while a batch takes longer than it must, those wait for longer."""
 
     @property
     def priority(self) -> int:

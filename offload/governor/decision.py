@@ -7,9 +7,8 @@ Note [Two reasons to stream]
     for exhaustion, because an SLO is what says how slow is fast enough. A phase without an SLO of a model that has one
     for the other: a decode step streams as little as the free pages allow; a prefill hides what decoding hides, and
     changes nothing. An interval that was given as a number is kept, and None never streams: neither gives any pages.
-    Where requests of a batch ask, and nobody for the model, the SLO is an aim only while no others wait, and else a
-    limit: a batch that takes as long as it may keeps those waiting that are behind it. In the time machine 25 of 60
-    requests were served where their SLOs were always aims (bench_tenants.py).
+    While requests wait for the end of a batch an SLO is a limit and no aim: a batch that takes as long as it may keeps
+    those waiting. In the time machine 25 of 60 requests were served where SLOs were always aims (bench_tenants.py).
 
 Note [One slot or two]
     How many slots are best, and with them how many layers stream for the same pages, follows from r, which is assumed
@@ -112,7 +111,7 @@ def _told(now: Situation, state: ModelState, point: Point) -> Decision:
 
 def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
     standing = now.standing(state)
-    if state.model.by_requests:
+    if state.model.others_wait:
         return _as_asked(now, state, point, standing)
     within = standing.device_pages + now.room(state)
     option = None if now.settled is None else now.settled.shares.options.get(state.name)
