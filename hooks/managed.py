@@ -545,7 +545,12 @@ def _attach_caches(
         living = Living(None if size is True else size)
     detach_caches = generation.attach(model, device, alone=bool(options.kept_prefixes))
     slo = RequestSLO(options.ttft_slo, options.tpot_slo)
-    costs = StepCosts(governors.of(device).tuning.serving)
+    governor = governors.of(device)
+
+    def assumed() -> float:
+        return 0.0 if governor.marks is not None else governor.link.page_seconds or 0.0
+
+    costs = StepCosts(governor.tuning.serving, assumed)
     batched = Batched(label(model), device, costs, options.batches == "fast", require, lends, living, slo)
     detach_batches = seams.attach(model, batched)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,8 +18,8 @@ QUADRATIC = Parts(0.02, 2e-3, 1e-5, 5e-7)  # sdpa on a CPU, as measured
 times = st.floats(1e-4, 1e-1)
 
 
-def learned(parts: Parts, tuning: Serving = Serving()) -> StepCosts:  # noqa: B008 (frozen)
-    costs = StepCosts(tuning)
+def learned(parts: Parts, assumed: Callable[[], float] = float) -> StepCosts:
+    costs = StepCosts(assumed=assumed)
     for step in SIZES * 2:
         costs.observe(step, parts.seconds(step))
     return costs
@@ -77,6 +78,15 @@ def test_copies_that_were_never_seen_cost_nothing() -> None:
     costs = learned(QUADRATIC)
     assert not costs.faster(Step(8, 808), Step(8, 808, copied=60))
     assert StepCosts().faster(Step(9, 9), Step(1, 1)) is False, "nobody knows"
+
+
+def test_copies_that_were_never_seen_cost_what_is_assumed_and_then_what_they_took() -> None:
+    costs = learned(QUADRATIC, assumed=lambda: 1e-3)
+    keep, lend = Step(8, 808), Step(9, 909, copied=60)
+    assert costs.faster(keep, lend)
+    for step in SIZES * 2:  # they hide behind the computation
+        costs.observe(replace(step, copied=60), QUADRATIC.seconds(step))
+    assert not costs.faster(keep, lend)
 
 
 def test_what_streams_is_a_part_of_every_step() -> None:
