@@ -10,7 +10,7 @@ namespace simgpu {
 namespace {
 
 constexpr CUresult kAssert = 710;
-thread_local std::string failure;       // why what this worker runs has failed; empty while it has not
+thread_local std::string failure;                  // why what this worker runs has failed; empty while it has not
 thread_local std::optional<std::uint64_t> queued;  // the serial number of what this worker runs
 constexpr std::size_t kDeepest = 1024;  // operations in a stream before the host has to wait, about as on a GPU
 

@@ -99,7 +99,8 @@ void compute(const Work& work, Stack& stack) {
 at::Tensor index_of(const Stack& arguments, const Rows& rows) {
   std::vector<at::Tensor> found;
   each_tensor(arguments[rows.index], [&](const at::Tensor& tensor) { found.push_back(tensor); });
-  const bool first = arguments[rows.index].isTensor() ? arguments[1].toInt() == 0 : arguments[1].toListRef().size() == 1;
+  const bool first =
+      arguments[rows.index].isTensor() ? arguments[1].toInt() == 0 : arguments[1].toListRef().size() == 1;
   const at::Tensor& memory = arguments[rows.memory].toTensor();
   if (!first || found.size() != 1 || found[0].dim() != 1 || memory.dim() == 0 || !memory[0].is_contiguous()) return {};
   return found[0].scalar_type() == at::kLong || found[0].scalar_type() == at::kInt ? found[0] : at::Tensor();
