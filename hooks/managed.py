@@ -548,7 +548,8 @@ def _attach_caches(
     governor = governors.of(device)
 
     def assumed() -> float:
-        return 0.0 if governor.marks is not None else governor.link.page_seconds or 0.0
+        exposed = 0.0 if governor.marks is not None else governor.tuning.serving.exposed
+        return exposed * (governor.link.page_seconds or 0.0)
 
     costs = StepCosts(governor.tuning.serving, assumed)
     batched = Batched(label(model), device, costs, options.batches == "fast", require, lends, living, slo)

@@ -37,8 +37,10 @@ class Elastic:
         return ManageOptions(batches=self.batches, interval=self.interval)
 
     def tuning(self, machine: Machine) -> Tuning:
-        """The values to decide by. What is in bytes of a model's tensors is scaled as they are."""
-        small = replace(DEFAULT, weights=replace(DEFAULT.weights, large=DEFAULT.weights.large // machine.scale))
+        """The values to decide by. What is in bytes of a model's tensors is scaled as they are. On the machine that is
+        simulated copies hide behind the computation."""
+        weights = replace(DEFAULT.weights, large=DEFAULT.weights.large // machine.scale)
+        small = replace(DEFAULT, weights=weights, serving=replace(DEFAULT.serving, exposed=0.0))
         changed = {part: replace(getattr(small, part), **values) for part, values in self.changes.items()}
         return replace(small, **changed)
 

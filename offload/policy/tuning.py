@@ -362,6 +362,9 @@ class Serving:
     # What is measured of each of several models before it is served: batches and lengths up to these, for so many
     # seconds. Chosen: enough to know what hides behind its steps while it is idle.
     measured: tuple[int, int, float] = (4, 512, 10.0)
+    # Where operators are complete when they return, a page of layers costs this part of what the link takes, as long as
+    # no step has copied any. Nothing hides there, so all of it.
+    exposed: float = 1.0
     # Layers stream because a request's SLO allows it once no others have waited for so many seconds: a load that has
     # gaps is a load, and to move layers forth and back costs more than it gives. Chosen: the dwell of pages.
     behind: float = 10.0
