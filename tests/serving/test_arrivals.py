@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ballonet.allocator.errors import TraceError
 from ballonet.hooks.server.arrivals import Arrival, read
-from ballonet.hooks.server.load import Answered, prompt_of, quantile, summary
+from ballonet.hooks.server.load import Answered, prompt_of, quantile, replay, summary
 
 FILES = {
     "azure": (
@@ -67,3 +71,18 @@ def test_the_figures_of_a_load() -> None:
     assert summary(good, 0.6, 0.2)["goodput"] == 0.5
     assert summary([Answered(0.0, error="refused")], None, None)["ttft_p50"] is None
     assert quantile(range(100), 0.99) == 99
+
+
+@pytest.mark.parametrize("finish", ["length", None])
+def test_an_answer_that_is_cut_off_has_failed(finish: str | None) -> None:
+    async def create(**_: object) -> AsyncIterator[Any]:
+        async def pieces() -> AsyncIterator[Any]:
+            for text, reason in (("a", None), ("b", finish)):
+                yield SimpleNamespace(usage=None, choices=[SimpleNamespace(text=text, finish_reason=reason)])
+
+        return pieces()
+
+    client = SimpleNamespace(completions=SimpleNamespace(create=create))
+    (found,) = asyncio.run(replay([Arrival(0.0, 3, 2)], client, "model", 1.0, lambda _: None))
+    assert found.tokens == 2
+    assert bool(found.error) == (finish is None)
