@@ -142,8 +142,8 @@ def _by_slo(now: Situation, state: ModelState, point: Point) -> Decision:
 
 
 def _as_asked(now: Situation, state: ModelState, point: Point, standing: Plan) -> Decision:
-    """What memory demands, as long as that keeps what the requests of the batch ask; else as little as there are pages
-    for."""
+    """What memory demands, as long as that keeps the SLO, of the model or of the batch's requests; else as little as
+    there are pages for."""
     costs, measured = now.costs(state, point)
     if measured and costs.of(standing) <= state.slo(point.phase):
         return _made(now, state, point, standing, f"{_reason(state, standing)}, within what requests ask")

@@ -157,13 +157,13 @@ def test_split_gives_each_model_an_even_part() -> None:
 
 
 def test_a_machine_that_is_larger_is_simulated_in_fewer_bytes() -> None:
-    """Every page is so many times smaller here, and there are as many: the same decisions, at the same times."""
+    """Every page is so many times smaller here, and there are as many: the same decisions, at about the same times."""
     logs: list[list[Decision]] = [[], []]
     whole, small = (
         simulated("fast", machine(mib, scale=scale, host=host), log=log)
         for (mib, host, scale), log in zip(((64, 64, 1), (64, 64, 4)), logs, strict=True)
     )
-    assert small["kv_bytes"] == pytest.approx(whole["kv_bytes"], rel=0.3)
+    assert small["kv_bytes"] == pytest.approx(whole["kv_bytes"], rel=0.2)
     assert small["seconds"] == pytest.approx(whole["seconds"], rel=0.15)
     with pytest.raises(ManageError, match="heads of 64 elements cannot be 3 times smaller"):
         run([Tenant("a", config(), LINEAR, ARRIVALS)], replace(machine(64), page_size=3 * 2**18, scale=3), "fast", {})

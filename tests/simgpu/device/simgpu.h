@@ -40,8 +40,9 @@ void simgpu_fail(const char* why);
 // the stream captures.
 int simgpu_synchronize_for(void* stream, const char* why);
 
-// The host address at which the CPU may use `address`; NULL where it is not accessible device or host memory now. Equal
-// to the address itself (device memory lies in this process).
+// The host address at which the CPU may use `address`; NULL where it is not accessible device or host memory now, or,
+// for what an operation runs, has changed since that was queued. Equal to the address itself (device memory lies in
+// this process).
 void* simgpu_pointer(uint64_t address, size_t size);
 
 struct SimCounts {
