@@ -38,7 +38,7 @@ NEW = 6  # tokens of a turn's answer, and of what is said next
 
 @pytest.fixture(autouse=True)
 def _blocks(tuned: Tuned) -> None:
-    tuned(prefixes={"block": BLOCK})
+    tuned(prefixes={"block": BLOCK, "again": 0})  # files are read, however slow they are on a loaded machine
 
 
 @pytest.fixture(autouse=True)
