@@ -40,10 +40,12 @@ class Recursive(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.inside: Callable[[int], None] = lambda depth: None
+        self.after: Callable[[int], None] = lambda depth: None
 
     def forward(self, inputs: torch.Tensor, depth: int) -> torch.Tensor:
         self.inside(depth)
         outputs: torch.Tensor = self.linear(inputs if depth == 0 else self(inputs, depth - 1))
+        self.after(depth)
         return outputs
 
 
@@ -52,9 +54,9 @@ def test_nested_forwards_and_exceptions_release_the_lease_at_the_outermost_exit(
     managed = ballonet.manage(model)
     group = managed._weights.group
     seen: list[int] = []
-    model.inside = lambda depth: seen.append(group.leases)
+    model.inside = model.after = lambda depth: seen.append(group.leases)
     model(torch.ones(4), 2)
-    assert seen == [1, 1, 1]
+    assert seen == [1] * 6, "before and after each call within"
     assert group.leases == 0
 
     def fail(depth: int) -> None:

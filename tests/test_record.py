@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs, fitting, meeting
@@ -114,6 +114,7 @@ works = st.tuples(powers, powers, st.sampled_from([0.1, 0.2, 0.3, 0.9]))
 
 
 @given(st.lists(works, min_size=1, max_size=60), st.integers(1, 32), st.integers(1, 32))
+@example([(1, 1, 0.1), (1, 1, 0.2)], 1, 1)
 def test_what_was_learned_is_believed_once_two_say_so(
     seen: list[tuple[int, int, float]], batch: int, length: int
 ) -> None:
