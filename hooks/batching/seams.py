@@ -149,7 +149,7 @@ def _replace() -> None:
                 return stock(cache, *args, **kwargs)
             client, tuning = cache.pages.client, cache.pages.client.governor.tuning.serving
             memory, most = (functools.partial(each, cache.on, client, tuning) for each in (memory_of, most_of))
-            others = functools.partial(_others_run, cache.model)
+            others = functools.partial(others_run, cache.model)
             return elastic(cache, *args, memory=memory, most=most, others=others, tuning=tuning, **kwargs)
 
         return make
@@ -168,7 +168,8 @@ def _replace() -> None:
         setattr(owner, name, mine)
 
 
-def _others_run(model: Batched) -> bool:
+def others_run(model: Batched) -> bool:
+    """Do requests of other models on the device of this one run?"""
     return any(each.runs for each in tuple(_attached.values()) if each is not model and each.device is model.device)
 
 

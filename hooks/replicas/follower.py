@@ -1,0 +1,181 @@
+"""A stage after the first: it computes what plans say, with KV and tables of blocks of its own.
+
+Note [Left out]
+    The first stage admits what every stage has room for, by what they report. If one finds no memory nevertheless, it
+    leaves the chunk out: the microbatch goes on without its rows, the stages behind never see it, and the first one is
+    told and computes the request again later, on all stages. Until a plan says that the request is gone, later chunks
+    of it are left out as well, as tokens before them are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ...allocator.errors import DriverError
+from .link import Link, tensor_of, text_of
+from .plan import Answer, Chunk, Passing, Plan, Sampling
+from .sampling import sample
+from .span_cache import SpanCache
+from .span_runner import SpanRunner
+
+
+class OutOfStep(RuntimeError):
+    """A stage got a record of another epoch or microbatch than the one that it expects: it is not one of the group any
+    more."""
+
+
+class Follower:
+    """Stage number `stage`, from 1 on. Used by one thread."""
+
+    def __init__(
+        self,
+        epoch: int,
+        stage: int,
+        cache: SpanCache,
+        runner: SpanRunner,
+        before: Link,
+        after: Link,
+        room: Callable[[], int],
+    ) -> None:
+        """`before`, `after`: links to the stages beside it, from the last stage to the first. `room`: bytes that KV may
+        take beyond what it has."""
+        self.epoch = epoch
+        self.stage = stage
+        self.cache = cache
+        self._runner = runner
+        self._before = before
+        self._after = after
+        self._room = room
+        self._number = 0
+        self._states: dict[str, RequestState] = {}
+        self._sampling: dict[str, Sampling] = {}
+        self._failed: set[str] = set()
+        self._aside: set[str] = set()
+
+    @property
+    def held(self) -> dict[str, int]:
+        """Tokens of each request that have KV here."""
+        return {name: state.position_offset for name, state in self._states.items()}
+
+    @property
+    def room(self) -> int:
+        """Tokens that there is memory for beyond what is held."""
+        self.cache.pool.try_to_free_sectors()
+        return int(self._room() / self.cache.token_bytes)
+
+    def adopt(self, state: RequestState) -> None:
+        """Takes a request whose KV is in the cache already."""
+        self._states[state.request_id] = state
+
+    def forget(self, request: str) -> None:
+        """Frees what it has of a request."""
+        self.cache.free_blocks(request)
+        self._states.pop(request, None)
+        self._sampling.pop(request, None)
+        self._failed.discard(request)
+        self._aside.discard(request)
+
+    def run(self) -> int:
+        """Computes the next microbatch, waiting for it, and sends what comes after it. Returns its number.
+        OutOfStep."""
+        plan = Plan.from_json(text := text_of(self._before.recv("plan")))
+        if not self._runner.last:
+            self._after.send(tensor_of(text), "plan", True)
+        passing = Passing.from_json(text_of(self._before.recv("passing")))
+        if {(plan.epoch, plan.number), (passing.epoch, passing.number)} != {(self.epoch, self._number)}:
+            raise OutOfStep(f"stage {self.stage} expects microbatch {self._number} of epoch {self.epoch}")
+        self._number += 1
+        self._take_in(plan)
+        absent = {name for name, _ in passing.left_out}
+        came = [chunk for chunk in plan.chunks if chunk.request not in absent]
+        given = self._before.recv("states") if came else None
+        stored = [chunk for chunk in came if self._store(chunk)]
+        found = self._compute(stored, _rows(given, came, stored))
+        if found is None:
+            self._failed.update(chunk.request for chunk in stored)
+            stored = []
+        left_out = [(chunk.request, self.stage) for chunk in came if chunk not in stored]
+        passing = replace(
+            passing,
+            left_out=(*passing.left_out, *dict.fromkeys(left_out)),
+            rooms=(*passing.rooms, self.room),
+        )
+        self._tell(passing, stored, found)
+        return plan.number
+
+    def _take_in(self, plan: Plan) -> None:
+        for name in plan.gone:
+            self.forget(name)
+        for name in plan.aside:
+            if name in self._states and self.cache.to_host(name):
+                self._aside.add(name)
+        self._sampling.update(plan.begun)
+
+    def _store(self, chunk: Chunk) -> bool:
+        """Gives a chunk its blocks, on the host where the device has no page. False where it cannot be computed."""
+        name = chunk.request
+        state = self._states.get(name)
+        if state is None and name not in self._failed:
+            state = self._states[name] = RequestState(name, [])
+        if state is None or name in self._failed or state.position_offset != chunk.before:
+            self._failed.add(name)
+            return False
+        if name in self._aside:
+            self._aside.discard(name)
+            self.cache.to_device(name)
+        try:
+            self.cache.on_host = frozenset()
+            if self.cache.can_store_request_tokens(state, len(chunk.ids)):
+                return True
+            self.cache.on_host = frozenset((name,))
+            if self.cache.can_store_request_tokens(state, len(chunk.ids)):
+                return True
+        finally:
+            self.cache.on_host = frozenset()
+        self._failed.add(name)
+        return False
+
+    def _compute(self, chunks: Sequence[Chunk], given: torch.Tensor | None) -> torch.Tensor | None:
+        """None where there was no memory."""
+        if not chunks:
+            return torch.empty(0)
+        self.cache.begins(chunk.request for chunk in chunks)
+        try:
+            return self._runner.run(chunks, [self._states[chunk.request] for chunk in chunks], given)
+        except (torch.OutOfMemoryError, DriverError):
+            return None
+
+    def _tell(self, passing: Passing, chunks: Sequence[Chunk], found: Any) -> None:
+        if not self._runner.last:
+            self._after.send(tensor_of(passing.to_json()), "passing", True)
+            if chunks:
+                self._after.send(found, "states", True)
+            return
+        tokens = sampled(chunks, self._sampling, found)
+        answer = Answer(passing.epoch, passing.number, tokens, passing.left_out, passing.rooms)
+        self._after.send(tensor_of(answer.to_json()), "answer", True)
+
+
+def sampled(
+    chunks: Sequence[Chunk], sampling: dict[str, Sampling], logits: torch.Tensor
+) -> tuple[tuple[str, int], ...]:
+    """(request, token) of the chunks that sample one; `logits`: a row for each of these."""
+    wanted = [chunk for chunk in chunks if chunk.samples]
+    if not wanted:
+        return ()
+    tokens = sample(logits, [sampling[chunk.request] for chunk in wanted], [chunk.end for chunk in wanted])
+    return tuple((chunk.request, token) for chunk, token in zip(wanted, tokens, strict=True))
+
+
+def _rows(given: torch.Tensor | None, came: Sequence[Chunk], kept: Sequence[Chunk]) -> torch.Tensor | None:
+    """The states of the chunks that are kept."""
+    if given is None or len(came) == len(kept):
+        return given
+    parts = given.split([len(chunk.ids) for chunk in came], dim=1)
+    found = [part for chunk, part in zip(came, parts, strict=True) if chunk in kept]
+    return torch.cat(found, dim=1) if found else None

@@ -1,0 +1,94 @@
+"""Which requests are in the next microbatches of a group: those that are in none, as far as every stage has room."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ...offload.policy.admission import Memory
+from ..batching.preemption import PagePreemption
+from ..batching.scheduler import ElasticFIFO
+from ..batching.seams import others_run
+from ..sectors.room import memory_of, most_of
+from .settings import GroupSettings
+from .span_cache import SpanCache
+
+
+def limited(own: Memory, room: float) -> Memory:
+    """What there is on the first stage, where others leave room for `room` of its bytes. Followers have activations as
+    large as the first stage's, so these count as well."""
+    total = min(own.total, max(0, int(room)) + own.reserve)
+    activations = min(own.activations, total)
+    kv = min(own.kv, total - activations)
+    return replace(own, kv=kv, activations=activations, elsewhere=total - activations - kv)
+
+
+class GroupScheduler(ElasticFIFO):
+    """As ElasticFIFO, for requests that are in flight too: see `in_flight`."""
+
+    def __init__(
+        self,
+        cache: SpanCache,
+        settings: GroupSettings,
+        stages: int,
+        room: Callable[[], float],
+        most: Callable[[], float],
+    ) -> None:
+        """`room`: tokens that every follower has memory for beyond what is planned, `most`: that each would have if no
+        request ran; infinity where there are no followers."""
+        client = cache.pages.client
+        tuning = client.governor.tuning.serving
+        self.in_flight: Counter[str] = Counter()  # microbatches with a chunk of a request that are not answered yet
+        self._stages = stages
+        super().__init__(
+            cache,
+            None,
+            settings.batching.max_requests_per_batch,
+            memory=lambda: _within(memory_of(cache.on, client, tuning), room(), cache),
+            most=lambda: _within(most_of(cache.on, client, tuning), most(), cache),
+            others=functools.partial(others_run, cache.model),
+            tuning=tuning,
+        )
+
+    def begins(self, found: bool) -> None:
+        """As ElasticScheduler's. What passes between two microbatches of a pipeline is no step of the model, so nothing
+        is learned from it."""
+        if self._stages > 1:
+            self._step = None
+        super().begins(found)
+
+    def _process_candidates(
+        self, candidates: list[Any], token_budget: int, *args: Any
+    ) -> tuple[list[Any], bool, bool, int, int]:
+        free = [state for state in candidates if state.request_id not in self.in_flight]
+        if not free:
+            self.starved_requests = []
+            return [], False, False, 0, 0
+        return super()._process_candidates(free, token_budget, *args)
+
+
+class GroupPreemption(PagePreemption):
+    """As PagePreemption; `aside`: requests that were preempted, and whose KV others may move as well."""
+
+    def __init__(self, cache: SpanCache, scheduler: GroupScheduler, settings: GroupSettings) -> None:
+        super().__init__(
+            cache=cache,
+            scheduler=scheduler,
+            cpu_offload_space_gib=0.0,
+            safety_threshold=0.0,
+            compute_stream=None,
+            distributed_helper=settings.helper,
+        )
+        self.aside: list[str] = []
+
+    def _keep_for_later(self, state: Any) -> None:
+        self.aside.append(state.request_id)
+        super()._keep_for_later(state)
+
+
+def _within(own: Memory, tokens: float, cache: SpanCache) -> Memory:
+    room = tokens * cache.token_bytes
+    return own if room >= own.total else limited(own, room)

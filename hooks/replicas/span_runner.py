@@ -1,0 +1,72 @@
+"""One microbatch on one stage: its inputs, and the forward of the layers of the span.
+
+Note [One set of inputs]
+    transformers makes input tensors of the largest batch once. A stage needs one set, although several microbatches are
+    in flight in the group: it computes them one after the other on one stream, which also orders the writes to the
+    inputs of the next one. What outlives a microbatch on a stage is its record (plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import FutureRequestState, RequestState
+
+from .plan import Chunk
+from .settings import GroupSettings
+from .span_cache import SpanCache, config_of
+
+
+class RunsLayers(Protocol):
+    """A model of which a part runs."""
+
+    def __call__(self, layers: range, given: torch.Tensor | None, inputs: dict[str, Any]) -> torch.Tensor:
+        """Runs these layers with the model's own forward. `inputs`: what the forward is called with; `given`: the
+        hidden states before the first of them, [1, tokens, width], None where that is the first of the model. Returns
+        the hidden states after the last of them, or logits where that is the last of the model."""
+
+
+class SpanRunner:
+    """Computes microbatches of `cache.layers`."""
+
+    def __init__(self, model: Any, runs: RunsLayers, cache: SpanCache, settings: GroupSettings) -> None:
+        config = model.config.get_text_config()
+        keeps = getattr(model, "_supports_logits_to_keep", None)
+        self._keeps = keeps is not None and keeps()
+        self._runs = runs
+        self._cache = cache
+        self._processors = settings.processors
+        self.last = cache.layers.stop == config.num_hidden_layers
+        self._inputs = ContinuousBatchingIOs(
+            cache, config_of(config, cache.layers), settings.batching, model.device, model.dtype, settings.processors
+        )
+
+    @torch.no_grad()
+    def run(
+        self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Computes chunks, whose requests have their blocks; `states`: of the requests, which are moved on. Returns
+        hidden states [1, tokens, width], or on the last stage logits [sampling chunks, vocabulary].
+        torch.OutOfMemoryError."""
+        batch = [_scheduled(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
+        fast = all(len(chunk.ids) == 1 and chunk.before < self._cache.max_decode_fast_path_length for chunk in chunks)
+        new, read = sum(len(chunk.ids) for chunk in chunks), sum(chunk.before for chunk in chunks)
+        self._inputs.prepare_batch_tensors(batch, self._processors, fast, new, read, use_padding=False)
+        inputs: dict[str, Any] = dict(self._inputs.get_model_kwargs())
+        sampled = sum(chunk.samples for chunk in chunks)
+        indices = inputs["logits_indices"][:sampled]
+        if self.last and self._keeps:
+            inputs["logits_to_keep"] = indices
+        found = self._runs(self._cache.layers, given, inputs)
+        if not self.last:
+            return found
+        return found[0] if self._keeps else found[0, indices]
+
+
+def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:
+    assert state.position_offset == chunk.before, f"{chunk.request} has {state.position_offset} tokens"
+    state.tokens_to_process = list(chunk.ids)
+    return FutureRequestState(state, chunk.samples, {}, len(chunk.ids))

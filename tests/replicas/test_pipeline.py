@@ -1,0 +1,48 @@
+"""A group of stages in one process says what stock continuous batching says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ballonet.allocator import runtime
+
+from ..models import build
+from ..pool import take_out
+from ..serving.batches import answers, prompts
+from .grouped import BLOCK, CHUNK, answered, install, requests
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    if (device := runtime.current()) is not None:
+        device.device.reap(wait=True)
+        device.device.check()
+        assert device.device.snapshot()["pages"]["kv"] == 0
+    take_out()
+
+
+def said(model: Any, asked: list[list[int]], new: int = 12) -> list[list[int]]:
+    """Stock's answers, in batches of as many tokens."""
+    found = answers(model, asked, new, num_blocks=400, page_size=BLOCK, max_batch_tokens=CHUNK)
+    return [each.tokens for each in found]
+
+
+MODELS = ["llama", "qwen2", "qwen3", "mistral-window", "gemma2", "phi", "gpt2"]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_stocks(name: str, stages: int) -> None:
+    model = build(name, num_hidden_layers=4)
+    if name == "gemma2":
+        model.set_attn_implementation("eager")
+    asked = prompts(7, 3 * CHUNK)
+    expected = said(model, asked)
+    install()
+    assert answered(model, requests(asked), stages) == expected
