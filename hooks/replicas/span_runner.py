@@ -45,9 +45,7 @@ class SpanRunner:
         )
 
     @torch.no_grad()
-    def run(
-        self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: torch.Tensor | None
-    ) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: torch.Tensor | None) -> torch.Tensor:
         """Computes chunks, whose requests have their blocks; `states`: of the requests, which are moved on. Returns
         hidden states [1, tokens, width], or on the last stage logits [sampling chunks, vocabulary].
         torch.OutOfMemoryError."""

@@ -23,6 +23,7 @@ _LATER = ("cannot be kept", "memory", "Generation loop finished", "is stopping")
 
 # what the request that is handled asks: seconds to its first token, and of a step in which it decodes
 asked_slo: ContextVar[tuple[float | None, float | None] | None] = ContextVar("asked_slo", default=None)
+asked_seed: ContextVar[int | None] = ContextVar("asked_seed", default=None)  # of its random numbers
 
 
 class Loop(CBGenerateManager):

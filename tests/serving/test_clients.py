@@ -20,7 +20,8 @@ from openai import OpenAI
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.hooks.options import ManageOptions
-from ballonet.hooks.server.server import Address, Server
+from ballonet.hooks.server.application import Address
+from ballonet.hooks.server.server import Server
 
 from ..pool import bytes_that_exist, take_out
 from .test_server import ask, saved

@@ -30,7 +30,8 @@ from transformers.generation.continuous_batching.continuous_api import Continuou
 import ballonet
 from ballonet.allocator import runtime
 from ballonet.hooks.options import ManageOptions
-from ballonet.hooks.server.server import Address, Server
+from ballonet.hooks.server.application import Address
+from ballonet.hooks.server.server import Server
 from ballonet.hooks.server.tenants import Loop, asked_slo
 
 from ..models import VOCABULARY, build

@@ -58,7 +58,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     if args.host not in LOCAL and args.api_key is None and not args.no_api_key:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
-        from ..hooks.server.server import Address, Server
+        from ..hooks.server.application import Address
+        from ..hooks.server.server import Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
     from ..allocator import runtime

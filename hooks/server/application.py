@@ -1,0 +1,166 @@
+"""The HTTP side of a server: transformers' own application, with `/metrics`, refusals with
+numbers, keys, and a shutdown that finishes what runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.systemone import SystemOneHandler
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import GenerationState
+
+from ...allocator.config import parse_time
+from ...allocator.errors import ConfigError
+from ..device import governors
+from .load import SLOS
+from .tenants import asked_seed, asked_slo
+
+OPEN = ("/health", "/metrics")  # that need no key
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and who may ask. `key`: what clients send as `Authorization: Bearer KEY`; None: anybody.
+    `waiting`: requests of a model that may wait; `grace`: seconds that requests may take to end at a shutdown."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+    waiting: int = 1024
+    grace: float = 30.0
+
+
+class _Listening(uvicorn.Server):
+    """As uvicorn's server, which at a shutdown tells those who still wait after `grace` seconds."""
+
+    def __init__(self, config: uvicorn.Config, grace: float, tell: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._grace = grace
+        self._tell = tell
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        telling = asyncio.get_running_loop().call_later(self._grace, self._tell)
+        await super().shutdown(sockets)
+        telling.cancel()
+
+
+class Application:
+    """The HTTP side of a server. `app`: what uvicorn runs."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        models: ModelManager,
+        loops: GenerationState,
+        figures: Callable[[], bytes],
+        address: Address,
+        say: Callable[[str], None],
+    ) -> None:
+        """`names`: of the models that are served; `models`: finds them and their tokenizers; `loops`: generate, and
+        have `tell()`, which ends all without waiting; `figures`: the page at `/metrics`; `say`: is called with each
+        line for people."""
+        self._names = {models.process_model_name(name) for name in names}
+        self._models = models
+        self._loops: Any = loops
+        self._figures = figures
+        self._address = address
+        self._say = say
+        self.app = self._application()
+
+    def run(self, close: Callable[[], object]) -> None:
+        """Serves until SIGINT or SIGTERM: no new requests then; those that run may end, or are told after a while.
+        `close` is called at the end."""
+        told = governors.composed_with().tuning.serving.told
+        config = uvicorn.Config(
+            self.app,
+            host=self._address.host,
+            port=self._address.port,
+            log_level="warning",
+            timeout_graceful_shutdown=round(self._address.grace + told),
+        )
+        before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again after its own shutdown
+        try:
+            with suppress(KeyboardInterrupt):  # and this
+                _Listening(config, self._address.grace, self._loops.tell).run()
+        finally:
+            close()
+            signal.signal(signal.SIGTERM, before)
+
+    def _application(self) -> FastAPI:
+        models, loops = self._models, self._loops
+        app: FastAPI = build_server(
+            models,
+            ChatCompletionHandler(models, loops),
+            completion_handler=CompletionHandler(models, loops),
+            response_handler=ResponseHandler(models, loops),
+            transcription_handler=TranscriptionHandler(models, loops),
+            systemone_handler=SystemOneHandler(model_manager=models, generation_state=loops),
+            generation_state=loops,
+        )
+        stock = app.router.lifespan_context
+
+        @asynccontextmanager
+        async def lifespan(running: FastAPI) -> Any:
+            async with stock(running) as state:
+                at = f"http://{self._address.host}:{self._address.port}"
+                self._say(f"ready: {', '.join(sorted(name.partition('@')[0] for name in self._names))} at {at}")
+                yield state
+                self._say("shutting down")
+
+        app.router.lifespan_context = lifespan
+        app.get("/metrics")(lambda: Response(self._figures(), media_type="text/plain; version=0.0.4"))
+        app.middleware("http")(self._checked)
+        app.exception_handler(HTTPException)(_refused)
+        return app
+
+    async def _checked(self, request: Request, go_on: Callable[[Request], Any]) -> Any:
+        """Refuses who has no key, models that are not served, and SLOs that are none; notes those that are."""
+        key = self._address.key
+        if key is not None and request.url.path not in OPEN and request.headers.get("authorization") != f"Bearer {key}":
+            return refusal(401, "an API key is needed: Authorization: Bearer KEY")
+        if request.url.path in ("/load_model", "/reset"):
+            return refusal(403, "this server serves the models that it was started with")
+        if request.method == "POST" and "json" in request.headers.get("content-type", ""):
+            try:
+                body = json.loads(await request.body())
+            except ValueError as error:
+                return refusal(400, f"the body is no JSON: {error}")
+            if not isinstance(body, dict):
+                return refusal(400, "the body is not a JSON object")
+            name = str(body.get("model"))
+            if self._models.process_model_name(name) not in self._names:
+                served = ", ".join(sorted(each.partition("@")[0] for each in self._names))
+                return refusal(404, f"no model {name!r} here: {served}")
+            seed = body.get("seed")
+            asked_seed.set(seed if isinstance(seed, int) else None)
+        try:
+            given = [request.headers.get(name) for name in SLOS]
+            ttft, tpot = (parse_time(text, name) if text else None for text, name in zip(given, SLOS, strict=True))
+        except ConfigError as error:
+            return refusal(400, str(error))
+        asked_slo.set((ttft, tpot) if any(given) else None)
+        return await go_on(request)
+
+
+async def _refused(_: Request, error: HTTPException) -> JSONResponse:
+    return refusal(error.status_code, str(error.detail))
+
+
+def refusal(status: int, why: str) -> JSONResponse:
+    """An error as OpenAI's clients read it."""
+    return JSONResponse({"error": {"message": why, "type": "invalid_request_error", "code": status}}, status)
