@@ -128,15 +128,8 @@ class Follower:
         if name in self._aside:
             self._aside.discard(name)
             self.cache.to_device(name)
-        try:
-            self.cache.on_host = frozenset()
-            if self.cache.can_store_request_tokens(state, len(chunk.ids)):
-                return True
-            self.cache.on_host = frozenset((name,))
-            if self.cache.can_store_request_tokens(state, len(chunk.ids)):
-                return True
-        finally:
-            self.cache.on_host = frozenset()
+        if self.cache.store(state, len(chunk.ids)):
+            return True
         self._failed.add(name)
         return False
 
