@@ -21,7 +21,9 @@ class Link(Protocol):
 class LocalLink:
     """One end of a link within a process and a thread. Nothing is waited for: what was not sent is an error."""
 
-    def __init__(self, sent: defaultdict[str, deque[torch.Tensor]], came: defaultdict[str, deque[torch.Tensor]]) -> None:
+    def __init__(
+        self, sent: defaultdict[str, deque[torch.Tensor]], came: defaultdict[str, deque[torch.Tensor]]
+    ) -> None:
         self._sent = sent
         self._came = came
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from ballonet.allocator import runtime
-from ballonet.hooks.replicas.kv_exchange import moves
 from ballonet.hooks.replicas.local import LocalGroup, Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.regroup import Regroup
-from ballonet.hooks.replicas.requests import Request
 
-from ..models import build
-from ..pool import bytes_that_exist, take_out
+from ..pool import take_out
 from ..serving.batches import prompts
-from .grouped import CHUNK, PAGE, Replicas, Told, evenly, install, requests
+from .grouped import CHUNK, Replicas, Told, evenly, install, requests
 from .test_pipeline import four_layers, said
 
 
@@ -49,7 +45,7 @@ def sectors(of: LocalGroup) -> list[int]:
 def test_tokens_stay_while_spans_change(name: str, sampling: Sampling | None) -> None:
     """One replica, two, four, and one again, in the middle of answers."""
     model, told = four_layers(name), Told()
-    asked = requests(prompts(6, 2 * CHUNK), 30, sampling)
+    asked = requests(prompts(6, 2 * CHUNK), 40, sampling)
     install()
     with Replicas([model] * 1) as members:
         told_alone = Told()
@@ -60,13 +56,13 @@ def test_tokens_stay_while_spans_change(name: str, sampling: Sampling | None) ->
         expected = told_alone.answers(asked)
         del alone
     if sampling is None:
-        assert expected == said(model, [list(each.prompt) for each in asked], 30)
+        assert expected == said(model, [list(each.prompt) for each in asked], 40)
     with Replicas([four_layers(name) for _ in range(4)]) as members:
         current = group(members, 1, told)
         for each in asked[:4]:
             current.add(each)
         for epoch, stages in enumerate((2, 4, 1), 2):
-            for _ in range(12 * len(current.members)):
+            for _ in range(12):
                 current.step()
             assert len(told.over) < len(asked)
             following = group(members, stages, told, epoch)
