@@ -50,6 +50,7 @@ require_supported()
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, LinearAttentionLayer  # noqa: E402
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
+from transformers.cache_utils import StaticLayer, Cache  # noqa: E402
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
@@ -63,6 +64,7 @@ __all__ = [
     "PLAIN_MODES",
     "PREPARE_CACHE",
     "RESTARTS_CHUNKS",
+    "Cache",
     "DynamicCache",
     "DynamicLayer",
     "GenerationMixin",
@@ -71,6 +73,7 @@ __all__ = [
     "LinearAttentionLayer",
     "NoAttention",
     "SlidingLayer",
+    "StaticLayer",
     "StorageWeakRef",
     "TorchDispatchMode",
     "builds_dynamic_cache",

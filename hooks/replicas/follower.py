@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.requests import RequestState
@@ -21,7 +20,7 @@ from .link import Link, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan, Sampling
 from .sampling import sample
 from .span_cache import SpanCache
-from .span_runner import SpanRunner
+from .span_runner import SpanRunner, States
 
 
 class OutOfStep(RuntimeError):
@@ -93,9 +92,9 @@ class Follower:
         self._take_in(plan)
         absent = {name for name, _ in passing.left_out}
         came = [chunk for chunk in plan.chunks if chunk.request not in absent]
-        given = self._before.recv("states") if came else None
+        given = tuple(self._before.recv("states") for _ in range(passing.tensors))
         stored = [chunk for chunk in came if self._store(chunk)]
-        found = self._compute(stored, _rows(given, came, stored))
+        found = self._compute(stored, kept_rows(given, came, stored))
         if found is None:
             self._failed.update(chunk.request for chunk in stored)
             stored = []
@@ -104,8 +103,9 @@ class Follower:
             passing,
             left_out=(*passing.left_out, *dict.fromkeys(left_out)),
             rooms=(*passing.rooms, self.room),
+            tensors=len(found) if found else 0,
         )
-        self._tell(passing, stored, found)
+        self._tell(passing, stored, found or ())
         return plan.number
 
     def _take_in(self, plan: Plan) -> None:
@@ -128,35 +128,26 @@ class Follower:
         if name in self._aside:
             self._aside.discard(name)
             self.cache.to_device(name)
-        try:
-            self.cache.on_host = frozenset()
-            if self.cache.can_store_request_tokens(state, len(chunk.ids)):
-                return True
-            self.cache.on_host = frozenset((name,))
-            if self.cache.can_store_request_tokens(state, len(chunk.ids)):
-                return True
-        finally:
-            self.cache.on_host = frozenset()
+        if self.cache.store(state, len(chunk.ids)):
+            return True
         self._failed.add(name)
         return False
 
-    def _compute(self, chunks: Sequence[Chunk], given: torch.Tensor | None) -> torch.Tensor | None:
+    def _compute(self, chunks: Sequence[Chunk], given: States) -> States | None:
         """None where there was no memory."""
         if not chunks:
-            return torch.empty(0)
+            return ()
         self.cache.begins(chunk.request for chunk in chunks)
         try:
             return self._runner.run(chunks, [self._states[chunk.request] for chunk in chunks], given)
         except (torch.OutOfMemoryError, DriverError):
             return None
 
-    def _tell(self, passing: Passing, chunks: Sequence[Chunk], found: Any) -> None:
+    def _tell(self, passing: Passing, chunks: Sequence[Chunk], found: States) -> None:
         if not self._runner.last:
-            self._after.send(tensor_of(passing.to_json()), "passing", True)
-            if chunks:
-                self._after.send(found, "states", True)
+            pass_on(self._after, passing, found)
             return
-        tokens = sampled(chunks, self._sampling, found)
+        tokens = sampled(chunks, self._sampling, found[0]) if found else ()
         answer = Answer(passing.epoch, passing.number, tokens, passing.left_out, passing.rooms)
         self._after.send(tensor_of(answer.to_json()), "answer", True)
 
@@ -172,10 +163,22 @@ def sampled(
     return tuple((chunk.request, token) for chunk, token in zip(wanted, tokens, strict=True))
 
 
-def _rows(given: torch.Tensor | None, came: Sequence[Chunk], kept: Sequence[Chunk]) -> torch.Tensor | None:
-    """The states of the chunks that are kept."""
-    if given is None or len(came) == len(kept):
+def pass_on(link: Link, passing: Passing, states: States) -> None:
+    """Sends a microbatch to the next stage."""
+    link.send(tensor_of(passing.to_json()), "passing", True)
+    for tensor in states:
+        link.send(tensor, "states", True)
+
+
+def kept_rows(given: States, came: Sequence[Chunk], kept: Sequence[Chunk]) -> States:
+    """What came for the chunks that are kept: the tensors with a row for each token, in their second dimension, are
+    cut, others are the same for all."""
+    if len(came) == len(kept):
         return given
-    parts = given.split([len(chunk.ids) for chunk in came], dim=1)
-    found = [part for chunk, part in zip(came, parts, strict=True) if chunk in kept]
-    return torch.cat(found, dim=1) if found else None
+    sizes = [len(chunk.ids) for chunk in came]
+    return tuple(
+        torch.cat([part for chunk, part in zip(came, tensor.split(sizes, 1), strict=True) if chunk in kept], 1)
+        if kept and tensor.dim() > 1 and tensor.shape[1] == sum(sizes)
+        else tensor
+        for tensor in given
+    )

@@ -19,7 +19,7 @@ from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
 from .flight import Microbatch, Rooms, formed
-from .follower import OutOfStep, sampled
+from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
 from .link import Link, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan
@@ -27,7 +27,7 @@ from .requests import Request, state_of
 from .scheduling import GroupPreemption, GroupScheduler
 from .settings import GroupSettings
 from .span_cache import SpanCache
-from .span_runner import SpanRunner
+from .span_runner import SpanRunner, States
 
 Told = Callable[[Request, Exception | None], object]  # of a request after each token, or that it has failed
 
@@ -227,19 +227,18 @@ class Leader:
         found = self._compute(batch)
         left_out = () if found is not None else tuple((each.request, 0) for each in batch.chunks)
         if self._after is None:
-            tokens = () if found is None else sampled(plan.chunks, self._sampling(batch), found)
+            tokens = sampled(plan.chunks, self._sampling(batch), found[0]) if found else ()
             batch.answer = Answer(self.epoch, batch.number, tokens, left_out)
         else:
-            self._after.send(tensor_of(Passing(self.epoch, batch.number, left_out).to_json()), "passing", True)
-            if found is not None and batch.chunks:
-                self._after.send(found, "states", True)
+            states = found or ()
+            pass_on(self._after, Passing(self.epoch, batch.number, left_out, tensors=len(states)), states)
         self._rooms.planned(batch.number, self._new_tokens(batch))
         self._flying.append(batch)
 
-    def _compute(self, batch: Microbatch) -> torch.Tensor | None:
+    def _compute(self, batch: Microbatch) -> States | None:
         """None where there was no memory."""
         if not batch.chunks:
-            return torch.empty(0)
+            return ()
         try:
             return self._runner.run(batch.chunks, batch.states, None)
         except (torch.OutOfMemoryError, DriverError):

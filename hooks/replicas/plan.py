@@ -88,22 +88,23 @@ class Plan:
 class Passing:
     """What a stage tells the next one with the states of a microbatch. `left_out`: (request, stage) of chunks that it
     or one before it could not compute: the states have no rows of them. `rooms`: tokens that stage 1, 2, ... have
-    memory for beyond what they hold."""
+    memory for beyond what they hold. `tensors`: how many follow that the next layer is called with."""
 
     epoch: int
     number: int
     left_out: tuple[tuple[str, int], ...] = ()
     rooms: tuple[int, ...] = ()
+    tensors: int = 0
 
     def to_json(self) -> str:
         """Text for another process."""
-        return json.dumps([self.epoch, self.number, self.left_out, self.rooms])
+        return json.dumps([self.epoch, self.number, self.left_out, self.rooms, self.tensors])
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """What `to_json` was called on."""
-        epoch, number, left_out, rooms = json.loads(text)
-        return cls(epoch, number, _pairs(left_out), tuple(rooms))
+        epoch, number, left_out, rooms, tensors = json.loads(text)
+        return cls(epoch, number, _pairs(left_out), tuple(rooms), tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,18 @@ class SpanCache(ElasticPagedCache):
             key_states=key_states, value_states=value_states, layer_idx=layer_idx - self.layers.start, kwargs=kwargs
         )
 
+    def store(self, state: Any, tokens: int) -> bool:
+        """Gives a request blocks for so many more tokens, on the host where the device has no page, from where they are
+        read more slowly. False, and nothing is given, where neither has room."""
+        try:
+            for on_host in (frozenset[str](), frozenset((state.request_id,))):
+                self.on_host = on_host
+                if self.can_store_request_tokens(state, tokens):
+                    return True
+            return False
+        finally:
+            self.on_host = frozenset()
+
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As ElasticPagedCache's, and tells."""
         super().free_blocks(request_id, no_cache)

@@ -19,14 +19,16 @@ from .plan import Chunk
 from .settings import GroupSettings
 from .span_cache import SpanCache, config_of
 
+States = tuple[torch.Tensor, ...]  # what travels between two layers, hidden states [1, tokens, width] first
+
 
 class RunsLayers(Protocol):
     """A model of which a part runs."""
 
-    def __call__(self, layers: range, given: torch.Tensor | None, inputs: dict[str, Any]) -> torch.Tensor:
-        """Runs these layers with the model's own forward. `inputs`: what the forward is called with; `given`: the
-        hidden states before the first of them, [1, tokens, width], None where that is the first of the model. Returns
-        the hidden states after the last of them, or logits where that is the last of the model."""
+    def __call__(self, layers: range, given: States | None, inputs: dict[str, Any]) -> States:
+        """Runs these layers with the model's own forward. `inputs`: what the forward is called with; `given`: what
+        travels to the first of them, None where that is the first of the model. Returns what travels on from the last
+        of them, or the logits [1, tokens, vocabulary] where that is the last of the model."""
 
 
 class SpanRunner:
@@ -45,9 +47,9 @@ class SpanRunner:
         )
 
     @torch.no_grad()
-    def run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: torch.Tensor | None) -> torch.Tensor:
+    def run(self, chunks: Sequence[Chunk], states: Sequence[RequestState], given: States | None) -> States:
         """Computes chunks, whose requests have their blocks; `states`: of the requests, which are moved on. Returns
-        hidden states [1, tokens, width], or on the last stage logits [sampling chunks, vocabulary].
+        what travels to the next stage, or on the last one the logits [sampling chunks, vocabulary].
         torch.OutOfMemoryError."""
         batch = [_scheduled(chunk, state) for chunk, state in zip(chunks, states, strict=True)]
         fast = all(len(chunk.ids) == 1 and chunk.before < self._cache.max_decode_fast_path_length for chunk in chunks)
@@ -61,7 +63,8 @@ class SpanRunner:
         found = self._runs(self._cache.layers, given, inputs)
         if not self.last:
             return found
-        return found[0] if self._keeps else found[0, indices]
+        (logits,) = found
+        return (logits[0] if self._keeps else logits[0, indices],)
 
 
 def _scheduled(chunk: Chunk, state: RequestState) -> FutureRequestState:

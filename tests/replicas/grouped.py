@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,8 +16,9 @@ from ballonet.hooks.replicas.local import LocalGroup, Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.settings import GroupSettings
-
-from .splicing import Spliced
+from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.splice.splice import Splice
+from ballonet.hooks.weights.layers import decoder_layers
 
 PAGE = 65536
 BLOCK = 16  # tokens
@@ -29,7 +31,7 @@ def install(pages: int = 1024) -> None:
 
 def evenly(layers: int, stages: int) -> list[range]:
     ends = [layers * n // stages for n in range(stages + 1)]
-    return [range(*each) for each in zip(ends, ends[1:], strict=False)]
+    return [range(*each) for each in itertools.pairwise(ends)]
 
 
 class Told:
@@ -60,7 +62,7 @@ class Told:
 def hollow(model: Any, layers: range) -> Any:
     """A copy of a model that computes nothing but NaN in all layers but these."""
     found = copy.deepcopy(model)
-    for number, layer in enumerate(Spliced(found).layers):
+    for number, layer in enumerate(decoder_layers(found)):
         if number not in layers:
             for parameter in layer.parameters():
                 torch.nn.init.constant_(parameter, torch.nan)
@@ -78,8 +80,9 @@ class Replicas:
     def __enter__(self) -> list[Member]:
         for model in self._models:
             self._stack.enter_context(ballonet.manage(model))
+        splices = [self._stack.enter_context(Splice(model)) for model in self._models]
         return [
-            Member(f"r{n}", model, Spliced(model), GroupSettings.of(model, CHUNK, **self._batching))
+            Member(f"r{n}", model, SplicedLayers(splices[n]), GroupSettings.of(model, CHUNK, **self._batching))
             for n, model in enumerate(self._models)
         ]
 

@@ -18,7 +18,7 @@ def test_records_arrive_as_they_were() -> None:
     )
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(Plan(0, 0).to_json()) == Plan(0, 0)
-    passing = Passing(2, 7, (("a", 1),), (40, 50))
+    passing = Passing(2, 7, (("a", 1),), (40, 50), 2)
     assert Passing.from_json(passing.to_json()) == passing
     answer = Answer(2, 7, (("b", 12),), (("a", 1),), (40, 50, 60))
     assert Answer.from_json(answer.to_json()) == answer

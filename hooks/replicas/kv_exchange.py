@@ -1,0 +1,161 @@
+"""KV of running requests on its way to other replicas, as a group changes its spans (KunServe §4.2).
+
+Note [Pieces]
+    The KV of a request in a layer is a row of blocks. A piece is some of them, whole, of one layer: what one transfer
+    carries, so that an activation waits no longer than for one piece. Blocks have other numbers on each replica; a
+    piece names them by their place in the request's row, which is the same everywhere, also where the row is the ring
+    of a sliding window. A request goes on once every layer of its new spans has all of its blocks. Until then new ones
+    are served, in the new caches, beside it.
+
+Note [What is wrong is computed again]
+    A piece whose checksum differs, or that finds no memory, loses the request nothing but time: its tokens are known,
+    so it is computed again on all stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers.generation.continuous_batching.requests import RequestState
+
+from ..forward.lease import GroupLease
+from .span_cache import SpanCache
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks [first, first + count) of a request's KV in one layer. `held`: tokens of the request that have KV;
+    `check`: of the bytes."""
+
+    request: str
+    held: int
+    layer: int
+    first: int
+    count: int
+    check: int = 0
+
+    def to_json(self) -> str:
+        """Text for another process."""
+        return json.dumps([self.request, self.held, self.layer, self.first, self.count, self.check])
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The piece that `to_json` was called on."""
+        return cls(*json.loads(text))
+
+
+def moves(old: Mapping[str, range], new: Mapping[str, range]) -> list[tuple[str, str, range]]:
+    """(from, to, layers) for all layers, by replica, of those that have them and of those that get them; from and to
+    are the same where layers stay. What several have is taken from who needs it, else from the first one."""
+    found = []
+    for target, wanted in new.items():
+        stays = _common(old.get(target, range(0)), wanted)
+        if stays:
+            found.append((target, target, stays))
+        missing = [layer for layer in wanted if layer not in stays]
+        for source, has in old.items():
+            if source == target or not (layers := [layer for layer in missing if layer in has]):
+                continue
+            missing = [layer for layer in missing if layer not in has]
+            found += [(source, target, run) for run in _consecutive(layers)]
+        assert not missing, f"nobody has layers {missing}"
+    return found
+
+
+def pieces(cache: SpanCache, request: str, held: int, layers: range, most: int) -> Iterator[Piece]:
+    """The pieces of a request in these layers of a cache, of at most `most` blocks."""
+    for layer in layers:
+        blocks = len(_table(cache, request, layer))
+        for first in range(0, blocks, most):
+            yield Piece(request, held, layer, first, min(most, blocks - first))
+
+
+def exported(cache: SpanCache, piece: Piece) -> torch.Tensor:
+    """A copy of the bytes of a piece, [blocks, 2, tokens, heads, width]."""
+    rows, index = _rows(cache, piece)
+    with GroupLease(cache.group), torch.no_grad():
+        cache.pages.client.uses()
+        return rows[index]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of the words of a piece, each weighted by where it is, modulo 2**64; on the device where the piece is."""
+    words = tensor.contiguous().view(torch.int32).flatten()
+    weights = torch.arange(1, words.numel() + 1, device=words.device) * 2654435761 % 2**31
+    return int((words * weights).sum())
+
+
+class Arrivals:
+    """What comes to one replica's new cache. `lost`: requests that have to be computed again."""
+
+    def __init__(self, cache: SpanCache) -> None:
+        self.lost: set[str] = set()
+        self._cache = cache
+        self._missing: dict[str, dict[int, set[int]]] = {}  # by request and layer: blocks that have not come
+
+    def take(self, piece: Piece, tensor: torch.Tensor) -> bool:
+        """Puts a piece where the request has its blocks, which it gets with its first piece. Is the request complete
+        now, in all layers of the span?"""
+        name = piece.request
+        if name in self.lost:
+            return False
+        if checksum(tensor) != piece.check or not self._placed(name, piece.held):
+            self.lose(name)
+            return False
+        rows, index = _rows(self._cache, piece)
+        with GroupLease(self._cache.group), torch.no_grad():
+            self._cache.pages.client.uses()
+            rows[index] = tensor.to(rows.device)
+        missing = self._missing[name]
+        missing[piece.layer] -= set(range(piece.first, piece.first + piece.count))
+        if any(missing.values()):
+            return False
+        del self._missing[name]
+        return True
+
+    def lose(self, request: str) -> None:
+        """Frees what has come of a request; what still comes of it is dropped."""
+        self.lost.add(request)
+        self._missing.pop(request, None)
+        self._cache.free_blocks(request)
+
+    def _placed(self, name: str, held: int) -> bool:
+        if name not in self._missing:
+            if not self._cache.store(RequestState(name, []), held):
+                return False
+            cache = self._cache
+            self._missing[name] = {layer: set(range(len(_table(cache, name, layer)))) for layer in cache.layers}
+        return True
+
+
+def _table(cache: SpanCache, request: str, layer: int) -> list[int]:
+    found: list[int] = cache.layer_to_allocator[layer - cache.layers.start].block_table[request]
+    return found
+
+
+def _rows(cache: SpanCache, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
+    """The blocks of the layer, [blocks of the cache, 2, tokens, heads, width], and which of them the piece is."""
+    layer = piece.layer - cache.layers.start
+    kind: Any = cache.layer_to_allocator[layer]
+    shape = (-1, len(kind.layer_indices), 2, kind.tokens_per_page, kind.num_key_value_heads, kind.head_dim)
+    blocks = _table(cache, piece.request, piece.layer)[piece.first : piece.first + piece.count]
+    index = torch.tensor(blocks, device=kind.cache_tensor.device)
+    return kind.cache_tensor.view(shape)[:, kind.layer_indices.index(layer)], index
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), max(one.start, other.start, min(one.stop, other.stop)))
+
+
+def _consecutive(layers: list[int]) -> list[range]:
+    found: list[range] = []
+    for layer in layers:
+        if found and found[-1].stop == layer:
+            found[-1] = range(found[-1].start, layer + 1)
+        else:
+            found.append(range(layer, layer + 1))
+    return found
