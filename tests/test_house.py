@@ -40,6 +40,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/batching",
     "hooks",
     "hooks/programs",
+    "hooks/replicas",
     "hooks/server",
     "hooks/whatif",
 )
@@ -171,6 +172,17 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
+    "hooks/replicas/wire.py": {
+        "BYE",
+        "LONGEST_TAG",
+        "MAGIC",
+        "MESSAGE",
+        "MOST_DIMENSIONS",
+        "WORDS",
+        "_SHAPE",
+        "_TAG",
+        "_UNCHECKED",
+    },
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two
     "hooks/weights/mapped.py": {"_ENTRY"},

@@ -1,1 +1,1 @@
-"""One model over several replicas: a group runs its requests as a pipeline (KunServe)."""
+"""Replicas of one model: links between them, groups that run as a pipeline, and the supervisor (KunServe)."""

@@ -18,10 +18,10 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
+from .channel import Channel, tensor_of, text_of
 from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
-from .link import Link, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request, state_of
 from .scheduling import GroupPreemption, GroupScheduler
@@ -43,8 +43,8 @@ class Leader:
         settings: GroupSettings,
         told: Told,
         *,
-        after: Link | None = None,
-        last: Link | None = None,
+        after: Channel | None = None,
+        last: Channel | None = None,
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
         form: Form = by_tokens,

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from .channel import LocalChannel, tensor_of, text_of
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
-from .link import LocalLink, tensor_of, text_of
 from .local import LocalGroup
 from .requests import Request, state_of
 from .span_cache import SpanCache
@@ -36,7 +36,7 @@ class Regroup:
         self._cancelled: set[str] = set()
         self._sent: Iterator[bool] = iter(())
         self._most = most
-        self._links: dict[tuple[str, str], tuple[LocalLink, LocalLink]] = {}
+        self._links: dict[tuple[str, str], tuple[LocalChannel, LocalChannel]] = {}
         for group in old:
             group.drain()
             for name in list(group.leader.requests):
@@ -93,7 +93,7 @@ class Regroup:
         tensor = exported(old, piece)
         piece = replace(piece, check=checksum(tensor))
         if source != target:
-            there, here = self._links.setdefault((source, target), LocalLink.pair())
+            there, here = self._links.setdefault((source, target), LocalChannel.pair())
             there.send(tensor_of(piece.to_json()), "kv", False)
             there.send(tensor, "kv", False)
             piece, tensor = Piece.from_json(text_of(here.recv("kv"))), here.recv("kv")

@@ -375,6 +375,30 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
+class Replicas:
+    """Links and membership of replicas (hooks/replicas). Times in seconds of real time."""
+
+    # Dead: its count of iterations stands still for so many seconds, or so many of the longest iterations among the
+    # last `remembered`, whichever is more. Chosen: issue 17 wants a second.
+    silent: float = 1.0
+    iterations: int = 5
+    remembered: int = 16
+    # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
+    beat: float = 0.2
+    # The other end of a link is waited for while it is formed. Chosen: forming takes 7 ms (gloo), a loaded process
+    # may take seconds to come.
+    forming: float = 10.0
+    # A link that is closed tells the other end, and waits so long until that has heard: a round trip. Chosen.
+    linger: float = 1.0
+    # Somebody who joins has to answer within this. Chosen: two round trips, on a loaded machine.
+    joining: float = 30.0
+    # The store has to answer a call within this. Chosen: a round trip, on a loaded machine.
+    store: float = 60.0
+    # Rows that a link remembers of what it sent. Chosen: the chunks of an exchange of some GiB.
+    log: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """All of them, for one device."""
 
@@ -394,6 +418,7 @@ class Tuning:
     waiting: Waiting = field(default_factory=Waiting)
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
+    replicas: Replicas = field(default_factory=Replicas)
 
 
 DEFAULT = Tuning()

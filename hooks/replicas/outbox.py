@@ -1,0 +1,105 @@
+"""What waits to be sent over a link: urgent messages before bulk, and a log from which it can be proved.
+
+Note [At most one chunk]
+    A link sends one message after the other. Bulk (chunks of KV) is cut by its sender; of it a message that has begun
+    is finished, and no other begins while an urgent one (an activation) waits. So an urgent message waits for one chunk
+    at most, and for urgent ones before it (KunServe §4.2, coordinated exchange). Ticks of the log count what happens to
+    the outbox, one each; between the ticks `put` and `begun` of an urgent message no bulk message has its tick `begun`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+_Message = TypeVar("_Message")
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """One message that was sent. `put`, `begun`, `ended`: ticks, in the order of events; `waited`, `took`: seconds
+    until it began, and from there."""
+
+    tag: str
+    urgent: bool
+    nbytes: int
+    put: int
+    begun: int = 0
+    ended: int = 0
+    waited: float = 0.0
+    took: float = 0.0
+
+
+@dataclass(slots=True)
+class Waiting(Generic[_Message]):
+    """A message in the outbox, and its row of the log so far. `since`: seconds of the clock, of its last event."""
+
+    message: _Message
+    row: Logged
+    since: float
+
+
+class Outbox(Generic[_Message]):
+    """See Note [At most one chunk]. Any thread may call it."""
+
+    def __init__(self, clock: Callable[[], float], remembered: int) -> None:
+        """`remembered`: rows of the log."""
+        self._clock = clock
+        self._tick = 0
+        self._urgent: deque[Waiting[_Message]] = deque()
+        self._bulk: deque[Waiting[_Message]] = deque()
+        self._log: deque[Logged] = deque(maxlen=remembered)
+        self._closed = False
+        self._last: list[Waiting[_Message]] = []  # after it was closed
+        self._changed = threading.Condition()
+
+    def put(self, message: _Message, tag: str, nbytes: int, urgent: bool) -> bool:
+        """Adds a message behind those of its kind. False, and nothing is added, once it is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            row = Logged(tag, urgent, nbytes, put=self._ticked())
+            (self._urgent if urgent else self._bulk).append(Waiting(message, row, self._clock()))
+            self._changed.notify()
+            return True
+
+    def next(self) -> Waiting[_Message] | None:
+        """Takes out the next message, and waits for one. None once it is closed, see `close`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._urgent or self._bulk)
+            if self._closed:
+                return self._last.pop() if self._last else None
+            found = (self._urgent or self._bulk).popleft()
+            now = self._clock()
+            found.row = replace(found.row, begun=self._ticked(), waited=now - found.since)
+            found.since = now
+            return found
+
+    def sent(self, done: Waiting[_Message]) -> None:
+        """Notes that a message that was taken out is sent."""
+        with self._changed:
+            self._log.append(replace(done.row, ended=self._ticked(), took=self._clock() - done.since))
+
+    def close(self, *last: _Message) -> list[_Message]:
+        """Ends it, and returns what was not sent. `next` returns `last`, at most one, and then None. Once."""
+        with self._changed:
+            self._closed = True
+            self._last = [Waiting(each, Logged("", False, 0, put=self._ticked()), self._clock()) for each in last]
+            left = [each.message for each in (*self._urgent, *self._bulk)]
+            self._urgent.clear()
+            self._bulk.clear()
+            self._changed.notify_all()
+            return left
+
+    @property
+    def log(self) -> list[Logged]:
+        """The latest messages that were sent, in the order in which they began."""
+        with self._changed:
+            return [*self._log]
+
+    def _ticked(self) -> int:
+        self._tick += 1
+        return self._tick

@@ -1,0 +1,147 @@
+"""The store of a supervisor: keys and queues over TCP, `torch.distributed.TCPStore`, with errors that are typed.
+
+Nothing here knows a secret: what is read from the store is what anybody may have written who reaches its port. See
+secret.py for what is believed of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Final, Self
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
+
+from .errors import NoAnswer, PortInUse, SupervisorLost
+
+LOCAL: Final = "127.0.0.1"
+_IN_USE: Final = (errno.EADDRINUSE, errno.EACCES)
+
+
+class Store:
+    """One connection to the store. A call that waits keeps the connection to itself: who waits has a clone. The store
+    ends with the last reference to it in the process that hosts it, or with the process."""
+
+    def __init__(self, store: Any, timeout: float) -> None:
+        """`store`: a TCPStore. `timeout`: seconds that a call waits at most."""
+        self._store = store
+        self._timeout = timeout
+        store.set_timeout(timedelta(seconds=timeout))
+
+    @classmethod
+    def host(cls, host: str = LOCAL, port: int = 0, *, timeout: float) -> Self:
+        """Makes a store that listens there, and nowhere else; port 0: any that is free. PortInUse; OSError: there is no
+        such address here."""
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listening.bind(address)
+                listening.listen(socket.SOMAXCONN)
+            except OSError as error:
+                if error.errno in _IN_USE:
+                    raise PortInUse(host, port) from error
+                raise
+            port = listening.getsockname()[1]
+            made = TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout),
+                master_listen_fd=listening.detach(),
+            )
+        return cls(made, timeout)
+
+    @classmethod
+    def connect(cls, host: str, port: int, *, timeout: float) -> Self:
+        """Reaches the store of a supervisor. SupervisorLost: none answers there within `timeout` seconds."""
+        try:
+            found = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise SupervisorLost(
+                f"no supervisor answers on {host}:{port}: start it first, and see that this machine reaches that port"
+            ) from error
+        return cls(found, timeout)
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    @property
+    def host_name(self) -> str:
+        return str(self._store.host)
+
+    def clone(self, timeout: float | None = None) -> Store:
+        """Another connection, `timeout` seconds (None: the same) for its calls. SupervisorLost."""
+        with self._typed("a connection"):
+            return Store(self._store.clone(), self._timeout if timeout is None else timeout)
+
+    def below(self, prefix: str) -> PrefixStore:
+        """What process groups are given: the store, with all keys below a prefix."""
+        return PrefixStore(prefix, self._store)
+
+    def set(self, key: str, value: str) -> None:
+        """SupervisorLost."""
+        with self._typed(key):
+            self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        """The value of a key, once there is one. NoAnswer, SupervisorLost."""
+        with self._typed(key):
+            return bytes(self._store.get(key)).decode(errors="replace")
+
+    def get_all(self, keys: list[str]) -> list[str]:
+        """The values of keys that are all set. NoAnswer, SupervisorLost."""
+        with self._typed("values"):
+            return [bytes(each).decode(errors="replace") for each in self._store.multi_get(keys)] if keys else []
+
+    def has(self, key: str) -> bool:
+        """SupervisorLost."""
+        with self._typed(key):
+            return bool(self._store.check([key]))
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Counts. SupervisorLost."""
+        with self._typed(key):
+            return int(self._store.add(key, amount))
+
+    def delete(self, key: str) -> None:
+        """Nothing where there is no such key. SupervisorLost."""
+        with self._typed(key):
+            self._store.delete_key(key)
+
+    def push(self, queue: str, value: str) -> None:
+        """Appends to a queue, which several may do. SupervisorLost."""
+        with self._typed(queue):
+            self._store.queue_push(queue, value)
+
+    def pop(self, queue: str, wait: bool) -> str | None:
+        """Takes the first out of a queue, which is no key any more once it is empty; `wait`: for one to come, without
+        using the CPU. None: it is empty. NoAnswer, SupervisorLost."""
+        with self._typed(queue):
+            try:
+                return bytes(self._store.queue_pop(queue, wait)).decode(errors="replace")
+            except QueueEmptyError:
+                return None
+
+    def keys(self) -> int:
+        """How many keys there are. SupervisorLost."""
+        with self._typed("the number of keys"):
+            return int(self._store.num_keys())
+
+    @contextmanager
+    def _typed(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except DistNetworkError as error:
+            raise SupervisorLost(
+                f"the store on {self.host_name}:{self.port} does not answer any more: its supervisor has ended, or the "
+                "network between. Replicas end with it; start it again and join"
+            ) from error
+        except DistStoreError as error:
+            raise NoAnswer(f"{what!r} in the supervisor's store", self._timeout) from error

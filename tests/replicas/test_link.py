@@ -1,0 +1,386 @@
+"""Links between two ends in one process, over gloo, and over a pair that a test holds in its hand."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import queue
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
+from ballonet.hooks.replicas.link import Heard, Link, State
+from ballonet.hooks.replicas.outbox import Logged
+from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks, forget_link
+from ballonet.hooks.replicas.store import Store
+from ballonet.hooks.replicas.wire import BYE, MESSAGE, WORDS, Header
+from ballonet.offload.policy.tuning import DEFAULT
+
+LONG = 120.0  # s, until a test is given up; nothing is said of how fast this machine is
+EPOCHS = itertools.count(10, 10)
+TUNING = replace(DEFAULT.replicas, forming=LONG, linger=LONG)
+
+
+@pytest.fixture(scope="module")
+def store() -> Store:
+    return Store.host(timeout=LONG)
+
+
+@pytest.fixture
+def epoch() -> int:
+    """An epoch that no other test has, nor the nine after it."""
+    return next(EPOCHS)
+
+
+def eventually(true: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + LONG
+    while not true():
+        assert time.monotonic() < end, f"{what}: not within {LONG} s"
+        time.sleep(0.005)
+
+
+def both(store: Store, epoch: int, heard: Heard | None = None) -> tuple[Link, Link]:
+    """Both ends of a link, members 1 and 2."""
+    ends = [
+        Link(GlooConnect(store, epoch, me, peer, LONG), epoch, peer, Bell(), heard=heard or Heard(), tuning=TUNING)
+        for me, peer in ((1, 2), (2, 1))
+    ]
+    eventually(lambda: all(end.state is State.OPEN for end in ends), "the link is formed")
+    return ends[0], ends[1]
+
+
+@contextmanager
+def linked(store: Store, epoch: int, heard: Heard | None = None) -> Iterator[tuple[Link, Link]]:
+    ends = both(store, epoch, heard)
+    try:
+        yield ends
+    finally:
+        for end in ends:
+            end.close()
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool, torch.uint8, torch.complex64]
+
+
+def test_tensors_of_any_type_and_shape_arrive(store: Store, epoch: int) -> None:
+    torch.manual_seed(0)
+    tensors = [(torch.randn(3, 4, 5) * 2).to(dtype) for dtype in DTYPES]
+    tensors += [torch.empty(0, 7, dtype=torch.bfloat16), torch.tensor(3.5), torch.randn(6, 4).t(), torch.randn(2**20)]
+    with linked(store, epoch) as (one, other):
+        for number, tensor in enumerate(tensors):
+            one.send(tensor, f"tensor {number}", check=number % 2 == 0)
+            other.send(tensor, "back", urgent=True)
+        for number, tensor in enumerate(tensors):
+            for found in (other.recv(f"tensor {number}", LONG), one.recv("back", LONG)):
+                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(found, tensor)
+
+
+def test_a_tensor_may_be_written_to_once_it_is_sent(store: Store, epoch: int) -> None:
+    with linked(store, epoch) as (one, other):
+        tensor = torch.ones(2**18)
+        for value in range(5):
+            tensor.fill_(value)
+            one.send(tensor, "state")
+        assert [other.recv("state", LONG).unique().tolist() for _ in range(5)] == [[0], [1], [2], [3], [4]]
+
+
+def test_what_cannot_be_sent_is_refused_at_once(store: Store, epoch: int) -> None:
+    with linked(store, epoch) as (one, other):
+        with pytest.raises(ValueError, match="a tag has"):
+            one.send(torch.ones(1), "x" * 100)
+        with pytest.raises(ValueError, match="no plain bytes"):
+            one.send(torch.ones(2, 2).to_sparse(), "sparse")
+        with pytest.raises(ValueError, match="no plain bytes"):
+            one.send(torch.ones(2, 2, device="meta"), "meta")
+        one.send(torch.ones(2), "good")
+        assert other.recv("good", LONG).tolist() == [1, 1]
+
+
+def test_a_message_sent_before_the_link_is_formed_arrives(store: Store, epoch: int) -> None:
+    one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Bell(), tuning=TUNING)
+    one.send(torch.ones(3), "early")
+    assert one.state is State.FORMING
+    other = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Bell(), tuning=TUNING)
+    assert other.recv("early", LONG).tolist() == [1, 1, 1]
+    one.close()
+    other.close()
+
+
+def overtaken(log: list[Logged]) -> list[tuple[str, int]]:
+    """For each urgent message how many bulk ones began between its being put and its beginning."""
+    bulk = [row for row in log if not row.urgent]
+    return [(row.tag, sum(row.put < each.begun < row.begun for each in bulk)) for row in log if row.urgent]
+
+
+def test_an_urgent_message_waits_for_one_chunk_at_most(store: Store, epoch: int) -> None:
+    with linked(store, epoch) as (one, other):
+        chunk = torch.randn(2**18)
+        handles = [one.send(chunk, f"chunk {n}", check=True) for n in range(24)]
+        for number in range(8):
+            handles[2 * number].wait(LONG)
+            one.send(torch.full((4,), number), "activation", urgent=True)
+        assert [other.recv("activation", LONG)[0].item() for _ in range(8)] == list(range(8))
+        for number in range(24):
+            assert torch.equal(other.recv(f"chunk {number}", LONG), chunk)
+        handles[-1].wait(LONG)
+        eventually(lambda: len(one.log) == 32, "all are logged")
+        log = one.log
+        assert [row.tag for row in log if not row.urgent] == [f"chunk {n}" for n in range(24)]
+        assert len(overtaken(log)) == 8
+        assert all(count == 0 for _, count in overtaken(log))
+        waits = [row for row in log if row.urgent]
+        in_flight = [sum(each.begun < row.put < each.ended for each in log if not each.urgent) for row in waits]
+        assert max(in_flight) <= 1
+        print(f"activations waited {max(row.waited for row in waits) * 1e3:.2f} ms at most")
+
+
+def test_the_count_of_overtaken_messages_sees_one() -> None:
+    bulk = Logged("bulk", False, 1, put=1, begun=3, ended=4)
+    assert overtaken([bulk, Logged("late", True, 1, put=2, begun=5, ended=6)]) == [("late", 1)]
+
+
+class Wire:
+    """Carries tensors between two ends of a test. Whatever a test wants may be done to what is sent."""
+
+    def __init__(self, there: queue.Queue[torch.Tensor], back: queue.Queue[torch.Tensor]) -> None:
+        self.there, self.back = there, back
+        self.change: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+        self.closed = threading.Event()
+
+    @classmethod
+    def pair(cls) -> tuple[Wire, Wire]:
+        there: queue.Queue[torch.Tensor] = queue.Queue()
+        back: queue.Queue[torch.Tensor] = queue.Queue()
+        return cls(there, back), cls(back, there)
+
+    def send(self, tensor: torch.Tensor) -> None:
+        if self.closed.is_set():
+            raise RuntimeError("closed")
+        self.there.put(self.change(tensor))
+
+    def recv(self, into: torch.Tensor) -> None:
+        while not self.closed.is_set():
+            try:
+                into.copy_(self.back.get(timeout=0.01))
+                return
+            except queue.Empty:
+                pass
+        raise RuntimeError("Connection closed by peer\nadvice")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Given:
+    """Connects to a wire that is there."""
+
+    def __init__(self, wire: TwoRanks) -> None:
+        self.wire = wire
+
+    def __call__(self) -> TwoRanks:
+        return self.wire
+
+    def cancel(self) -> None:
+        pass
+
+
+def words(header: Header) -> torch.Tensor:
+    return torch.tensor(header.encode())
+
+
+@contextmanager
+def one_end(heard: Heard | None = None) -> Iterator[tuple[Link, Wire]]:
+    """A link of epoch 5 to member 2, and the wire at its other end."""
+    here, there = Wire.pair()
+    link = Link(Given(here), 5, 2, Bell(), heard=heard or Heard(), tuning=replace(TUNING, linger=0.05))
+    try:
+        yield link, there
+    finally:
+        link.close()
+
+
+def test_a_damaged_message_fails_alone(store: Store, epoch: int) -> None:
+    with one_end() as (link, there):
+        for number, wrong in ((1, False), (2, True), (3, False)):
+            data = torch.full((8,), number, dtype=torch.uint8)
+            good = Header(MESSAGE, 5, "kv", "uint8", (8,), 8, checksum=zlib.crc32(data.numpy().data))
+            there.send(words(good))
+            there.send(data + 1 if wrong else data)
+        assert link.recv("kv", LONG)[0].item() == 1
+        with pytest.raises(ChecksumError, match="'kv' of replica 2 in epoch 5") as caught:
+            link.recv("kv", LONG)
+        assert caught.value.tag == "kv"
+        assert link.recv("kv", LONG)[0].item() == 3
+        assert link.state is State.OPEN
+
+
+def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> None:
+    here, there = Wire.pair()
+    one = Link(Given(here), 5, 2, Bell(), tuning=TUNING)
+    other = Link(Given(there), 5, 1, Bell(), tuning=TUNING)
+    here.change = lambda tensor: tensor ^ 1 if tensor.dtype is torch.uint8 else tensor.clone()
+    one.send(torch.zeros(4, dtype=torch.int64), "kv", check=True)
+    one.send(torch.zeros(1, dtype=torch.uint8), "unchecked")
+    with pytest.raises(ChecksumError):
+        other.recv("kv", LONG)
+    assert other.recv("unchecked", LONG).tolist() == [1]
+    one.close()
+    other.close()
+
+
+def test_messages_of_another_epoch_are_dropped_and_told() -> None:
+    told: list[int] = []
+    with one_end(Heard(stale=lambda link, epoch: told.append(epoch))) as (link, there):
+        for epoch in (4, 5, 6):
+            there.send(words(Header(MESSAGE, epoch, "state", "uint8", (1,), 1)))
+            there.send(torch.tensor([epoch], dtype=torch.uint8))
+        there.send(words(Header(MESSAGE, 5, "end", "uint8", (0,), 0)))
+        link.recv("end", LONG)
+        assert link.recv("state", LONG).tolist() == [5]
+        assert not link.has("state")
+        assert (link.stale, told) == (2, [4, 6])
+
+
+@pytest.mark.parametrize(
+    ("header", "why"),
+    [
+        (torch.zeros(WORDS, dtype=torch.int64), "no header"),
+        (words(Header(MESSAGE, 5, "x", "float32", (3,), 0)), "0 bytes are no float32 tensor of shape"),
+    ],
+)
+def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> None:
+    lost: list[Link] = []
+    with one_end(Heard(fault=lost.append)) as (link, there):
+        there.send(header)
+        with pytest.raises(LinkError, match=why):
+            link.recv("x", LONG)
+        eventually(lambda: lost == [link], "the fault is told, once")
+        assert link.state is State.LOST
+
+
+def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
+    lost: list[Link] = []
+    with one_end(Heard(fault=lost.append)) as (link, there), one_end() as (bystander, across):
+        link.send(torch.ones(1), "sent").wait(LONG)
+        there.send(words(Header(MESSAGE, 5, "came", "uint8", (1,), 1)))
+        there.send(torch.ones(1, dtype=torch.uint8))
+        eventually(lambda: link.has("came"), "it came")
+        link._pair.close()  # type: ignore[union-attr]
+        eventually(lambda: link.state is State.LOST, "it is lost")
+        assert link.recv("came", LONG).tolist() == [1]  # what was here before stays
+        with pytest.raises(LinkError, match=r"replica 2 in epoch 5 is lost: RuntimeError: Connection closed by peer\."):
+            link.recv("never", LONG)
+        with pytest.raises(LinkError):
+            link.send(torch.ones(1), "after")
+        eventually(lambda: lost == [link], "the fault is told, once")
+        across.send(words(Header(MESSAGE, 5, "fine", "uint8", (0,), 0)))
+        assert bystander.recv("fine", LONG).shape == (0,)
+
+
+def test_what_waits_to_be_sent_fails_with_the_link() -> None:
+    class Stuck(Wire):
+        def send(self, tensor: torch.Tensor) -> None:
+            self.closed.wait(LONG)
+            raise RuntimeError("closed while it was sent")
+
+    link = Link(Given(Stuck(queue.Queue(), queue.Queue())), 5, 2, Bell(), tuning=replace(TUNING, linger=0.05))
+    handles = [link.send(torch.ones(1), "bulk") for _ in range(3)]
+    with pytest.raises(NoAnswer, match="'bulk'"):
+        handles[0].wait(0.05)
+    link.close()
+    for handle in handles:
+        with pytest.raises(LinkClosed):
+            handle.wait(LONG)
+
+
+def test_who_waits_for_a_link_hears_the_control_plane_and_the_deadline() -> None:
+    bell = Bell()
+    here, _ = Wire.pair()
+    link = Link(Given(here), 5, 2, bell, tuning=replace(TUNING, linger=0.05))
+    with pytest.raises(NoAnswer, match="'state' of replica 2 did not come"):
+        link.recv("state", timeout=0.01)
+    news: list[str] = []
+
+    def post() -> None:
+        news.append("suspect")
+        bell.ring()
+
+    later = threading.Timer(0.05, post)
+    later.start()
+    with pytest.raises(Interrupted):
+        link.recv("state", LONG, unless=lambda: bool(news))
+    later.join()
+    link.close()
+
+
+def test_a_closed_end_closes_the_other_and_neither_is_lost(store: Store, epoch: int) -> None:
+    lost: list[Link] = []
+    one, other = both(store, epoch, Heard(fault=lost.append))
+    one.close()
+    eventually(lambda: other.state is State.CLOSED, "the other end hears it")
+    with pytest.raises(LinkClosed, match="the other end has closed it"):
+        other.recv("state", LONG)
+    with pytest.raises(LinkClosed, match="this end has closed it"):
+        one.send(torch.ones(1), "state")
+    other.close()
+    one.close()
+    assert lost == []
+
+
+def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None:
+    """And an end that comes too late hears that it was."""
+    one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Bell(), tuning=TUNING)
+    one.close()
+    assert not one._sender.is_alive()
+    late = Link(GlooConnect(store, epoch, 2, 1, LONG), epoch, 1, Bell(), tuning=TUNING)
+    with pytest.raises(LinkError, match="given up"):
+        late.recv("state", LONG)
+    late.close()
+
+
+def test_an_end_that_never_comes_is_an_error_and_not_a_wait_for_ever(store: Store, epoch: int) -> None:
+    link = Link(GlooConnect(store, epoch, 1, 2, 0.05), epoch, 2, Bell(), tuning=TUNING)
+    with pytest.raises(LinkError, match=r"could not be formed, NoAnswer"):
+        link.recv("state", LONG)
+    link.close()
+
+
+def test_links_leave_nothing_behind(store: Store, epoch: int) -> None:
+    def there() -> tuple[int, set[str], int]:
+        gc.collect()
+        threads = {thread.name for thread in threading.enumerate() if "link" in thread.name}
+        return len(os.listdir("/proc/self/fd")), threads, store.keys()
+
+    with linked(store, epoch):  # the thread that all links share is there from now on
+        pass
+    forget_link(store, epoch, 1, 2)
+    before = there()
+    for turn in range(1, 6):
+        with linked(store, epoch + turn) as (one, other):
+            one.send(torch.ones(100), "kv")
+            other.recv("kv", LONG)
+            if turn == 5:
+                one._pair.close()  # type: ignore[union-attr]
+                eventually(lambda: other.state is State.LOST, "the other end hears it")
+        forget_link(store, epoch + turn, 1, 2)
+    eventually(lambda: there() == before, f"there was {before}, and is {there()}")
+
+
+def test_a_bye_that_is_not_answered_does_not_hold_up_who_goes() -> None:
+    here, there = Wire.pair()
+    link = Link(Given(here), 5, 2, Bell(), tuning=replace(TUNING, linger=0.05))
+    eventually(lambda: link.state is State.OPEN, "it is open")
+    link.close()
+    assert Header.decode(there.back.get(timeout=LONG).tolist()).kind == BYE
+    assert here.closed.is_set()
+    assert not link._receiver.is_alive()
