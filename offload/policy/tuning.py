@@ -389,11 +389,6 @@ class Replicas:
     # form is exact. Chosen.
     simpler: float = 0.02
     exact: float = 1e-6
-    # Batches are cut anew until the last one is within 1/20 of its share, and so many times at most. Measured: on the
-    # Azure code prompts, with one coefficient twice the other, the longest batch is 1.3 times the mean at the first try
-    # and no more than 1.02 at the fourth.
-    passes: int = 4
-    slack: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)

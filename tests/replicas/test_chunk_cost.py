@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost, is_decode
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit
 
 PLAIN = ChunkCost(2e-9, 1e-5, 5e-3)
@@ -102,8 +102,16 @@ def test_the_error_is_that_of_batches_that_were_held_out() -> None:
     seen = sum(abs(found.cost.batch(each.chunks) / each.seconds - 1) for each in fresh) / len(fresh)
     assert found.error == pytest.approx(seen, rel=0.35)
     assert found.decode_error is not None
-    odd = [Sample(each.chunks, each.seconds * (3 if n % 4 == 0 else 1)) for n, each in enumerate(taken)]
-    assert fit(odd).error > 2 * found.error
+
+
+def test_batches_that_are_held_out_have_no_part_in_the_fit() -> None:
+    taken = samples(ChunkCost(2e-9, 1e-5, 5e-3, decode=ChunkCost(1e-8, 4e-5, 4e-3)), 0.0)
+    odd: list[Sample] = []
+    for decoding in (False, True):
+        kind = [each for each in taken if all(is_decode(*chunk) for chunk in each.chunks) == decoding]
+        odd += [Sample(each.chunks, each.seconds * (3 if n % 4 == 0 else 1)) for n, each in enumerate(kind)]
+    found = fit(odd)
+    assert (found.prefill_error, found.decode_error) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5])

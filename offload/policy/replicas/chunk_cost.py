@@ -77,8 +77,8 @@ class ChunkCost:
             return 0
         new = int(2 * rest / (b + math.sqrt(b * b + 2 * a * rest)))  # a sum, so nothing cancels out
         spent = target - self.gamma
-        while new and self._growing(before, new) > spent:  # where it was rounded up
-            new -= 1
+        if new and self._growing(before, new) > spent:  # it was rounded up
+            return new - 1
         return new + (self._growing(before, new + 1) <= spent)
 
     def _of(self, before: int, new: int) -> ChunkCost:

@@ -4,8 +4,8 @@ Note [Look ahead]
     A stage that ends early waits for its neighbour, so batches should take equally long (KunServe §4.3). The batches
     are intervals of one row of chunks: `equal_cost` goes through it once and ends a batch where the running cost passes
     its share, in the middle of a chunk if need be (`ChunkCost.cut`). A request's tokens stay in order, and O(chunks)
-    costs are computed. Where the chunks of a prompt do not add up to it (`ChunkCost.square`, `prefix`) what all batches
-    take together is only known once they are cut, so they are cut again with that, and the best try counts.
+    costs are computed. Where the chunks of a prompt do not add up to it (`ChunkCost.square`, `prefix`) the difference is
+    that of the last batch.
 
     The paper halves recursively (`fig11`), and stops where a batch has few tokens. So of two batches with as many
     tokens, behind a long prefix and behind none, both stay, and one takes twice as long. Two errata: the test has to be
@@ -14,11 +14,9 @@ Note [Look ahead]
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..tuning import DEFAULT, Replicas
 from .chunk_cost import ChunkCost
 
 
@@ -37,29 +35,12 @@ class Chunk(NamedTuple):
 Batch = list[Chunk]
 
 
-def equal_cost(
-    chunks: Sequence[Chunk], batches: int, cost: ChunkCost, tuning: Replicas = DEFAULT.replicas
-) -> list[Batch]:
+def equal_cost(chunks: Sequence[Chunk], batches: int, cost: ChunkCost) -> list[Batch]:
     """Returns at most `batches` batches, none of them empty, that take as equally long as whole tokens allow. See Note
     [Look ahead]. ValueError where there is to be none."""
     if batches < 1:
         raise ValueError(f"chunks cannot be put into {batches} batches")
     share = sum(cost.added(each.before, each.new) for each in chunks) / batches
-    best: list[Batch] = []
-    least = math.inf
-    for _ in range(tuning.passes):
-        made = _cut(chunks, batches, cost, share)
-        found = [sum(cost.added(each.before, each.new) for each in batch) for batch in made]
-        if max(found) < least:
-            best, least = made, max(found)
-        if abs(sum(found) / batches - share) * batches <= tuning.slack * share:
-            break
-        share = sum(found) / batches
-    return [each for each in best if each]
-
-
-def _cut(chunks: Sequence[Chunk], batches: int, cost: ChunkCost, share: float) -> list[Batch]:
-    """Batches that end where the running cost passes multiples of `share` seconds; the last one has what is left."""
     made: list[Batch] = [[] for _ in range(batches)]
     number, room = 0, share
     for chunk in chunks:
@@ -72,7 +53,7 @@ def _cut(chunks: Sequence[Chunk], batches: int, cost: ChunkCost, share: float) -
                 room -= cost.added(part.before, part.new)
             if rest.new:
                 number, room = number + 1, room + share
-    return made
+    return [each for each in made if each]
 
 
 def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:
