@@ -4,8 +4,8 @@ Note [Look ahead]
     A stage that ends early waits for its neighbour, so batches should take equally long (KunServe §4.3). The batches
     are intervals of one row of chunks: `equal_cost` goes through it once and ends a batch where the running cost passes
     its share, in the middle of a chunk if need be (`ChunkCost.cut`). A request's tokens stay in order, and O(chunks)
-    costs are computed. Where the chunks of a prompt do not add up to it (`ChunkCost.square`, `prefix`) the difference is
-    that of the last batch.
+    costs are computed. Where the chunks of a prompt do not add up to it (`ChunkCost.square`, `prefix`) the last batch
+    takes the difference.
 
     The paper halves recursively (`fig11`), and stops where a batch has few tokens. So of two batches with as many
     tokens, behind a long prefix and behind none, both stay, and one takes twice as long. Two errata: the test has to be
