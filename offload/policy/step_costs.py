@@ -32,11 +32,11 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, replace
-from itertools import combinations
 from operator import mul
 
 import numpy as np
 
+from . import nonnegative
 from .tuning import DEFAULT, Serving
 
 
@@ -164,15 +164,5 @@ def fitted(seen: list[tuple[Step, float]]) -> Parts | None:
     if len(seen) < 4:
         return None
     rows = np.array([_sizes(step) for step, _ in seen], dtype=float)
-    rows /= np.array([[seconds] for _, seconds in seen])
-    scale = np.abs(rows).max(axis=0)
-    known = np.flatnonzero(scale).tolist()
-    rows, ones = rows / np.where(scale, scale, 1), np.ones(len(seen))
-    best, least = None, math.inf
-    for count in range(1, len(known) + 1):
-        for chosen in combinations(known, count):
-            found = np.linalg.lstsq(rows[:, chosen], ones, rcond=None)[0]
-            error = float(np.sum((rows[:, chosen] @ found - ones) ** 2))
-            if (found > 0).all() and error < least * (1 - 1e-9):
-                least, best = error, dict(zip(chosen, found.tolist(), strict=True))
-    return None if best is None else Parts(*(best.get(n, 0.0) / (float(scale[n]) or 1.0) for n in range(len(scale))))
+    found = nonnegative.fitted(rows, np.array([seconds for _, seconds in seen]))
+    return None if found is None else Parts(*found)

@@ -1,1 +1,1 @@
-"""Replicas that drop parameters for KV (KunServe): what to drop, decided without I/O."""
+"""How replicas share a model: groups, drops and restores, costs and batches of a pipeline (KunServe). Pure."""

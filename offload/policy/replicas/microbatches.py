@@ -1,0 +1,91 @@
+"""Microbatches of a pipeline: the queued chunks in order, cut into batches that take equally long. Pure.
+
+Note [Look ahead]
+    A stage that ends early waits for its neighbour, so batches should take equally long (KunServe §4.3). The batches
+    are intervals of one row of chunks: `equal_cost` goes through it once and ends a batch where the running cost passes
+    its share, in the middle of a chunk if need be (`ChunkCost.cut`). A request's tokens stay in order, and O(chunks)
+    costs are computed. Where the chunks of a prompt do not add up to it (`ChunkCost.square`, `prefix`) the last batch
+    takes the difference.
+
+    The paper halves recursively (`fig11`), and stops where a batch has few tokens. So of two batches with as many
+    tokens, behind a long prefix and behind none, both stay, and one takes twice as long. Two errata: the test has to be
+    made of every batch, not of B[0] alone; and all leaves are visited, which is O(batches), not O(log L).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .chunk_cost import ChunkCost
+
+
+class Chunk(NamedTuple):
+    """`new` tokens of a request behind `before` others of it."""
+
+    request: int
+    before: int
+    new: int
+
+    def cut(self, new: int) -> tuple[Chunk, Chunk]:
+        """Returns the first `new` tokens, and the others."""
+        return Chunk(self.request, self.before, new), Chunk(self.request, self.before + new, self.new - new)
+
+
+Batch = list[Chunk]
+
+
+def equal_cost(chunks: Sequence[Chunk], batches: int, cost: ChunkCost) -> list[Batch]:
+    """Returns at most `batches` batches, none of them empty, that take as equally long as whole tokens allow. See Note
+    [Look ahead]. ValueError where there is to be none."""
+    if batches < 1:
+        raise ValueError(f"chunks cannot be put into {batches} batches")
+    share = sum(cost.added(each.before, each.new) for each in chunks) / batches
+    made: list[Batch] = [[] for _ in range(batches)]
+    number, room = 0, share
+    for chunk in chunks:
+        rest = chunk
+        while rest.new:
+            fits = rest.new if number == batches - 1 else _fitting(rest, room, cost)
+            part, rest = rest.cut(fits)
+            if fits:
+                made[number].append(part)
+                room -= cost.added(part.before, part.new)
+            if rest.new:
+                number, room = number + 1, room + share
+    return [each for each in made if each]
+
+
+def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:
+    """Returns how many tokens of the chunk bring a batch closest to its share, which is `room` seconds away."""
+    if cost.added(chunk.before, chunk.new) <= room:
+        return chunk.new
+    fits = min(cost.cut(room + cost.gamma, chunk.before), chunk.new - 1)
+    below = cost.added(chunk.before, fits) if fits else 0.0
+    return fits + (cost.added(chunk.before, fits + 1) + below < 2 * room)
+
+
+def by_tokens(chunks: Sequence[Chunk], most: int) -> list[Batch]:
+    """Returns batches of `most` new tokens each, the last one of what is left (Sarathi-Serve). ValueError."""
+    if most < 1:
+        raise ValueError(f"a batch cannot have {most} tokens at most")
+    made: list[Batch] = []
+    room = 0
+    for chunk in chunks:
+        while chunk.new:
+            if not room:
+                made.append([])
+                room = most
+            part, chunk = chunk.cut(min(room, chunk.new))
+            made[-1].append(part)
+            room -= part.new
+    return made
+
+
+def fig11(chunks: Sequence[Chunk], least: int, cost: ChunkCost) -> list[Batch]:
+    """Returns batches halved by cost until they have `least` tokens or fewer, as printed but for its errata (KunServe
+    Fig. 11). See Note [Look ahead]."""
+    if sum(each.new for each in chunks) <= max(1, least):
+        return [list(chunks)] if chunks else []
+    halves = equal_cost(chunks, 2, cost)
+    return halves if len(halves) < 2 else [part for half in halves for part in fig11(half, least, cost)]
