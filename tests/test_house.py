@@ -22,6 +22,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "allocator",
     "allocator/preflight",
     "offload/policy",
+    "offload/policy/replicas",
     "offload/record",
     "offload/residency",
     "offload/governor",
@@ -226,8 +227,8 @@ def test_every_module_is_in_the_architecture() -> None:
 def test_decisions_are_pure(trees: dict[Path, ast.Module]) -> None:
     """What decides imports no torch, no driver and nothing that moves."""
     allowed = ("ballonet.offload.policy", "ballonet.allocator.errors", "ballonet.allocator.units")
-    for path in sorted((ROOT / "offload" / "policy").glob("*.py")):
-        names = list(imported(trees[path], "ballonet.offload.policy"))
+    for path in sorted((ROOT / "offload" / "policy").rglob("*.py")):
+        names = list(imported(trees[path], ".".join(("ballonet", *path.relative_to(ROOT).parent.parts))))
         assert [name for name in names if name.startswith("ballonet") and not name.startswith(allowed)] == [], path
         assert not {name.split(".")[0] for name in names} & {"torch", "transformers", "time", "random"}, path
 
