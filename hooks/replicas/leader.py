@@ -97,6 +97,11 @@ class Leader:
         state = self._state(request)
         return 0 if state is None else state.current_len()
 
+    def forget(self, request: str) -> None:
+        """Has all stages free what they have of a request that is not here."""
+        self._known.add(request)
+        self.cache.free_blocks(request)
+
     def release(self, request: str) -> Request:
         """Gives a request to somebody else; its KV stays in the caches until it is freed there. Nothing is in
         flight."""

@@ -1,5 +1,4 @@
-"""What supervisor and replicas tell each other, as text: the controller's actions one way, its events the other way, and
-the requests and tokens themselves."""
+"""What supervisor and replicas tell each other, as text: the controller's actions, its events, requests and tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from enum import Enum
 from typing import Any, Final
 
 from ...offload.policy.replicas import actions, events, gate, groups, restore_plan
-from . import plan, requests
+from . import handover, plan, requests
 from .requests import Request
 
 
@@ -49,11 +48,11 @@ class Counted:
     layers: int
 
 
-Message = Start | End | Told | Counted | actions.Action | events.Event
+Message = Start | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
 
 _TYPES: Final[dict[str, Any]] = {
     name: found
-    for module in (actions, events, gate, groups, restore_plan, plan, requests)
+    for module in (actions, events, gate, groups, restore_plan, plan, requests, handover)
     for name, found in vars(module).items()
     if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
 } | {each.__name__: each for each in (Start, End, Told, Counted)}
