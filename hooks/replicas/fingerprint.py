@@ -1,0 +1,69 @@
+"""What replicas have to have in common: the model's weights, how they are stored, and the versions that compute."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+from torch import nn
+
+from ...allocator._native import Device
+from ..device.key import key_of
+from ..prefix.fingerprint import fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Of one replica. `weights`: a hash of samples of all of them, and of the configuration; `dtype`: of how many
+    tensors, "bfloat16 x 291"; `device`: its name, as another one rounds otherwise; the versions of packages."""
+
+    weights: str
+    dtype: str
+    device: str
+    ballonet: str
+    torch: str
+    transformers: str
+
+    def differences(self, other: Fingerprint) -> tuple[str, ...]:
+        """What differs of another one, a line each: "torch is 2.12.0, not 2.13.0". The weights are left out where their
+        type already differs, as then their bytes do, too."""
+        mine, its = asdict(self), asdict(other)
+        if self.dtype != other.dtype:
+            mine["weights"] = its["weights"] = ""
+        return tuple(f"{name} is {its[name]}, not {mine[name]}" for name in mine if mine[name] != its[name])
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """What `encode` was called on. ValueError."""
+        found = json.loads(text)
+        names = {each.name for each in fields(cls)}
+        if (
+            not isinstance(found, dict)
+            or {*found} != names
+            or not all(isinstance(each, str) for each in found.values())
+        ):
+            raise ValueError(f"{text!r} is no fingerprint of a replica")
+        return cls(**found)
+
+
+def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
+    """Reads samples of the weights, as any user of them would."""
+    facts = key_of(model, device)
+    types: dict[str, int] = {}
+    for tensor in model.parameters():
+        name = str(tensor.dtype).removeprefix("torch.")
+        types[name] = types.get(name, 0) + 1
+    return Fingerprint(
+        weights=hashlib.sha256(fingerprint(model, device)).hexdigest()[:16],
+        dtype=", ".join(f"{name} x {count}" for name, count in sorted(types.items())),
+        device=facts["device"],
+        ballonet=facts["ballonet"],
+        torch=facts["torch"],
+        transformers=facts["transformers"],
+    )
