@@ -112,7 +112,8 @@ bool rows_are_there(const Work& work) {
   const at::Tensor index = index_of(work.arguments, *work.rows).to(at::kLong).contiguous();
   const auto base = reinterpret_cast<uint64_t>(memory.data_ptr());
   const int64_t step = memory.stride(0) * static_cast<int64_t>(memory.element_size());
-  const size_t row = memory.numel() / memory.size(0) * memory.element_size();
+  const size_t row = memory.size(0) ? memory.numel() / memory.size(0) * memory.element_size() : 0;
+  if (row == 0) return true;
   for (int64_t i = 0; i < index.numel(); ++i) {
     const int64_t at = index.data_ptr<int64_t>()[i];
     const int64_t from = at < 0 ? at + memory.size(0) : at;
