@@ -52,6 +52,7 @@ const std::map<std::string, Rows> ROWS = {
     {"aten::index_copy_", {0, 2}},
     {"aten::index_select", {0, 2}},
     {"aten::index.Tensor", {0, 1}},
+    {"aten::_index_put_impl_", {0, 1}},
 };
 
 // What a synchronous call found, for the thread that waits.
@@ -112,7 +113,8 @@ bool rows_are_there(const Work& work) {
   const at::Tensor index = index_of(work.arguments, *work.rows).to(at::kLong).contiguous();
   const auto base = reinterpret_cast<uint64_t>(memory.data_ptr());
   const int64_t step = memory.stride(0) * static_cast<int64_t>(memory.element_size());
-  const size_t row = memory.numel() / memory.size(0) * memory.element_size();
+  const size_t row = memory.size(0) ? memory.numel() / memory.size(0) * memory.element_size() : 0;
+  if (row == 0) return true;
   for (int64_t i = 0; i < index.numel(); ++i) {
     const int64_t at = index.data_ptr<int64_t>()[i];
     const int64_t from = at < 0 ? at + memory.size(0) : at;
