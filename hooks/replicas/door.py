@@ -34,10 +34,11 @@ class Reply:
 
 @dataclass(slots=True)
 class Door:
-    """The supervisor's side. `within`: seconds of the clock that a joiner has to answer."""
+    """The supervisor's side. `served`: what all have to run; None: what the first one who joins does. `within`: seconds
+    of the clock that a joiner has to answer."""
 
     secret: str
-    served: Fingerprint
+    served: Fingerprint | None
     clock: Callable[[], float]
     within: float
     ignored: int = 0  # texts that were no message of a joiner
@@ -71,6 +72,8 @@ class Door:
             self.refused += 1
             return _reply(who, refused=_SECRET)
         found = Fingerprint.decode(text)
+        if self.served is None:
+            self.served = found
         if differences := self.served.differences(found):
             self.refused += 1
             return _reply(who, refused=_MODEL, differences=differences)

@@ -112,6 +112,11 @@ class Leader:
         return self.requests.pop(request)
 
     @property
+    def waiting(self) -> list[int]:
+        """Tokens of the prompts that wait to begin."""
+        return [len(state.initial_tokens) for state in self._scheduler.waiting_requests.values()]
+
+    @property
     def in_flight(self) -> int:
         """Microbatches that were begun and not answered."""
         return len(self._flying)

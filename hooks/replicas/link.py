@@ -82,6 +82,11 @@ class Link:
         return self._state
 
     @property
+    def finished(self) -> bool:
+        """Have its threads ended?"""
+        return not (self._sender.is_alive() or self._receiver.is_alive())
+
+    @property
     def error(self) -> LinkError | None:
         """Why it is closed or lost; None while it is not."""
         return self._error

@@ -22,6 +22,7 @@ import torch
 
 from ...allocator.errors import BallonetError, DriverError
 from ...offload.policy.replicas import actions, events
+from ...offload.policy.replicas.demand import KVSize, prompt_pages
 from ...offload.policy.replicas.events import Reason
 from ...offload.policy.replicas.groups import Group, Span, alone
 from ...offload.policy.replicas.restore_plan import Pull
@@ -31,10 +32,11 @@ from .channel import tensor_of, text_of
 from .errors import Interrupted, LinkError
 from .follower import OutOfStep
 from .handover import Handed, HandedOver, Handover
-from .link import Link, State
+from .link import Link
 from .local import Member, room_of
 from .messages import Counted, End, Message, Start, Told, decoded, encoded
 from .requests import Request
+from .sending import State
 from .stage import Over, Stage
 
 Source = Callable[[int], Iterable[torch.Tensor]]  # the weights of a layer, from a peer
@@ -129,6 +131,7 @@ class Replica:
         self._old: Stage | None = None  # whose KV goes over
         self._pulls: Iterator[int] = iter(())
         self._pulling = False
+        self._pull_epoch = -1
         self._early: list[Start] = []
         self._assignments: dict[str, int] = {}
         self._progress = 0
@@ -203,8 +206,8 @@ class Replica:
         cache = stage.cache
         page = cache.on.page_size
         waiting = () if stage.leader is None else stage.leader.waiting
-        pending = sum(-(-(tokens + 1) * cache.token_bytes // page) for tokens in waiting)
-        return cache.pages.nbytes // page, max(0, int(room_of(cache))) // page, int(pending) * stage.group.size
+        size = KVSize(round(cache.token_bytes * self._layers / len(cache.layers)), page)
+        return cache.pages.nbytes // page, max(0, int(room_of(cache))) // page, prompt_pages(waiting, size)
 
     # -- mail
 
@@ -292,6 +295,7 @@ class Replica:
             self.stage.leader.plans = False
 
     def _discard(self, epoch: int) -> None:
+        self._pulling &= self._pull_epoch != epoch
         if self._next is not None and self._next.epoch == epoch and not self._next.committed:
             self._discard_next()
 
@@ -339,6 +343,9 @@ class Replica:
         try:
             if next(coming.pulls, None) is not None or self._holds.prepare():
                 return True
+        except Interrupted:
+            self._discard_next()
+            raise
         except (BallonetError, torch.OutOfMemoryError) as error:
             self._fail_prepare(coming, _reason(error))
             return True
@@ -473,6 +480,9 @@ class Replica:
         try:
             if next(self._pulls, None) is not None:
                 return True
+        except Interrupted:
+            self._pulling = False
+            raise
         except (BallonetError, torch.OutOfMemoryError) as error:
             self._pulling = False
             if isinstance(error, LinkError):
@@ -524,9 +534,6 @@ class Replica:
         self._release(self._links.values())
         self._links, self._handover, self._pulling = {}, None, False
         self._assignments.clear()
-        for stage in (self._old, self.stage):
-            if stage is not None:
-                stage.close()
         self._old = self.stage = None
 
     def _release(self, links: Iterable[Link]) -> None:
@@ -534,7 +541,7 @@ class Replica:
         for link in links:
             link.begin_close()
             self._closing.append(link)
-        self._closing = [each for each in self._closing if not each.over]
+        self._closing = [each for each in self._closing if not each.finished]
 
     def _close(self) -> None:
         self._forget_all()

@@ -420,6 +420,9 @@ class Replicas:
     # Times that a request is computed anew because replicas were lost, until it is refused: it may be what kills them.
     # Chosen.
     lives: int = 5
+    # Blocks of KV in one transfer: 64 KiB a layer of a small model, some MiB of a large one. Chosen: well below what a
+    # stage takes at 1 GB/s.
+    piece: int = 4
     # -- links and membership
     # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
     beat: float = 0.2

@@ -1,0 +1,63 @@
+"""The control plane as replica and supervisor use it: typed messages in mailboxes."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ...offload.policy.replicas import actions
+from .mailbox import STALE, SUPERVISOR, Mailbox
+from .messages import End, Message, decoded, encoded
+
+_KIND = "said"
+_URGENT = (actions.Alone, actions.Discard, End)
+
+
+class ToSupervisor:
+    """What a replica hears from the supervisor, and tells it. Used by one thread."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self._box = box
+        self._came: deque[Message] = deque()
+
+    def take(self) -> Message | None:
+        """See replica.Speaks."""
+        self._fill()
+        return self._came.popleft() if self._came else None
+
+    def has(self) -> bool:
+        """See replica.Speaks."""
+        return bool(self._came) or self._box.has()
+
+    def urgent(self) -> bool:
+        """See replica.Speaks. SupervisorLost."""
+        self._fill()
+        return any(isinstance(each, _URGENT) for each in self._came)
+
+    def post(self, message: Message) -> None:
+        """See replica.Speaks. SupervisorLost."""
+        self._box.post(SUPERVISOR, _KIND, 0, text=encoded(message))
+
+    def _fill(self) -> None:
+        while (mail := self._box.take()) is not None:
+            if mail.kind != STALE:
+                self._came.append(decoded(str(mail.body["text"])))
+
+
+class FromReplicas:
+    """What the supervisor hears, with the number of who said it, and tells."""
+
+    def __init__(self, box: Mailbox) -> None:
+        self._box = box
+
+    def take(self) -> tuple[int, Message] | None:
+        """The next message; None where nothing is here. ValueError: it is none of this version."""
+        mail = self._box.take()
+        return None if mail is None else (mail.sender, decoded(str(mail.body["text"])))
+
+    def has(self) -> bool:
+        """Is anything here?"""
+        return self._box.has()
+
+    def post(self, member: int, message: Message) -> None:
+        """Tells one replica something."""
+        self._box.post(member, _KIND, 0, text=encoded(message))

@@ -1,0 +1,342 @@
+"""The supervisor: it has no weights, hears replicas and clients, asks the controller, and has done what that decides.
+
+Note [One supervisor]
+    Its thread alone touches the ledger and the controller. Clients' threads leave requests in a queue. If its process
+    ends, so do the replicas, and the requests: there is no election. A controller decision is O(log N) for a request
+    and O(N log N) for a drop; what a replica says in a second is some hundred bytes, and its tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ...offload.policy.replicas import actions, events
+from ...offload.policy.replicas.controller import Controller
+from ...offload.policy.replicas.events import Event
+from ...offload.policy.tuning import DEFAULT, Replicas
+from .bell import Bell
+from .ledger import Ledger, RepeatedOtherwise
+from .messages import Counted, End, Message, Start, Told
+from .requests import Request
+
+
+class Hears(Protocol):
+    """The replicas, as the supervisor hears and tells them."""
+
+    def take(self) -> tuple[int, Message] | None:
+        """What one says next, with its number."""
+
+    def has(self) -> bool:
+        """Is anything here?"""
+
+    def post(self, member: int, message: Message) -> None:
+        """Tells one something."""
+
+
+class Processes(Protocol):
+    """The processes of replicas."""
+
+    def joined(self) -> list[tuple[int, int]]:
+        """(number, pages) of those that have joined since the last call."""
+
+    def lost(self) -> list[int]:
+        """Those whose processes have ended since the last call."""
+
+    def end(self, member: int) -> None:
+        """Ends one that does not answer, if it can be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
+    went between replicas; `drops`, `restores`, `epochs`: committed so far."""
+
+    epoch: int
+    spans: Mapping[int, tuple[int, int]]
+    groups: tuple[tuple[int, ...], ...]
+    drops: int
+    restores: int
+    discarded: int
+    fenced: int
+    moved: tuple[int, int]
+    requests: int
+    held: int
+    recomputed: int
+
+
+class Supervisor:
+    """Call `start` and, at the end, `close`."""
+
+    def __init__(
+        self,
+        make: Callable[[], Controller],
+        replicas: Hears,
+        processes: Processes,
+        bell: Bell,
+        clock: Callable[[], float],
+        told: Callable[[Request, str | None], object],
+        say: Callable[[str], object],
+        tuning: Replicas = DEFAULT.replicas,
+    ) -> None:
+        """`make`: makes the controller, when the first replica has joined; `told`: is called, on the supervisor's
+        thread, with a request after each token, and with why it failed; `say`: with lines for people."""
+        self.ready = threading.Event()  # a replica serves
+        self._make = make
+        self._controller: Controller | None = None
+        self._replicas = replicas
+        self._processes = processes
+        self._bell = bell
+        self._clock = clock
+        self._client_told = told
+        self._say = say
+        self._tuning = tuning
+        self._ledger = Ledger()
+        self._inbox: deque[Request | str] = deque()  # new requests, and names of those that are cancelled
+        self._waiting: set[str] = set()
+        self._kinds: dict[int, bool] = {}  # epochs that are prepared: does one drop?
+        self._sources: dict[int, tuple[actions.StartRestore, ...]] = {}
+        self._counts: Counter[str] = Counter()
+        self._moved: dict[int, tuple[int, int]] = {}
+        self._ticked = -float("inf")
+        self._ending = False
+        self._failed: str | None = None
+        self._thread = threading.Thread(target=self._run, name="ballonet supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Tells all clients and replicas, and ends."""
+        self.tell()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # -- for clients, on any thread
+
+    def ask(self, request: Request) -> str | None:
+        """Takes a request; says why where it does not."""
+        if self._ending or self._failed is not None:
+            return self._failed or "the server shuts down"
+        if not request.prompt:
+            return "the prompt has no tokens"
+        self._waiting.add(request.name)
+        self._inbox.append(request)
+        self._bell.ring()
+        return None
+
+    def cancel(self, name: str) -> None:
+        """The client of a request has gone away."""
+        self._inbox.append(name)
+        self._bell.ring()
+
+    def tell(self) -> None:
+        """Ends all requests, without waiting; their clients are told."""
+        self._ending = True
+        self._bell.ring()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their first token."""
+        return len(self._waiting)
+
+    def state(self) -> State:
+        """What is to be seen of it now."""
+        controller = self._controller
+        groups = [] if controller is None else [each.group for each in tuple(controller.cluster.groups.values())]
+        spans = {
+            member: (span.begin, span.end)
+            for group in groups
+            for member, span in zip(group.members, group.spans, strict=True)
+        }
+        moved = tuple(sum(each) for each in zip(*self._moved.values(), strict=True)) if self._moved else (0, 0)
+        return State(
+            epoch=0 if controller is None else controller.epoch,
+            spans=spans,
+            groups=tuple(sorted(group.members for group in groups)),
+            drops=self._counts["drop"],
+            restores=self._counts["restore"],
+            discarded=self._counts["discard"],
+            fenced=self._counts["fence"],
+            moved=(moved[0], moved[1]),
+            requests=len(self._ledger),
+            held=0 if controller is None else len(controller.book.held),
+            recomputed=self._counts["recompute"],
+        )
+
+    # -- its thread
+
+    def _run(self) -> None:
+        try:
+            while not self._ending:
+                self._turn()
+                self._bell.wait(lambda: self._has_news() or None, self._tuning.period)
+        except Exception as error:
+            self._failed = f"the supervisor has failed: {type(error).__name__}: {error}"
+            self._say(self._failed)
+            raise
+        finally:
+            self._end()
+
+    def _has_news(self) -> bool:
+        return self._ending or bool(self._inbox) or self._replicas.has()
+
+    def _turn(self) -> None:
+        for member, pages in self._processes.joined():
+            if self._controller is None:
+                self._controller = self._make()
+            self._on(events.Joined(self._clock(), member, pages))
+        for member in self._processes.lost():
+            self._on(events.Lost(self._clock(), member))
+        while (found := self._replicas.take()) is not None:
+            self._hear(*found)
+        if self._controller is None:
+            return
+        while self._inbox:
+            self._client(self._inbox.popleft())
+        now = self._clock()
+        if now - self._ticked >= self._tuning.period:
+            self._ticked = now
+            self._on(events.Tick(now))
+
+    def _client(self, asked: Request | str) -> None:
+        now = self._clock()
+        if isinstance(asked, Request):
+            try:
+                self._ledger.accept(asked, now)
+            except ValueError as error:
+                self._client_told(asked, str(error))
+                return
+            self._on(events.Arrived(now, asked.name, len(asked.prompt), asked.new))
+        elif self._finish(asked) is not None:
+            self._on(events.Left(now, asked))
+
+    def _hear(self, member: int, message: Message) -> None:
+        match message:
+            case Told():
+                self._take_tokens(message)
+            case Counted():
+                self._moved[member] = message.kv_bytes, message.layer_bytes
+            case Event() if self._controller is not None:
+                self._on(replace(message, at=self._clock()))
+
+    def _take_tokens(self, told: Told) -> None:
+        if told.request not in self._ledger:
+            return
+        try:
+            new = self._ledger.deliver(told.request, told.assignment, told.before, told.tokens)
+        except (RepeatedOtherwise, ValueError) as error:
+            self._fail(told.request, str(error))
+            return
+        entry = self._ledger.entry(told.request)
+        if told.error is not None and entry.assignment == told.assignment:
+            self._fail(told.request, told.error)
+            return
+        if not new:
+            return
+        self._waiting.discard(told.request)
+        request = entry.request
+        if request.over:
+            self._finish(request.name)
+            self._on(events.Finished(self._clock(), request.name))
+        self._client_told(request, None)
+
+    def _fail(self, name: str, why: str) -> None:
+        entry = self._finish(name)
+        if entry is not None:
+            self._on(events.Left(self._clock(), name))
+            self._client_told(entry, why)
+
+    def _finish(self, name: str) -> Request | None:
+        self._waiting.discard(name)
+        entry = self._ledger.end(name)
+        return None if entry is None else entry.request
+
+    # -- the controller
+
+    def _on(self, event: Event) -> None:
+        assert self._controller is not None
+        for action in self._controller.on(event):
+            self._do(action)
+
+    def _do(self, action: actions.Action) -> None:
+        match action:
+            case actions.Dispatch():
+                self._give((action.request,), action.epoch, action.members)
+            case actions.Recompute():
+                self._counts["recompute"] += len(action.requests)
+                self._give(action.requests, action.epoch, action.members)
+            case actions.Refuse():
+                if (request := self._finish(action.request)) is not None:
+                    self._client_told(request, f"no replicas can compute it: {action.reason.value}")
+            case actions.Cancel():
+                self._replicas.post(action.members[0], action)
+            case actions.Prepare():
+                self._kinds[action.epoch] = any(group.is_dropped for group in action.groups)
+                self._to_members(action.groups, action)
+                self._members_of = {member for group in action.groups for member in group.members}
+            case actions.Commit():
+                self._committed(action)
+            case actions.Discard():
+                self._counts["discard"] += 1
+                self._say(f"epoch {action.epoch} is given up: {action.reason.value}")
+                self._to(self._members_of, action)
+            case actions.Alone():
+                self._replicas.post(action.member, action)
+                self.ready.set()
+            case actions.StartRestore():
+                self._to({each.member for each in action.pulls}, action)
+            case actions.Fence():
+                self._counts["fence"] += 1
+                self._say(f"replica {action.member} is ended: {action.reason.value}")
+                self._replicas.post(action.member, End())
+                self._processes.end(action.member)
+            case actions.Decline():
+                self._counts["decline"] += 1
+            case actions.Rejoin() | actions.Hold():
+                pass  # who was fenced has been ended, and a new process joins; what is held waits in the controller
+
+    _members_of: set[int] = set()  # of the epoch that is prepared
+
+    def _committed(self, action: actions.Commit) -> None:
+        drops = self._kinds.pop(action.epoch, True)
+        self._counts["drop" if drops else "restore"] += 1
+        assert self._controller is not None
+        groups = [each.group for each in self._controller.cluster.groups.values() if each.epoch == action.epoch]
+        for group in groups:
+            parts = ", ".join(
+                f"replica {member} holds layers {span.begin} to {span.end - 1}"
+                for member, span in zip(group.members, group.spans, strict=True)
+            )
+            self._say(f"epoch {action.epoch}: {parts}")
+        self._to(self._members_of, action)
+
+    def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
+        for name in names:
+            if name in self._ledger:
+                entry = self._ledger.assign(name, members)
+                self._replicas.post(members[0], Start(epoch, entry.request, entry.assignment))
+
+    def _to_members(self, groups: tuple[object, ...], message: Message) -> None:
+        self._to({member for group in groups for member in group.members}, message)  # type: ignore[attr-defined]
+
+    def _to(self, members: set[int], message: Message) -> None:
+        for member in sorted(members):
+            self._replicas.post(member, message)
+
+    def _end(self) -> None:
+        why = self._failed or "the server shuts down"
+        for entry in self._ledger:
+            self._client_told(entry.request, why)
+        while self._inbox:
+            asked = self._inbox.popleft()
+            if isinstance(asked, Request):
+                self._client_told(asked, why)
+        self._waiting.clear()
+        controller = self._controller
+        for member in () if controller is None else tuple(controller.cluster.replicas):
+            self._replicas.post(member, End())
