@@ -172,16 +172,10 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
+    "hooks/replicas/listener.py": {"_FOREVER"},
+    "hooks/replicas/mailbox.py": {"SUPERVISOR"},
     "hooks/replicas/wire.py": {
-        "BYE",
-        "LONGEST_TAG",
-        "MAGIC",
-        "MESSAGE",
-        "MOST_DIMENSIONS",
-        "WORDS",
-        "_SHAPE",
-        "_TAG",
-        "_UNCHECKED",
+        *("MAGIC", "WORDS", "LONGEST_TAG", "MOST_DIMENSIONS", "MESSAGE", "BYE", "_UNCHECKED", "_SHAPE", "_TAG"),
     },
     "hooks/server/arrivals.py": {"BLOCK"},  # of Mooncake's hashes
     "hooks/sectors/pages.py": {"RESERVED"},  # transformers has two

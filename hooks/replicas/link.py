@@ -19,8 +19,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -30,55 +29,11 @@ from .bell import Bell
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from .outbox import Logged, Outbox
 from .pair import Connect, TwoRanks
-from .staging import Staged, checksum, room, staged, unstaged
+from .sending import Heard, Sending, State
+from .staging import checksum, room, staged, unstaged
 from .wire import BYE, MESSAGE, WORDS, Header
 
 _CPU: Final = torch.device("cpu")
-
-
-class State(Enum):
-    """What a link is. FORMING becomes OPEN, and both become CLOSED or LOST, which are the end."""
-
-    FORMING = "forming"
-    OPEN = "open"
-    CLOSED = "closed"
-    LOST = "lost"
-
-
-@dataclass(eq=False, slots=True)
-class Sending:
-    """A message on its way."""
-
-    header: Header
-    staged: Staged
-    _over: threading.Event = field(default_factory=threading.Event)
-    _error: LinkError | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether it is sent, or has failed."""
-        return self._over.is_set()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Returns when it is sent. LinkError; NoAnswer after `timeout` seconds."""
-        if not self._over.wait(timeout):
-            raise NoAnswer(f"the other end of the link, for message {self.header.tag!r},", timeout or 0.0)
-        if self._error is not None:
-            raise self._error
-
-    def end(self, error: LinkError | None = None) -> None:
-        """Called by the link."""
-        self._error = error
-        self._over.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What is called when a link has something to tell, in its threads: it may not wait long. `fault`: the link is
-    lost. `stale`: a message of this other epoch came, and was dropped."""
-
-    fault: Callable[[Link], None] = lambda link: None
-    stale: Callable[[Link, int], None] = lambda link, epoch: None
 
 
 _NOBODY: Final = Heard()

@@ -117,7 +117,7 @@ class GlooConnect:
             raise RuntimeError("it was given up while it was formed")
         options = _Gloo._Options()
         options._timeout = timedelta(seconds=self._timeout)
-        options._devices = [_device(_address(store.host_name, store.port))]
+        options._devices = [_device(local_address(store.host_name, store.port))]
         rank = int(self._me > self._peer)
         return GlooPair(_Gloo(store.below(self._below), rank, 2, options), 1 - rank)
 
@@ -147,8 +147,8 @@ def _device(address: str) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _address(host: str, port: int) -> str:
-    """This machine's address on the way to the store, where the other ends find it."""
+def local_address(host: str, port: int) -> str:
+    """The address of this machine on the way to the store, where the other ends find it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as found:
         found.connect(address)  # sends nothing

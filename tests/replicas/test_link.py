@@ -18,9 +18,10 @@ import torch
 
 from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
-from ballonet.hooks.replicas.link import Heard, Link, State
+from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.outbox import Logged
 from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks, forget_link
+from ballonet.hooks.replicas.sending import Heard, State
 from ballonet.hooks.replicas.store import Store
 from ballonet.hooks.replicas.wire import BYE, MESSAGE, WORDS, Header
 from ballonet.offload.policy.tuning import DEFAULT

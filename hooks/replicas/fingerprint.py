@@ -1,0 +1,64 @@
+"""What replicas have to have in common: the model's weights, how they are stored, and the versions that compute."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+from torch import nn
+
+from ...allocator._native import Device
+from ..device.key import key_of
+from ..prefix.fingerprint import samples
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What one replica runs. `weights`: a hash of the configuration and of samples of all of them; `dtype`: of how many
+    tensors, "bfloat16 x 291"; the versions of packages."""
+
+    weights: str
+    dtype: str
+    ballonet: str
+    torch: str
+    transformers: str
+
+    def differences(self, other: Fingerprint) -> tuple[str, ...]:
+        """What differs of another one, a line each: "torch is 2.12.0, not 2.13.0". The weights are left out where their
+        type already differs, as then their bytes do, too."""
+        mine, its = asdict(self), asdict(other)
+        if self.dtype != other.dtype:
+            mine["weights"] = its["weights"] = ""
+        return tuple(f"{name} is {its[name]}, not {mine[name]}" for name in mine if mine[name] != its[name])
+
+    def encode(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        """What `encode` was called on. ValueError."""
+        found = json.loads(text)
+        names = {each.name for each in fields(cls)}
+        if not isinstance(found, dict) or {*found} != names or {*map(type, found.values())} != {str}:
+            raise ValueError(f"{text!r} is no fingerprint of a replica")
+        return cls(**found)
+
+
+def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
+    """Reads samples of the weights (hooks/prefix/fingerprint.py, Note [Sampled]), as any user of them would."""
+    facts = key_of(model, device)
+    weights = hashlib.blake2b(facts["model"].encode(), digest_size=16)
+    for sample in samples(model):
+        weights.update(sample.cpu().numpy().data)
+    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters())
+    return Fingerprint(
+        weights=weights.hexdigest(),
+        dtype=", ".join(f"{name} x {count}" for name, count in sorted(types.items())),
+        ballonet=facts["ballonet"],
+        torch=facts["torch"],
+        transformers=facts["transformers"],
+    )

@@ -1,0 +1,66 @@
+"""Where the supervisor is, and whether this process has to start it: from `--join`, or from what torchrun says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from .errors import PlacementError
+from .store import LOCAL
+
+_TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_AGENT: Final = "TORCHELASTIC_USE_AGENT_STORE"  # "True": torchrun itself listens on the port that it tells
+_PORTS: Final = range(2**16)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`hosts`: this process starts the supervisor, which listens on `host` and `port` (0: any that is free), else it
+    joins the one that does. `rank`, `size`: of torchrun. `agent`: `host` and `port` are of torchrun's own store, in
+    which the supervisor's address is found."""
+
+    host: str
+    port: int
+    hosts: bool
+    rank: int | None = None
+    size: int | None = None
+    agent: bool = False
+
+
+def placement(environ: Mapping[str, str], join: str | None) -> Placement:
+    """`join`: "HOST:PORT" of a supervisor, which wins; else RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, of which
+    there are all or none; else a supervisor for this machine alone. PlacementError."""
+    if join is not None:
+        host, port = _address(join)
+        return Placement(host, port, hosts=False)
+    given = [name for name in _TORCHRUN if environ.get(name)]
+    if not given:
+        return Placement(LOCAL, 0, hosts=True)
+    if missing := [name for name in _TORCHRUN if name not in given]:
+        raise PlacementError(
+            f"the environment has {', '.join(given)} but not {', '.join(missing)}: torchrun sets all four. Start this "
+            "process with torchrun, set what is missing, or unset the others"
+        )
+    rank, size = (_number(environ, name) for name in ("RANK", "WORLD_SIZE"))
+    port = _number(environ, "MASTER_PORT")
+    if not (0 <= rank < size and port in _PORTS):
+        raise PlacementError(f"RANK={rank}, WORLD_SIZE={size}, MASTER_PORT={port}: no rank or no port is like this")
+    agent = environ.get(_AGENT) == "True"
+    return Placement(environ["MASTER_ADDR"], port, rank == 0, rank, size, agent)
+
+
+def _address(text: str) -> tuple[str, int]:
+    """Host and port of "HOST:PORT", or "[HOST]:PORT" for IPv6."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) in _PORTS):
+        raise PlacementError(f"--join is {text!r}, which is no HOST:PORT such as node0:29400 or [fe80::1]:29400")
+    return host, int(port)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise PlacementError(f"{name} is {environ[name]!r}, which is no number") from None
