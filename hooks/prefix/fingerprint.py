@@ -28,13 +28,13 @@ def fingerprint(model: nn.Module, device: Device) -> bytes:
     """16 bytes. Reads weights as any user does: those of layers that stream come to rest for it."""
     facts = key_of(model, device)
     found = hashlib.blake2b(json.dumps([facts[name] for name in _FACTS]).encode(), digest_size=16)
-    for sample in _samples(model):
+    for sample in samples(model):
         found.update(sample.cpu().numpy().data)
     return found.digest()
 
 
-def _samples(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Bytes: of tensors on one device together, so that few copies are made."""
+def samples(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Bytes of all weights, see Note [Sampled]: of tensors on one device together, so that few copies are made."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):

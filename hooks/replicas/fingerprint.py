@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from typing import Self
 
@@ -11,17 +12,16 @@ from torch import nn
 
 from ...allocator._native import Device
 from ..device.key import key_of
-from ..prefix.fingerprint import fingerprint
+from ..prefix.fingerprint import samples
 
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Of one replica. `weights`: a hash of samples of all of them, and of the configuration; `dtype`: of how many
-    tensors, "bfloat16 x 291"; `device`: its name, as another one rounds otherwise; the versions of packages."""
+    """What one replica runs. `weights`: a hash of the configuration and of samples of all of them; `dtype`: of how many
+    tensors, "bfloat16 x 291"; the versions of packages."""
 
     weights: str
     dtype: str
-    device: str
     ballonet: str
     torch: str
     transformers: str
@@ -43,26 +43,21 @@ class Fingerprint:
         """What `encode` was called on. ValueError."""
         found = json.loads(text)
         names = {each.name for each in fields(cls)}
-        if (
-            not isinstance(found, dict)
-            or {*found} != names
-            or not all(isinstance(each, str) for each in found.values())
-        ):
+        if not isinstance(found, dict) or {*found} != names or {*map(type, found.values())} != {str}:
             raise ValueError(f"{text!r} is no fingerprint of a replica")
         return cls(**found)
 
 
 def fingerprint_of(model: nn.Module, device: Device) -> Fingerprint:
-    """Reads samples of the weights, as any user of them would."""
+    """Reads samples of the weights (hooks/prefix/fingerprint.py, Note [Sampled]), as any user of them would."""
     facts = key_of(model, device)
-    types: dict[str, int] = {}
-    for tensor in model.parameters():
-        name = str(tensor.dtype).removeprefix("torch.")
-        types[name] = types.get(name, 0) + 1
+    weights = hashlib.blake2b(facts["model"].encode(), digest_size=16)
+    for sample in samples(model):
+        weights.update(sample.cpu().numpy().data)
+    types = Counter(str(tensor.dtype).removeprefix("torch.") for tensor in model.parameters())
     return Fingerprint(
-        weights=hashlib.sha256(fingerprint(model, device)).hexdigest()[:16],
+        weights=weights.hexdigest(),
         dtype=", ".join(f"{name} x {count}" for name, count in sorted(types.items())),
-        device=facts["device"],
         ballonet=facts["ballonet"],
         torch=facts["torch"],
         transformers=facts["transformers"],

@@ -65,18 +65,16 @@ class Mailbox:
 
     def take(self) -> Mail | None:
         """The next message, None if none is here. SupervisorLost: none is left, and none will come."""
-        while self._came:
-            mail = self._came.popleft()
-            if self._fence.judge(mail.epoch) is not Verdict.BEHIND:
-                return mail
-            if self.me == SUPERVISOR:
-                self.post(mail.sender, STALE, self._fence.now, had=mail.epoch)
+        self._drop_stale()
+        if self._came:
+            return self._came.popleft()
         if self._listener.error is not None:
             raise SupervisorLost(*self._listener.error.args)
         return None
 
     def has(self) -> bool:
-        """Whether a message is here, or the supervisor is gone."""
+        """Whether `take` would return a message, or raise. For the thread that takes."""
+        self._drop_stale()
         return bool(self._came) or self._listener.error is not None
 
     def wait(self, timeout: float | None) -> Mail | None:
@@ -89,6 +87,12 @@ class Mailbox:
         with suppress(SupervisorLost):  # its store is gone with it
             while self._store.pop(_queue(self.me), wait=False) is not None:
                 pass
+
+    def _drop_stale(self) -> None:
+        while self._came and self._fence.judge(self._came[0].epoch) is Verdict.BEHIND:
+            mail = self._came.popleft()
+            if self.me == SUPERVISOR:
+                self.post(mail.sender, STALE, self._fence.now, had=mail.epoch)
 
     def _hear(self, text: str) -> None:
         length = len(proof(self._secret))

@@ -148,7 +148,7 @@ def _device(address: str) -> Any:
 
 @lru_cache(maxsize=8)
 def local_address(host: str, port: int) -> str:
-    """This machine's address on the way to the store, where the other ends find it."""
+    """The address of this machine on the way to the store, where the other ends find it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as found:
         found.connect(address)  # sends nothing
