@@ -71,6 +71,7 @@ class Leader:
         self._begun: set[str] = set()  # requests of which followers know how they are sampled
         self._gone: list[str] = []  # of these, what they do not know to be gone
         self._lacking = 0  # answers in a row from which something was left out
+        self._failed: list[RequestState] = []  # of requests in flight that this stage had no memory for
         cache.freed = self._forgotten
 
     # -- requests
@@ -143,7 +144,7 @@ class Leader:
             self._plan()
         while self._queue:
             found = self._queue.popleft()
-            current = found.without([not self._runs(each) for each in found.states])
+            current = found.without([not self._goes_on(each) for each in found.states])
             self._landed([each.request for each in found.chunks if each not in current.chunks])
             if current.chunks:
                 self._begin(current)
@@ -169,6 +170,8 @@ class Leader:
         states = {state.request_id: state for state in found.states if self._runs(state)}
         self._take_tokens(states, answer)
         lacking = [(states[name], stage) for name, stage in answer.left_out if name in states]
+        if found.chunks and not lacking:
+            self._lacking = 0
         self._compute_again(lacking)
         return True
 
@@ -235,6 +238,8 @@ class Leader:
         if self._after is not None:
             self._after.send(tensor_of(plan.to_json()), "plan", True)
         found = self._compute(batch)
+        if found is None:
+            self._failed.extend(batch.states)
         left_out = () if found is not None else tuple((each.request, 0) for each in batch.chunks)
         if self._after is None:
             tokens = sampled(plan.chunks, self._sampling(batch), found[0]) if found else ()
@@ -278,7 +283,8 @@ class Leader:
     def _compute_again(self, lacking: list[tuple[RequestState, int]]) -> None:
         """Requests that a stage had no memory for wait, and begin again with all of their tokens; one that is alone
         fails in the end."""
-        self._lacking = self._lacking + 1 if lacking else 0
+        if lacking:
+            self._lacking += 1
         if any(stage == 0 for _, stage in lacking):
             self._scheduler.lacked()
         for state, _ in reversed(lacking):
@@ -287,6 +293,7 @@ class Leader:
                 self._fail(state, _no_room(state.request_id))
             else:
                 self._preemption.compute_again(state)
+            self._failed = [each for each in self._failed if each is not state]
 
     def _fail(self, state: RequestState, error: Exception) -> None:
         self._scheduler.finish_request(state.request_id)
@@ -303,6 +310,9 @@ class Leader:
 
     def _runs(self, state: RequestState) -> bool:
         return self._scheduler.active_requests.get(state.request_id) is state
+
+    def _goes_on(self, state: RequestState) -> bool:
+        return self._runs(state) and not any(state is each for each in self._failed)
 
     def _state(self, request: str) -> RequestState | None:
         scheduler = self._scheduler
@@ -324,6 +334,6 @@ def _chunk(scheduled: Any) -> Chunk:
 
 def _no_room(request: str) -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError(
-        f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it on "
-        "one of the replicas of its group. Give a larger budget, or drop what is not needed"
+        f"ballonet: no memory for request {request} to go on, although no other one runs: models and tensors have it "
+        "on a replica of its group. Give a larger budget, or drop what is not needed"
     )

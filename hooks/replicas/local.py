@@ -112,7 +112,7 @@ class LocalGroup:
             happened = self.leader.collect() or happened
         return self.leader.launch() or happened
 
-    def run(self, steps: int = 100_000) -> None:
+    def run(self, steps: int = 10_000) -> None:
         """Steps until nothing is left to do. RuntimeError after so many steps."""
         for _ in range(steps):
             if not self.step() and self.leader.idle:

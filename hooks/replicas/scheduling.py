@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +19,12 @@ from .span_cache import SpanCache
 
 
 def limited(own: Memory, room: float) -> Memory:
-    """What there is on the first stage, where others leave room for `room` of its bytes. Followers have activations as
-    large as the first stage's, so these count as well."""
-    total = min(own.total, max(0, int(room)) + own.reserve)
+    """What there is on the first stage where others leave room for `room` of its bytes: less by what is usable beyond
+    that. Followers have activations as large as the first stage's, so these count as well."""
+    excess = own.usable - max(0.0, room)
+    if excess <= 0:
+        return own
+    total = max(0, own.total - math.ceil(excess))
     activations = min(own.activations, total)
     kv = min(own.kv, total - activations)
     return replace(own, kv=kv, activations=activations, elsewhere=total - activations - kv)
@@ -47,8 +51,8 @@ class GroupScheduler(ElasticFIFO):
             cache,
             None,
             settings.batching.max_requests_per_batch,
-            memory=lambda: _within(memory_of(cache.on, client, tuning), room(), cache),
-            most=lambda: _within(most_of(cache.on, client, tuning), most(), cache),
+            memory=lambda: limited(memory_of(cache.on, client, tuning), room() * cache.token_bytes),
+            most=lambda: limited(most_of(cache.on, client, tuning), most() * cache.token_bytes),
             others=functools.partial(others_run, cache.model),
             tuning=tuning,
         )
@@ -87,8 +91,3 @@ class GroupPreemption(PagePreemption):
     def _keep_for_later(self, state: Any) -> None:
         self.aside.append(state.request_id)
         super()._keep_for_later(state)
-
-
-def _within(own: Memory, tokens: float, cache: SpanCache) -> Memory:
-    room = tokens * cache.token_bytes
-    return own if room >= own.total else limited(own, room)

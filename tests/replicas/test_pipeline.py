@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ballonet.allocator import runtime
-
 from ..models import build
-from ..pool import take_out
 from ..serving.batches import answers, prompts
 from .grouped import BLOCK, CHUNK, answered, install, requests
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    if (device := runtime.current()) is not None:
-        device.device.reap(wait=True)
-        device.device.check()
-        assert device.device.snapshot()["pages"]["kv"] == 0
-    take_out()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def said(model: Any, asked: list[list[int]], new: int = 12) -> list[list[int]]:

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-
 import pytest
 
-from ballonet.allocator import runtime
 from ballonet.hooks.replicas.local import LocalGroup, Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.regroup import Regroup
 
-from ..pool import take_out
 from ..serving.batches import prompts
 from .grouped import CHUNK, Replicas, Told, evenly, install, requests
 from .test_pipeline import four_layers, said
 
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
-    yield
-    gc.collect()
-    if (device := runtime.current()) is not None:
-        device.device.reap(wait=True)
-        device.device.check()
-        assert device.device.snapshot()["pages"]["kv"] == 0
-    take_out()
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def group(members: list[Member], stages: int, told: Told, epoch: int = 1) -> LocalGroup:

@@ -1,0 +1,257 @@
+"""What happens to requests of a group: any order of stages, ends, cancellation, preemption, faults of memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.hooks.replicas.forming import Piece, Size
+from ballonet.hooks.replicas.local import LocalGroup
+from ballonet.hooks.replicas.plan import Sampling
+from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.span_runner import SpanRunner
+
+from ..models import build
+from ..serving.batches import prompts
+from .grouped import CHUNK, PAGE, Replicas, Told, answered, evenly, hollow, install, requests
+from .test_pipeline import said
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+
+@contextmanager
+def grouped(model: Any, stages: int, **more: Any) -> Iterator[tuple[LocalGroup, Told]]:
+    spans, told = evenly(model.config.num_hidden_layers, stages), Told()
+    with Replicas([hollow(model, layers) for layers in spans]) as members:
+        group = LocalGroup(1, members, spans, told, **more)
+        yield group, told
+        del group
+
+
+def shuffled(group: LocalGroup, chance: random.Random) -> None:
+    """Runs a group, whose stages do something whenever they can, in any order."""
+    leader = group.leader
+
+    def step(stage: int) -> bool:
+        if stage:
+            return group.ready(stage) and group.followers[stage - 1].run() >= 0
+        if chance.random() < 0.5:
+            return leader.launch()
+        return group.answered and leader.collect()
+
+    while not leader.idle:
+        step(chance.randrange(len(group.members)))
+    group.run()
+
+
+def any_cuts(chance: random.Random) -> Callable[[Sequence[Size], int], list[list[Piece]]]:
+    def form(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+        found: list[list[Piece]] = [[] for _ in range(places)]
+        at = 0
+        for index, (_, new) in enumerate(chunks):
+            first = at
+            while new:
+                taken = new if at == places - 1 else chance.randint(1, new)
+                found[at].append((index, taken))
+                new -= taken
+                at = min(places - 1, at + 1) if new else chance.choice((first, at))
+        return [each for each in found if each]
+
+    return form
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_stages_and_any_cuts_give_the_same_tokens(seed: int) -> None:
+    chance = random.Random(seed)
+    model, asked = build("llama", num_hidden_layers=4), prompts(9, 3 * CHUNK)
+    expected = said(model, asked)
+    install()
+    with grouped(model, chance.choice((2, 3, 4)), form=any_cuts(chance)) as (group, told):
+        waiting = requests(asked)
+        for each in waiting[:4]:
+            group.add(each)
+        for _ in range(10):
+            group.step()
+        for each in waiting[4:]:
+            group.add(each)
+        shuffled(group, chance)
+    assert told.answers(requests(asked)) == expected
+
+
+def test_every_stage_has_a_microbatch() -> None:
+    model = build("llama", num_hidden_layers=4)
+    install()
+    with grouped(model, 3) as (group, told):
+        for each in requests(prompts(9, 2 * CHUNK)):
+            group.add(each)
+        busy = []
+        while not group.leader.idle:
+            busy.append([group.ready(stage) for stage in (1, 2)])
+            launched = group.leader.in_flight
+            group.step()
+            assert group.leader.in_flight <= 3
+            busy[-1].append(group.leader.in_flight >= launched)
+        assert sum(map(all, busy)) > 0.8 * len(busy)
+        assert len(told.over) == 9
+
+
+def test_an_answer_ends_with_a_token_that_ends_it() -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(6, CHUNK)
+    whole = said(model, asked, 20)
+    ends = whole[0][3], whole[1][7]
+    install()
+    told = answered(model, [Request(each.name, each.prompt, 20, ends=ends) for each in requests(asked)], 3)
+    for found, all_ in zip(told, whole, strict=True):
+        last = next((n for n, token in enumerate(all_) if token in ends), len(all_) - 1)
+        assert found == all_[: last + 1]
+    assert len(told[0]) <= 4
+
+
+@pytest.mark.parametrize("when", [1, 4, 9, 20])
+def test_a_request_that_is_cancelled_ends_on_all_stages(when: int) -> None:
+    """In its prompt, in flight, decoding; its name is used again at once."""
+    model, asked = build("llama", num_hidden_layers=4), prompts(6, 3 * CHUNK)
+    expected = said(model, asked, 20)
+    install()
+    with grouped(model, 3) as (group, told):
+        waiting = requests(asked, 20)
+        for each in waiting:
+            group.add(each)
+        for _ in range(when):
+            group.step()
+        for name in ("q0", "q3"):
+            if name not in told.over:
+                group.leader.cancel(name)
+        heard = dict(told.tokens)
+        group.step()
+        assert {name: told.tokens.get(name) for name in ("q0", "q3")} == {
+            name: heard.get(name) for name in ("q0", "q3")
+        }
+        if "q0" not in told.over:
+            told.tokens.pop("q0", None)
+            group.add(waiting[0])
+        group.run()
+        assert [list(told.tokens[each.name]) for each in waiting if each.name != "q3"] == [*expected[:3], *expected[4:]]
+        assert all(not follower.held for follower in group.followers)
+
+
+@pytest.mark.parametrize("host", [64, 1])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_requests_are_preempted_where_pages_run_out(stages: int, host: int) -> None:
+    """Their KV goes to the host on all stages, or where there is no room they are computed again."""
+    model, asked = build("llama", num_hidden_layers=12), prompts(16, 60)
+    expected = said(model, asked, 60)
+    pages = 34 + 2 * (stages - 1)  # each cache has a guard, and sectors for padding
+    ballonet.install(pages * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
+    spans, told = evenly(12, stages), Told()
+    with Replicas([model]) as (member,):
+        group = LocalGroup(1, [member] * stages, spans, told)
+        for each in requests(asked, 60):
+            group.add(each)
+        group.run()
+        assert told.answers(requests(asked, 60)) == expected
+        if host > 1:
+            assert ballonet.stats().copied.kv_d2h > 0
+        del group
+
+
+class Lacks:
+    """In the place of a function that gets memory, which fails from its `first` call on, `times` times."""
+
+    def __init__(self, stock: Callable[..., Any], first: int, times: int, found: Any) -> None:
+        self._stock, self._first, self._times, self._found = stock, first, times, found
+        self.calls = self.failed = 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls < self._first or self.failed == self._times:
+            return self._stock(*args)
+        self.failed += 1
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(0, 0.9, 0, 0.9)], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("first", [1, 9, 40])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_follower_without_memory_has_the_request_computed_again(
+    stage: int, first: int, sampling: Sampling | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = build("llama", num_hidden_layers=4), requests(prompts(7, 3 * CHUNK), 12, sampling)
+    install()
+    expected = answered(model, asked, 1)
+    with grouped(model, 3) as (group, told):
+        lacks = Lacks(group.caches[stage].store, first, 3, False)
+        monkeypatch.setattr(group.caches[stage], "store", lacks)
+        for each in asked:
+            group.add(each)
+        group.run()
+        assert lacks.failed == 3
+        assert told.answers(asked) == expected
+        assert all(not follower.held for follower in group.followers)
+
+
+@pytest.mark.parametrize("first", [1, 5, 30])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_stage_without_memory_in_the_middle_has_its_microbatch_computed_again(
+    stage: int, first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, asked = build("llama", num_hidden_layers=4), prompts(7, 3 * CHUNK)
+    expected = said(model, asked)
+    install()
+    lacks = Lacks(SpanRunner.run, first, 2, torch.OutOfMemoryError("planted"))
+    with grouped(model, 3) as (group, told):
+        whose = group.leader if stage == 0 else group.followers[stage - 1]
+        stock = whose._runner.run
+
+        def run(*args: Any) -> Any:
+            return lacks(whose._runner, *args) if stock else None
+
+        monkeypatch.setattr(whose._runner, "run", run)
+        for each in requests(asked):
+            group.add(each)
+        group.run()
+        assert lacks.failed == 2
+        assert told.answers(requests(asked)) == expected
+
+
+def test_a_request_that_is_alone_and_never_finds_memory_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", num_hidden_layers=4)
+    install()
+    with grouped(model, 2) as (group, told):
+        monkeypatch.setattr(group.caches[1], "store", lambda *_: False)
+        group.add(requests(prompts(1, CHUNK))[0])
+        group.run()
+        assert isinstance(told.errors["q0"], torch.OutOfMemoryError)
+        assert not told.over
+        assert all(not follower.held for follower in group.followers)
+
+
+SAMPLED = Sampling(0, 1.1, 40, 0.95)
+
+
+def test_sampled_tokens_do_not_depend_on_stages_or_on_where_a_request_begins_again() -> None:
+    model, asked = build("llama", num_hidden_layers=4), requests(prompts(6, 2 * CHUNK), 16, SAMPLED)
+    install()
+    expected = answered(model, asked, 1)
+    assert expected != said(model, [list(each.prompt) for each in asked], 16)
+    for stages in (2, 3, 4):
+        assert answered(model, asked, stages) == expected
+    for known in (1, 7, 15):
+        begun = [
+            Request(each.name, each.prompt, 16, each.sampling, delivered=tuple(tokens[:known]))
+            for each, tokens in zip(asked, expected, strict=True)
+        ]
+        with grouped(model, 2) as (group, told):
+            for each in begun:
+                told.tokens[each.name] = each.delivered
+                group.add(each)
+            group.run()
+            assert told.answers(asked) == expected
