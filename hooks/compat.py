@@ -48,9 +48,15 @@ def require_supported(version: str = transformers.__version__) -> None:
 require_supported()
 
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, LinearAttentionLayer  # noqa: E402
+from transformers.cache_utils import (  # noqa: E402  # noqa: E402
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
-from transformers.cache_utils import StaticLayer, Cache  # noqa: E402
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,14 +49,15 @@ class _Status:
 
 
 class Front:
-    """Stands for the ContinuousBatchingManager of one model. `told` is called by the supervisor, on its thread; all else
-    on the event loop's."""
+    """Stands for the ContinuousBatchingManager of one model. `told` is called by the supervisor, on its thread; all
+    else on the event loop's."""
 
     def __init__(self, supervisor: Takes) -> None:
         self.background_thread_status = _Status()
         self._supervisor = supervisor
         self._handlers: dict[str, tuple[Callable[[Any], None], asyncio.AbstractEventLoop]] = {}
         self._early: dict[str, GenerationOutput | None] = {}  # of requests whose handler comes after them
+        self._whole: set[str] = set()  # requests whose clients want the whole answer at once
         self._lock = threading.Lock()
 
     def add_request(
@@ -74,6 +76,8 @@ class Front:
         with self._lock:
             if name not in self._handlers:
                 self._early[name] = None
+            if not streaming:
+                self._whole.add(name)
         if (why := self._supervisor.ask(request)) is not None:
             self._forget(name)
             raise HTTPException(413, why)
@@ -95,6 +99,8 @@ class Front:
     def told(self, request: Request, error: str | None = None) -> None:
         """Something has become of a request: more tokens, or an error that ends it."""
         over = request.over or error is not None
+        if not over and request.name in self._whole:
+            return
         status = RequestStatus.FAILED if error else RequestStatus.FINISHED if over else RequestStatus.DECODING
         self._deliver(
             GenerationOutput(request.name, list(request.prompt), list(request.delivered), error=error, status=status)
@@ -106,7 +112,10 @@ class Front:
             if name in self._early:
                 self._early[name] = output  # has all tokens of the earlier ones
                 return
-            handler = self._handlers.pop(name, None) if output.is_finished() else self._handlers.get(name)
+            handler = self._handlers.get(name)
+            if output.is_finished():
+                self._handlers.pop(name, None)
+                self._whole.discard(name)
         if handler is not None and not handler[1].is_closed():
             handler[1].call_soon_threadsafe(handler[0], output)
 
@@ -114,6 +123,7 @@ class Front:
         with self._lock:
             self._handlers.pop(name, None)
             self._early.pop(name, None)
+            self._whole.discard(name)
 
     def stop(self, *_: Any, **__: Any) -> None:
         """Tells all clients that the server ends."""
@@ -211,8 +221,6 @@ class ShapeOnly(ModelManager):
         except (OSError, ValueError) as error:
             raise ManageError(f"{name} cannot be served: {error}") from None
         model.name_or_path = name
-        try:
+        with suppress(OSError):  # where it has none of its own: what its configuration says
             model.generation_config = GenerationConfig.from_pretrained(name, revision=revision)
-        except OSError:  # it has none of its own: what its configuration says
-            pass
         return model

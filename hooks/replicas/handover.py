@@ -110,7 +110,7 @@ class Handover:
             if handed.held:
                 self._mine.add(name)
             if self._me == home.members[0]:
-                none = {member: False for member in home.members} if not handed.held else {}
+                none = dict.fromkeys(home.members, False) if not handed.held else {}
                 self._coming[name] = _Coming(handed, none | self._early.pop(name, {}))
 
     def step(self) -> bool:

@@ -17,13 +17,10 @@ from .requests import Request
 
 @dataclass(slots=True)
 class Entry:
-    """One request. `assignment`: counts how often it was given to a group; `group`: the members that compute it, empty
-    while it waits; `at`: when it came."""
+    """One request. `assignment`: counts how often it was given to a group."""
 
     request: Request
-    at: float
     assignment: int = 0
-    group: tuple[int, ...] = ()
 
 
 class RepeatedOtherwise(RuntimeError):
@@ -42,30 +39,21 @@ class Ledger:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def accept(self, request: Request, at: float) -> None:
+    def accept(self, request: Request) -> None:
         """Takes a request. ValueError where one of this name has not ended."""
         if request.name in self._entries:
             raise ValueError(f"a request {request.name!r} has not ended yet: give each a name of its own")
-        self._entries[request.name] = Entry(request, at)
+        self._entries[request.name] = Entry(request)
 
-    def assign(self, name: str, group: tuple[int, ...]) -> Entry:
+    def assign(self, name: str) -> Entry:
         """Gives a request to a group, to be computed from what was delivered on. KeyError."""
         entry = self._entries[name]
         entry.assignment += 1
-        entry.group = group
         return entry
-
-    def moved(self, name: str, group: tuple[int, ...]) -> None:
-        """A request goes on in another group, with its KV. KeyError."""
-        self._entries[name].group = group
 
     def entry(self, name: str) -> Entry:
         """KeyError where it has ended."""
         return self._entries[name]
-
-    def of(self, group: tuple[int, ...]) -> list[Entry]:
-        """The requests of a group, the oldest first."""
-        return sorted((each for each in self if each.group == group), key=lambda each: each.at)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(tuple(self._entries.values()))

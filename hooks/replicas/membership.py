@@ -27,7 +27,13 @@ class Reception:
     """The supervisor's side: a thread admits who joins; the main loop takes them. To be closed."""
 
     def __init__(
-        self, store: Store, secret: str, served: Fingerprint | None, bell: Bell, clock: Callable[[], float], within: float
+        self,
+        store: Store,
+        secret: str,
+        served: Fingerprint | None,
+        bell: Bell,
+        clock: Callable[[], float],
+        within: float,
     ) -> None:
         """`served`: what all have to run; None: what the first one runs. `within`: seconds that a joiner has to answer."""
         self.door = Door(secret, served, clock, within)

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Final
 
 from ...offload.policy.replicas import actions, events, gate, groups, restore_plan
+from ...offload.policy.replicas.chunk_cost import ChunkCost
 from . import handover, plan, requests
 from .requests import Request
 
@@ -26,6 +27,19 @@ class Start:
 @dataclass(frozen=True, slots=True)
 class End:
     """To a replica: it leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """From a replica that has joined. `process`: its id, on its machine; `pages`: for layers and KV together; `layers`:
+    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there."""
+
+    process: int
+    pages: int
+    layers: tuple[int, ...]
+    token: int
+    page: int
+    cost: ChunkCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +62,14 @@ class Counted:
     layers: int
 
 
-Message = Start | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
+Message = Hello | Start | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
 
 _TYPES: Final[dict[str, Any]] = {
     name: found
     for module in (actions, events, gate, groups, restore_plan, plan, requests, handover)
     for name, found in vars(module).items()
     if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-} | {each.__name__: each for each in (Start, End, Told, Counted)}
+} | {each.__name__: each for each in (Hello, Start, End, Told, Counted, ChunkCost)}
 
 
 def encoded(message: Message) -> str:

@@ -15,7 +15,7 @@ Note [Turning]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -33,7 +33,7 @@ from .errors import Interrupted, LinkError
 from .follower import OutOfStep
 from .handover import Handed, HandedOver, Handover
 from .link import Link
-from .local import Member, room_of
+from .local import Member
 from .messages import Counted, End, Message, Start, Told, decoded, encoded
 from .requests import Request
 from .sending import State
@@ -85,7 +85,7 @@ class _Next:
     homes: dict[str, int] = field(default_factory=dict)
     leaders: dict[int, int] = field(default_factory=dict)  # the first stage of its old group, by member
     told: bool = False  # that it is ready
-    pulls: Iterator[int] = iter(())
+    pulls: Iterator[int] = field(default_factory=lambda: iter(()))
     committed: bool = False
     heard: list[HandedOver] = field(default_factory=list)
 
@@ -196,10 +196,13 @@ class Replica:
             return
         self._beaten = now
         used, free, pending = self._memory()
+        import os
+        if os.environ.get("DBG"): print("LOAD", self.me, self.epoch, used, free, pending, self._progress, flush=True)
         self._supervisor.post(events.Load(0.0, self.me, self.epoch, used, free, pending, self._progress))
 
     def _memory(self) -> tuple[int, int, int]:
-        """Pages of KV, those that are free for it, and those that prompts wait for."""
+        """Pages of KV on the device, those that are free, and those that are waited for: by prompts, and by KV that had
+        to leave for the host. What idles in the heap between two steps is no free memory: activations have it."""
         stage = self.stage
         if stage is None:
             return 0, 0, 0
@@ -207,7 +210,8 @@ class Replica:
         page = cache.on.page_size
         waiting = () if stage.leader is None else stage.leader.waiting
         size = KVSize(round(cache.token_bytes * self._layers / len(cache.layers)), page)
-        return cache.pages.nbytes // page, max(0, int(room_of(cache))) // page, prompt_pages(waiting, size)
+        away = cache.pages.client.displaced
+        return cache.pages.nbytes // page - away, cache.on.available, prompt_pages(waiting, size) + away
 
     # -- mail
 
@@ -319,7 +323,7 @@ class Replica:
         stage = self.stage
         if stage is not None and stage.leader is not None and not stage.leader.plans and stage.drained:
             self._hand_over(coming, stage)
-        for member, link in coming.links.items():
+        for link in coming.links.values():
             while link.has("handover") and (found := link.take("handover")) is not None:
                 told = decoded(text_of(found))
                 assert isinstance(told, HandedOver)
@@ -393,7 +397,9 @@ class Replica:
         span = group.span(self.me)
         if group.is_dropped:
             self._holds.drop(span)
-        over = {peer: Over(link, self._tuning.beat, self._beat, self._supervisor.urgent) for peer, link in links.items()}
+        over = {
+            peer: Over(link, self._tuning.beat, self._beat, self._supervisor.urgent) for peer, link in links.items()
+        }
         self.stage = Stage(self._replica, group, self.me, self.epoch, over, self._told)
         if len(span) == self._layers and not self._pulling and not group.is_dropped:
             self._holds.release()

@@ -19,8 +19,8 @@ from .span_runner import SpanRunner
 
 
 class Over:
-    """One end of a link as stages use it. `idle` is called every `beat` seconds while a message is waited for: who waits
-    for another replica is alive. `unless`: somebody calls this one away, which raises Interrupted."""
+    """One end of a link as stages use it. `idle` is called every `beat` seconds while a message is waited for: who
+    waits for another replica is alive. `unless`: somebody calls this one away, which raises Interrupted."""
 
     def __init__(self, link: Link, beat: float, idle: Callable[[], object], unless: Callable[[], bool]) -> None:
         self.link = link
@@ -102,7 +102,7 @@ class Stage:
             return self._before is not None and self._before.link.has("plan")
         if self.leader is None:
             return any(over.link.has("ready") for over in self._over.values())
-        return self._answered() or not self.leader.idle and self.leader.in_flight < self.group.size
+        return self._answered() or (not self.leader.idle and self.leader.in_flight < self.group.size)
 
     def step(self) -> bool:
         """Computes one microbatch, or takes in an answer and begins another. Did anything happen? LinkError, OutOfStep;

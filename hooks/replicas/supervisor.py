@@ -20,7 +20,7 @@ from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .bell import Bell
 from .ledger import Ledger, RepeatedOtherwise
-from .messages import Counted, End, Message, Start, Told
+from .messages import Counted, End, Hello, Message, Start, Told
 from .requests import Request
 
 
@@ -38,22 +38,20 @@ class Hears(Protocol):
 
 
 class Processes(Protocol):
-    """The processes of replicas."""
+    """The processes of replicas that this machine runs, by their ids."""
 
-    def joined(self) -> list[tuple[int, int]]:
-        """(number, pages) of those that have joined since the last call."""
+    def ended(self) -> list[tuple[int, str]]:
+        """Those that have ended since the last call, and how."""
 
-    def lost(self) -> list[int]:
-        """Those whose processes have ended since the last call."""
-
-    def end(self, member: int) -> None:
-        """Ends one that does not answer, if it can be reached."""
+    def end(self, process: int) -> None:
+        """Ends one at once. Nothing if it is none of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
-    went between replicas; `drops`, `restores`, `epochs`: committed so far."""
+    went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
+    `held`: requests that no group takes now."""
 
     epoch: int
     spans: Mapping[int, tuple[int, int]]
@@ -66,6 +64,7 @@ class State:
     requests: int
     held: int
     recomputed: int
+    declined: Mapping[str, int]
 
 
 class Supervisor:
@@ -73,7 +72,7 @@ class Supervisor:
 
     def __init__(
         self,
-        make: Callable[[], Controller],
+        make: Callable[[Hello], Controller],
         replicas: Hears,
         processes: Processes,
         bell: Bell,
@@ -82,7 +81,7 @@ class Supervisor:
         say: Callable[[str], object],
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
-        """`make`: makes the controller, when the first replica has joined; `told`: is called, on the supervisor's
+        """`make`: makes the controller, for the first replica that has joined; `told`: is called, on the supervisor's
         thread, with a request after each token, and with why it failed; `say`: with lines for people."""
         self.ready = threading.Event()  # a replica serves
         self._make = make
@@ -98,8 +97,11 @@ class Supervisor:
         self._inbox: deque[Request | str] = deque()  # new requests, and names of those that are cancelled
         self._waiting: set[str] = set()
         self._kinds: dict[int, bool] = {}  # epochs that are prepared: does one drop?
-        self._sources: dict[int, tuple[actions.StartRestore, ...]] = {}
+        self._hello: Hello | None = None
+        self._numbers: dict[int, int] = {}  # of replicas, by their processes
+        self._members_of: set[int] = set()  # of the epoch that is prepared
         self._counts: Counter[str] = Counter()
+        self._declined: Counter[str] = Counter()
         self._moved: dict[int, tuple[int, int]] = {}
         self._ticked = -float("inf")
         self._ending = False
@@ -140,6 +142,11 @@ class Supervisor:
         self._bell.ring()
 
     @property
+    def failed(self) -> str | None:
+        """Why nothing can be served any more; None while something can."""
+        return self._failed
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for their first token."""
         return len(self._waiting)
@@ -166,6 +173,7 @@ class Supervisor:
             requests=len(self._ledger),
             held=0 if controller is None else len(controller.book.held),
             recomputed=self._counts["recompute"],
+            declined=dict(self._declined),
         )
 
     # -- its thread
@@ -186,12 +194,8 @@ class Supervisor:
         return self._ending or bool(self._inbox) or self._replicas.has()
 
     def _turn(self) -> None:
-        for member, pages in self._processes.joined():
-            if self._controller is None:
-                self._controller = self._make()
-            self._on(events.Joined(self._clock(), member, pages))
-        for member in self._processes.lost():
-            self._on(events.Lost(self._clock(), member))
+        for process, how in self._processes.ended():
+            self._gone(process, how)
         while (found := self._replicas.take()) is not None:
             self._hear(*found)
         if self._controller is None:
@@ -203,11 +207,33 @@ class Supervisor:
             self._ticked = now
             self._on(events.Tick(now))
 
+    def _join(self, member: int, hello: Hello) -> None:
+        """A replica is there, with all layers."""
+        first = self._hello = self._hello or hello
+        if (hello.layers, hello.token, hello.page) != (first.layers, first.token, first.page):
+            self._say(f"replica {member} is ended: its layers, KV or pages have other sizes than those of the others")
+            self._replicas.post(member, End())
+            return
+        if self._controller is None:
+            self._controller = self._make(hello)
+        self._numbers[hello.process] = member
+        self._say(f"replica {member} has joined")
+        self._on(events.Joined(self._clock(), member, hello.pages))
+
+    def _gone(self, process: int, how: str) -> None:
+        member = self._numbers.pop(process, None)
+        if member is None:
+            self._failed = self._failed or f"a replica ended before it had joined: {how}"
+            self.ready.set()
+            return
+        self._say(f"replica {member} has ended: {how}")
+        self._on(events.Lost(self._clock(), member))
+
     def _client(self, asked: Request | str) -> None:
         now = self._clock()
         if isinstance(asked, Request):
             try:
-                self._ledger.accept(asked, now)
+                self._ledger.accept(asked)
             except ValueError as error:
                 self._client_told(asked, str(error))
                 return
@@ -217,6 +243,8 @@ class Supervisor:
 
     def _hear(self, member: int, message: Message) -> None:
         match message:
+            case Hello():
+                self._join(member, message)
             case Told():
                 self._take_tokens(message)
             case Counted():
@@ -277,8 +305,8 @@ class Supervisor:
                 self._replicas.post(action.members[0], action)
             case actions.Prepare():
                 self._kinds[action.epoch] = any(group.is_dropped for group in action.groups)
-                self._to_members(action.groups, action)
                 self._members_of = {member for group in action.groups for member in group.members}
+                self._to(self._members_of, action)
             case actions.Commit():
                 self._committed(action)
             case actions.Discard():
@@ -294,13 +322,13 @@ class Supervisor:
                 self._counts["fence"] += 1
                 self._say(f"replica {action.member} is ended: {action.reason.value}")
                 self._replicas.post(action.member, End())
-                self._processes.end(action.member)
+                for process, member in self._numbers.items():
+                    if member == action.member:
+                        self._processes.end(process)
             case actions.Decline():
-                self._counts["decline"] += 1
+                self._declined[action.reason.value] += 1
             case actions.Rejoin() | actions.Hold():
                 pass  # who was fenced has been ended, and a new process joins; what is held waits in the controller
-
-    _members_of: set[int] = set()  # of the epoch that is prepared
 
     def _committed(self, action: actions.Commit) -> None:
         drops = self._kinds.pop(action.epoch, True)
@@ -318,11 +346,8 @@ class Supervisor:
     def _give(self, names: tuple[str, ...], epoch: int, members: tuple[int, ...]) -> None:
         for name in names:
             if name in self._ledger:
-                entry = self._ledger.assign(name, members)
+                entry = self._ledger.assign(name)
                 self._replicas.post(members[0], Start(epoch, entry.request, entry.assignment))
-
-    def _to_members(self, groups: tuple[object, ...], message: Message) -> None:
-        self._to({member for group in groups for member in group.members}, message)  # type: ignore[attr-defined]
 
     def _to(self, members: set[int], message: Message) -> None:
         for member in sorted(members):

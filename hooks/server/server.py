@@ -11,15 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import ContinuousBatchingConfig
-from transformers.cli.serving.model_manager import ModelManager
 
 from ...allocator._native import Device
-from ...allocator.errors import BallonetError, ManageError, PoolExhausted
 from ..device import governors
 from ..managed import Managed, managed
 from ..options import ManageOptions
 from ..profile import Grid
 from .application import Address, Application
+from .loading import load, manager_for
 from .metrics import Collector
 from .tenants import Tenants
 
@@ -40,8 +39,7 @@ class Server:
         takes. ManageError where a model is not there or cannot be loaded, torch.OutOfMemoryError."""
         self._say = say
         self.tenants = Tenants(ContinuousBatchingConfig(**batching), address.waiting)
-        place = f"cuda:{device.ordinal}" if device.kind == "cuda" else "cpu"
-        self._models = ModelManager(device=place, continuous_batching=True, model_timeout=-1)
+        self._models = manager_for(device)
         self._handles: dict[str, Managed] = {}
         grid = Grid(*governors.composed_with().tuning.serving.measured) if len(names) > 1 else None
         for name in names:
@@ -65,13 +63,6 @@ class Server:
     def _load(self, name: str, options: ManageOptions, grid: Grid | None) -> None:
         """`grid`: what is measured of it first, so that it is known what it can give while others are asked."""
         self._say(f"loading {name}")
-        try:
-            model, _ = self._models.load_model_and_processor(self._models.process_model_name(name))
-        except (BallonetError, PoolExhausted):
-            raise
-        except Exception as error:  # whatever files and transformers' loading may raise
-            raise ManageError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
-        if not hasattr(model, "init_continuous_batching"):
-            raise ManageError(f"{name} is a {type(model).__name__}, which transformers cannot batch continuously")
+        model = load(self._models, name)
         self._handles[name] = managed(model, options, grid=grid)
         self._say(f"{name}: {self._handles[name]!r}")

@@ -1,0 +1,53 @@
+"""What a supervisor says of replicas at `/metrics`, in Prometheus' format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from .supervisor import State
+
+
+class ReplicaFigures:
+    """Asks the supervisor when it is asked."""
+
+    def __init__(self, state: Callable[[], State]) -> None:
+        self._state = state
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def text(self) -> bytes:
+        """All figures, as the page at `/metrics`."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by prometheus-client."""
+        now = self._state()
+        yield GaugeMetricFamily("ballonet_replicas_epoch", "The last epoch that was given out.", now.epoch)
+        yield GaugeMetricFamily("ballonet_replicas", "Replicas that serve.", len(now.spans))
+        yield GaugeMetricFamily("ballonet_replica_groups", "Groups of replicas.", len(now.groups))
+        spans = GaugeMetricFamily("ballonet_replica_layers", "Layers that a replica holds.", labels=["replica", "edge"])
+        for member, (begin, end) in sorted(now.spans.items()):
+            spans.add_metric([str(member), "begin"], begin)
+            spans.add_metric([str(member), "end"], end)
+        yield spans
+        changes = CounterMetricFamily("ballonet_replica_epochs", "Epochs, by what became of them.", labels=["kind"])
+        for kind, count in (("drop", now.drops), ("restore", now.restores), ("discarded", now.discarded)):
+            changes.add_metric([kind], count)
+        yield changes
+        declined = CounterMetricFamily("ballonet_replica_declined", "Drops that were not made, and why.", labels=["why"])
+        for why, count in now.declined.items():
+            declined.add_metric([why], count)
+        yield declined
+        moved = CounterMetricFamily("ballonet_replica_moved_bytes", "Bytes between replicas.", labels=["what"])
+        for what, count in zip(("kv", "layers"), now.moved, strict=True):
+            moved.add_metric([what], count)
+        yield moved
+        yield CounterMetricFamily("ballonet_replicas_ended", "Replicas that were ended as they hung.", now.fenced)
+        yield CounterMetricFamily("ballonet_requests_recomputed", "Requests that began anew.", now.recomputed)
+        requests = GaugeMetricFamily("ballonet_replica_requests", "Requests, by state.", labels=["state"])
+        requests.add_metric(["computed"], now.requests - now.held)
+        requests.add_metric(["held"], now.held)
+        yield requests

@@ -1,0 +1,110 @@
+"""A server of one model on several replicas: the supervisor, its replicas, and transformers' application in front."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ...allocator.errors import ManageError
+from ...offload.policy.replicas.controller import Controller
+from ...offload.policy.replicas.demand import KVSize
+from ...offload.policy.tuning import DEFAULT, Replicas
+from ..server.application import Address, Application
+from .bell import Bell
+from .children import SECRET, Children, placed
+from .epoch import Fence
+from .figures import ReplicaFigures
+from .front import Front, FrontLoop, FrontState, ShapeOnly
+from .mail import FromReplicas
+from .mailbox import SUPERVISOR, Mailbox
+from .membership import Reception
+from .messages import Hello
+from .placement import Placement
+from .rendezvous import open_store
+from .requests import Request
+from .supervisor import Supervisor
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What replicas there are. `here`: how many this machine starts, with these `arguments` of `ballonet serve` each,
+    and `devices` GPUs for them; `where` they and others join; `secret`: None: one is made."""
+
+    here: int
+    arguments: Sequence[str]
+    where: Placement
+    devices: int = 0
+    secret: str | None = None
+
+
+class ReplicaServer:
+    """Call `run`."""
+
+    def __init__(
+        self,
+        name: str,
+        fleet: Fleet,
+        address: Address,
+        say: Callable[[str], None],
+        tuning: Replicas = DEFAULT.replicas,
+    ) -> None:
+        """Starts the replicas, and waits until one of them serves. PortInUse, ManageError."""
+        self._tuning = tuning
+        self._bell = Bell()
+        secret = fleet.secret or secrets.token_hex(16)
+        store = open_store(fleet.where, tuning.store)
+        self.port = store.port
+        self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
+        self._box = Mailbox(store, SUPERVISOR, secret, self._bell, Fence())
+        self._children = Children()
+        self.supervisor = Supervisor(
+            self._controller,
+            FromReplicas(self._box),
+            self._children,
+            self._bell,
+            time.monotonic,
+            self._told,
+            say,
+            tuning,
+        )
+        self._front = Front(self.supervisor)
+        loop = FrontLoop(self._front, self.supervisor, address.waiting)
+        state = FrontState(loop, self._front)
+        try:
+            models = ShapeOnly(device="cpu", continuous_batching=True, model_timeout=-1)
+            models.load_model_and_processor(models.process_model_name(name))
+            figures = ReplicaFigures(self.supervisor.state)
+            self._application = Application([name], models, state, figures.text, address, say)
+            self.app = self._application.app
+            for number in range(fleet.here):
+                environ = placed(number, fleet.devices) | {SECRET: secret}
+                join = ["--join", f"{store.host_name}:{self.port}"]
+                self._children.start([name, *join, *fleet.arguments], environ)
+            say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
+            self.supervisor.start()
+            self.supervisor.ready.wait()
+            if (why := self.supervisor.failed) is not None:
+                raise ManageError(why)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> None:
+        """Serves until SIGINT or SIGTERM. Requests that run may end, or are told after a while; then replicas end."""
+        self._application.run(self.close)
+
+    def close(self) -> None:
+        """Tells all who wait, and ends supervisor and replicas. Idempotent."""
+        self.supervisor.close()
+        self._children.close(self._tuning.joining)
+        self._reception.close()
+        self._box.close()
+
+    def _controller(self, hello: Hello) -> Controller:
+        kv = KVSize(hello.token, hello.page)
+        return Controller(hello.layers, kv, hello.cost, self._tuning, page_seconds=hello.page / self._tuning.link)
+
+    def _told(self, request: Request, error: str | None) -> None:
+        self._front.told(request, error)
