@@ -93,6 +93,7 @@ __all__ = [
     "peek_config",
     "prepared_caches",
     "quantization",
+    "reads_all_tokens",
     "require_supported",
     "run_without_values",
     "settings_of",
@@ -138,6 +139,15 @@ def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: in
     mask = given.get("attention_mask")
     length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     return bool(length == tokens)
+
+
+def reads_all_tokens(model: Any, ids: torch.Tensor, cache: Any) -> bool:
+    """Does each forward of the model take all tokens of a sequence, those in `cache` too? `ids`: int64[rows, tokens]."""
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    if prepare is None or prepare.__func__ is GenerationMixin.prepare_inputs_for_generation:
+        return False
+    given = {cache_name(model): cache, "use_cache": True}
+    return bool(prepare(ids, next_sequence_length=1, **given)["input_ids"].shape[1] > 1)
 
 
 def takes_positions(model: Any) -> bool:

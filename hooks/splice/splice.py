@@ -17,9 +17,10 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, Self
 
 import torch
 from torch import nn
@@ -164,10 +165,11 @@ class Splice:
         cache = inputs.get(self.cache_name)
         lengths = Lengths(cache, here) if partly else None
         found: Hidden | Logits
-        with self._now.running(_Run(given)) as run:
+        with self._now.running(_Run(given, cache)) as run:
             try:
                 output = self.model(**inputs)
-                found = Logits(output, output.get(self.cache_name) if isinstance(output, dict) else None)
+                made = output.get(self.cache_name) if isinstance(output, dict) else None
+                found = Logits(output, run.cache if made is None else made)
             except _Leaving as leaving:
                 if leaving.run is not run:
                     raise
@@ -183,8 +185,10 @@ class Splice:
 
     def _enter(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the first layer of the span."""
-        given = self._check_run().given
+        run = self._check_run()
+        given = run.given
         assert given is not None
+        run.cache = cache_of(Call(args, kwargs), self.cache_name)
         call: Any = Call(args, kwargs)._asdict()
         own = get(call, form.travels[0])
         if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
@@ -253,10 +257,12 @@ def cache_of(call: Call, name: str) -> Any:
     return next(found, call.kwargs.get(name))
 
 
-class _Run(NamedTuple):
-    """One forward of a stage."""
+@dataclass(slots=True)
+class _Run:
+    """One forward of a stage: what it is given, and its cache as far as it is known."""
 
     given: Hidden | None
+    cache: Any
 
 
 class _Leaving(Exception):  # noqa: N818  (no error: torch runs the hooks of modules that an Exception leaves, too)
