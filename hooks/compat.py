@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -91,6 +92,7 @@ __all__ = [
     "longest_sequence",
     "one_shape",
     "peek_config",
+    "plain_attention",
     "prepared_caches",
     "quantization",
     "reads_all_tokens",
@@ -111,6 +113,7 @@ _MAPPINGS: Final = (  # from configurations to classes that write text, the usua
 )
 # What `from_pretrained` is told of where files are, and takes for a configuration, too
 _HUB: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_PAGED: Final = "paged|"  # how the names of attention in batches begin
 PREPARE_CACHE: Final = "_prepare_cache_for_generation"  # the method in which generate() builds its cache
 
 
@@ -148,6 +151,20 @@ def reads_all_tokens(model: Any, ids: torch.Tensor, cache: Any) -> bool:
         return False
     given = {cache_name(model): cache, "use_cache": True}
     return bool(prepare(ids, next_sequence_length=1, **given)["input_ids"].shape[1] > 1)
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """Within it the model's attention is the one of ordinary forwards, where it is set to that of batches."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not isinstance(name, str) or not name.startswith(_PAGED):
+        yield
+        return
+    model.set_attn_implementation(name.removeprefix(_PAGED))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
 
 
 def takes_positions(model: Any) -> bool:

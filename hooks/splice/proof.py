@@ -22,9 +22,9 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from ...allocator.errors import SpliceError
+from ...allocator.errors import DriverError, PoolExhausted, SpliceError
 from ...offload.policy.replicas.groups import Span
-from ..compat import reads_all_tokens, settings_of
+from ..compat import plain_attention, reads_all_tokens, settings_of
 from .forms import LayerForm
 from .learn import forms_of, record
 from .results import Hidden, Logits
@@ -35,6 +35,7 @@ _PAD: Final = 0
 _PROMPT: Final = ((3, 4, 5, 6, 7), (_PAD, _PAD, 3, 8, 9))  # tokens that every vocabulary has
 _NEXT: Final = 4
 _OTHER: Final = ((8, 5, 3),)  # another request, whose tokens come between those of the first
+_NO_MEMORY: Final = (torch.OutOfMemoryError, PoolExhausted, DriverError)  # which say nothing of the model
 _REFUSED: Final = (
     "{name} cannot be split between replicas: {reason}. Replicas of it would write other tokens than one alone, so each "
     "has to hold all of its layers"
@@ -48,15 +49,16 @@ def proven(splice: Splice) -> tuple[LayerForm, ...]:
     model = splice.model
     if model.training:
         raise SpliceError(f"{type(model).__name__} is in training mode: call eval() before its layers run in parts")
-    settings = settings_of(getattr(model, "config", None))
-    key = type(model), json.dumps(settings, sort_keys=True, default=str)
-    if key not in _known:
-        try:
-            _known[key] = _prove(splice)
-        except SpliceError as error:
-            _known[key] = str(error)
-        finally:
-            splice.install(splice.whole, ())
+    with plain_attention(model):
+        settings = settings_of(getattr(model, "config", None))
+        key = type(model), json.dumps(settings, sort_keys=True, default=str)
+        if key not in _known:
+            try:
+                _known[key] = _prove(splice)
+            except SpliceError as error:
+                _known[key] = str(error)
+            finally:
+                splice.install(splice.whole, ())
     found = _known[key]
     if isinstance(found, str):
         raise SpliceError(_REFUSED.format(name=type(model).__name__, reason=found))
@@ -67,10 +69,18 @@ def proven(splice: Splice) -> tuple[LayerForm, ...]:
 def _prove(splice: Splice) -> tuple[LayerForm, ...]:
     model, name, stages = splice.model, splice.cache_name, len(splice.layers)
     prompt = _prompt(model, _PROMPT)
-    seen, first = record(model, splice.layers, prompt, name)
-    step = _step(model, prompt, first.cache)
-    second = Logits(model(**step, **{name: first.cache}))
-    forms = forms_of(model, splice.layers, prompt, name, seen)
+    try:
+        seen, first = record(model, splice.layers, prompt, name)
+        step = _step(model, prompt, first.cache)
+        second = Logits(model(**step, **{name: first.cache}))
+        forms = forms_of(model, splice.layers, prompt, name, seen)
+    except _NO_MEMORY:
+        raise
+    except Exception as error:  # whatever its forward says of tokens and masks that it cannot take
+        reason = (
+            f"its own forward cannot run two rows, one of them padded, and decode ({type(error).__name__}: {error})"
+        )
+        raise error if isinstance(error, SpliceError) else SpliceError(reason) from error
     caches: list[Any] = [None] * stages
     for what, inputs, whole in (("a prompt", prompt, first.logits), ("a decode step", step, second.logits)):
         if whole.shape[0] != len(_PROMPT) or (what == "a decode step" and whole.shape[1] != 1):
@@ -92,6 +102,8 @@ def _in_parts(
         more = {} if caches[layer] is None else {splice.cache_name: caches[layer]}
         try:
             found = Stage(splice).run({**inputs, **more}, given)
+        except _NO_MEMORY:
+            raise
         except Exception as error:  # whatever its forward does with what it is not given
             reason = f"layer {layer} alone fails in {what} ({type(error).__name__}: {error})"
             raise SpliceError(reason) from error

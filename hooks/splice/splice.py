@@ -62,6 +62,7 @@ class Splice:
         self._forms: tuple[LayerForm, ...] | None = None
         self._handles: list[RemovableHandle] = []
         self._passing: list[tuple[nn.Module, object]] = []  # with what was in the place of its forward
+        self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
         self._now = _Now()
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
@@ -109,6 +110,8 @@ class Splice:
             if span == self.whole:
                 return
             self._here.span = span
+            used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
+            self._used = used[0], used[1] - used[0]
             for layer, form in zip(self.layers[: span.begin], forms, strict=False):
                 self._passing.append((layer, layer.__dict__.get("forward", _NONE)))
                 layer.__dict__["forward"] = partial(self._pass, form)
@@ -159,11 +162,8 @@ class Splice:
 
     @torch.no_grad()
     def _run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        forms = self._forms
-        here = {index for layer in range(self._span.begin, self._span.end) for index in forms[layer].caches} if forms else set()
-        partly = self._span != self.whole
         cache = inputs.get(self.cache_name)
-        lengths = Lengths(cache, here) if partly else None
+        lengths = None if self._span == self.whole else Lengths(cache, *self._used)
         found: Hidden | Logits
         with self._now.running(_Run(given, cache)) as run:
             try:
@@ -300,6 +300,11 @@ class _Within:
 
 
 _NONE: Final = object()
+
+
+def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
+    """Those of the span, and the others."""
+    return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
 
 
 def _tokens(inputs: Mapping[str, Any]) -> int:

@@ -13,8 +13,10 @@ import torch
 import ballonet
 from ballonet import SpliceError
 from ballonet.hooks.splice import proof
+from ballonet.hooks.splice.learn import record
 from ballonet.hooks.splice.results import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.weights.layers import decoder_layers
 from ballonet.offload.policy.replicas.groups import Span
 
 from ..models import build, prompts
@@ -209,16 +211,25 @@ def test_states_that_travel_by_another_way_are_refused(model: Any, unknown: None
     before = hooks(model)
     with Splice(model) as splice:
         layers[0].register_forward_pre_hook(lambda *each: left.clear())
-        with pytest.raises(SpliceError, match=r"the logits of a prompt differ in parts by up to \d|layer 2 alone fails"):
+        with pytest.raises(
+            SpliceError, match=r"the logits of a prompt differ in parts by up to \d|layer 2 alone fails"
+        ):
             left.append(torch.zeros(()))
             splice.span = Span(0, 1)
         assert splice.span == splice.whole
     assert len(hooks(model)) == len(before)
 
 
-def test_layers_that_run_twice_are_refused(model: Any, unknown: None) -> None:
+def test_layers_in_another_order_are_refused(model: Any) -> None:
+    layers = decoder_layers(model)
+    with torch.no_grad(), pytest.raises(SpliceError, match=r"in the order \[3, 2, 1, 0\]"):
+        record(model, layers[::-1], INPUTS, "past_key_values")
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in layers)
+
+
+def test_a_layer_that_runs_twice_is_refused(model: Any, unknown: None) -> None:
     model.model.layers[3] = model.model.layers[0]
-    with Splice(model) as splice, pytest.raises(SpliceError, match=r"in the order \[0, 1, 2, 0\]"):
+    with Splice(model) as splice, pytest.raises(SpliceError, match=r"its own forward cannot run two rows"):
         splice.span = Span(0, 1)
 
 

@@ -153,9 +153,7 @@ def test_a_cache_of_ones_own(model: Any) -> None:
             found: Any = None
             for part, span in enumerate(cuts(LAYERS, 2)):
                 splice.span = span
-                found = Stage(splice).run(
-                    inputs_of(model, step, "past_key_values", caches[step.request, part]), found
-                )
+                found = Stage(splice).run(inputs_of(model, step, "past_key_values", caches[step.request, part]), found)
                 assert found.cache is caches[step.request, part]
             assert torch.equal(found.logits, logits)
         del caches, found
