@@ -49,9 +49,15 @@ def require_supported(version: str = transformers.__version__) -> None:
 require_supported()
 
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
-from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, LinearAttentionLayer  # noqa: E402
+from transformers.cache_utils import (  # noqa: E402  # noqa: E402
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    EncoderDecoderCache,
+    LinearAttentionLayer,
+    StaticLayer,
+)
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
-from transformers.cache_utils import StaticLayer, Cache  # noqa: E402
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
@@ -68,6 +74,7 @@ __all__ = [
     "Cache",
     "DynamicCache",
     "DynamicLayer",
+    "EncoderDecoderCache",
     "GenerationMixin",
     "HybridLayer",
     "HybridSlidingLayer",
@@ -145,7 +152,7 @@ def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: in
 
 
 def reads_all_tokens(model: Any, ids: torch.Tensor, cache: Any) -> bool:
-    """Does each forward of the model take all tokens of a sequence, those in `cache` too? `ids`: int64[rows, tokens]."""
+    """Does a forward of the model take all tokens of a sequence, also those in `cache`? `ids`: int64[rows, tokens]"""
     prepare = getattr(model, "prepare_inputs_for_generation", None)
     if prepare is None or prepare.__func__ is GenerationMixin.prepare_inputs_for_generation:
         return False

@@ -5,14 +5,14 @@ Note [Lengths of what is elsewhere]
     It asks for the first layer, or the first of a kind, wherever that is. So a layer that does not run here is replaced
     by one of a class derived from its own, which answers as if it held as many tokens as the layers that do run: their
     growth in a forward is its own. Where none of those counts tokens (they keep states, or use what others keep), the
-    length of the input is. A stand-in is asked for lengths only: what would read or write its tokens raises SpliceError.
+    length of the input is. A stand-in is asked for lengths only: what would write tokens to it raises SpliceError.
     The layer that it stands for, which is unused, comes back by `hold`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from ...allocator.errors import SpliceError
@@ -26,10 +26,11 @@ class Elsewhere:
     _layer_type = None  # transformers registers classes that have one
     is_initialized = False
     replaced: Any
+    has_previous_state: dict[int, bool]
     cumulative_length: int  # tokens, under the name that layers with a window have for it
 
     def advance(self, tokens: int) -> None:
-        """So many more tokens are held by the layers that run here."""
+        """Counts tokens that the layers which run here have got."""
         self.cumulative_length += tokens
         if hasattr(self, "has_previous_state"):
             self.has_previous_state = dict.fromkeys(self.has_previous_state, True)
@@ -61,15 +62,16 @@ class Elsewhere:
 
 
 @functools.cache
-def _class_for(stock: type) -> type:
+def _class_for(stock: Hashable) -> type[Any]:
+    assert isinstance(stock, type)
     return type(f"{stock.__name__}Elsewhere", (Elsewhere, stock), {})
 
 
 def stands_for(layer: Any, length: int) -> Any:
     """Returns what stands for `layer`, which is unused, with so many tokens."""
     elastic = isinstance(layer, ElasticLayer)
-    cls = _class_for(layer.stock if elastic else type(layer))
-    found = cls.__new__(cls)
+    stock: Hashable = layer.stock if elastic else type(layer)
+    found = object.__new__(_class_for(stock))
     found.__dict__.update((name, value) for name, value in vars(layer).items() if not (elastic and name[0] == "_"))
     found.keys = found.values = None
     found.replaced, found.cumulative_length = layer, 0

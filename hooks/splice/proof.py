@@ -31,14 +31,13 @@ from .results import Hidden, Logits
 from .splice import Splice, Stage
 from .trees import same_bits
 
-_PAD: Final = 0
-_PROMPT: Final = ((3, 4, 5, 6, 7), (_PAD, _PAD, 3, 8, 9))  # tokens that every vocabulary has
-_NEXT: Final = 4
+_PROMPT: Final = ((3, 4, 5, 6, 7), (0, 0, 3, 8, 9))  # tokens that every vocabulary has; 0 is a pad
+_NEXT: Final = ((4,), (5,))
 _OTHER: Final = ((8, 5, 3),)  # another request, whose tokens come between those of the first
 _NO_MEMORY: Final = (torch.OutOfMemoryError, PoolExhausted, DriverError)  # which say nothing of the model
 _REFUSED: Final = (
-    "{name} cannot be split between replicas: {reason}. Replicas of it would write other tokens than one alone, so each "
-    "has to hold all of its layers"
+    "{name} cannot be split between replicas: {reason}. Parts of it would write other tokens than the whole, so each "
+    "replica has to hold all of its layers"
 )
 
 _known: dict[tuple[type, str], tuple[LayerForm, ...] | str] = {}  # forms, or why there are none
@@ -119,8 +118,8 @@ def _difference(found: torch.Tensor, whole: torch.Tensor, what: str) -> str:
         return f"the logits of {what} have the shape {tuple(found.shape)} in parts, and {tuple(whole.shape)} in one"
     difference = (found.float() - whole.float()).abs().nan_to_num(nan=float("inf")).max().item()
     return (
-        f"the logits of {what} differ in parts by up to {difference:.3g}, as something that its layers need is neither in "
-        "their calls nor in the cache that they are given (in modules, for one, where each request overwrites it)"
+        f"the logits of {what} differ in parts by up to {difference:.3g}, as something that its layers need is neither "
+        "in their calls nor in the cache that they are given (in modules, for one, where each request overwrites it)"
     )
 
 
@@ -128,11 +127,12 @@ def _prompt(model: nn.Module, rows: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The inputs of a forward over these tokens."""
     ids = torch.tensor(rows, device=next(model.parameters()).device)
     masked = "attention_mask" in inspect.signature(model.forward).parameters
-    return {"input_ids": ids, "use_cache": True} | ({"attention_mask": (ids != _PAD).long()} if masked else {})
+    return {"input_ids": ids, "use_cache": True} | ({"attention_mask": (ids != 0).long()} if masked else {})
 
 
 def _step(model: Any, prompt: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """The inputs of a decode step behind the prompt: a token, or for a model that reads it anew all of them."""
-    ids = torch.cat([prompt["input_ids"], torch.full_like(prompt["input_ids"][:, :1], _NEXT)], dim=1)
+    before = prompt["input_ids"]
+    ids = torch.cat([before, torch.tensor(_NEXT, device=before.device)], dim=1)
     found = {"input_ids": ids if reads_all_tokens(model, ids, cache) else ids[:, -1:], "use_cache": True}
-    return found | ({"attention_mask": (ids != _PAD).long()} if "attention_mask" in prompt else {})
+    return found | ({"attention_mask": (ids != 0).long()} if "attention_mask" in prompt else {})

@@ -86,8 +86,8 @@ class Splice:
             raise SpliceError("this Splice is closed: make another one of the model")
         if not 0 <= span.begin < span.end <= len(self.layers):
             raise SpliceError(
-                f"{type(self.model).__name__} has the layers 0 to {len(self.layers)}: layers [{span.begin}, {span.end}) "
-                "are none of it that can run"
+                f"{type(self.model).__name__} has the layers [0, {len(self.layers)}), of which "
+                f"[{span.begin}, {span.end}) is no part that can run"
             )
         if span != self.whole and self._forms is None:
             from .proof import proven
@@ -194,8 +194,8 @@ class Splice:
         if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
             raise SpliceError(
                 f"layer {self._span.begin} is given {len(given.tensors)} tensors, the first of the shape "
-                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of {tuple(own.shape)}: all "
-                "stages of a forward are called with the same tokens"
+                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of "
+                f"{tuple(own.shape)}: all stages of a forward are called with the same tokens"
             )
         for way, tensor in zip(form.travels, given.tensors, strict=True):
             call = put(call, way, tensor)
@@ -236,8 +236,8 @@ class Stage:
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None = None) -> Hidden | Logits:
         """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
-        stages but for the cache, which is the stage's own (`Hidden.cache`, `Logits.cache`: where none is given, what the
-        model makes); `given`: what the stage before returned.
+        stages but for the cache, which is the stage's own (where none is given, the model makes it: `Hidden.cache`,
+        `Logits.cache`); `given`: what the stage before returned.
 
         Raises what the model raises, and SpliceError; what has been written to the cache by then stays there, as in a
         forward of the whole model, and the stage can be run again with another one.
@@ -265,7 +265,7 @@ class _Run:
     cache: Any
 
 
-class _Leaving(Exception):  # noqa: N818  (no error: torch runs the hooks of modules that an Exception leaves, too)
+class _Leaving(Exception):  # no error, but torch runs the hooks of modules that an Exception leaves
     """The last layer of the span has run."""
 
     def __init__(self, run: _Run, hidden: Hidden) -> None:
@@ -303,7 +303,7 @@ _NONE: Final = object()
 
 
 def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
-    """Those of the span, and the others."""
+    """Returns those of the span, and the others."""
     return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
 
 

@@ -128,8 +128,8 @@ class Ring:
             self._share()
 
     def share(self, runs: Callable[[int], bool]) -> None:
-        """From now on only the layers that `runs` says take turns in slots: no others are copied to one. What slots hold
-        is forgotten. No pass runs."""
+        """From now on only the layers that `runs` says take turns in slots: no others are copied to one. No pass
+        runs."""
         self._runs = runs
         self._share()
 

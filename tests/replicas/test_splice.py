@@ -82,7 +82,7 @@ def test_two_splices_of_a_model_are_refused(model: Any) -> None:
 
 @pytest.mark.parametrize("span", [Span(-1, 2), Span(2, 2), Span(3, 2), Span(0, 5)])
 def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
-    with Splice(model) as splice, pytest.raises(SpliceError, match=r"has the layers 0 to 4"):
+    with Splice(model) as splice, pytest.raises(SpliceError, match=r"has the layers \[0, 4\)"):
         splice.span = span
     with pytest.raises(SpliceError, match="no decoder layers"):
         Splice(torch.nn.Linear(1, 1))
@@ -211,10 +211,7 @@ def test_states_that_travel_by_another_way_are_refused(model: Any, unknown: None
     before = hooks(model)
     with Splice(model) as splice:
         layers[0].register_forward_pre_hook(lambda *each: left.clear())
-        with pytest.raises(
-            SpliceError, match=r"the logits of a prompt differ in parts by up to \d|layer 2 alone fails"
-        ):
-            left.append(torch.zeros(()))
+        with pytest.raises(SpliceError, match=r"layer 2 alone fails in a prompt|the logits of a prompt differ"):
             splice.span = Span(0, 1)
         assert splice.span == splice.whole
     assert len(hooks(model)) == len(before)
