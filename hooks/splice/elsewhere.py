@@ -70,7 +70,7 @@ def _class_for(stock: Hashable) -> type[Any]:
 def stands_for(layer: Any, length: int) -> Any:
     """Returns what stands for `layer`, which is unused, with so many tokens."""
     elastic = isinstance(layer, ElasticLayer)
-    stock: Hashable = layer.stock if elastic else type(layer)
+    stock: Any = layer.stock if elastic else type(layer)
     found = object.__new__(_class_for(stock))
     found.__dict__.update((name, value) for name, value in vars(layer).items() if not (elastic and name[0] == "_"))
     found.keys = found.values = None

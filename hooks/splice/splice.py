@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import nn
@@ -139,6 +139,13 @@ class Splice:
 
     def __repr__(self) -> str:
         return f"<Splice of {type(self.model).__name__}: layers [{self._span.begin}, {self._span.end})>"
+
+    def __reduce__(self) -> NoReturn:
+        """SpliceError: a copy of the model, which has the hooks of this one, would have them act on that model."""
+        raise SpliceError(
+            f"only a part of this {type(self.model).__name__} runs: set the whole span, or close() its Splice, before "
+            "it is copied or pickled"
+        )
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
         """See `Stage.run`."""

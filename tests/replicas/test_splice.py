@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -173,6 +175,39 @@ def test_a_forward_that_raises_leaves_nothing_behind(model: Any, where: int, kin
         pipeline = Pipeline([splice])
         assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(asked, expected, strict=True))
     assert all(map(torch.equal, in_parts(model, spans, asked), expected))
+
+
+@pytest.mark.parametrize("span", [Span(0, 2), Span(1, 4), Span(1, 2)])
+def test_a_part_is_not_copied(model: Any, span: Span) -> None:
+    with Splice(model) as splice:
+        expected = copy.deepcopy(model)(**INPUTS).logits
+        splice.span = span
+        with pytest.raises(SpliceError, match="before it is copied or pickled"):
+            copy.deepcopy(model)
+        splice.span = splice.whole
+        assert torch.equal(copy.deepcopy(model)(**INPUTS).logits, expected)
+
+
+def test_two_threads_run_a_stage(model: Any) -> None:
+    """Each has its own requests, and is given its own states."""
+    asked = {"one": steps(9), "two": steps(4)}
+    expected = {name: in_one(model, each) for name, each in asked.items()}
+    found: dict[str, list[torch.Tensor]] = {}
+    splices = [Splice(copy.deepcopy(model)) for _ in cuts(4, 3)]
+    for splice, span in zip(splices, cuts(4, 3), strict=True):
+        splice.span = span
+
+    def work(name: str) -> None:
+        for _ in range(10):
+            pipeline = Pipeline(splices)
+            found[name] = [pipeline.run(step) for step in asked[name]]
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in asked]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert all(all(map(torch.equal, found[name], expected[name])) for name in asked)
 
 
 # The proof

@@ -8,15 +8,19 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
+from ballonet.allocator import runtime
 from ballonet.allocator.errors import SpliceError
 from ballonet.hooks.compat import DynamicLayer
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.layer import ElasticLayer
 from ballonet.hooks.splice import elsewhere
 from ballonet.hooks.splice.elsewhere import Elsewhere
 from ballonet.hooks.splice.splice import Splice, Stage
 from ballonet.offload.policy.replicas.groups import Span
 
+from ..caches import installed, kv_pages
 from ..models import build
-from .parts import Pipeline, Step, deeper, in_one, inputs_of, steps
+from .parts import Step, cuts, deeper, in_one, inputs_of, steps
 
 # with layers of attention, with windows, with states, with both in one, with an index
 NAMES = ["llama", "gemma2", "qwen3_next", "falcon_h1", "glm_moe_dsa", "minimax", "gemma3n_text", "mamba", "gpt2"]
@@ -58,7 +62,7 @@ def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
                 assert [type(each).__name__.removesuffix("Elsewhere") for each in cache.layers] == [
                     type(each).__name__ for each in whole.cache.layers
                 ]
-            for index, (mine, its) in enumerate(zip(cache.layers, whole.cache.layers, strict=False)):
+            for mine, its in zip(cache.layers, whole.cache.layers, strict=False):
                 if hasattr(its, "get_seq_length"):
                     assert mine.get_seq_length() == its.get_seq_length()
                     assert mine.get_mask_sizes(3) == its.get_mask_sizes(3)
@@ -68,18 +72,12 @@ def test_each_holds_its_own_layers_and_answers_for_all(name: str) -> None:
                     assert not bytes_of(mine)
                     with pytest.raises(SpliceError, match="are on another replica"):
                         mine.update(torch.zeros(1), torch.zeros(1))
-                assert isinstance(mine, Elsewhere) or index in range(count * 2)
 
 
 def one_part(model: Any, splice: Splice) -> Any:
-    """The cache of the first half after a few steps."""
+    """The cache of the first half after a prompt."""
     splice.span = Span(0, 2)
-    pipeline = Pipeline([splice])
-    found: Any = None
-    for step in steps(9)[:1]:
-        found = Stage(splice).run(inputs_of(model, step, "past_key_values", None))
-    assert pipeline.caches == {}
-    return found.cache
+    return Stage(splice).run(inputs_of(model, steps(9)[0], "past_key_values", None)).cache
 
 
 def test_what_is_done_to_a_cache_is_done_to_lengths() -> None:
@@ -123,6 +121,34 @@ def test_layers_are_handed_over() -> None:
                 given = Stage(splice).run(inputs_of(model, step, "past_key_values", caches[part]), given)
                 caches[part] = given.cache
             assert torch.equal(given.logits, expected[number])
+
+
+@pytest.mark.parametrize("page", [4096, 65536], ids=["alone", "in one range"])
+@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
+def test_elastic_layers(name: str, page: int) -> None:
+    """With large pages the layers that run here have their places in a range that is laid out for all."""
+    model, asked = deeper(name), steps(4)
+    expected = in_one(model, asked)
+    with installed(page), Splice(model) as splice:
+        count = len(splice.layers)
+        caches: dict[tuple[str, int], Any] = {}
+        for step, logits in zip(asked, expected, strict=True):
+            given: Any = None
+            for part, span in enumerate(cuts(count, 2)):
+                splice.span = span
+                cache = caches.setdefault((step.request, part), KVCache(model.config))
+                given = Stage(splice).run(inputs_of(model, step, "past_key_values", cache), given)
+                kinds = [type(layer) for layer in cache.layers]
+                assert [issubclass(kind, ElasticLayer) for kind in kinds] == [each in span for each in range(count)]
+                assert {layer.get_seq_length() for layer in cache.layers} == {cache.get_seq_length()}
+            assert torch.equal(given.logits, logits)
+        assert kv_pages(runtime.require()) > 0
+        layer = cache.layers[0]
+        assert isinstance(layer, Elsewhere)
+        assert isinstance(elsewhere.hold(cache, 0), ElasticLayer)
+        elsewhere.leave(cache, count - 1)
+        assert isinstance(cache.layers[count - 1], Elsewhere)
+        del cache, caches, given, layer
 
 
 def test_a_cache_whose_tokens_were_not_handed_over_is_refused() -> None:
