@@ -252,6 +252,21 @@ def test_states_that_travel_by_another_way_are_refused(model: Any, unknown: None
     assert len(hooks(model)) == len(before)
 
 
+def test_a_state_in_a_module_is_refused(model: Any, unknown: None) -> None:
+    """Right for one request at a time, and wrong for the next one."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_: object, given: object, output: torch.Tensor) -> torch.Tensor:
+        if output.shape[1] > 1:
+            kept[:] = [output.mean()]
+            return output
+        return output + kept[0]
+
+    model.model.layers[1].mlp.register_forward_hook(keep)
+    with Splice(model) as splice, pytest.raises(SpliceError, match=r"logits of a decode step differ .*in modules"):
+        splice.span = Span(0, 1)
+
+
 def test_layers_in_another_order_are_refused(model: Any) -> None:
     layers = decoder_layers(model)
     with torch.no_grad(), pytest.raises(SpliceError, match=r"in the order \[3, 2, 1, 0\]"):

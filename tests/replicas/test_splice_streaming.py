@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.hooks.kv.cache import KVCache
 from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.managed import elastic_of, managed_as
 from ballonet.hooks.splice.elsewhere import Elsewhere
 from ballonet.hooks.splice.results import Hidden, Logits
 from ballonet.hooks.splice.splice import Splice, Stage
@@ -22,6 +24,7 @@ from ballonet.testing import chaos_of
 
 from ..models import build
 from ..pool import take_out
+from ..test_ring import model as ring_model
 from ..tuned import Tuned
 from .parts import Pipeline, cuts, in_one, inputs_of, steps
 
@@ -113,6 +116,62 @@ def test_of_layers_that_stream_only_those_of_the_span_are_copied(model: Any, slo
             assert isinstance(found, Logits)
             assert torch.equal(found.logits, logits)
         runtime.require().check()
+
+
+def test_a_view_that_is_kept_of_a_slot_shared_with_layers_elsewhere(model: Any, monkeypatch: Any) -> None:
+    """The slot moves to other addresses, for the layers too that do not run now and do later."""
+    with install.stock():
+        expected = in_one(model, ASKED)
+    with Splice(model) as splice, streamed(model, (1, 4), 1, monkeypatch):
+        splice.span = Span(0, 3)
+        kept: list[torch.Tensor] = []
+        linear = model.model.layers[1].mlp.up_proj
+        handle = linear.register_forward_hook(lambda *_: kept.append(linear.weight))
+        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        handle.remove()
+        assert len(kept) == 1
+        splice.span = splice.whole
+        pipeline = Pipeline([splice])
+        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(ASKED, expected, strict=True))
+        assert torch.equal(kept.pop(), linear.weight)
+
+
+def test_layers_from_files_that_do_not_run_are_not_read(tmp_path: Path, monkeypatch: Any) -> None:
+    """A forward that gets no slots reads the host: of the layers that run, which are brought there."""
+    with install.stock():
+        build("llama", num_hidden_layers=LAYERS).save_pretrained(tmp_path)
+    model = ballonet.from_pretrained(tmp_path, interval=1)
+    managed = managed_as(model)
+    assert managed is not None
+    streaming = elastic_of(managed).streaming
+    with Splice(model) as splice:
+        splice.span = Span(0, 2)
+        assert streaming._hidden == set(range(LAYERS))
+        monkeypatch.setattr(managed._turns, "take", lambda turn: False)
+        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        assert streaming._hidden == {2, 3, 4, 5}
+        splice.span = splice.whole
+        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        assert streaming._hidden == set()
+    managed.release()
+
+
+def test_own_slots_of_layers_that_do_not_run_are_not_filled() -> None:
+    with ring_model([2, 3, 1, 2], [0, 1, 2, 3], 1) as it:
+        it.arrange([0])  # the others have slots of their own from now on
+        it.ring.share(lambda layer: layer < 2)
+        before = it.copied()
+        it.ring.begin(0)
+        assert it.copied() - before == 2 + 3
+        it.run(0)
+        it.run(1)
+        it.ring.begin(0, lambda layer: True)
+        assert it.copied() - before == 2 + 3
+        it.ring.share(lambda layer: True)
+        it.ring.begin(0, lambda layer: True)
+        assert it.copied() - before == 2 + 3 + (2 + 1 + 2)  # what shared slots held is forgotten, own slots keep it
+        for layer in range(4):
+            it.run(layer)
 
 
 @pytest.mark.parametrize("layers", [(), (0, 2, 3, 5)])
