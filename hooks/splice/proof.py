@@ -10,6 +10,14 @@ Note [What is proven]
 
     Of transformers 5.23 it refuses recurrent_gemma, which keeps its recurrent state in its modules, where there is only
     the state of one request; and rwkv, whose own decode step mixes the rows of a batch.
+
+    Seven others pass that hidden states and lengths of the input alone would not be enough for. gemma3n and gemma4:
+    what their layers share travels (trees.py). cpmant: 32 tokens of its own come before a prompt, so that lengths
+    follow the growth of the layers that run (elsewhere.py), and each of its forwards reads all tokens. longcat_flash:
+    each decoder layer uses two layers of a cache, which is seen (learn.py, `marks`). minimax: only its forward makes
+    its kind of cache, which grows by a layer at a time; so a stage hands out the cache that its model made. mamba,
+    falcon_mamba: layers with a state that are elsewhere say that there is one; their own forward cannot take several
+    tokens behind others together with a mask of all.
 """
 
 from __future__ import annotations
