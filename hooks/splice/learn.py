@@ -14,7 +14,7 @@ from ...allocator.errors import SpliceError
 from .elsewhere import marks
 from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
 from .results import Logits
-from .splice import cache_of
+from .running import cache_of
 from .trees import Call, Way, copied_leaves, same_bits
 
 

@@ -48,7 +48,7 @@ _REFUSED: Final = (
     "replica has to hold all of its layers"
 )
 
-_known: dict[tuple[type, str], tuple[LayerForm, ...] | str] = {}  # forms, or why there are none
+_known: dict[tuple[type, int, str], tuple[LayerForm, ...] | str] = {}  # forms, or why there are none
 
 
 def proven(splice: Splice) -> tuple[LayerForm, ...]:
@@ -58,7 +58,7 @@ def proven(splice: Splice) -> tuple[LayerForm, ...]:
         raise SpliceError(f"{type(model).__name__} is in training mode: call eval() before its layers run in parts")
     with plain_attention(model):
         settings = settings_of(getattr(model, "config", None))
-        key = type(model), json.dumps(settings, sort_keys=True, default=str)
+        key = type(model), len(splice.layers), json.dumps(settings, sort_keys=True, default=str)
         if key not in _known:
             try:
                 _known[key] = _prove(splice)

@@ -12,12 +12,9 @@ Note [Running layers a to b]
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, NoReturn, Self
@@ -28,15 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
-from ..compat import Cache
 from ..forward.here import Here, here_of
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
 from .results import Hidden, Logits
+from .running import Leaving, Now, Run, cache_name, cache_of, tokens_of
 from .trees import Call, Way, get, put
 
-CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call what they keep between forwards
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Splice]] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +59,7 @@ class Splice:
         self._handles: list[RemovableHandle] = []
         self._passing: list[tuple[nn.Module, object]] = []  # with what was in the place of its forward
         self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
-        self._now = _Now()
+        self._now = Now()
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
         self._closed = False
@@ -172,17 +168,17 @@ class Splice:
         cache = inputs.get(self.cache_name)
         lengths = None if self._span == self.whole else Lengths(cache, *self._used)
         found: Hidden | Logits
-        with self._now.running(_Run(given, cache)) as run:
+        with self._now.running(Run(given, cache)) as run:
             try:
                 output = self.model(**inputs)
                 made = output.get(self.cache_name) if isinstance(output, dict) else None
                 found = Logits(output, run.cache if made is None else made)
-            except _Leaving as leaving:
+            except Leaving as leaving:
                 if leaving.run is not run:
                     raise
                 found = leaving.hidden
         if lengths is not None:
-            lengths.settle(found.cache if cache is None else cache, _tokens(inputs))
+            lengths.settle(found.cache if cache is None else cache, tokens_of(inputs))
         return found
 
     def _pass(self, form: LayerForm, *args: Any, **kwargs: Any) -> Any:
@@ -212,9 +208,9 @@ class Splice:
         """Before the first layer behind the span."""
         run, call = self._check_run(), Call(args, kwargs)._asdict()
         tensors = tuple(get(call, way) for way in form.travels)
-        raise _Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
+        raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
 
-    def _check_run(self) -> _Run:
+    def _check_run(self) -> Run:
         run = self._now.run
         if run is None:
             raise SpliceError(
@@ -252,71 +248,9 @@ class Stage:
         return self.splice.run(inputs, given)
 
 
-def cache_name(model: nn.Module) -> str:
-    """What the forward of the model calls its cache."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in CACHES if name in known), CACHES[0])
-
-
-def cache_of(call: Call, name: str) -> Any:
-    """The cache among the arguments of a layer; None where there is none."""
-    found = (each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
-    return next(found, call.kwargs.get(name))
-
-
-@dataclass(slots=True)
-class _Run:
-    """One forward of a stage: what it is given, and its cache as far as it is known."""
-
-    given: Hidden | None
-    cache: Any
-
-
-class _Leaving(Exception):  # no error, but torch runs the hooks of modules that an Exception leaves
-    """The last layer of the span has run."""
-
-    def __init__(self, run: _Run, hidden: Hidden) -> None:
-        super().__init__()
-        self.run = run
-        self.hidden = hidden
-
-
-class _Now(threading.local):
-    """The forward of a stage that this thread runs."""
-
-    run: _Run | None = None
-
-    def running(self, run: _Run) -> AbstractContextManager[_Run]:
-        return _Within(self, run)
-
-
-class _Within:
-    """Within it a thread runs this forward."""
-
-    def __init__(self, now: _Now, run: _Run) -> None:
-        self._now = now
-        self._run = run
-
-    def __enter__(self) -> _Run:
-        self._before = self._now.run
-        self._now.run = self._run
-        return self._run
-
-    def __exit__(self, *_: object) -> None:
-        self._now.run = self._before
-
-
 _NONE: Final = object()
 
 
 def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
     """Returns those of the span, and the others."""
     return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
-
-
-def _tokens(inputs: Mapping[str, Any]) -> int:
-    """How many tokens of each sequence a forward is given."""
-    for name in ("input_ids", "inputs_embeds"):
-        if (given := inputs.get(name)) is not None:
-            return int(given.shape[1])
-    return 0

@@ -222,11 +222,13 @@ def test_it_is_made_once_for_models_that_are_alike(model: Any, unknown: None, mo
     made = []
     prove = proof._prove
     monkeypatch.setattr(proof, "_prove", lambda splice: made.append(splice) or prove(splice))
-    for each in (model, build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=3)):
+    shorter = copy.deepcopy(model)
+    del shorter.model.layers[3]
+    for each in (model, build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=3), shorter):
         with Splice(each) as splice:
             for span in (splice.whole, Span(0, 1), Span(1, 2)):
                 splice.span = span
-    assert len(made) == 2
+    assert len(made) == 3
 
 
 def test_a_model_that_trains_is_refused(model: Any, unknown: None) -> None:
