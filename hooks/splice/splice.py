@@ -12,14 +12,12 @@ Note [Running layers a to b]
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import nn
@@ -27,15 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ...allocator.errors import SpliceError
 from ...offload.policy.replicas.groups import Span
-from ..compat import Cache
 from ..forward.here import Here, here_of
 from ..weights.layers import decoder_layers
 from .elsewhere import Lengths
 from .forms import LayerForm, pass_through
 from .results import Hidden, Logits
+from .running import Leaving, Now, Run, cache_name, cache_of, tokens_of
 from .trees import Call, Way, get, put
 
-CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call what they keep between forwards
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Splice]] = weakref.WeakKeyDictionary()
 
 
@@ -61,7 +58,8 @@ class Splice:
         self._forms: tuple[LayerForm, ...] | None = None
         self._handles: list[RemovableHandle] = []
         self._passing: list[tuple[nn.Module, object]] = []  # with what was in the place of its forward
-        self._now = _Now()
+        self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
+        self._now = Now()
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
         self._closed = False
@@ -84,8 +82,8 @@ class Splice:
             raise SpliceError("this Splice is closed: make another one of the model")
         if not 0 <= span.begin < span.end <= len(self.layers):
             raise SpliceError(
-                f"{type(self.model).__name__} has the layers 0 to {len(self.layers)}: layers [{span.begin}, {span.end}) "
-                "are none of it that can run"
+                f"{type(self.model).__name__} has the layers [0, {len(self.layers)}), of which "
+                f"[{span.begin}, {span.end}) is no part that can run"
             )
         if span != self.whole and self._forms is None:
             from .proof import proven
@@ -108,6 +106,8 @@ class Splice:
             if span == self.whole:
                 return
             self._here.span = span
+            used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
+            self._used = used[0], used[1] - used[0]
             for layer, form in zip(self.layers[: span.begin], forms, strict=False):
                 self._passing.append((layer, layer.__dict__.get("forward", _NONE)))
                 layer.__dict__["forward"] = partial(self._pass, form)
@@ -136,6 +136,13 @@ class Splice:
     def __repr__(self) -> str:
         return f"<Splice of {type(self.model).__name__}: layers [{self._span.begin}, {self._span.end})>"
 
+    def __reduce__(self) -> NoReturn:
+        """SpliceError: a copy of the model, which has the hooks of this one, would have them act on that model."""
+        raise SpliceError(
+            f"only a part of this {type(self.model).__name__} runs: set the whole span, or close() its Splice, before "
+            "it is copied or pickled"
+        )
+
     def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
         """See `Stage.run`."""
         if self._closed:
@@ -158,22 +165,20 @@ class Splice:
 
     @torch.no_grad()
     def _run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        forms = self._forms
-        here = {index for layer in range(self._span.begin, self._span.end) for index in forms[layer].caches} if forms else set()
-        partly = self._span != self.whole
         cache = inputs.get(self.cache_name)
-        lengths = Lengths(cache, here) if partly else None
+        lengths = None if self._span == self.whole else Lengths(cache, *self._used)
         found: Hidden | Logits
-        with self._now.running(_Run(given)) as run:
+        with self._now.running(Run(given, cache)) as run:
             try:
                 output = self.model(**inputs)
-                found = Logits(output, output.get(self.cache_name) if isinstance(output, dict) else None)
-            except _Leaving as leaving:
+                made = output.get(self.cache_name) if isinstance(output, dict) else None
+                found = Logits(output, run.cache if made is None else made)
+            except Leaving as leaving:
                 if leaving.run is not run:
                     raise
                 found = leaving.hidden
         if lengths is not None:
-            lengths.settle(found.cache if cache is None else cache, _tokens(inputs))
+            lengths.settle(found.cache if cache is None else cache, tokens_of(inputs))
         return found
 
     def _pass(self, form: LayerForm, *args: Any, **kwargs: Any) -> Any:
@@ -183,15 +188,17 @@ class Splice:
 
     def _enter(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the first layer of the span."""
-        given = self._check_run().given
+        run = self._check_run()
+        given = run.given
         assert given is not None
+        run.cache = cache_of(Call(args, kwargs), self.cache_name)
         call: Any = Call(args, kwargs)._asdict()
         own = get(call, form.travels[0])
         if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
             raise SpliceError(
                 f"layer {self._span.begin} is given {len(given.tensors)} tensors, the first of the shape "
-                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of {tuple(own.shape)}: all "
-                "stages of a forward are called with the same tokens"
+                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of "
+                f"{tuple(own.shape)}: all stages of a forward are called with the same tokens"
             )
         for way, tensor in zip(form.travels, given.tensors, strict=True):
             call = put(call, way, tensor)
@@ -201,9 +208,9 @@ class Splice:
         """Before the first layer behind the span."""
         run, call = self._check_run(), Call(args, kwargs)._asdict()
         tensors = tuple(get(call, way) for way in form.travels)
-        raise _Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
+        raise Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
 
-    def _check_run(self) -> _Run:
+    def _check_run(self) -> Run:
         run = self._now.run
         if run is None:
             raise SpliceError(
@@ -232,8 +239,8 @@ class Stage:
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None = None) -> Hidden | Logits:
         """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
-        stages but for the cache, which is the stage's own (`Hidden.cache`, `Logits.cache`: where none is given, what the
-        model makes); `given`: what the stage before returned.
+        stages but for the cache, which is the stage's own (where none is given, the model makes it: `Hidden.cache`,
+        `Logits.cache`); `given`: what the stage before returned.
 
         Raises what the model raises, and SpliceError; what has been written to the cache by then stays there, as in a
         forward of the whole model, and the stage can be run again with another one.
@@ -241,64 +248,9 @@ class Stage:
         return self.splice.run(inputs, given)
 
 
-def cache_name(model: nn.Module) -> str:
-    """What the forward of the model calls its cache."""
-    known = inspect.signature(model.forward).parameters
-    return next((name for name in CACHES if name in known), CACHES[0])
-
-
-def cache_of(call: Call, name: str) -> Any:
-    """The cache among the arguments of a layer; None where there is none."""
-    found = (each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
-    return next(found, call.kwargs.get(name))
-
-
-class _Run(NamedTuple):
-    """One forward of a stage."""
-
-    given: Hidden | None
-
-
-class _Leaving(Exception):  # noqa: N818  (no error: torch runs the hooks of modules that an Exception leaves, too)
-    """The last layer of the span has run."""
-
-    def __init__(self, run: _Run, hidden: Hidden) -> None:
-        super().__init__()
-        self.run = run
-        self.hidden = hidden
-
-
-class _Now(threading.local):
-    """The forward of a stage that this thread runs."""
-
-    run: _Run | None = None
-
-    def running(self, run: _Run) -> AbstractContextManager[_Run]:
-        return _Within(self, run)
-
-
-class _Within:
-    """Within it a thread runs this forward."""
-
-    def __init__(self, now: _Now, run: _Run) -> None:
-        self._now = now
-        self._run = run
-
-    def __enter__(self) -> _Run:
-        self._before = self._now.run
-        self._now.run = self._run
-        return self._run
-
-    def __exit__(self, *_: object) -> None:
-        self._now.run = self._before
-
-
 _NONE: Final = object()
 
 
-def _tokens(inputs: Mapping[str, Any]) -> int:
-    """How many tokens of each sequence a forward is given."""
-    for name in ("input_ids", "inputs_embeds"):
-        if (given := inputs.get(name)) is not None:
-            return int(given.shape[1])
-    return 0
+def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
+    """Returns those of the span, and the others."""
+    return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
