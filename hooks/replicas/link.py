@@ -159,9 +159,10 @@ class Link:
         self._join()
 
     def _join(self) -> None:
+        until = time.monotonic() + self._linger
         for thread in (self._sender, self._receiver):
             if thread.is_alive():
-                thread.join(self._linger)
+                thread.join(max(0.0, until - time.monotonic()))
 
     def _form_and_send(self) -> None:
         try:

@@ -343,7 +343,7 @@ def test_replicas_end_with_their_supervisor(nursery: Path) -> None:
         begun = time.monotonic()
         supervisor.signal(signal.SIGKILL)
         waited = replicas[0].answer()
-        assert waited["error"] == "SupervisorLost"
+        assert waited["error"] in ("SupervisorLost", "LinkClosed")  # the idle one may hear it first, and close
         for child in replicas:
             last = child.answer()
             assert (last["error"], last["threads"]) == ("SupervisorLost", [])
