@@ -9,6 +9,7 @@ Note [Places]
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -61,8 +62,8 @@ class Leader:
         self._last = last
         self._form = form
         self._stages = 1 + len(rooms)
-        self._rooms = Rooms(rooms)
-        self._scheduler = GroupScheduler(cache, settings, self._stages, lambda: self._rooms.least, lambda: most)
+        self._rooms = left = Rooms(rooms)
+        self._scheduler = GroupScheduler(cache, settings, self._stages, lambda: left.least, lambda: most)
         self._preemption = GroupPreemption(cache, self._scheduler, settings)
         self._queue: deque[Microbatch] = deque()  # planned
         self._flying: deque[Microbatch] = deque()  # and begun
@@ -72,7 +73,7 @@ class Leader:
         self._gone: list[str] = []  # of these, what they do not know to be gone
         self._lacking = 0  # answers in a row from which something was left out
         self._failed: list[RequestState] = []  # of requests in flight that this stage had no memory for
-        cache.freed = self._forgotten
+        cache.who_is_told = weakref.WeakMethod(self._forgotten)  # no cycle: memory goes with the group, at once
 
     # -- requests
 
@@ -180,6 +181,7 @@ class Leader:
         found = self._scheduled() if scheduler.has_pending_requests() else []
         scheduler.begins(bool(found) or bool(self._flying))
         if not found:
+            self.cache.pool.try_to_free_sectors()
             return
         preemption.scheduled()
         preemption.restore_scheduled_requests(found)
@@ -254,7 +256,8 @@ class Leader:
 
     def _new_tokens(self, batch: Microbatch) -> int:
         blocks = sum(self.cache.blocks_for(each.before, each.end) for each in batch.chunks)
-        return blocks * self.cache.block_tokens
+        size: int = self.cache.block_tokens
+        return blocks * size
 
     # -- answers
 

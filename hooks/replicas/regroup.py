@@ -85,7 +85,7 @@ class Regroup:
                     job.waits.discard(target)
                 yield True
         for cache in old.values():
-            cache.free_blocks(name)
+            cache.give(name)
         self._jobs.popleft()
         self._over(job)
 
@@ -107,7 +107,7 @@ class Regroup:
             new.leader.adopt(job.request, job.held)
             return
         for cache in new.caches:
-            cache.free_blocks(name)
+            cache.give(name)
         if name not in self._cancelled:
             new.add(job.request)
 
