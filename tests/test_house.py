@@ -38,6 +38,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/prefix",
     "hooks/sectors",
     "hooks/batching",
+    "hooks/splice",
     "hooks",
     "hooks/programs",
     "hooks/server",

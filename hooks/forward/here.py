@@ -2,8 +2,8 @@
 
 Note [Layers that do not run here]
     A forward over a span (hooks/splice) calls every layer up to its end, but those outside of the span only pass their
-    input through. Their hooks are called as ever. So whoever acts on a layer because it is about to run asks here first: the
-    hook before a layer (forwards.py), and the ring of slots, whose turns have no place for such a layer
+    input through. Their hooks are called as ever. So whoever acts on a layer because it is about to run asks here
+    first: the hook before a layer (forwards.py), and the ring of slots, whose turns have no place for such a layer
     (offload/residency/ring.py). The span changes between forwards only.
 """
 

@@ -5,18 +5,18 @@ Note [Lengths of what is elsewhere]
     It asks for the first layer, or the first of a kind, wherever that is. So a layer that does not run here is replaced
     by one of a class derived from its own, which answers as if it held as many tokens as the layers that do run: their
     growth in a forward is its own. Where none of those counts tokens (they keep states, or use what others keep), the
-    length of the input is. A stand-in is asked for lengths only: what would read or write its tokens raises SpliceError.
+    length of the input is. A stand-in is asked for lengths only: what would write tokens to it raises SpliceError.
     The layer that it stands for, which is unused, comes back by `hold`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
 from ...allocator.errors import SpliceError
-from ..compat import EncoderDecoderCache, LinearAttentionLayer, NoAttention, StaticLayer
+from ..compat import EncoderDecoderCache, LinearAttentionLayer, StaticLayer
 from ..kv.layer import ElasticLayer
 
 
@@ -26,10 +26,11 @@ class Elsewhere:
     _layer_type = None  # transformers registers classes that have one
     is_initialized = False
     replaced: Any
+    has_previous_state: dict[int, bool]
     cumulative_length: int  # tokens, under the name that layers with a window have for it
 
     def advance(self, tokens: int) -> None:
-        """So many more tokens are held by the layers that run here."""
+        """Counts tokens that the layers which run here have got."""
         self.cumulative_length += tokens
         if hasattr(self, "has_previous_state"):
             self.has_previous_state = dict.fromkeys(self.has_previous_state, True)
@@ -61,15 +62,16 @@ class Elsewhere:
 
 
 @functools.cache
-def _class_for(stock: type) -> type:
+def _class_for(stock: Hashable) -> type[Any]:
+    assert isinstance(stock, type)
     return type(f"{stock.__name__}Elsewhere", (Elsewhere, stock), {})
 
 
 def stands_for(layer: Any, length: int) -> Any:
     """Returns what stands for `layer`, which is unused, with so many tokens."""
     elastic = isinstance(layer, ElasticLayer)
-    cls = _class_for(layer.stock if elastic else type(layer))
-    found = cls.__new__(cls)
+    stock: Any = layer.stock if elastic else type(layer)
+    found = object.__new__(_class_for(stock))
     found.__dict__.update((name, value) for name, value in vars(layer).items() if not (elastic and name[0] == "_"))
     found.keys = found.values = None
     found.replaced, found.cumulative_length = layer, 0
@@ -81,7 +83,7 @@ def stands_for(layer: Any, length: int) -> Any:
 def leave(cache: Any, index: int) -> None:
     """The tokens of this layer of the cache are on another replica from now on: what it holds is dropped."""
     layers = layers_of(cache)
-    if layers is not None and _countable(layer := layers[index]) and not isinstance(layer, Elsewhere):
+    if layers is not None and not isinstance(layer := layers[index], Elsewhere):
         length = _length(layer)
         layer.reset()
         if isinstance(layer, LinearAttentionLayer):  # which would keep its memory
@@ -102,18 +104,17 @@ def hold(cache: Any, index: int) -> Any:
 class Lengths:
     """The stand-ins of one cache in one forward."""
 
-    def __init__(self, cache: Any, here: Collection[int]) -> None:
-        """Puts stand-ins into it for layers other than `here`. SpliceError where these hold tokens, or one of `here` is
-        elsewhere, or the cache is not one that grows."""
+    def __init__(self, cache: Any, here: Collection[int], elsewhere: Collection[int]) -> None:
+        """Puts stand-ins into it for the layers `elsewhere`; `here`: those that are used here. SpliceError where the
+        former hold tokens, or the latter do not, or the cache is not one that grows."""
         self._here = here
+        self._elsewhere = elsewhere
         self._layers = layers_of(cache)
-        self._known = False
         self._before = 0
         if self._layers is None:
             return
         for index, layer in enumerate(self._layers):
-            _check(layer, index, index in here)
-        self._known = any(isinstance(layer, Elsewhere) for layer in self._layers)
+            _check(layer, index, index in here, index in elsewhere)
         self._before = self._held()
         self._stand_in(0)
 
@@ -137,13 +138,17 @@ class Lengths:
     def _stand_in(self, length: int) -> None:
         assert self._layers is not None
         for index, layer in enumerate(self._layers):
-            if index not in self._here and not isinstance(layer, Elsewhere) and _countable(layer):
+            if index in self._elsewhere and not isinstance(layer, Elsewhere):
                 self._layers[index] = stands_for(layer, length)
 
     def _held(self) -> int:
         """Tokens of the first layer that runs here and counts them."""
         for index in sorted(self._here):
-            if self._layers is not None and index < len(self._layers) and hasattr(self._layers[index], "get_seq_length"):
+            if (
+                self._layers is not None
+                and index < len(self._layers)
+                and hasattr(self._layers[index], "get_seq_length")
+            ):
                 return _length(self._layers[index])
         return 0
 
@@ -167,11 +172,7 @@ def _length(layer: Any) -> int:
     return int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
 
 
-def _countable(layer: Any) -> bool:
-    return NoAttention is None or not isinstance(layer, NoAttention)
-
-
-def _check(layer: Any, index: int, here: bool) -> None:
+def _check(layer: Any, index: int, here: bool, elsewhere: bool) -> None:
     if isinstance(layer, StaticLayer):
         raise SpliceError(
             "a cache of a fixed size has memory for layers that do not run here: give one that grows (DynamicCache, "
@@ -179,7 +180,7 @@ def _check(layer: Any, index: int, here: bool) -> None:
         )
     if here and isinstance(layer, Elsewhere):
         layer.update()
-    if not here and not isinstance(layer, Elsewhere) and _holds(layer):
+    if elsewhere and not isinstance(layer, Elsewhere) and _holds(layer):
         raise SpliceError(
             f"layer {index} of this cache holds tokens, but does not run here: hand them over to the replica where it "
             "runs first (elsewhere.leave drops them)"

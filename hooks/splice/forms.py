@@ -47,8 +47,8 @@ class LayerForm:
 
 
 def answer_of(output: object, call: Call, states: Way) -> Answer:
-    """What to return in the place of `output` where the layer passes its input through: the same objects of its call
-    where it returned these, the hidden states (which lie at `states`) for a tensor like them, and nothing for others."""
+    """What to return in the place of `output` where the layer passes its input through: objects of its call where it
+    returned these, the hidden states (which lie at `states`) for a tensor like them, and nothing for others."""
     for way, value in _objects(call._asdict()):
         if value is output and not isinstance(output, bool | int | float | str | None):
             return FromCall(way)

@@ -12,7 +12,8 @@ from torch import nn
 
 from ...allocator.errors import SpliceError
 from .elsewhere import marks
-from .forms import Answer, LayerForm, answer_of, pass_through
+from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
+from .results import Logits
 from .splice import cache_of
 from .trees import Call, Way, copied_leaves, same_bits
 
@@ -20,63 +21,68 @@ from .trees import Call, Way, copied_leaves, same_bits
 class Seen:
     """What a layer was called with, and returned."""
 
-    def __init__(self, tensors: dict[Way, torch.Tensor], caches: tuple[object, ...]) -> None:
-        """`caches`: of each layer of the cache, whether it was written to (elsewhere.py, `marks`)."""
+    def __init__(self, tensors: dict[Way, torch.Tensor], states: Way) -> None:
         self.tensors = tensors
-        self.caches = caches
-        self.answer: Answer | None = None
+        self.states = states  # where the hidden states lie
+        self.answer: Answer = Fixed(None)
+        self.caches: tuple[int, ...] = ()  # the layers of the cache that it has written to
 
 
-def learn(
+def record(
     model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str
-) -> tuple[tuple[LayerForm, ...], Any]:
-    """Returns the forms of the layers and what the model returned as it is. `cache`: what it calls its cache.
-    SpliceError where its forward does not call its layers one after the other, each once."""
+) -> tuple[list[Seen], Logits]:
+    """Runs the model as it is. Returns what each layer was called with, and what the model returned. `cache`: what it
+    calls its cache. SpliceError where its forward does not call its layers one after the other, each once."""
     order: list[int] = []
-    seen: dict[int, Seen] = {}
+    seen: list[Seen] = []
+    written: list[tuple[object, ...]] = []
     caches: list[Any] = []
 
     def before(index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         call = Call(args, kwargs)
+        tensors = copied_leaves(call, frozenset((cache,)))
         order.append(index)
         caches.append(cache_of(call, cache))
-        seen[index] = Seen(copied_leaves(call, frozenset((cache,))), marks(caches[-1]))
+        written.append(marks(caches[-1]))
+        seen.append(Seen(tensors, _states(tensors, index)))
 
-    def after(index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        seen[index].answer = answer_of(output, Call(args, kwargs), _states(seen[index], index))
+    def after(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen[-1].answer = answer_of(output, Call(args, kwargs), seen[-1].states)
 
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
-            handle = layer.register_forward_pre_hook(partial(before, index), with_kwargs=True)
-            undo.callback(handle.remove)
-            undo.callback(layer.register_forward_hook(partial(after, index), with_kwargs=True).remove)
+            undo.callback(layer.register_forward_pre_hook(partial(before, index), with_kwargs=True).remove)
+            undo.callback(layer.register_forward_hook(after, with_kwargs=True).remove)
         output = model(**inputs)
     if order != [*range(len(layers))]:
         raise SpliceError(f"it calls its layers in the order {order}, and not one after the other, each once")
-    written = [*(seen[index].caches for index in order), marks(caches[-1])]
+    for each, one, other in zip(seen, written, [*written[1:], marks(caches[-1])], strict=True):
+        each.caches = _changed(one, other)
+    return seen, Logits(output, caches[-1])
+
+
+def forms_of(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[Seen]
+) -> tuple[LayerForm, ...]:
+    """Runs the model with all layers passing their input through, and compares with what was `seen`."""
     through = _passed(model, layers, inputs, cache, seen)
     forms = []
-    for index in order:
-        each, other = seen[index], through[index]
-        states, answer = _states(each, index), each.answer
-        assert answer is not None
-        more = [way for way, tensor in each.tensors.items() if not same_bits(tensor, other.get(way))]
-        travels = (states, *(way for way in more if way != states)) if index else ()
-        forms.append(LayerForm(travels, answer, _changed(written[index], written[index + 1])))
-    return tuple(forms), output
+    for index, each in enumerate(seen):
+        more = (way for way, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(way)))
+        travels = (each.states, *(way for way in more if way != each.states)) if index else ()
+        forms.append(LayerForm(travels, each.answer, each.caches))
+    return tuple(forms)
 
 
 def _passed(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Mapping[int, Seen]
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[Seen]
 ) -> dict[int, dict[Way, torch.Tensor]]:
     """The tensors of each layer's call where all layers pass their input through."""
     found: dict[int, dict[Way, torch.Tensor]] = {}
 
     def passing(index: int, *args: Any, **kwargs: Any) -> Any:
         found[index] = copied_leaves(Call(args, kwargs), frozenset((cache,)))
-        answer = seen[index].answer
-        assert answer is not None
-        return pass_through(answer, Call(args, kwargs))
+        return pass_through(seen[index].answer, Call(args, kwargs))
 
     with ExitStack() as undo:
         for index, layer in enumerate(layers):
@@ -98,10 +104,10 @@ def _put_forward(layer: nn.Module, forward: Any) -> Any:
     return undo
 
 
-def _states(seen: Seen, layer: int) -> Way:
+def _states(tensors: Mapping[Way, torch.Tensor], layer: int) -> Way:
     """Where the hidden states lie: the first positional argument, or what is called so."""
     for way in (("args", 0), ("kwargs", "hidden_states")):
-        if way in seen.tensors:
+        if way in tensors:
             return way
     raise SpliceError(f"its layer {layer} is given no hidden states")
 

@@ -17,9 +17,10 @@ import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NoReturn, Self
 
 import torch
 from torch import nn
@@ -61,6 +62,7 @@ class Splice:
         self._forms: tuple[LayerForm, ...] | None = None
         self._handles: list[RemovableHandle] = []
         self._passing: list[tuple[nn.Module, object]] = []  # with what was in the place of its forward
+        self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
         self._now = _Now()
         self._running = 0  # forwards of stages, on all threads
         self._lock = threading.Lock()
@@ -84,8 +86,8 @@ class Splice:
             raise SpliceError("this Splice is closed: make another one of the model")
         if not 0 <= span.begin < span.end <= len(self.layers):
             raise SpliceError(
-                f"{type(self.model).__name__} has the layers 0 to {len(self.layers)}: layers [{span.begin}, {span.end}) "
-                "are none of it that can run"
+                f"{type(self.model).__name__} has the layers [0, {len(self.layers)}), of which "
+                f"[{span.begin}, {span.end}) is no part that can run"
             )
         if span != self.whole and self._forms is None:
             from .proof import proven
@@ -108,6 +110,8 @@ class Splice:
             if span == self.whole:
                 return
             self._here.span = span
+            used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
+            self._used = used[0], used[1] - used[0]
             for layer, form in zip(self.layers[: span.begin], forms, strict=False):
                 self._passing.append((layer, layer.__dict__.get("forward", _NONE)))
                 layer.__dict__["forward"] = partial(self._pass, form)
@@ -136,6 +140,13 @@ class Splice:
     def __repr__(self) -> str:
         return f"<Splice of {type(self.model).__name__}: layers [{self._span.begin}, {self._span.end})>"
 
+    def __reduce__(self) -> NoReturn:
+        """SpliceError: a copy of the model, which has the hooks of this one, would have them act on that model."""
+        raise SpliceError(
+            f"only a part of this {type(self.model).__name__} runs: set the whole span, or close() its Splice, before "
+            "it is copied or pickled"
+        )
+
     def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
         """See `Stage.run`."""
         if self._closed:
@@ -158,16 +169,14 @@ class Splice:
 
     @torch.no_grad()
     def _run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
-        forms = self._forms
-        here = {index for layer in range(self._span.begin, self._span.end) for index in forms[layer].caches} if forms else set()
-        partly = self._span != self.whole
         cache = inputs.get(self.cache_name)
-        lengths = Lengths(cache, here) if partly else None
+        lengths = None if self._span == self.whole else Lengths(cache, *self._used)
         found: Hidden | Logits
-        with self._now.running(_Run(given)) as run:
+        with self._now.running(_Run(given, cache)) as run:
             try:
                 output = self.model(**inputs)
-                found = Logits(output, output.get(self.cache_name) if isinstance(output, dict) else None)
+                made = output.get(self.cache_name) if isinstance(output, dict) else None
+                found = Logits(output, run.cache if made is None else made)
             except _Leaving as leaving:
                 if leaving.run is not run:
                     raise
@@ -183,15 +192,17 @@ class Splice:
 
     def _enter(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Before the first layer of the span."""
-        given = self._check_run().given
+        run = self._check_run()
+        given = run.given
         assert given is not None
+        run.cache = cache_of(Call(args, kwargs), self.cache_name)
         call: Any = Call(args, kwargs)._asdict()
         own = get(call, form.travels[0])
         if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
             raise SpliceError(
                 f"layer {self._span.begin} is given {len(given.tensors)} tensors, the first of the shape "
-                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of {tuple(own.shape)}: all "
-                "stages of a forward are called with the same tokens"
+                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of "
+                f"{tuple(own.shape)}: all stages of a forward are called with the same tokens"
             )
         for way, tensor in zip(form.travels, given.tensors, strict=True):
             call = put(call, way, tensor)
@@ -232,8 +243,8 @@ class Stage:
 
     def run(self, inputs: Mapping[str, Any], given: Hidden | None = None) -> Hidden | Logits:
         """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
-        stages but for the cache, which is the stage's own (`Hidden.cache`, `Logits.cache`: where none is given, what the
-        model makes); `given`: what the stage before returned.
+        stages but for the cache, which is the stage's own (where none is given, the model makes it: `Hidden.cache`,
+        `Logits.cache`); `given`: what the stage before returned.
 
         Raises what the model raises, and SpliceError; what has been written to the cache by then stays there, as in a
         forward of the whole model, and the stage can be run again with another one.
@@ -253,13 +264,15 @@ def cache_of(call: Call, name: str) -> Any:
     return next(found, call.kwargs.get(name))
 
 
-class _Run(NamedTuple):
-    """One forward of a stage."""
+@dataclass(slots=True)
+class _Run:
+    """One forward of a stage: what it is given, and its cache as far as it is known."""
 
     given: Hidden | None
+    cache: Any
 
 
-class _Leaving(Exception):  # noqa: N818  (no error: torch runs the hooks of modules that an Exception leaves, too)
+class _Leaving(Exception):  # no error, but torch runs the hooks of modules that an Exception leaves
     """The last layer of the span has run."""
 
     def __init__(self, run: _Run, hidden: Hidden) -> None:
@@ -294,6 +307,11 @@ class _Within:
 
 
 _NONE: Final = object()
+
+
+def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
+    """Returns those of the span, and the others."""
+    return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
 
 
 def _tokens(inputs: Mapping[str, Any]) -> int:
