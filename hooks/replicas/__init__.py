@@ -1,1 +1,1 @@
-"""One model over several replicas: a group runs its requests as a pipeline (KunServe)."""
+"""Replicas of one model: how they find one another, and what goes between them (KunServe)."""

@@ -22,7 +22,7 @@ from ...allocator.errors import DriverError
 from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
-from .link import Link, tensor_of, text_of
+from .local_link import StageLink, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request, state_of
 from .scheduling import GroupPreemption, GroupScheduler
@@ -44,8 +44,8 @@ class Leader:
         settings: GroupSettings,
         told: Told,
         *,
-        after: Link | None = None,
-        last: Link | None = None,
+        after: StageLink | None = None,
+        last: StageLink | None = None,
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
         form: Form = by_tokens,

@@ -12,7 +12,7 @@ from ..sectors.room import memory_of, most_of
 from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
-from .link import LocalLink
+from .local_link import LocalLink
 from .requests import Request
 from .settings import GroupSettings
 from .span_cache import SpanCache

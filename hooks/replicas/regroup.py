@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
-from .link import LocalLink, tensor_of, text_of
 from .local import LocalGroup
+from .local_link import LocalLink, tensor_of, text_of
 from .requests import Request, state_of
 from .span_cache import SpanCache
 

@@ -8,10 +8,10 @@ from typing import Protocol
 import torch
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     """One end of a link. Tensors of one tag arrive in the order in which they were sent."""
 
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> None:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> object:
         """Sends a tensor, which is not written to afterwards. `urgent`: before what is waiting and is not."""
 
     def recv(self, tag: str) -> torch.Tensor:
@@ -56,4 +56,4 @@ def tensor_of(text: str) -> torch.Tensor:
 
 def text_of(tensor: torch.Tensor) -> str:
     """The record that `tensor_of` was called on."""
-    return bytes(tensor.cpu().tolist()).decode()
+    return tensor.cpu().numpy().tobytes().decode()
