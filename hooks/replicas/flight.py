@@ -55,7 +55,7 @@ class Rooms:
 
     @property
     def least(self) -> float:
-        """Of all followers; infinity where there are none."""
+        """Tokens that every follower has memory for; infinity where there are none."""
         return min(self._rooms, default=math.inf) - sum(tokens for _, tokens in self._planned)
 
     def planned(self, number: int, tokens: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .channel import Channel, tensor_of, text_of
+from .local_link import StageLink, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan, Sampling
 from .sampling import sample
 from .span_cache import SpanCache
@@ -37,8 +37,8 @@ class Follower:
         stage: int,
         cache: SpanCache,
         runner: SpanRunner,
-        before: Channel,
-        after: Channel,
+        before: StageLink,
+        after: StageLink,
         room: Callable[[], int],
     ) -> None:
         """`before`, `after`: links to the stages beside it, from the last stage to the first. `room`: bytes that KV may
@@ -163,7 +163,7 @@ def sampled(
     return tuple((chunk.request, token) for chunk, token in zip(wanted, tokens, strict=True))
 
 
-def pass_on(link: Channel, passing: Passing, states: States) -> None:
+def pass_on(link: StageLink, passing: Passing, states: States) -> None:
     """Sends a microbatch to the next stage."""
     link.send(tensor_of(passing.to_json()), "passing", True)
     for tensor in states:

@@ -19,7 +19,7 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...offload.policy.replicas.groups import Group
-from .channel import tensor_of, text_of
+from .local_link import tensor_of, text_of
 from .errors import ChecksumError
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
 from .link import Link

@@ -121,7 +121,7 @@ class Arrivals:
         """Frees what has come of a request; what still comes of it is dropped."""
         self.lost.add(request)
         self._missing.pop(request, None)
-        self._cache.free_blocks(request)
+        self._cache.give(request)
 
     def _placed(self, name: str, held: int) -> bool:
         if name not in self._missing:

@@ -9,6 +9,7 @@ Note [Places]
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,10 +19,10 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .channel import Channel, tensor_of, text_of
 from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
+from .local_link import StageLink, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request, state_of
 from .scheduling import GroupPreemption, GroupScheduler
@@ -43,8 +44,8 @@ class Leader:
         settings: GroupSettings,
         told: Told,
         *,
-        after: Channel | None = None,
-        last: Channel | None = None,
+        after: StageLink | None = None,
+        last: StageLink | None = None,
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
         form: Form = by_tokens,
@@ -61,8 +62,8 @@ class Leader:
         self._last = last
         self._form = form
         self._stages = 1 + len(rooms)
-        self._rooms = Rooms(rooms)
-        self._scheduler = GroupScheduler(cache, settings, self._stages, lambda: self._rooms.least, lambda: most)
+        self._rooms = left = Rooms(rooms)
+        self._scheduler = GroupScheduler(cache, settings, self._stages, lambda: left.least, lambda: most)
         self._preemption = GroupPreemption(cache, self._scheduler, settings)
         self._queue: deque[Microbatch] = deque()  # planned
         self._flying: deque[Microbatch] = deque()  # and begun
@@ -72,7 +73,7 @@ class Leader:
         self._gone: list[str] = []  # of these, what they do not know to be gone
         self._lacking = 0  # answers in a row from which something was left out
         self._failed: list[RequestState] = []  # of requests in flight that this stage had no memory for
-        cache.freed = self._forgotten
+        cache.who_is_told = weakref.WeakMethod(self._forgotten)  # no cycle: memory goes with the group, at once
 
     # -- requests
 
@@ -190,6 +191,7 @@ class Leader:
         found = self._scheduled() if scheduler.has_pending_requests() else []
         scheduler.begins(bool(found) or bool(self._flying))
         if not found:
+            self.cache.pool.try_to_free_sectors()
             return
         preemption.scheduled()
         preemption.restore_scheduled_requests(found)
@@ -264,7 +266,8 @@ class Leader:
 
     def _new_tokens(self, batch: Microbatch) -> int:
         blocks = sum(self.cache.blocks_for(each.before, each.end) for each in batch.chunks)
-        return blocks * self.cache.block_tokens
+        size: int = self.cache.block_tokens
+        return blocks * size
 
     # -- answers
 

@@ -9,10 +9,10 @@ from typing import Any
 from ...allocator.errors import ManageError
 from ..batching.seams import batched
 from ..sectors.room import memory_of, most_of
-from .channel import LocalChannel
 from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
+from .local_link import LocalLink
 from .requests import Request
 from .settings import GroupSettings
 from .span_cache import SpanCache
@@ -58,7 +58,7 @@ class LocalGroup:
         self.members = members
         self.spans = spans
         self.caches = [cache_of(member, layers) for member, layers in zip(members, spans, strict=True)]
-        links = [LocalChannel.pair() for _ in members]  # from each stage to the next one, round to the first
+        links = [LocalLink.pair() for _ in members]  # from each stage to the next one, round to the first
         self._before = [links[stage - 1][1] for stage in range(len(members))]
         runners = [
             SpanRunner(member.model, member.runs, cache, member.settings)

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from .channel import LocalChannel, tensor_of, text_of
+from .local_link import LocalChannel, tensor_of, text_of
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
 from .local import LocalGroup
+from .local_link import LocalLink, tensor_of, text_of
 from .requests import Request, state_of
 from .span_cache import SpanCache
 
@@ -85,7 +86,7 @@ class Regroup:
                     job.waits.discard(target)
                 yield True
         for cache in old.values():
-            cache.free_blocks(name)
+            cache.give(name)
         self._jobs.popleft()
         self._over(job)
 
@@ -107,7 +108,7 @@ class Regroup:
             new.leader.adopt(job.request, job.held)
             return
         for cache in new.caches:
-            cache.free_blocks(name)
+            cache.give(name)
         if name not in self._cancelled:
             new.add(job.request)
 

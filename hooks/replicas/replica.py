@@ -28,7 +28,7 @@ from ...offload.policy.replicas.groups import Group, Span, alone
 from ...offload.policy.replicas.restore_plan import Pull
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .bell import Bell
-from .channel import tensor_of, text_of
+from .local_link import tensor_of, text_of
 from .errors import Interrupted, LinkError
 from .follower import OutOfStep
 from .handover import Handed, HandedOver, Handover

@@ -41,7 +41,8 @@ class SpanCache(ElasticPagedCache):
     ) -> None:
         """`batched`: what is known of the model (hooks/batching/seams.py). torch.OutOfMemoryError, DriverError."""
         self.layers = layers
-        self.freed: Callable[[str], object] = lambda request: None  # is told when a request gives its blocks back
+        # returns who is told when a request gives its blocks back
+        self.who_is_told: Callable[[], Callable[[str], object] | None] = lambda: None
         keeps = getattr(model, "_supports_logits_to_keep", None)
         super().__init__(
             config_of(model.config.get_text_config(), layers),
@@ -77,7 +78,13 @@ class SpanCache(ElasticPagedCache):
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         """As ElasticPagedCache's, and tells."""
         super().free_blocks(request_id, no_cache)
-        self.freed(request_id)
+        if (told := self.who_is_told()) is not None:
+            told(request_id)
+
+    def give(self, request: str) -> None:
+        """Frees the blocks of a request, and gives pages back that nobody else has a block on."""
+        self.free_blocks(request)
+        self.pool.try_to_free_sectors()
 
     @property
     def token_bytes(self) -> float:
@@ -86,5 +93,5 @@ class SpanCache(ElasticPagedCache):
 
     def blocks_for(self, start: int, end: int) -> int:
         """Blocks that a request needs for its tokens [start, end), beyond those for the ones before."""
-        size = self.block_tokens
+        size: int = self.block_tokens
         return -(-end // size) - -(-start // size)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ...offload.policy.replicas.groups import Group
-from .channel import tensor_of, text_of
+from .local_link import tensor_of, text_of
 from .errors import NoAnswer
 from .follower import Follower
 from .forming import Form, by_tokens
@@ -29,11 +29,11 @@ class Over:
         self._unless = unless
 
     def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> None:
-        """See channel.Channel. LinkError."""
+        """See local_link.StageLink. LinkError."""
         self.link.send(tensor, tag, urgent)
 
     def recv(self, tag: str) -> torch.Tensor:
-        """See channel.Channel. LinkError, Interrupted."""
+        """See local_link.StageLink. LinkError, Interrupted."""
         while True:
             try:
                 return self.link.recv(tag, self._beat, self._unless)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
+import ballonet
+from ballonet.allocator import runtime
 from ballonet.hooks.replicas.local import LocalGroup, Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.regroup import Regroup
+from ballonet.hooks.replicas.requests import Request
 
+from ..models import build
+from ..pool import bytes_that_exist
 from ..serving.batches import prompts
 from .grouped import CHUNK, Replicas, Told, evenly, install, requests
 from .test_pipeline import four_layers, said
@@ -64,3 +73,118 @@ def test_tokens_stay_while_spans_change(name: str, sampling: Sampling | None) ->
         current.run()
         del current, following, change
         assert told.answers(asked) == expected
+
+
+def split(members: list[Member], told: Told, epoch: int) -> list[LocalGroup]:
+    """A group for each of these replicas, alone."""
+    return [LocalGroup(epoch, [member], evenly(4, 1), told) for member in members]
+
+
+SMALL = 4096  # a page: one block of 16 tokens in one layer of `paged()`
+
+
+def paged() -> Any:
+    """A model of 4 layers whose blocks take a page for each layer."""
+    return build("llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def pages_of(of: LocalGroup, request: str) -> list[int]:
+    return [cache.pages_of(request) for cache in of.caches]
+
+
+@pytest.mark.counts
+def test_a_stage_has_its_part_of_the_pages() -> None:
+    """Pages are counted, request by request, before and after each exchange: k stages have 1/k each."""
+    ballonet.install(4096 * SMALL, page_size=SMALL, host_budget=64 * SMALL, device="cpu")
+    asked, told = requests([list(range(3, 3 + n)) for n in (40, 16, 33)], 100), Told()
+    with Replicas([paged() for _ in range(4)]) as members:
+        current = group(members, 1, told)
+        for each in asked:
+            current.add(each)
+        for epoch, stages in enumerate((2, 4, 2, 1), 2):
+            for _ in range(12):
+                current.step()
+            following = group(members, stages, told, epoch)
+            fixed = sum(cache.pages.pieces(1).stop for cache in following.caches)
+            held = {}
+            current.drain()
+            for each in asked:
+                held[each.name] = current.leader.held(each.name)
+                blocks = -(-held[each.name] // 16)
+                k = len(current.members)
+                assert pages_of(current, each.name) == [blocks * 4 // k] * k
+            Regroup([current], [following], lambda request: 0, 3).run()
+            for each in asked:
+                assert pages_of(current, each.name) == [0] * len(current.members)
+                assert pages_of(following, each.name) == [-(-held[each.name] // 16) * 4 // stages] * stages
+                assert [follower.held[each.name] for follower in following.followers] == [held[each.name]] * (
+                    stages - 1
+                )
+            current = following
+            del following
+            gc.collect()
+            runtime.require().reap(wait=True)
+            blocks = sum(-(-tokens // 16) for tokens in held.values())
+            assert runtime.require().snapshot()["pages"]["kv"] == fixed + blocks * 4
+        assert not told.over
+        del current
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Cycles of references stay."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.counts
+def test_dropping_and_restoring_again_and_again_leaves_no_page_behind() -> None:
+    """Two replicas with requests of their own become a group of two, and two again, 20 times, while they answer."""
+    install()
+    asked, told, told_alone = requests(prompts(8, 2 * CHUNK), 300), Told(), Told()
+    with Replicas([four_layers("llama") for _ in range(2)]) as members:
+        alone = split(members[:1], told_alone, 0)
+        for each in asked:
+            alone[0].add(each)
+        alone[0].run()
+        expected = told_alone.answers(asked)
+        del alone
+
+        def home(request: Request) -> int:
+            return int(request.name[1:]) % 2
+
+        def existing() -> int:
+            runtime.require().reap(wait=True)
+            runtime.require().trim()
+            return bytes_that_exist()
+
+        before = existing()
+        single = split(members, told, 1)
+        for each in asked:
+            single[home(each)].add(each)
+        for cycle in range(20):
+            for _ in range(3):
+                for each in single:
+                    each.step()
+            joined = group(members, 2, told, 2 * cycle + 2)
+            Regroup(single, [joined], lambda request: 0, 2).run()
+            single = []
+            for _ in range(6):
+                joined.step()
+            single = split(members, told, 2 * cycle + 3)
+            change = Regroup([joined], single, home, 64)
+            assert change.left >= 5
+            while sum(change.step() for _ in range(4)):
+                for each in single:
+                    each.step()
+            del change, joined
+        assert not told.over
+        for each in single:
+            each.run()
+        assert told.answers(asked) == expected
+        assert [len(cache.pool.used) for each in single for cache in each.caches] == [0, 0]
+        del single, each
+        assert existing() == before  # a group's memory has gone with it, at once

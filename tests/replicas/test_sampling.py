@@ -25,7 +25,8 @@ def probabilities(row: torch.Tensor, settings: Sampling) -> torch.Tensor:
         scores = TopKLogitsWarper(settings.top_k)(ids, scores)
     if settings.top_p < 1:
         scores = TopPLogitsWarper(settings.top_p)(ids, scores)
-    return scores.softmax(-1)[0]
+    found: torch.Tensor = scores.softmax(-1)[0]
+    return found
 
 
 SETTINGS = [

@@ -1,4 +1,4 @@
-"""What stages need of a link between two of them, and a stand-in for links within one process."""
+"""What stages need of a link between two of them, and a link within one process."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 import torch
 
 
-class Channel(Protocol):
-    """One end of a link between two stages. Tensors of one tag arrive in the order in which they were sent."""
+class StageLink(Protocol):
+    """One end of a link. Tensors of one tag arrive in the order in which they were sent."""
 
-    def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> None:
+    def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> object:
         """Sends a tensor, which is not written to afterwards. `urgent`: before what is waiting and is not."""
 
     def recv(self, tag: str) -> torch.Tensor:
         """The next tensor of this tag; waits for it."""
 
 
-class LocalChannel:
+class LocalLink:
     """One end of a link within a process and a thread. Nothing is waited for: what was not sent is an error."""
 
     def __init__(
@@ -28,7 +28,7 @@ class LocalChannel:
         self._came = came
 
     @classmethod
-    def pair(cls) -> tuple[LocalChannel, LocalChannel]:
+    def pair(cls) -> tuple[LocalLink, LocalLink]:
         """Both ends of a new link."""
         there: defaultdict[str, deque[torch.Tensor]] = defaultdict(deque)
         back: defaultdict[str, deque[torch.Tensor]] = defaultdict(deque)
@@ -56,4 +56,4 @@ def tensor_of(text: str) -> torch.Tensor:
 
 def text_of(tensor: torch.Tensor) -> str:
     """The record that `tensor_of` was called on."""
-    return bytes(tensor.cpu().tolist()).decode()
+    return tensor.cpu().numpy().tobytes().decode()

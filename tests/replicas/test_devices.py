@@ -1,0 +1,83 @@
+"""Stages on devices of their own: what the smallest has room for is admitted, and its KV is 1/k of each token."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from ballonet.allocator import runtime
+from ballonet.allocator.config import Config
+from ballonet.allocator.runtime import Runtime
+from ballonet.hooks.managed import managed
+from ballonet.hooks.options import ManageOptions
+from ballonet.hooks.replicas.local import LocalGroup, Member
+from ballonet.hooks.replicas.plan import Answer
+from ballonet.hooks.replicas.settings import GroupSettings
+from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.splice.splice import Splice
+
+from ..models import build
+from ..serving.batches import prompts
+from ..tuned import Tuned
+from .grouped import BLOCK, CHUNK, PAGE, Told, evenly, requests
+from .test_pipeline import said
+
+SMALL, LARGE = 40 * PAGE, 400 * PAGE
+
+
+@pytest.fixture
+def two(tuned: Tuned, request: pytest.FixtureRequest) -> Iterator[tuple[Runtime, Runtime]]:
+    """One device each for the first and the second stage."""
+    started = tuple(
+        runtime.start(Config(device="cpu", budget=budget, page_size=PAGE, host_budget=PAGE, reserve=5.0), number=number)
+        for number, budget in enumerate(request.param)
+    )
+    yield started
+    gc.collect()
+    for each in started:
+        each.device.reap(wait=True)
+        each.device.check()
+        assert each.device.snapshot()["pages"]["kv"] == 0
+        runtime.stop(each.number)
+
+
+@pytest.mark.parametrize("two", [(LARGE, SMALL), (SMALL, LARGE)], indirect=True, ids=["second", "first"])
+def test_no_stage_lacks_memory_for_what_is_planned(
+    two: tuple[Runtime, Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, told = build("llama", num_hidden_layers=12), Told()
+    asked = requests(prompts(24, 60), 60)
+    left_out: list[tuple[str, int]] = []
+    most = [0, 0]
+    stock = Answer.from_json
+
+    def heard(text: str) -> Answer:
+        answer = stock(text)
+        left_out.extend(answer.left_out)
+        return answer
+
+    monkeypatch.setattr(Answer, "from_json", heard)
+    spans = evenly(12, 2)
+    models = [build("llama", num_hidden_layers=12) for _ in spans]
+    holders = [managed(each, ManageOptions(), on=on) for each, on in zip(models, two, strict=True)]
+    splices = [Splice(each) for each in models]
+    members = [
+        Member(f"r{n}", each, SplicedLayers(splices[n]), GroupSettings.of(each, CHUNK, page_size=BLOCK))
+        for n, each in enumerate(models)
+    ]
+    group = LocalGroup(1, members, spans, told)
+    for each in asked:
+        group.add(each)
+    while not group.leader.idle:
+        group.step()
+        most = [max(before, cache.pages.pages) for before, cache in zip(most, group.caches, strict=True)]
+    del group, members
+    for splice in splices:
+        splice.close()
+    for holder in holders:
+        holder.release()
+    assert told.answers(asked) == said(model, [list(each.prompt) for each in asked], 60)
+    assert left_out == []
+    assert min(most) > 10
