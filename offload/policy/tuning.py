@@ -376,8 +376,49 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """How replicas run as a pipeline (policy/replicas/)."""
+    """When replicas drop parameters and restore them, and when one is dead; how they run as a pipeline (policy/replicas)."""
 
+    # Seconds between looks at the load: a tenth of what a burst takes to fill memory (paper 003, the authors' code).
+    period: float = 0.1
+    # Overloaded: this part of the KV memory is used, and as much waits as is free (the authors' code).
+    full: float = 0.95
+    # Restored: less than this part of the memory that undropped replicas have for KV is used (paper 003, §4.4).
+    calm: float = 0.5
+    # Seconds that it has to be so: the dwell of pages. Chosen; tests/replicas/test_square_wave.py holds what it is for.
+    dwell: float = 10.0
+    # Looks at the load that say whether it falls: the mean of the later half against the earlier, 2 s each. Chosen.
+    looks: int = 40
+    # Seconds after a drop until there may be another level: its exchange takes 1-2 s (§4.2), and what waited needs as
+    # long to be computed. Chosen: the dwell.
+    settle: float = 10.0
+    # Seconds after an epoch was discarded, or a drop declined, until there may be another. Chosen.
+    again: float = 5.0
+    # A drop is predicted to save this part of the time to drain the queue: below that its KV exchange is not worth it.
+    # Chosen: less than the error of the cost model, 10-14 % on a loaded machine, as both predictions share it.
+    gain: float = 0.05
+    # Part of the time that a pipeline with batches of equal cost is idle. Measured: Azure code prompts, two stages,
+    # 5.3 %, of which 2 % are the floor.
+    bubble: float = 0.053
+    # Tokens of prompts in one microbatch when times are predicted. Chosen: what servers use for chunked prefill.
+    chunk: int = 512
+    # Rounds of a predicted queue after which its end is not computed but counts as never. Chosen: minutes of decoding,
+    # and the prediction takes a second of a CPU at most.
+    rounds: int = 20_000
+    # Dead: its count of iterations stands still for so many seconds, or so many of the longest iterations among the
+    # last `remembered`, whichever is more. Chosen: issue 17 wants a second.
+    silent: float = 1.0
+    iterations: int = 5
+    remembered: int = 16
+    # Seconds between two ticks from which on the controller itself stood still, and nobody is judged by the time
+    # between. Chosen: half of `silent`.
+    late: float = 0.5
+    # Seconds that replicas have to prepare, or to take up, an epoch: forming links takes 7 ms each, a cold twin 3 s.
+    answer: float = 10.0
+    # Seconds for an exchange of KV (1-2 s at 200 Gbit/s, §4.2), or for pulling layers. Chosen: a slow network.
+    bulk: float = 60.0
+    # Times that a request is computed anew because replicas were lost, until it is refused: it may be what kills them.
+    # Chosen.
+    lives: int = 5
     # KV is exchanged in parts that take 1/4 of a stage's time: an activation that waits for one delays its stage by no
     # more. Chosen; the link has at least as much to send in each stage as before.
     exchange_part: float = 1 / 4

@@ -1,1 +1,1 @@
-"""Decisions of replicas: when groups drop parameters, what a pipeline takes, and how its microbatches are formed."""
+"""Replicas that drop parameters for KV (KunServe, paper 003): what is decided, without torch, I/O or a clock."""

@@ -1,0 +1,150 @@
+"""The replicas that are known and the groups in force: who is where, in which epoch, and what their memory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ..tuning import Replicas as Tuning
+from .demand import KVSize, group_tokens, kv_pages
+from .dispatch import Members
+from .events import Load
+from .groups import Group, Span, check_groups
+from .heartbeat import Heartbeat
+from .overload import Usage
+from .restore_plan import Pull
+
+
+@dataclass(slots=True)
+class Replica:
+    """One member. `pages` for layers and KV; `held`: layers that it has; `since`: when it was told of its epoch, None
+    once it has taken it up. `doubted`: somebody suspects it, and it has not spoken since. `backed`: it can read layers
+    from a host copy or file. `pulls`: what it pulls on its own, to hold all layers again."""
+
+    pages: int
+    held: Span
+    heart: Heartbeat
+    epoch: int
+    since: float | None
+    load: Load | None = None
+    doubted: bool = False
+    backed: bool = True
+    pulls: tuple[Pull, ...] = ()
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether it answers, and can read every layer from somewhere."""
+        return not self.doubted and (self.backed or not self.pulls)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether it may become part of another group."""
+        return self.since is None and not self.doubted and not self.pulls
+
+
+@dataclass(slots=True)
+class Placement:
+    """A group in force, since the time `since`. `exchanging`: members that do not have all KV of their span yet."""
+
+    group: Group
+    epoch: int
+    since: float
+    exchanging: set[int] = field(default_factory=set)
+
+
+class Cluster:
+    """Replicas by number and groups by their members. `pages` of each layer."""
+
+    def __init__(self, pages: Sequence[int], kv: KVSize, tuning: Tuning) -> None:
+        self.pages = tuple(pages)
+        self.kv = kv
+        self.replicas: dict[int, Replica] = {}
+        self.groups: dict[Members, Placement] = {}
+        self._group_of: dict[int, Members] = {}
+        self._tuning = tuning
+
+    @property
+    def layers(self) -> int:
+        return len(self.pages)
+
+    def join(self, member: int, pages: int, epoch: int, at: float) -> None:
+        """A replica that holds all layers. It is in no group yet."""
+        heart = Heartbeat(at, self._tuning)
+        self.replicas[member] = Replica(pages, Span(0, self.layers), heart, epoch, at)
+
+    def place(self, placement: Placement) -> None:
+        """Puts a group in force; its members are in none."""
+        for member in placement.group.members:
+            replica = self.replicas[member]
+            replica.epoch, replica.since, replica.load = placement.epoch, placement.since, None
+            self._group_of[member] = placement.group.members
+        self.groups[placement.group.members] = placement
+
+    def displace(self, members: Members) -> Placement:
+        """Ends a group. KeyError."""
+        found = self.groups.pop(members)
+        for member in members:
+            del self._group_of[member]
+        return found
+
+    def placement(self, member: int) -> Placement | None:
+        """The group of a replica; None where it is not known."""
+        members = self._group_of.get(member)
+        return None if members is None else self.groups[members]
+
+    def tokens(self, group: Group) -> int:
+        """Tokens of KV that a group has in all."""
+        capacity = {member: self.replicas[member].pages for member in group.members}
+        return group_tokens(group, kv_pages(group, capacity, self.pages), self.kv)
+
+    def takes_requests(self, group: Group) -> bool:
+        return all(self.replicas[member].takes_requests for member in group.members)
+
+    def steady(self) -> list[Placement]:
+        """Groups that may change: all members are in their epoch, hold their span and have their KV."""
+        return [
+            each
+            for each in self.groups.values()
+            if not each.exchanging and all(self.replicas[member].is_steady for member in each.group.members)
+        ]
+
+    def is_exchanging(self) -> bool:
+        """Whether a drop or a restore is under way."""
+        return any(each.exchanging for each in self.groups.values())
+
+    def usage(self, held: int) -> Usage | None:
+        """Pages of all replicas together, with `held` ones of requests that are in no group; None as long as a replica
+        has not told its own in its epoch."""
+        used = free = undropped = 0
+        pending, model = held, sum(self.pages)
+        for each in self.replicas.values():
+            if each.load is None:
+                return None
+            used, free, pending = used + each.load.used, free + each.load.free, pending + each.load.pending
+            undropped += max(0, each.pages - model)
+        return Usage(used, free, pending, undropped)
+
+    def sources(self, without: Iterable[int]) -> list[Group]:
+        """Groups that hold all their layers and are none of `without`: undropped ones where there are any."""
+        skip = {*without}
+        found = [
+            each.group
+            for each in self.groups.values()
+            if skip.isdisjoint(each.group.members)
+            and all(self.replicas[member].is_steady for member in each.group.members)
+        ]
+        return [group for group in found if not group.is_dropped] or found
+
+    def check(self) -> None:
+        """Raises ValueError unless every replica is in one group, and every group has a complete copy."""
+        check_groups((each.group for each in self.groups.values()), self.layers)
+        placed = {member: members for members, each in self.groups.items() for member in each.group.members}
+        if placed != self._group_of or {*placed} != {*self.replicas}:
+            raise ValueError("a replica is in no group, or the index of groups is wrong")
+        for members, each in self.groups.items():
+            for member, span in zip(members, each.group.spans, strict=True):
+                replica = self.replicas[member]
+                if replica.epoch != each.epoch:
+                    raise ValueError(f"replica {member} is in epoch {replica.epoch}, its group in {each.epoch}")
+                if not replica.pulls and not replica.held.covers(span):
+                    raise ValueError(f"replica {member} lacks layers of {span} and pulls none")

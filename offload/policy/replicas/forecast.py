@@ -1,0 +1,65 @@
+"""What is asked of the gate: the work of groups as they are, and of the one that they would become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .cluster import Cluster
+from .demand import KVSize
+from .gate import Work
+from .groups import Group
+from .requests import Request, RequestBook
+
+Tokens = list[tuple[int, int]]
+
+
+def split(requests: Sequence[Request], used: int, pending: int, kv: KVSize) -> tuple[Tokens, Tokens]:
+    """Requests of a group, in order, as (queued, running) of gate.Work. Pages: `used` for KV, `pending` of prompts.
+
+    The controller is told pages, not who waits: the newest are taken to wait, until their prompts are what is pending,
+    and the others to be equally far with what they generate, so that their KV is what is used.
+    """
+    first = len(requests)
+    while first and pending > 0:
+        first -= 1
+        pending -= kv.pages(requests[first].prompt + 1)
+    running = requests[:first]
+    prompts, new = sum(each.prompt for each in running), sum(max(1, each.new) for each in running)
+    part = min(1.0, max(0.0, (used * kv.page / kv.token - prompts) / new)) if new else 0.0
+    done = [round(part * max(1, each.new)) for each in running]
+    return (
+        [(each.prompt, each.new) for each in requests[first:]],
+        [(each.prompt + some, max(1, each.new - some)) for each, some in zip(running, done, strict=True)],
+    )
+
+
+def work_of(group: Group, cluster: Cluster, book: RequestBook) -> Work:
+    """The work of a group in force."""
+    loads = [load for member in group.members if (load := cluster.replicas[member].load) is not None]
+    used, pending = sum(load.used for load in loads), sum(load.pending for load in loads)
+    queued, running = split(book.of(group.members), used, pending, cluster.kv)
+    return Work(cluster.tokens(group), group.size, queued, running)
+
+
+def merged_work(group: Group, parts: Sequence[Work], cluster: Cluster, page_seconds: float) -> Work:
+    """The work of a group that others become, whose work is `parts`. Each member sends (k - 1)/k of its KV first, at
+    `page_seconds` a page."""
+    used = max((load.used for member in group.members if (load := cluster.replicas[member].load)), default=0)
+    return Work(
+        cluster.tokens(group),
+        group.size,
+        [each for work in parts for each in work.queued],
+        [each for work in parts for each in work.running],
+        used * (group.size - 1) / group.size * page_seconds,
+    )
+
+
+def busiest(groups: Sequence[Group], cluster: Cluster) -> Group:
+    """The group whose members have most pages pending, which a drop helps most. ValueError: none is given."""
+    return max(
+        groups,
+        key=lambda group: (
+            sum(load.pending for member in group.members if (load := cluster.replicas[member].load)),
+            -group.members[0],
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Whether a drop is worth it: the predicted time until the queue is drained with it, against that without.
+
+Note [Gate]
+    Memory for KV helps where requests wait for memory. Where they wait for their prompts to be computed, a pipeline
+    only adds bubbles and the exchange of KV (a simulation of 14B with 8 replicas had swapping before dropping).
+    Both cases are played through, round by round, with the same cost model. In a round every running request decodes
+    a token, and up to `chunk` tokens of prompts are computed beside them in each microbatch. A group of k runs k
+    microbatches in a round; each takes 1/k of its cost on a stage, so a round takes the sum of the costs over k, more
+    by the bubble. A queued request starts when its prompt and what it is expected to generate fit, in the order of the
+    queue; those that end make room. The queue is drained when the last prompt is computed.
+    With the drop, requests that were running wait until their KV is exchanged, and so end later, while new prompts are
+    computed meanwhile (§4.2).
+
+    Limits: between two changes of who runs, rounds that only decode are taken to last as long as the first of them; no
+    request fails or leaves; nobody new arrives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..tuning import DEFAULT
+from ..tuning import Replicas as Tuning
+
+
+class ChunkCost(Protocol):
+    """Seconds that a replica with all layers computes. A chunk is (tokens before it, tokens in it)."""
+
+    def seconds(self, before: int, new: int) -> float:
+        """One chunk alone."""
+        ...
+
+    def batch(self, chunks: Iterable[tuple[int, int]]) -> float:
+        """All chunks of a microbatch together."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one group has to do. `capacity`: tokens of KV; `stages`: replicas in it. `queued`: (tokens of the prompt,
+    tokens that it is expected to generate) in order; `running`: (tokens of KV, tokens still to generate). `stall`:
+    seconds until those that run go on, as their KV is exchanged."""
+
+    capacity: int
+    stages: int
+    queued: Sequence[tuple[int, int]]
+    running: Sequence[tuple[int, int]] = ()
+    stall: float = 0.0
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: int  # tokens to compute, of which `done` are
+    new: int  # tokens to generate yet
+    done: int = 0
+    total: int = 0  # tokens of KV at its end
+
+
+@dataclass(slots=True)
+class _Replay:
+    """The state of one group while its queue is played through."""
+
+    work: Work
+    tuning: Tuning
+    now: float = 0.0
+    free: int = 0
+    queue: deque[_Request] = field(default_factory=deque)
+    running: list[_Request] = field(default_factory=list)  # may decode
+    stalled: list[_Request] = field(default_factory=list)  # their KV is on the way
+    prefill: deque[_Request] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.queue.extend(_Request(prompt, max(1, new), 0, prompt + max(1, new)) for prompt, new in self.work.queued)
+        old = [_Request(tokens, max(1, left), tokens, tokens + max(1, left)) for tokens, left in self.work.running]
+        (self.stalled if self.work.stall > 0 else self.running).extend(old)
+        self.free = self.work.capacity - sum(each.total for each in old)
+
+    def admit(self) -> None:
+        """Starts what fits, in order."""
+        if self.stalled and self.now >= self.work.stall:
+            self.running.extend(self.stalled)
+            self.stalled.clear()
+        while self.queue and self.queue[0].total <= self.free:
+            self.free -= self.queue[0].total
+            self.prefill.append(self.queue.popleft())
+
+    def round(self, cost: ChunkCost) -> None:
+        """Computes one round, or several that only decode and end with a change of who runs."""
+        microbatches: list[list[tuple[int, int]]] = [[] for _ in range(self.work.stages)]
+        for number, each in enumerate(self.running):
+            microbatches[number % len(microbatches)].append((each.done, 1))
+        only_decodes = not self.prefill
+        computed = self._prompts(microbatches)
+        seconds = sum(cost.batch(chunks) for chunks in microbatches if chunks) / self.work.stages
+        if self.work.stages > 1:
+            seconds *= 1 + self.tuning.bubble
+        times = self._until_change(seconds) if only_decodes else 1
+        self.now += times * seconds
+        self._decode(times)
+        self.running.extend(computed)
+
+    def _prompts(self, microbatches: list[list[tuple[int, int]]]) -> list[_Request]:
+        """Adds chunks of prompts to the microbatches; returns the requests whose prompts they complete."""
+        found = []
+        for chunks in microbatches:
+            room = self.tuning.chunk
+            while self.prefill and room:
+                each = self.prefill[0]
+                size = min(room, each.prompt - each.done)
+                chunks.append((each.done, size))
+                each.done += size
+                room -= size
+                if each.done == each.prompt:
+                    found.append(self.prefill.popleft())
+        return found
+
+    def _until_change(self, seconds: float) -> int:
+        """Rounds until the first that runs ends, or those whose KV is exchanged go on."""
+        ends = min(each.new for each in self.running)
+        if not self.stalled or seconds <= 0:
+            return ends
+        return max(1, min(ends, math.ceil((self.work.stall - self.now) / seconds)))
+
+    def _decode(self, times: int) -> None:
+        for each in self.running:
+            each.new -= times
+            each.done += times
+        self.free += sum(each.total for each in self.running if each.new <= 0)
+        self.running = [each for each in self.running if each.new > 0]
+
+
+def drain_seconds(work: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> float:
+    """Seconds until the last prompt of the queue is computed; infinite where one never fits. See Note [Gate]."""
+    replay = _Replay(work, tuning)
+    for _ in range(tuning.rounds):
+        replay.admit()
+        if not replay.queue and not replay.prefill:
+            return replay.now
+        if replay.prefill or replay.running:
+            replay.round(cost)
+        elif replay.stalled:
+            replay.now = work.stall
+        else:
+            break
+    return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Predicted seconds to drain the queue, and whether the drop is worth it."""
+
+    dropped: float
+    kept: float
+    helps: bool
+
+
+def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> Verdict:
+    """Compares the slowest of the groups as they are with the group that they would become. See Note [Gate]."""
+    without = max(drain_seconds(work, cost, tuning) for work in kept)
+    with_drop = drain_seconds(dropped, cost, tuning)
+    return Verdict(with_drop, without, with_drop < without * (1 - tuning.gain))

@@ -1,0 +1,62 @@
+"""What replicas pull to hold all layers again, in which order and from whom (paper 003, §4.4).
+
+Note [Next needed first]
+    A member of a group has just computed its span, so the layer that it needs next once it is on its own is the one
+    behind it, and after the last layer comes the first. It pulls in that order: M(k - 1)/k in all. In a group each
+    layer has one holder, and the members of an undropped group next to it can be asked too. Where no peer answers, or
+    none holds the layer, it comes from the backing (host copy or file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .groups import Group, Span
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One layer that a member pulls, from the replica `source`, or from its own backing where that is None."""
+
+    member: int
+    layer: int
+    source: int | None
+
+
+def pull_order(span: Span, layers: int) -> tuple[int, ...]:
+    """Layers outside of a span, the one that is needed next first. See Note [Next needed first]."""
+    return (*range(span.end, layers), *range(span.begin))
+
+
+def restore_plan(member: int, held: Span, layers: int, peers: Iterable[Group]) -> tuple[Pull, ...]:
+    """Pulls of one member that holds `held`, each from the first of the `peers`' members who holds the layer."""
+    sources: Mapping[int, int] = {
+        layer: each
+        for group in reversed([*peers])
+        for each, span in zip(group.members, group.spans, strict=True)
+        if each != member
+        for layer in span.layers
+    }
+    return tuple(Pull(member, layer, sources.get(layer)) for layer in pull_order(held, layers))
+
+
+def group_restore(group: Group) -> dict[int, tuple[Pull, ...]]:
+    """Pulls of all members of a group, each from the others."""
+    return {
+        member: restore_plan(member, span, group.layers, (group,))
+        for member, span in zip(group.members, group.spans, strict=True)
+    }
+
+
+def homes(demands: Mapping[str, int], room: Mapping[int, int]) -> dict[str, int] | None:
+    """The member that each request of a group goes to when its members are on their own again: largest demand first, to
+    whoever has most room, all in tokens. None where one finds none: then the group stays as it is."""
+    left, found = dict(room), {}
+    for request in sorted(demands, key=lambda each: (-demands[each], each)):
+        member = max(left, key=lambda each: (left[each], -each))
+        if left[member] < demands[request]:
+            return None
+        left[member] -= demands[request]
+        found[request] = member
+    return found
