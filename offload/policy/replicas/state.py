@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..tuning import Replicas as Tuning
-from .actions import Action, Dispatch, Hold, Recompute, Refuse
+from .actions import Action, Cancel, Dispatch, Hold, Recompute, Refuse
 from .cluster import Cluster, Placement
 from .demand import KVSize
 from .dispatch import Members
@@ -67,9 +67,11 @@ class State:
         self.start(self.book.held)
 
     def refuse(self, request: Request, reason: Reason) -> None:
-        """Ends a request with an error."""
-        self.book.end(request.name)
+        """Ends a request with an error, and its computation where a group has it."""
+        group = self.book.end(request.name)
         self.actions.append(Refuse(request.name, reason))
+        if group is not None:
+            self.actions.append(Cancel(request.name, self.cluster.groups[group].epoch, group))
 
     def _no_group(self, request: Request) -> None:
         """No group that takes requests can hold it: it waits for those that may take some later."""

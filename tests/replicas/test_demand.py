@@ -1,0 +1,193 @@
+"""How much queued prompts need, how much fits into a group, where a request goes, and what is pulled to restore."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ballonet.offload.policy.replicas.demand import (
+    KVSize,
+    apart_tokens,
+    group_tokens,
+    kv_pages,
+    merged_tokens,
+    needed_pages,
+    prompt_pages,
+)
+from ballonet.offload.policy.replicas.dispatch import Dispatcher
+from ballonet.offload.policy.replicas.groups import Group, Span, alone
+from ballonet.offload.policy.replicas.restore_plan import Pull, group_restore, homes, pull_order, restore_plan
+
+KV = KVSize(token=128, page=1024)  # 8 tokens a page
+SIZE = st.integers(1, 40)
+PAIR = Group((1, 2), (Span(0, 2), Span(2, 4)))
+
+
+def test_prompts_need_whole_pages_and_one_token_more() -> None:
+    assert [KV.pages(tokens) for tokens in (0, 1, 8, 9)] == [0, 1, 1, 2]
+    assert prompt_pages([7, 8, 100], KV) == 1 + 2 + 13
+
+
+def test_what_is_free_counts_against_the_demand() -> None:
+    assert (needed_pages(50, 20), needed_pages(20, 20), needed_pages(10, 20)) == (30, 0, 0)
+
+
+@pytest.mark.parametrize(("token", "page"), [(0, 1), (1, 0)])
+def test_sizes_are_at_least_a_byte(token: int, page: int) -> None:
+    with pytest.raises(ValueError, match="at least one byte"):
+        KVSize(token, page)
+
+
+def test_merging_k_instances_frees_k_less_one_models() -> None:
+    """Qwen2.5-14B: 28 GB of 80 GB, 192 KiB a token (paper 003, Table 1 and §2.2)."""
+    memory, model, token = 80 * 10**9, 28 * 10**9, 192 * 2**10
+    assert apart_tokens(2, memory, model, token) == 528971
+    assert merged_tokens(2, memory, model, token) == 671386
+    assert (merged_tokens(4, 10, 40, 1), apart_tokens(4, 5, 10, 1)) == (0, 0)
+
+
+@given(st.integers(1, 8), st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 1000))
+def test_merged_holds_what_the_models_that_are_gone_held(k: int, memory: int, model: int, token: int) -> None:
+    model = min(model, memory)
+    apart, merged = apart_tokens(k, memory, model, token), merged_tokens(k, memory, model, token)
+    assert 0 <= merged * token - apart * token - (k - 1) * model + token <= 2 * token
+
+
+def test_a_member_has_for_kv_what_its_span_and_its_slot_leave() -> None:
+    group = Group((1, 2), (Span(0, 3), Span(3, 4)))
+    assert kv_pages(group, {1: 100, 2: 100}, [10, 20, 5, 7]) == {1: 100 - 35 - 7, 2: 100 - 7 - 20}
+    assert kv_pages(alone(1, 4), {1: 100}, [10, 20, 5, 7]) == {1: 58}
+    assert kv_pages(alone(1, 4), {1: 40}, [10, 20, 5, 7]) == {1: 0}
+
+
+def test_the_member_with_most_layers_for_its_room_counts() -> None:
+    group = Group((1, 2), (Span(0, 3), Span(3, 4)))
+    assert group_tokens(group, {1: 30, 2: 30}, KV) == 30 * 8 * 4 // 3
+    assert group_tokens(group, {1: 30, 2: 5}, KV) == 5 * 8 * 4
+    assert group_tokens(alone(1, 4), {1: 30}, KV) == 240
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(0, 500))
+def test_k_equal_members_hold_k_times_as_many_tokens_in_their_room(k: int, size: int, room: int) -> None:
+    spans = tuple(Span(size * each, size * (each + 1)) for each in range(k))
+    group = Group(tuple(range(k)), spans)
+    assert group_tokens(group, dict.fromkeys(range(k), room), KV) == k * room * 8
+
+
+def test_a_request_goes_where_most_room_is_left_for_each_replica() -> None:
+    dispatcher = Dispatcher()
+    dispatcher.add((1,), 100)
+    dispatcher.add((2, 3), 300)
+    # after 10 tokens: 90 of one replica; 290 of two, 145 of each
+    assert dispatcher.choose(10) == (2, 3)
+    dispatcher.take((2, 3), 110)  # 190 - 10 = 180, 90 of each: as much, so the smaller group
+    assert dispatcher.choose(10) == (1,)
+    dispatcher.give((2, 3), 2)
+    assert dispatcher.choose(10) == (2, 3)
+    assert dispatcher.choose(101) == (2, 3)  # the other could never hold it
+    assert dispatcher.choose(301) is None
+    dispatcher.remove((2, 3))
+    assert dispatcher.choose(10) == (1,)
+    assert dispatcher.choose(101) is None
+
+
+def test_requests_of_one_moment_are_spread_by_their_demand() -> None:
+    """Not in turn: two long ones fill a group each, and the short ones go to the third."""
+    dispatcher = Dispatcher()
+    for number in range(3):
+        dispatcher.add((number,), 1000)
+    chosen = []
+    for demand in (900, 900, 100, 100, 100, 100):
+        group = dispatcher.choose(demand)
+        assert group is not None
+        dispatcher.take(group, demand)
+        chosen.append(group)
+    assert {chosen[0], chosen[1], chosen[2]} == {(0,), (1,), (2,)}
+    assert {*chosen[2:]} == {chosen[2]}
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "take", "give", "choose"]), st.integers(0, 5), SIZE)))
+def test_the_heaps_choose_as_a_look_at_all_groups_does(steps: list[tuple[str, int, int]]) -> None:
+    dispatcher, rooms = Dispatcher(), dict[tuple[int, ...], list[int]]()
+    for what, number, size in steps:
+        group = tuple(range(10 * number, 10 * number + 1 + number % 3))
+        if what == "add" and group not in rooms:
+            dispatcher.add(group, 10 * size)
+            rooms[group] = [10 * size, 10 * size]
+        elif what == "remove" and group in rooms:
+            dispatcher.remove(group)
+            del rooms[group]
+        elif what in ("take", "give") and group in rooms:
+            change = size if what == "take" else -size
+            dispatcher.take(group, change)
+            rooms[group][1] -= change
+        chosen = dispatcher.choose(size)
+        left = {each: (room - size) / len(each) for each, (most, room) in rooms.items() if most >= size}
+        assert (chosen is None) == (not left)
+        if chosen is not None:
+            assert left[chosen] == max(left.values())
+        assert len(dispatcher) == len(rooms)
+
+
+def test_a_choice_among_n_groups_takes_log_n_steps() -> None:
+    """Calls of functions, of Python and of C, while a thousand requests are placed."""
+    counts = {}
+    for groups in (64, 512, 4096):
+        dispatcher = Dispatcher()
+        for number in range(groups):
+            dispatcher.add((number,), 10**6)
+        counts[groups] = calls(dispatcher)
+    assert max(counts.values()) <= 1.5 * min(counts.values()), counts
+
+
+def calls(dispatcher: Dispatcher) -> int:
+    count = 0
+
+    def profile(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    sys.setprofile(profile)
+    try:
+        for number in range(1000):
+            group = dispatcher.choose(10 + number % 7)
+            assert group is not None
+            dispatcher.take(group, 10 + number % 7)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_layer_that_is_needed_next_is_pulled_first() -> None:
+    assert pull_order(Span(2, 4), 6) == (4, 5, 0, 1)
+    assert pull_order(Span(0, 6), 6) == ()
+    assert group_restore(PAIR) == {
+        1: (Pull(1, 2, 2), Pull(1, 3, 2)),
+        2: (Pull(2, 0, 1), Pull(2, 1, 1)),
+    }
+
+
+@given(st.integers(2, 6), st.integers(1, 8))
+def test_each_of_k_equal_members_pulls_k_less_one_of_k_parts(k: int, size: int) -> None:
+    spans = tuple(Span(size * each, size * (each + 1)) for each in range(k))
+    group = Group(tuple(range(k)), spans)
+    plans = group_restore(group)
+    for member, pulls in plans.items():
+        assert len(pulls) * k == group.layers * (k - 1)
+        assert sorted([*(each.layer for each in pulls), *group.span(member).layers]) == list(range(group.layers))
+        assert all(each.source == group.holder(each.layer) != member for each in pulls)
+
+
+def test_peers_are_asked_in_order_and_then_the_backing() -> None:
+    plan = restore_plan(9, Span(0, 1), 4, [Group((9, 1), (Span(0, 3), Span(3, 4))), PAIR])
+    assert plan == (Pull(9, 1, 1), Pull(9, 2, 2), Pull(9, 3, 1))
+    assert restore_plan(9, Span(0, 1), 3, []) == (Pull(9, 1, None), Pull(9, 2, None))
+
+
+def test_requests_find_a_home_largest_first() -> None:
+    assert homes({"a": 10, "b": 60, "c": 50}, {1: 70, 2: 60}) == {"b": 1, "c": 2, "a": 1}
+    assert homes({"a": 71}, {1: 70, 2: 60}) is None
+    assert homes({}, {1: 0}) == {}
