@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 class Drop(Recompute):
-    """See Note [What is played]. `log`: what the controller decided, and when; `drops`, `restores`: epochs of each kind
+    """See Note [What is played]. `log`: what the `controller` decided, and when; `drops`, `restores`: epochs of each kind
     that were committed."""
 
     def __init__(self, run: FleetRun) -> None:
@@ -63,7 +63,7 @@ class Drop(Recompute):
         self.log: list[tuple[float, Action]] = []
         self.drops = self.restores = 0
         self._kv = KVSize(fleet.shape.kv, fleet.page)
-        self._controller = Controller(fleet.layer_pages, self._kv, run.cost, tuning, fleet.page / fleet.network)
+        self.controller = Controller(fleet.layer_pages, self._kv, run.cost, tuning, fleet.page / fleet.network)
         self._groups: dict[Members, Group] = {}
         self._epochs: dict[int, int] = {}  # that each replica is in
         self._prepared: dict[int, tuple[Group, ...]] = {}
@@ -101,7 +101,7 @@ class Drop(Recompute):
         self._tell(Tick(now))
 
     def _tell(self, event: Event) -> None:
-        for action in self._controller.on(event):
+        for action in self.controller.on(event):
             if not isinstance(action, Dispatch):
                 self.log.append((self.run.agenda.now, action))
             self._do(action)
