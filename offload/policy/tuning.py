@@ -386,11 +386,14 @@ class Replicas:
     calm: float = 0.5
     # Seconds that it has to be so: the dwell of pages. Chosen; tests/replicas/test_square_wave.py holds what it is for.
     dwell: float = 10.0
-    # Looks at the load that say whether it falls: the mean of the later half against the earlier, 2 s each. Chosen.
+    # Looks at the load that say whether it falls, the later half against the earlier, or how it grows: 4 s. Chosen.
     looks: int = 40
-    # Seconds after a drop until there may be another level: its exchange takes 1-2 s (§4.2), and what waited needs as
-    # long to be computed. Chosen: the dwell.
-    settle: float = 10.0
+    # Seconds after a drop until there may be another level: the exchange takes 1-2 s (§4.2), and a burst that one level
+    # was made for should not see two. Chosen; the paper's extreme burst sees two in 90 s (Fig. 17).
+    settle: float = 30.0
+    # Seconds for which demand is taken to grow as it did of late, when pairs are formed: requests stay for 11 s on
+    # average (§2.2), after which those that end make up for those that come.
+    ahead: float = 10.0
     # Seconds after an epoch was discarded, or a drop declined, until there may be another. Chosen.
     again: float = 5.0
     # A drop is predicted to save this part of the time to drain the queue: below that its KV exchange is not worth it.

@@ -139,6 +139,20 @@ class Played:
         self.load(used=600, free=5, pending=102)
         return self.tick()
 
+    def flood(self) -> list[Action]:
+        """In each pair a long request runs and one waits, which a group of four has room for. One tick."""
+        self.finish_all()
+        for prompt, new in ((9000, 3000), (1000, 400)):
+            for group in list(self.controller.cluster.groups):
+                if len(group) > 1:
+                    self.arrive(prompt, new)
+        self.load(used=600, free=5, pending=63)
+        return self.tick()
+
+    def finish_all(self) -> None:
+        for name in list(self.where):
+            self.on(Finished(self.at, name))
+
     def all_prepared(self) -> list[Action]:
         assert self.prepared is not None
         epoch, members = self.prepared.epoch, [m for group in self.prepared.groups for m in group.members]
@@ -164,8 +178,7 @@ class Played:
 
     def calm(self) -> list[Action]:
         """All requests end, and it is calm until a restore is prepared."""
-        for name in list(self.where):
-            self.on(Finished(self.at, name))
+        self.finish_all()
         for _ in range(300):
             if actions := self.alive(0.1, used=10, free=690):
                 return actions

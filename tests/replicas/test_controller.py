@@ -99,13 +99,10 @@ def test_a_second_level_merges_the_pairs() -> None:
     """In each pair a long request runs and one waits, which four replicas have room for."""
     played = Played()
     played.drop()
-    for name in list(played.where):
-        played.on(Finished(played.at, name))
-    for prompt, new in ((9000, 3000), (1000, 400)):
-        played.arrive(prompt, new)
-        played.arrive(prompt, new)
-    assert not played.of(Prepare, played.alive(9.8, used=600, free=5, pending=63))  # it settles first
-    (prepare,) = played.of(Prepare, played.alive(0.5, used=600, free=5, pending=63))
+    played.flood()
+    assert not played.of(Prepare, played.alive(9.8, used=600, free=5, pending=60))  # it settles first
+    assert not played.of(Prepare, played.alive(5.0, used=600, free=5, pending=60))  # and nothing grows
+    (prepare,) = played.of(Prepare, played.alive(0.1, used=600, free=5, pending=63))
     assert isinstance(prepare, Prepare)
     assert [group.members for group in prepare.groups] == [(0, 2, 1, 3)]
     assert prepare.pulls == ()
@@ -144,11 +141,7 @@ def test_the_burst_goes_on_while_layers_are_pulled() -> None:
     played.alive(10.0)
     assert isinstance(played.prepared, Prepare)
     epoch = played.prepared.epoch
-    for prompt, new in ((9000, 3000), (1000, 400)):
-        played.arrive(prompt, new)
-        played.arrive(prompt, new)
-    played.load(used=600, free=5, pending=63)
-    discard, prepare = played.tick()
+    discard, prepare = [each for each in played.flood() if not isinstance(each, Dispatch)]
     assert discard == Discard(epoch, Reason.OVERLOAD)
     assert isinstance(prepare, Prepare)
     assert played.groups() == PAIRS
@@ -158,8 +151,7 @@ def test_a_request_that_fits_no_replica_keeps_its_group() -> None:
     """6,000 tokens: more than a replica has when nothing is dropped."""
     played = Played()
     played.drop()
-    for name in list(played.where):
-        played.on(Finished(played.at, name))
+    played.finish_all()
     name = played.arrive(5900, 100)
     where = played.where[name]
     (prepare,) = played.of(Prepare, played.alive(15.0))
@@ -379,8 +371,7 @@ def test_a_source_that_drops_layers_is_replaced() -> None:
         each for each in played.on(Lost(played.at, 1)) if isinstance(each, StartRestore) and each.pulls[0].member == 0
     ]
     assert {pull.source for pull in start.pulls} == {3}
-    for name in list(played.where):
-        played.on(Finished(played.at, name))
+    played.finish_all()
     played.alive(10.0)
     (prepare,) = played.of(Prepare, played.burst())
     assert isinstance(prepare, Prepare)

@@ -17,6 +17,7 @@ from ballonet.offload.policy.replicas.drop_plan import (
     group_slots,
     net_freed,
     slot,
+    with_growth,
 )
 from ballonet.offload.policy.replicas.groups import Group, Span, alone, check_groups
 from ballonet.offload.policy.replicas.spans import pulled, regroup
@@ -151,6 +152,17 @@ def test_what_is_asked_for_the_slots_as_well_is_enough(replicas: int, needed: in
         plan = drop_plan(groups, gross, pages)
         assert plan.freed < gross or plan.net_freed >= needed
         groups = [*plan.formed, *plan.kept]
+
+
+def test_growth_is_worth_pairs_and_no_more() -> None:
+    """Of 8 replicas, pages of 12 layers of 25: 250 net for each pair."""
+    ones, pages = [alone(number, 12) for number in range(8)], [25] * 12
+    asked = [with_growth(ones, needed, growth, pages) for needed, growth in ((1, 0), (1, 249), (1, 250), (1, 9999))]
+    assert asked == [2, 300, 302, 1200]
+    assert drop_plan(ones, 1200, pages).merges == 4
+    assert with_growth(ones, 1300, 9999, pages) == 1560  # what is queued is worth more levels
+    assert with_growth([pair(1, 2, 6, 12), alone(3, 12)], 1, 9999, pages) == 2
+    assert with_growth([alone(1, 2), alone(2, 2)], 1, 1, [5, 5]) is None
 
 
 def test_two_layers_free_nothing() -> None:

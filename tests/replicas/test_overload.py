@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ballonet.offload.policy.replicas.heartbeat import Heartbeat
-from ballonet.offload.policy.replicas.overload import Calm, Usage, is_overloaded
+from ballonet.offload.policy.replicas.overload import Calm, Growth, Usage, is_overloaded
 from ballonet.offload.policy.tuning import Replicas
 
 TUNING = Replicas(full=0.95, calm=0.5, dwell=10.0, looks=8, silent=1.0, iterations=5, remembered=3)
@@ -94,3 +94,17 @@ def test_time_in_which_nobody_listened_is_excused() -> None:
     heart.excuse(5.0)
     assert not heart.is_dead(6.0)
     assert heart.is_dead(6.1)
+
+
+def test_growth_is_looked_ahead_at_the_rate_of_late() -> None:
+    growth = Growth(Replicas(looks=3, ahead=10.0))
+    assert growth.pages == 0
+    growth.look(0.0, Usage(0, 100, 0, 100))
+    assert growth.pages == 0
+    growth.look(1.0, Usage(8, 92, 2, 100))
+    assert growth.pages == 100
+    growth.look(2.0, Usage(10, 90, 0, 100))
+    growth.look(3.0, Usage(11, 89, 1, 100))  # the first is forgotten: 2 in 2 s
+    assert growth.pages == 10
+    growth.look(4.0, Usage(1, 99, 0, 100))
+    assert growth.pages == 0

@@ -183,6 +183,7 @@ class Changes:
                 return
             found.update(placed)
         self.proposal = None
+        self.drop_after = at  # a new burst
         requests = [request for old in proposal.old for request in state.end(old)]
         for group in proposal.groups:
             state.cluster.replicas[group.members[0]].held = layers

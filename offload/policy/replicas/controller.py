@@ -22,7 +22,7 @@ from .actions import Action, Alone, Cancel, Decline, Recompute, Rejoin
 from .changes import Changes, Kind
 from .cluster import Cluster
 from .demand import KVSize, needed_pages, prompt_pages
-from .drop_plan import drop_plan, gross_needed, net_freed
+from .drop_plan import drop_plan, net_freed, with_growth
 from .events import (
     Arrived,
     Committed,
@@ -46,7 +46,7 @@ from .failures import Failures
 from .forecast import busiest, merged_work, work_of
 from .gate import ChunkCost, judge
 from .groups import alone
-from .overload import Calm, Usage, is_overloaded
+from .overload import Calm, Growth, Usage, is_overloaded
 from .requests import RequestBook
 from .state import State
 
@@ -70,6 +70,7 @@ class Controller:
         self._changes = Changes(self._state, tuning)
         self._failures = Failures(self._state, self._changes)
         self._calm = Calm(tuning)
+        self._growth = Growth(tuning)
         self._ticked: float | None = None
 
     @property
@@ -183,6 +184,7 @@ class Controller:
         if usage is None or not self.cluster.replicas:
             return
         changes = self._changes
+        self._growth.look(at, usage)
         if is_overloaded(usage, self._tuning):
             if changes.proposal is not None and changes.proposal.kind is Kind.RESTORE:
                 changes.discard(Reason.OVERLOAD, at)
@@ -197,15 +199,16 @@ class Controller:
     def _drop(self, usage: Usage, at: float) -> None:
         pages = self.cluster.pages
         replicas = self.cluster.replicas
-        needed = needed_pages(usage.pending, usage.free)
-        if not needed:
+        needed, growth = needed_pages(usage.pending, usage.free), self._growth.pages
+        is_first = not any(each.group.is_dropped for each in self.cluster.groups.values())
+        if not needed or not (is_first or growth):
             return
-        gross = gross_needed(needed, pages)
         groups = [
             each.group
             for each in self.cluster.steady()
             if all(replicas[member].backed for member in each.group.members)
         ]
+        gross = with_growth(groups, needed, growth, pages)
         plan = drop_plan(groups, gross, pages) if gross is not None else None
         if plan is None or not plan.formed:
             self._changes.decline(Decline(Reason.NO_PLAN), at)

@@ -99,3 +99,12 @@ def gross_needed(needed: int, pages: Sequence[int]) -> int | None:
     """
     model, worst = sum(pages), 2 * max(pages)
     return None if model <= worst else -(-needed * model // (model - worst))
+
+
+def with_growth(groups: Iterable[Group], needed: int, growth: int, pages: Sequence[int]) -> int | None:
+    """`gross_needed`, and what demand may grow by as well, as far as replicas on their own can become pairs for it."""
+    gross, more = gross_needed(needed, pages), gross_needed(needed + growth, pages)
+    if gross is None or more is None:
+        return None
+    pairs = sum(not group.is_dropped for group in groups) // 2
+    return max(gross, min(more, pairs * sum(pages)))

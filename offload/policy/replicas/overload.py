@@ -6,6 +6,13 @@ Note [Hysteresis]
     any look, and the load must not be rising when it is decided: the mean of the later half of the last looks is no
     more than that of the earlier. A load that stays low and flat falls in that sense, or it would never be restored.
     So on a square wave there is at most one restore in each low half: the next one needs a drop before it.
+
+Note [Growth]
+    What is queued when memory has just become full is little, so the R of Fig. 6 would have a few replicas merge, and
+    the next ones a moment later, in a drop of their own. So demand is also looked at ahead, at the rate at which it has
+    grown. As that is a guess, it is only worth what costs least: that replicas on their own become pairs
+    (`drop_plan.with_growth`). A further level needs both: prompts that wait, and demand that still grows, as a queue
+    that gets shorter will be gone before the next level helps.
 """
 
 from __future__ import annotations
@@ -32,6 +39,26 @@ def is_overloaded(usage: Usage, tuning: Tuning = DEFAULT.replicas) -> bool:
     """Whether memory is full and no less is pending than is free."""
     full = usage.used >= tuning.full * (usage.used + usage.free)
     return full and usage.pending > 0 and usage.pending >= usage.free
+
+
+class Growth:
+    """How demand, used and pending, grows. See Note [Growth]."""
+
+    def __init__(self, tuning: Tuning = DEFAULT.replicas) -> None:
+        self._tuning = tuning
+        self._looks: deque[tuple[float, int]] = deque(maxlen=tuning.looks)
+
+    def look(self, at: float, usage: Usage) -> None:
+        """Remembers the demand of a time."""
+        self._looks.append((at, usage.used + usage.pending))
+
+    @property
+    def pages(self) -> int:
+        """Pages by which demand will have grown when it has been looked `ahead`; not below 0."""
+        if len(self._looks) < 2:
+            return 0
+        (begin, before), (end, now) = self._looks[0], self._looks[-1]
+        return max(0, round((now - before) * self._tuning.ahead / (end - begin))) if end > begin else 0
 
 
 class Calm:
