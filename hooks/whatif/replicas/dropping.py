@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 
 class Drop(Recompute):
-    """See Note [What is played]. `log`: what the `controller` decided, and when; `drops`, `restores`: epochs of each kind
-    that were committed."""
+    """See Note [What is played]. `log`: what the `controller` decided, and when; `drops`, `restores`: epochs of each
+    kind that were committed."""
 
     def __init__(self, run: FleetRun) -> None:
         fleet = run.fleet
