@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from .local_link import LocalChannel, tensor_of, text_of
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
 from .local import LocalGroup
 from .local_link import LocalLink, tensor_of, text_of
@@ -37,7 +36,7 @@ class Regroup:
         self._cancelled: set[str] = set()
         self._sent: Iterator[bool] = iter(())
         self._most = most
-        self._links: dict[tuple[str, str], tuple[LocalChannel, LocalChannel]] = {}
+        self._links: dict[tuple[str, str], tuple[LocalLink, LocalLink]] = {}
         for group in old:
             group.drain()
             for name in list(group.leader.requests):
@@ -94,7 +93,7 @@ class Regroup:
         tensor = exported(old, piece)
         piece = replace(piece, check=checksum(tensor))
         if source != target:
-            there, here = self._links.setdefault((source, target), LocalChannel.pair())
+            there, here = self._links.setdefault((source, target), LocalLink.pair())
             there.send(tensor_of(piece.to_json()), "kv", False)
             there.send(tensor, "kv", False)
             piece, tensor = Piece.from_json(text_of(here.recv("kv"))), here.recv("kv")

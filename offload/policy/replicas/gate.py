@@ -11,6 +11,10 @@ Note [Gate]
     With the drop, requests that were running wait until their KV is exchanged, and so end later, while new prompts are
     computed meanwhile (§4.2).
 
+    A drop lasts for the dwell at least, and those that arrive meanwhile pay for the bubble too: `bubble * dwell` is
+    added to it. Groups as they are count with their mean: that one of them has more to do than another is what the
+    dispatcher evens out, at no cost.
+
     Limits: between two changes of who runs, rounds that only decode are taken to last as long as the first of them; no
     request fails or leaves; nobody new arrives.
 """
@@ -159,7 +163,10 @@ class Verdict:
 
 
 def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning = DEFAULT.replicas) -> Verdict:
-    """Compares the slowest of the groups as they are with the group that they would become. See Note [Gate]."""
-    without = max(drain_seconds(work, cost, tuning) for work in kept)
-    with_drop = drain_seconds(dropped, cost, tuning)
+    """Compares the groups as they are, each for as many replicas as it has, with the group that they would become. See
+    Note [Gate]."""
+    parts = list(kept)
+    stages = sum(work.stages for work in parts)
+    without = sum(drain_seconds(work, cost, tuning) * work.stages for work in parts) / stages
+    with_drop = drain_seconds(dropped, cost, tuning) + tuning.bubble * tuning.dwell
     return Verdict(with_drop, without, with_drop < without * (1 - tuning.gain))

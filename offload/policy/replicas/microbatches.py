@@ -14,7 +14,7 @@ Note [Look ahead]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .chunk_cost import ChunkCost
@@ -54,6 +54,20 @@ def equal_cost(chunks: Sequence[Chunk], batches: int, cost: ChunkCost) -> list[B
             if rest.new:
                 number, room = number + 1, room + share
     return [each for each in made if each]
+
+
+def fill(chunks: Iterable[Chunk], room: float, cost: ChunkCost) -> Batch:
+    """Returns the first chunks, the last one cut, that add as close to `room` seconds to a batch as whole tokens
+    allow."""
+    made: Batch = []
+    for chunk in chunks:
+        fits = _fitting(chunk, room, cost)
+        if fits:
+            made.append(chunk.cut(fits)[0])
+            room -= cost.added(chunk.before, fits)
+        if fits < chunk.new:
+            break
+    return made
 
 
 def _fitting(chunk: Chunk, room: float, cost: ChunkCost) -> int:

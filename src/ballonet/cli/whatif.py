@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,11 @@ def add(commands: Any) -> None:
         stock, split (of several models, each with an even part of the budget) and swap (one of them at a time on the
         device) are transformers' own cache and scheduler; fast is ballonet; full is --batches full, and the others are
         fast with a part switched off: lru, uncapped, one-slot, two-slots, no-reversion, weights-fixed, no-inflation,
-        no-buffer, fixed-buffer."""
+        no-buffer, fixed-buffer. With --replicas several replicas of one model are simulated instead, without pages;
+        policies, by what is done when their KV memory is full: queue, recompute, swap, migrate, drop. Then a line has
+        policy, replicas, drops, restores, bytes_moved and bubble (waiting in pipelines), and --costs FILE may also
+        have alpha, beta and gamma of chunks, or a list of batches to which they are fitted (chunks: pairs of tokens
+        before and new ones; seconds)."""
     parser.add_argument(
         "trace", metavar="TRACE", type=Path, nargs="+", help="a file of requests, as for `load`, or one for each model"
     )
@@ -36,7 +41,9 @@ def add(commands: Any) -> None:
         "--turns", metavar="TIME", type=arguments.seconds, help="requests go to one model for so long, then to the next"
     )
     parser.add_argument(
-        "--policy", metavar="P,P,...", help="of those above (default: stock,full,fast or split,swap,fast)"
+        "--policy",
+        metavar="P,P,...",
+        help="of those above (default: stock,full,fast or split,swap,fast; with --replicas all of its own)",
     )
     parser.add_argument(
         "--costs",
@@ -51,6 +58,15 @@ def add(commands: Any) -> None:
     parser.add_argument("--page-size", default="2MiB", metavar="SIZE", help="of a page (default: %(default)s)")
     parser.add_argument("--link", default="25GB", metavar="SIZE", help="bytes per second to the host (%(default)s)")
     parser.add_argument(
+        "--replicas", metavar="N", type=arguments.count, help="replicas that drop parameters, or do not"
+    )
+    parser.add_argument(
+        "--network",
+        default="25GB",
+        metavar="SIZE",
+        help="bytes per second that a replica sends to others (%(default)s)",
+    )
+    parser.add_argument(
         "--shrink", metavar="N", type=arguments.count, default=1, help="a byte here stands for N of that machine"
     )
     parser.add_argument("--block-size", metavar="N", type=arguments.count, help="tokens of a block of KV")
@@ -60,6 +76,62 @@ def add(commands: Any) -> None:
 
 
 def _whatif(args: argparse.Namespace) -> None:
+    (_pages if args.replicas is None else _replicas)(args)
+
+
+def _replicas(args: argparse.Namespace) -> None:
+    """Several replicas of one model, by policy."""
+    from ..hooks.whatif.replicas.fleet import Fleet, Shape
+    from ..hooks.whatif.replicas.run import POLICIES, checked, run
+
+    if len(args.model) > 1 or len(args.trace) > 1 or args.ask or args.turns is not None or args.shrink > 1:
+        args.wrong("--replicas takes one model and one trace, and no --turns, --ask and --shrink")
+    policies = [each.strip() for each in args.policy.split(",")] if args.policy else list(POLICIES)
+    checked(policies)
+    (arrivals,) = _arrivals(args, 1)
+    given = {"block": args.block_size, "batch": args.batch_tokens}
+    fleet = Fleet(
+        Shape.of(_config(args.model[0])),
+        args.replicas,
+        parse_size(args.budget, "budget"),
+        parse_size(args.page_size, "page_size"),
+        parse_host_budget(args.host_budget),
+        parse_size(args.link, "link"),
+        parse_size(args.network, "network"),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    cost = _chunk_cost(args, arrivals)
+    for each in policies:
+        found = run(fleet, cost, arrivals, each, (args.ttft_slo, args.tpot_slo), _noting(len(arrivals)))
+        print(json.dumps(found), flush=True)
+
+
+def _chunk_cost(args: argparse.Namespace, arrivals: Any) -> Any:
+    """What chunks take: from its file, or made of what was measured."""
+    from ..hooks.whatif.replicas.costs import of_parts, read_costs
+
+    path = None if args.costs is None else args.costs[0]
+    if path is None or not path.exists():
+        sizes = {name: parse_size(vars(args)[name], name) for name in ("budget", "page_size")}
+        return of_parts(_costs(args, 0, arrivals, {**sizes, "host_budget": parse_host_budget(args.host_budget)}, {}))
+    cost, fitted = read_costs(path)
+    if fitted is not None:
+        _say(f"fitted {asdict(cost)}; batches that were held out differ by {fitted.error:.1%} on average")
+    return cost
+
+
+def _noting(requests: int) -> Callable[[int], None]:
+    """Shows how many requests have ended."""
+
+    def note(done: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {requests} requests", end="\n" if done == requests else "", file=sys.stderr)
+
+    return note
+
+
+def _pages(args: argparse.Namespace) -> None:
+    """One device and its pages, by policy."""
     from ..hooks.whatif.machine import Machine, Tenant, checked
     from ..hooks.whatif.policies import default, named
     from ..hooks.whatif.run import run
@@ -84,12 +156,7 @@ def _whatif(args: argparse.Namespace) -> None:
     named_apart = [name if models.count(name) == 1 else f"{name} ({n + 1})" for n, name in enumerate(models)]
     tenants = [Tenant(*each) for each in zip(named_apart, map(_config, models), costs, dealt, strict=True)]
     checked(tenants, machine)
-    requests = sum(map(len, dealt))
-
-    def note(done: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done} of {requests} requests", end="\n" if done == requests else "", file=sys.stderr)
-
+    note = _noting(sum(map(len, dealt)))
     for each in policies:
         found = run(tenants, machine, each, batching, (args.ttft_slo, args.tpot_slo), args.ask, note)
         print(json.dumps(found), flush=True)

@@ -1,0 +1,43 @@
+"""The cost of chunks from a file: given, fitted to batches that ran, or made of what `whatif` knows of steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ....allocator.errors import ManageError
+from ....offload.policy.replicas.chunk_cost import ChunkCost
+from ....offload.policy.replicas.fit_cost import Fit, Sample, fit
+from ....offload.policy.step_costs import Parts
+from ..machine import costs_of
+
+
+def read_costs(path: Path) -> tuple[ChunkCost, Fit | None]:
+    """Returns the cost in a file, and the fit where it was fitted. JSON: alpha, beta, gamma, and if need be square,
+    prefix and decode (a cost of its own); or a list of batches, each with `seconds` and `chunks`, pairs of tokens
+    before and new ones; or fixed, row, key and pair, as without replicas. ManageError where it is none; OSError."""
+    try:
+        found = json.loads(path.read_text())
+        if isinstance(found, list):
+            made = fit([Sample(tuple((int(p), int(c)) for p, c in each["chunks"]), each["seconds"]) for each in found])
+            return made.cost, made
+        if "alpha" in found:
+            return _given(found), None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ManageError(f"{path} is no cost of chunks: {error}") from None
+    return of_parts(costs_of(path)), None
+
+
+def of_parts(parts: Parts) -> ChunkCost:
+    """Returns the cost of chunks that take what steps of one request do: p + c keys are read by c new tokens."""
+    beta = max(0.0, parts.row + parts.key - parts.pair)
+    return ChunkCost(parts.pair, beta, parts.fixed, square=2 * parts.pair, prefix=parts.key)
+
+
+def _given(found: dict[str, Any]) -> ChunkCost:
+    decode = found.pop("decode", None)
+    cost = ChunkCost(**found, decode=None if decode is None else ChunkCost(**decode))
+    if not cost.within + cost.beta:
+        raise ValueError("a larger chunk would take no longer: give alpha or beta above 0")
+    return cost

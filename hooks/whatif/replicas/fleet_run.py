@@ -1,0 +1,104 @@
+"""Recorded requests on replicas of one model, under a virtual clock.
+
+Note [What is simulated]
+    Nothing is computed and no page is there: a batch takes what a `ChunkCost` says, a copy its bytes over the link, and
+    each answer has as many tokens as were recorded, which dispatcher and controller are told in advance. Decisions are
+    those of policy/replicas/. Two runs take the same ones: nothing reads a clock, and what happens in one moment
+    happens in the order in which it was asked for. A step of the simulation costs O(requests of its batch), a request
+    O(log replicas), a look of the controller O(replicas).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ....offload.policy.replicas.chunk_cost import ChunkCost
+from ....offload.policy.replicas.dispatch import Members
+from ...server.arrivals import Arrival
+from ...server.load import Answered
+from .agenda import Agenda
+from .fleet import Fleet
+from .jobs import Job
+from .pipes import Keeper, Pipe
+from .wires import Wire
+
+
+class FleetRun:
+    """One run. `pipes`: the groups that compute, by their members; `wires`: all that bytes were moved over."""
+
+    def __init__(self, fleet: Fleet, cost: ChunkCost, arrivals: Sequence[Arrival]) -> None:
+        self.fleet = fleet
+        self.cost = cost
+        self.agenda = Agenda()
+        self.jobs = [Job(number, each) for number, each in enumerate(arrivals)]
+        self.wires: list[Wire] = []
+        self.pipes: dict[Members, Pipe] = {}
+        self._left = len(self.jobs)
+        self._sent: dict[int, Wire] = {}
+        self._busy = self._open = 0.0
+
+    @property
+    def going_on(self) -> bool:
+        """Whether any request has not ended."""
+        return self._left > 0
+
+    def wire(self, member: int) -> Wire:
+        """Returns what a replica sends to others."""
+        if member not in self._sent:
+            self._sent[member] = Wire(self.agenda, self.fleet.network, self.fleet.part(self.cost))
+            self.wires.append(self._sent[member])
+        return self._sent[member]
+
+    def every(self, period: float, act: Callable[[], None]) -> None:
+        """Has `act` called once a period, until all requests have ended."""
+
+        def again() -> None:
+            if self.going_on:
+                act()
+                self.agenda.after(period, again)
+
+        self.agenda.at(0.0, again)
+
+    def open(self, members: Members, parts: Sequence[float], capacity: int, keeper: Keeper) -> Pipe:
+        """Returns a new group, with room for `capacity` tokens of KV."""
+        wires = [self.wire(each) for each in members]
+        pipe = Pipe(self.agenda, self.fleet, self.cost, keeper, members, parts, wires, capacity)
+        self.pipes[members] = pipe
+        return pipe
+
+    def close(self, pipe: Pipe) -> None:
+        """The group is no more; the time of its stages counts."""
+        del self.pipes[pipe.members]
+        if len(pipe.members) > 1:
+            self._busy += pipe.busy
+            self._open += pipe.open
+
+    @property
+    def bubble(self) -> float:
+        """Part of the stages' time of pipelines in which they waited while one of them computed; 0 without any."""
+        pipes = [pipe for pipe in self.pipes.values() if len(pipe.members) > 1]
+        seconds = self._open + sum(pipe.open for pipe in pipes)
+        return 1 - (self._busy + sum(pipe.busy for pipe in pipes)) / seconds if seconds else 0.0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of KV and of weights that went over a link, between replicas or to and from the host."""
+        return sum(wire.moved for wire in self.wires)
+
+    def over(self, job: Job, error: str = "") -> None:
+        """The request has ended, well or with an error."""
+        self._left -= 1
+        job.answer.error, job.answer.refused = error, bool(error)
+
+    def answers(self, arrive: Callable[[Job], None], note: Callable[[int], None]) -> list[Answered]:
+        """Plays all requests to their end, each given to `arrive` when it is due; returns what became of them. `note`:
+        is called with the number that has ended."""
+        for job in self.jobs:
+            self.agenda.at(job.arrival.at, lambda job=job: arrive(job))  # type: ignore[misc]
+        ended = 0
+        while self.going_on and self.agenda.step():
+            if len(self.jobs) - self._left != ended:
+                ended = len(self.jobs) - self._left
+                note(ended)
+        assert not self.going_on, f"{self._left} requests wait for nothing"
+        return [job.answer for job in self.jobs]

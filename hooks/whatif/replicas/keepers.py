@@ -1,0 +1,243 @@
+"""What replicas do when their KV memory is full, without dropping: wait, recompute, swap to the host, migrate.
+
+Note [Peers]
+    All of them get requests from the same dispatcher, and begin them in order. `Queue` begins a request when all the KV
+    fits that it will ever have. The others begin it when its prompt fits; when a token finds no room, the request that
+    came last makes some (vLLM): `Recompute` frees its KV and computes it anew; `Swap` copies it to the host, and back
+    before any new request begins; `Migrate` (Llumnix) has requests leave a replica whose queue is stuck, for the one
+    with most room: those that wait at once, those that run while they go on decoding; where all are full it recomputes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ....offload.policy.replicas.dispatch import Dispatcher
+from ....offload.policy.tuning import DEFAULT
+from .jobs import Job
+from .pipes import Pipe
+from .wires import Wire
+
+if TYPE_CHECKING:
+    from .fleet_run import FleetRun
+
+
+class Recompute:
+    """See Note [Peers]."""
+
+    def __init__(self, run: FleetRun) -> None:
+        self.run = run
+        self._dispatcher = Dispatcher()
+        self._open()
+
+    def _open(self) -> None:
+        """Each replica is on its own."""
+        for member in range(self.run.fleet.replicas):
+            pipe = self.run.open((member,), (1.0,), self.run.fleet.tokens, self)
+            self._dispatcher.add(pipe.members, pipe.capacity)
+
+    def arrive(self, job: Job) -> None:
+        """A request is due: it goes to a replica, or is refused where none can ever hold it."""
+        members = self._dispatcher.choose(job.most)
+        if members is None:
+            self.run.over(job, "no replica can ever hold its KV")
+            return
+        self._dispatcher.take(members, job.most)
+        self.run.pipes[members].add(job)
+
+    def admit(self, pipe: Pipe) -> None:
+        """Begins requests in order, as long as what they want fits."""
+        spare = int(DEFAULT.replicas.watermark * pipe.capacity)
+        while pipe.waiting:
+            wanted = self.wanted(pipe.waiting[0])
+            if (pipe.used and wanted + spare > pipe.free) or not pipe.grow(pipe.waiting[0], wanted):
+                break
+            pipe.prompts.append(pipe.waiting.popleft())
+
+    def wanted(self, job: Job) -> int:
+        """Tokens of room with which a request begins."""
+        return job.known
+
+    def make_room(self, pipe: Pipe, job: Job) -> bool:
+        """Preempts those that came last, until there is room or `job` itself was the last."""
+        while not pipe.grow(job, job.kv + 1):
+            last = max((each for each in pipe.jobs() if not each.flying and not each.leaving), key=_number)
+            self.preempt(pipe, last)
+            if last is job:
+                return False
+        return True
+
+    def preempt(self, pipe: Pipe, job: Job) -> None:
+        """Frees the KV of a request, which is computed anew before any new request begins."""
+        pipe.remove(job)
+        pipe.release(job)
+        job.forget()
+        pipe.waiting.appendleft(job)
+
+    def ended(self, pipe: Pipe, job: Job) -> None:
+        """The request has all its tokens."""
+        self._dispatcher.give(pipe.members, job.most)
+        self.run.over(job)
+
+    def moved(self, job: Job, pipe: Pipe, to: Pipe) -> None:
+        """The request belongs to another replica now."""
+        self._dispatcher.give(pipe.members, job.most)
+        self._dispatcher.take(to.members, job.most)
+
+    def landed(self, pipe: Pipe, job: Job) -> None:
+        """No request leaves."""
+        raise AssertionError(f"request {job.number} leaves group {pipe.members}, and goes nowhere")
+
+
+class Queue(Recompute):
+    """See Note [Peers]."""
+
+    def wanted(self, job: Job) -> int:
+        """All that it will ever have."""
+        return job.most
+
+
+class Swap(Recompute):
+    """See Note [Peers]."""
+
+    def __init__(self, run: FleetRun) -> None:
+        super().__init__(run)
+        link = run.fleet.link
+        self._out = {pipe: Wire(run.agenda, link, _WHOLE) for pipe in run.pipes.values()}
+        self._back = {pipe: Wire(run.agenda, link, _WHOLE) for pipe in run.pipes.values()}
+        self._away: dict[Pipe, list[Job]] = {pipe: [] for pipe in run.pipes.values()}
+        self._going = dict.fromkeys(run.pipes.values(), 0)
+        self._host = dict.fromkeys(run.pipes.values(), run.fleet.host_budget)
+        run.wires += [*self._out.values(), *self._back.values()]
+
+    def admit(self, pipe: Pipe) -> None:
+        """Brings back what is on the host, oldest first; begins new requests where nothing is."""
+        away, spare = self._away[pipe], int(DEFAULT.replicas.watermark * pipe.capacity)
+        while away:
+            job = min(away, key=_number)
+            if (pipe.used and job.kv + 1 + spare > pipe.free) or not pipe.grow(job, job.kv + 1):
+                return
+            away.remove(job)
+            self._back[pipe].send(self._bytes(job), lambda job=job: self._came(pipe, job))  # type: ignore[misc]
+        if not self._going[pipe]:
+            super().admit(pipe)
+
+    def make_room(self, pipe: Pipe, job: Job) -> bool:
+        """Has the last request go to the host, unless one is going: room comes with its last byte."""
+        if not self._going[pipe]:
+            last = max((each for each in pipe.jobs() if not each.flying), key=_number)
+            if self._bytes(last) > self._host[pipe]:
+                return super().make_room(pipe, job)
+            pipe.remove(last)
+            last.stalled = True
+            self._going[pipe] += 1
+            self._host[pipe] -= self._bytes(last)
+            self._out[pipe].send(self._bytes(last), lambda: self._went(pipe, last))
+        return False
+
+    def _bytes(self, job: Job) -> int:
+        return job.kv * self.run.fleet.shape.kv
+
+    def _went(self, pipe: Pipe, job: Job) -> None:
+        pipe.release(job)
+        self._going[pipe] -= 1
+        self._away[pipe].append(job)
+        pipe.pump()
+
+    def _came(self, pipe: Pipe, job: Job) -> None:
+        self._host[pipe] += self._bytes(job)
+        pipe.resume(job)
+        pipe.pump()
+
+
+class Migrate(Recompute):
+    """See Note [Peers]."""
+
+    def __init__(self, run: FleetRun) -> None:
+        super().__init__(run)
+        self._moves: dict[Job, tuple[Pipe, Pipe, int]] = {}  # from, to, tokens of room there
+        self._sources: set[Pipe] = set()
+        run.every(DEFAULT.replicas.period, self._look)
+
+    def preempt(self, pipe: Pipe, job: Job) -> None:
+        """As `Recompute`; it does not leave any more."""
+        self._cancel(job)
+        super().preempt(pipe, job)
+
+    def ended(self, pipe: Pipe, job: Job) -> None:
+        """It does not leave any more."""
+        self._cancel(job)
+        super().ended(pipe, job)
+
+    def landed(self, pipe: Pipe, job: Job) -> None:
+        """All its KV is there: it goes on there."""
+        _, to, room = self._moves.pop(job)
+        self._sources.discard(pipe)
+        pipe.remove(job)
+        pipe.release(job)
+        job.held, job.leaving = room, False
+        self.moved(job, pipe, to)
+        to.resume(job)
+        pipe.pump()
+        to.pump()
+
+    def _look(self) -> None:
+        """Once a period: who is stuck, and who has most room?"""
+        stuck = [pipe for pipe in self.run.pipes.values() if pipe.waiting and self._is_stuck(pipe)]
+        if not stuck:
+            return
+        others = [pipe for pipe in self.run.pipes.values() if not pipe.waiting]
+        for pipe in stuck:
+            to = max(others, key=lambda each: each.free, default=None)
+            if to is None:
+                return
+            spare, first = int(DEFAULT.replicas.watermark * to.capacity), pipe.waiting[0]
+            if first.known + spare <= to.free:
+                pipe.waiting.popleft()
+                self.moved(first, pipe, to)
+                to.add(first)
+                others.remove(to)
+            elif pipe not in self._sources:
+                self._leave(pipe, to, spare)
+
+    def _is_stuck(self, pipe: Pipe) -> bool:
+        spare = int(DEFAULT.replicas.watermark * pipe.capacity)
+        return pipe.waiting[0].known + spare > pipe.free
+
+    def _leave(self, pipe: Pipe, to: Pipe, spare: int) -> None:
+        """The smallest request that makes room for the first one in the queue goes, if it fits there."""
+        short = pipe.waiting[0].known - pipe.free
+        block = self.run.fleet.block
+        fits = [each for place in pipe.places for each in place if short <= each.held <= to.free - spare - block]
+        job = min(fits, key=lambda each: (each.held, each.number), default=None)
+        if job is None:
+            return
+        room = job.held + block
+        to.used += room
+        self._moves[job] = pipe, to, room
+        self._sources.add(pipe)
+        wire = self.run.wire(pipe.members[0])
+        wire.send(job.kv * self.run.fleet.shape.kv, lambda: self._sent(job, to))
+
+    def _sent(self, job: Job, to: Pipe) -> None:
+        """What it had when it began to leave is there; the few tokens since then are not counted."""
+        move = self._moves.get(job)
+        if move is None or move[1] is not to:
+            return
+        job.leaving = True
+        if not job.flying:
+            self.landed(move[0], job)
+
+    def _cancel(self, job: Job) -> None:
+        if job in self._moves:
+            source, to, room = self._moves.pop(job)
+            self._sources.discard(source)
+            to.used -= room
+            job.leaving = False
+
+
+_WHOLE = 2**62  # bytes: a copy to the host is not interrupted
+
+
+def _number(job: Job) -> int:
+    return job.number

@@ -1,0 +1,48 @@
+"""Small fleets, traces and costs for tests of the simulation of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
+from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
+from ballonet.hooks.whatif.replicas.keepers import Recompute
+from ballonet.hooks.whatif.replicas.run import POLICIES
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+
+PAGE = 2**16
+KV = 2**12  # bytes of a token, so a page has 16
+SHAPE = Shape((16 * PAGE,) * 8, 2 * PAGE, KV, 256)
+# a step of 1 ms, and 20 us of each new token; a request of 300 tokens then decodes for a second
+COST = ChunkCost(1e-9, 2e-5, 1e-3, decode=ChunkCost(0.0, 2e-5, 1e-3, prefix=1e-8))
+
+
+def fleet(replicas: int, tokens: int, shape: Shape = SHAPE, host: int = 2**30, network: float = 1e9) -> Fleet:
+    """Replicas that have room for about so many tokens of KV beside all layers."""
+    weights = sum(shape.layers) + shape.rest
+    return Fleet(shape, replicas, weights + tokens * shape.kv, PAGE, host, 1e9, network, batch=256)
+
+
+def burst(count: int, every: float, prompt: int, new: int, seed: int = 0, begin: float = 0.0) -> list[Arrival]:
+    """Requests at random times, `every` seconds on average; lengths are up to twice as long as their mean."""
+    random, at, found = Random(seed), begin, list[Arrival]()
+    for _ in range(count):
+        at += random.expovariate(1 / every)
+        found.append(Arrival(at, random.randrange(1, 2 * prompt), random.randrange(1, 2 * new)))
+    return found
+
+
+def played(
+    policy: str,
+    at: Fleet,
+    arrivals: list[Arrival],
+    cost: ChunkCost = COST,
+    watch: Callable[[FleetRun], None] | None = None,
+) -> tuple[FleetRun, Recompute]:
+    """A run to its end. `watch`: is called whenever requests have ended."""
+    run = FleetRun(at, cost, arrivals)
+    keeper = POLICIES[policy](run)
+    run.answers(keeper.arrive, lambda done: watch(run) if watch is not None else None)
+    return run, keeper
