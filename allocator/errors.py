@@ -186,6 +186,10 @@ class WeightsFileChanged(WeightsFileError):
     """A file that weights are copied from is no longer what it was."""
 
 
+class SpliceError(BallonetError):
+    """A part of a model's layers cannot be run as it was asked, or not at all."""
+
+
 class TraceError(BallonetError):
     """A recorded trace is damaged. `line` counts from 1, 0 where no line is to blame."""
 

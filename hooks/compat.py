@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -50,6 +51,7 @@ require_supported()
 from transformers import cache_utils  # noqa: E402  (older versions lack some of these names)
 from transformers.cache_utils import DynamicCache, DynamicLayer, EncoderDecoderCache, LinearAttentionLayer  # noqa: E402
 from transformers.cache_utils import DynamicSlidingWindowLayer as SlidingLayer  # noqa: E402
+from transformers.cache_utils import StaticLayer, Cache  # noqa: E402
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
@@ -63,6 +65,7 @@ __all__ = [
     "PLAIN_MODES",
     "PREPARE_CACHE",
     "RESTARTS_CHUNKS",
+    "Cache",
     "DynamicCache",
     "DynamicLayer",
     "GenerationMixin",
@@ -71,6 +74,7 @@ __all__ = [
     "LinearAttentionLayer",
     "NoAttention",
     "SlidingLayer",
+    "StaticLayer",
     "StorageWeakRef",
     "TorchDispatchMode",
     "builds_dynamic_cache",
@@ -88,8 +92,10 @@ __all__ = [
     "longest_sequence",
     "one_shape",
     "peek_config",
+    "plain_attention",
     "prepared_caches",
     "quantization",
+    "reads_all_tokens",
     "require_supported",
     "run_without_values",
     "settings_of",
@@ -107,6 +113,7 @@ _MAPPINGS: Final = (  # from configurations to classes that write text, the usua
 )
 # What `from_pretrained` is told of where files are, and takes for a configuration, too
 _HUB: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+_PAGED: Final = "paged|"  # how the names of attention in batches begin
 PREPARE_CACHE: Final = "_prepare_cache_for_generation"  # the method in which generate() builds its cache
 
 
@@ -135,6 +142,29 @@ def slices_prompt(config: GenerationConfig, given: Mapping[str, Any], tokens: in
     mask = given.get("attention_mask")
     length = getattr(config, "_mask_length", -1) if mask is None else mask.shape[1]
     return bool(length == tokens)
+
+
+def reads_all_tokens(model: Any, ids: torch.Tensor, cache: Any) -> bool:
+    """Does each forward of the model take all tokens of a sequence, those in `cache` too? `ids`: int64[rows, tokens]."""
+    prepare = getattr(model, "prepare_inputs_for_generation", None)
+    if prepare is None or prepare.__func__ is GenerationMixin.prepare_inputs_for_generation:
+        return False
+    given = {cache_name(model): cache, "use_cache": True}
+    return bool(prepare(ids, next_sequence_length=1, **given)["input_ids"].shape[1] > 1)
+
+
+@contextmanager
+def plain_attention(model: Any) -> Iterator[None]:
+    """Within it the model's attention is the one of ordinary forwards, where it is set to that of batches."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if not isinstance(name, str) or not name.startswith(_PAGED):
+        yield
+        return
+    model.set_attn_implementation(name.removeprefix(_PAGED))
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
 
 
 def takes_positions(model: Any) -> bool:

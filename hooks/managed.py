@@ -33,6 +33,7 @@ from .device import governors, streams
 from .device.marks import marks_of
 from .forward.forwards import Forwards
 from .forward.gate import Gate
+from .forward.here import here_of
 from .forward.lease import ForwardLease
 from .forward.turns import Turns
 from .measure.pace import Pace
@@ -256,6 +257,7 @@ class Managed:
                 streaming,
                 levers(governor, device, spill=governor.spill),
                 partial(_in_graphs, self._model),
+                here_of(model),
             )
             undo.callback(self._forwards.unhook)
             inner = runners(model)

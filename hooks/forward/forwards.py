@@ -33,6 +33,7 @@ from ...offload.governor.chaos import Chaos
 from ...offload.governor.levers import Lever
 from ..weights.ranges import Weights
 from .gate import Gate
+from .here import Here
 from .hook import CALL, Hook, opaquely
 from .lease import ForwardLease, current
 from .turns import Turn, Turns
@@ -55,11 +56,12 @@ class Forwards:
         layers: Layers,
         levers: Sequence[Lever],
         in_graphs: Callable[[], bool],
+        here: Here,
     ) -> None:
         """`lease` makes that of a forward, which is then opened; `before(args, kwargs)` is called at the beginning of
         each outermost one, under it, and `after()` at its end, `yield_pages()` between two layers when others request
         pages; `layers`: told of each decoder layer that runs; `levers`: that chaos may pull; `in_graphs`: do graphs of
-        autograd hold weights?"""
+        autograd hold weights? `here`: which decoder layers run here."""
         self.chaos = chaos
         self.count = 0  # decoder layers that are hooked
         self.weights = weights
@@ -69,6 +71,7 @@ class Forwards:
         self.yield_pages = yield_pages
         self._levers = levers
         self._in_graphs = in_graphs
+        self.here = here
         self._moving = threading.Lock()  # weights; see Note [Chaos and backward]
         self._learning: set[int] = set()  # threads that have run it with gradients
         self._turns = turns
@@ -310,6 +313,8 @@ class _EnterLayer(Hook):
                 opaquely(self)
             return
         forwards, weights, layer = self._forwards, self._forwards.weights, self._layer
+        if (span := forwards.here.span) is not None and layer not in span:  # it only passes its input through
+            return
         if forwards.chaos is not None:
             forwards.act(forwards.chaos)
         # Did another thread find no pages? This one may have some that it can do without.

@@ -30,6 +30,7 @@ from ...offload.record.record import Point, Record
 from ..device import governors, graphs
 from ..device.pressure import Giver
 from ..device.references import label
+from ..forward.here import here_of
 from ..forward.turns import Turns
 from ..measure.pace import Pace
 from ..measure.report import Report
@@ -71,6 +72,7 @@ class Elastic:
             pace.capturing,
             governor.tuning.waiting,
             governors.composed_with().interpreter,
+            here_of(model),
         )
         self.arrangement = Arrangement(model, weights, self.streaming)
         self.captured = Captured(

@@ -28,10 +28,12 @@ from torch import nn
 
 from ...allocator._native import Range
 from ...allocator.errors import ManageError, PoolExhausted
+from ...offload.policy.replicas.groups import Span
 from ...offload.policy.tuning import DEFAULT, Waiting
 from ...offload.residency.layer_parts import Part
 from ...offload.residency.ring import Ring
 from ..device.references import THIS, Interpreter
+from ..forward.here import Here
 from ..forward.hook import CALL
 from ..forward.turns import Turn, Turns
 from ..weights.moving import flat_over
@@ -64,10 +66,11 @@ class Streaming:
         capturing: Callable[[], bool],
         waiting: Waiting = DEFAULT.waiting,
         interpreter: Interpreter = THIS,
+        here: Here | None = None,
     ) -> None:
         """`stream`: returns this thread's current one. `on_host`: the layers whose addresses lead there. `captured`:
         told before a layer is read while what this thread does is captured (`capturing`); ManageError where it cannot
-        be."""
+        be. `here`: which layers run here, None for all."""
         self._ring = ring
         self._turns = turns
         self._stream = stream
@@ -76,6 +79,8 @@ class Streaming:
         self.capturing = capturing
         self._waiting = waiting
         self._interpreter = interpreter
+        self._here = Here() if here is None else here
+        self._span: Span | None = None  # for which layers have their turns
         self.bound: dict[int, Bound] = {}  # the layers that are read from slots
         self._parts: dict[int, tuple[Part, ...]] = {}
         self._hidden: set[int] = set()  # layers that nobody has seen
@@ -121,7 +126,7 @@ class Streaming:
         PoolExhausted, WeightsFileChanged, DriverError."""
         wanted = not (torch.is_grad_enabled() or self._turns.sections)
         if not (wanted and self._turns.take(turn)):
-            for layer in sorted(self._hidden):
+            for layer in filter(self._here.runs, sorted(self._hidden)):
                 self.reveal(layer)
 
     def begin(self, turn: Turn) -> None:
@@ -135,6 +140,9 @@ class Streaming:
         if self.inside is not None:  # it was interrupted
             self._end()
         self._turn = turn
+        if self._span is not self._here.span:
+            self._span = self._here.span
+            self._ring.share(self._here.runs)
         self._ring.begin(self._stream(), self._unchanged)
 
     def end(self, turn: Turn) -> None:
@@ -227,7 +235,7 @@ class Streaming:
     def _give_away(self, layer: int) -> None:
         """See bound.py, Note [A view that is kept]."""
         shared = self._ring.slot(layer)
-        others = [] if shared is None else list(shared.turns)
+        others = [] if shared is None else [each for each in self.bound if self._ring.slot(each) is shared]
         if layer in self._hidden:
             self.reveal(layer)
         for each in others:

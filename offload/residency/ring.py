@@ -55,6 +55,7 @@ class Ring:
         self._slots: list[Slot[int]] = []
         self._layers: dict[int, Streamed] = {}  # those that stream
         self.own = OwnSlots()  # of those that have come back
+        self._runs: Callable[[int], bool] = lambda layer: True
 
     @property
     def pages(self) -> int:
@@ -125,6 +126,12 @@ class Ring:
                 del self._layers[layer]
         finally:
             self._share()
+
+    def share(self, runs: Callable[[int], bool]) -> None:
+        """From now on only the layers that `runs` says take turns in slots: no others are copied to one. What slots hold
+        is forgotten. No pass runs."""
+        self._runs = runs
+        self._share()
 
     def begin(self, stream: int, unchanged: Callable[[int], bool] = lambda layer: False) -> None:
         """A pass begins on `stream`: the copies of the first layers are on their way. `unchanged`: is a layer what it
@@ -249,8 +256,11 @@ class Ring:
         """Whose turn it is in which slot, after layers have come and gone."""
         for index, slot in enumerate(self._slots):
             turns = [layer for layer, each in sorted(self._layers.items()) if each.slot == index]
-            slot.turns = [layer for layer in turns if self.slot(layer) is not None]
+            slot.turns = [layer for layer in turns if self.slot(layer) is not None and self._runs(layer)]
             slot.holds = None
+        for each, slot in self.own.members:
+            if bool(slot.turns) != self._runs(each.layer):
+                slot.turns, slot.holds = [each.layer] if self._runs(each.layer) else [], None
 
     # -- for the filler of slots
 

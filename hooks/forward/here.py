@@ -1,0 +1,36 @@
+"""Which decoder layers of a model run here: the one question that running a span and streaming share.
+
+Note [Layers that do not run here]
+    A forward over a span (hooks/splice) calls every layer up to its end, but those outside of the span only pass their
+    input through. Their hooks are called as ever. So whoever acts on a layer because it is about to run asks here first: the
+    hook before a layer (forwards.py), and the ring of slots, whose turns have no place for such a layer
+    (offload/residency/ring.py). The span changes between forwards only.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from ...offload.policy.replicas.groups import Span
+
+
+class Here:
+    """Which layers of one model run here: those of `span`; None: all."""
+
+    def __init__(self) -> None:
+        self.span: Span | None = None
+
+    def runs(self, layer: int) -> bool:
+        """Does the decoder layer of this number run here?"""
+        span = self.span
+        return span is None or layer in span
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, Here] = weakref.WeakKeyDictionary()
+
+
+def here_of(model: nn.Module) -> Here:
+    """The one of this model, the same for whoever asks."""
+    return _known.setdefault(model, Here())

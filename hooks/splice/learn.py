@@ -1,0 +1,118 @@
+"""Finding the forms of a model's layers: one forward as it is, and one in which all layers pass their input through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...allocator.errors import SpliceError
+from .elsewhere import marks
+from .forms import Answer, Fixed, LayerForm, answer_of, pass_through
+from .results import Logits
+from .splice import cache_of
+from .trees import Call, Way, copied_leaves, same_bits
+
+
+class Seen:
+    """What a layer was called with, and returned."""
+
+    def __init__(self, tensors: dict[Way, torch.Tensor], states: Way) -> None:
+        self.tensors = tensors
+        self.states = states  # where the hidden states lie
+        self.answer: Answer = Fixed(None)
+        self.caches: tuple[int, ...] = ()  # the layers of the cache that it has written to
+
+
+def record(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str
+) -> tuple[list[Seen], Logits]:
+    """Runs the model as it is. Returns what each layer was called with, and what the model returned. `cache`: what it
+    calls its cache. SpliceError where its forward does not call its layers one after the other, each once."""
+    order: list[int] = []
+    seen: list[Seen] = []
+    written: list[tuple[object, ...]] = []
+    caches: list[Any] = []
+
+    def before(index: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        call = Call(args, kwargs)
+        tensors = copied_leaves(call, frozenset((cache,)))
+        order.append(index)
+        caches.append(cache_of(call, cache))
+        written.append(marks(caches[-1]))
+        seen.append(Seen(tensors, _states(tensors, index)))
+
+    def after(layer: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        seen[-1].answer = answer_of(output, Call(args, kwargs), seen[-1].states)
+
+    with ExitStack() as undo:
+        for index, layer in enumerate(layers):
+            undo.callback(layer.register_forward_pre_hook(partial(before, index), with_kwargs=True).remove)
+            undo.callback(layer.register_forward_hook(after, with_kwargs=True).remove)
+        output = model(**inputs)
+    if order != [*range(len(layers))]:
+        raise SpliceError(f"it calls its layers in the order {order}, and not one after the other, each once")
+    for each, one, other in zip(seen, written, [*written[1:], marks(caches[-1])], strict=True):
+        each.caches = _changed(one, other)
+    return seen, Logits(output, caches[-1])
+
+
+def forms_of(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[Seen]
+) -> tuple[LayerForm, ...]:
+    """Runs the model with all layers passing their input through, and compares with what was `seen`."""
+    through = _passed(model, layers, inputs, cache, seen)
+    forms = []
+    for index, each in enumerate(seen):
+        more = (way for way, tensor in each.tensors.items() if not same_bits(tensor, through[index].get(way)))
+        travels = (each.states, *(way for way in more if way != each.states)) if index else ()
+        forms.append(LayerForm(travels, each.answer, each.caches))
+    return tuple(forms)
+
+
+def _passed(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any], cache: str, seen: Sequence[Seen]
+) -> dict[int, dict[Way, torch.Tensor]]:
+    """The tensors of each layer's call where all layers pass their input through."""
+    found: dict[int, dict[Way, torch.Tensor]] = {}
+
+    def passing(index: int, *args: Any, **kwargs: Any) -> Any:
+        found[index] = copied_leaves(Call(args, kwargs), frozenset((cache,)))
+        return pass_through(seen[index].answer, Call(args, kwargs))
+
+    with ExitStack() as undo:
+        for index, layer in enumerate(layers):
+            undo.callback(_put_forward(layer, partial(passing, index)))
+        model(**inputs)
+    return found
+
+
+def _put_forward(layer: nn.Module, forward: Any) -> Any:
+    """Returns what puts back what was in its place."""
+    own = vars(layer)
+    before = [own["forward"]] if "forward" in own else []
+    own["forward"] = forward
+
+    def undo() -> None:
+        del own["forward"]
+        own.update(("forward", each) for each in before)
+
+    return undo
+
+
+def _states(tensors: Mapping[Way, torch.Tensor], layer: int) -> Way:
+    """Where the hidden states lie: the first positional argument, or what is called so."""
+    for way in (("args", 0), ("kwargs", "hidden_states")):
+        if way in tensors:
+            return way
+    raise SpliceError(f"its layer {layer} is given no hidden states")
+
+
+def _changed(before: tuple[object, ...], after: tuple[object, ...]) -> tuple[int, ...]:
+    empty = (0, False)
+    padded = (*before, *[empty] * (len(after) - len(before)))
+    return tuple(index for index, (one, other) in enumerate(zip(padded, after, strict=True)) if one != other)

@@ -1,0 +1,315 @@
+"""A model of which only the layers of a span run here.
+
+Note [Running layers a to b]
+    The model's own forward runs: it embeds, makes masks and rotary tables, and calls its layers. Layers before the span
+    return what they are given (forms.py). A hook before the first layer of the span puts in what the stage before has
+    sent, and one before the first layer behind the span ends the forward by an exception that carries what that layer
+    was about to be called with. So what a model does between two layers is done on both sides, and what it does to the
+    states is done by the sender. On the last stage nothing ends the forward, which goes on to norm and head.
+    What a layer needs of those before it is found for each model once (trees.py, Note [What travels]) and proven to be
+    enough (proof.py), when its layers first run in parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...allocator.errors import SpliceError
+from ...offload.policy.replicas.groups import Span
+from ..compat import Cache
+from ..forward.here import Here, here_of
+from ..weights.layers import decoder_layers
+from .elsewhere import Lengths
+from .forms import LayerForm, pass_through
+from .results import Hidden, Logits
+from .trees import Call, Way, get, put
+
+CACHES: Final = ("past_key_values", "cache_params", "state")  # what models call what they keep between forwards
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Splice]] = weakref.WeakKeyDictionary()
+
+
+class Splice:
+    """Runs a span of the decoder layers of a model; a context manager that puts everything back at its end.
+
+    Forwards of the model that are not run by a Stage raise SpliceError while the span is not the whole model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """SpliceError where the model has no decoder layers, or is spliced already."""
+        self.layers = decoder_layers(model)
+        name = type(model).__name__
+        if not self.layers:
+            raise SpliceError(f"{name} has no decoder layers that could run in parts")
+        owner = _owners.get(model)
+        if owner is not None and owner() is not None:
+            raise SpliceError(f"this {name} is spliced already: close() the first Splice before, or change its span")
+        self.model = model
+        self.cache_name = cache_name(model)
+        self._here: Here = here_of(model)
+        self._span = self.whole
+        self._forms: tuple[LayerForm, ...] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._passing: list[tuple[nn.Module, object]] = []  # with what was in the place of its forward
+        self._used: tuple[set[int], set[int]] = set(), set()  # layers of a cache: by the span, and only by others
+        self._now = _Now()
+        self._running = 0  # forwards of stages, on all threads
+        self._lock = threading.Lock()
+        self._closed = False
+        _owners[model] = weakref.ref(self)
+
+    @property
+    def whole(self) -> Span:
+        """All layers."""
+        return Span(0, len(self.layers))
+
+    @property
+    def span(self) -> Span:
+        """The layers that run. To be set between forwards; what the layers need of each other is proven when some are
+        first left out. SpliceError where that fails, where a forward runs, or where there are no such layers."""
+        return self._span
+
+    @span.setter
+    def span(self, span: Span) -> None:
+        if self._closed:
+            raise SpliceError("this Splice is closed: make another one of the model")
+        if not 0 <= span.begin < span.end <= len(self.layers):
+            raise SpliceError(
+                f"{type(self.model).__name__} has the layers 0 to {len(self.layers)}: layers [{span.begin}, {span.end}) "
+                "are none of it that can run"
+            )
+        if span != self.whole and self._forms is None:
+            from .proof import proven
+
+            self._forms = proven(self)
+        self.install(span, self._forms or ())
+
+    def travels(self, layer: int) -> tuple[Way, ...]:
+        """Where what is sent to this layer lies in its call, in the order of `Hidden.tensors`. Known once a span is
+        set."""
+        return () if self._forms is None else self._forms[layer].travels
+
+    def install(self, span: Span, forms: tuple[LayerForm, ...]) -> None:
+        """Has the layers of `span` run, and no others, with these forms. SpliceError where a forward runs."""
+        with self._lock:
+            if self._running:
+                raise SpliceError("a forward runs: change the span, or close the Splice, between two forwards")
+            self._remove()
+            self._span, self._forms = span, forms or None
+            if span == self.whole:
+                return
+            self._here.span = span
+            used = [{index for form in part for index in form.caches} for part in _split(forms, span)]
+            self._used = used[0], used[1] - used[0]
+            for layer, form in zip(self.layers[: span.begin], forms, strict=False):
+                self._passing.append((layer, layer.__dict__.get("forward", _NONE)))
+                layer.__dict__["forward"] = partial(self._pass, form)
+            if span.begin:
+                enter = partial(self._enter, forms[span.begin])
+                self._handles.append(self.layers[span.begin].register_forward_pre_hook(enter, with_kwargs=True))
+            if span.end < len(self.layers):
+                leave = partial(self._leave, forms[span.end])
+                self._handles.append(self.layers[span.end].register_forward_pre_hook(leave, with_kwargs=True))
+
+    def close(self) -> None:
+        """Puts the model back as it was. Idempotent. SpliceError where a forward runs."""
+        if not self._closed:
+            self.install(self.whole, self._forms or ())
+            self._closed = True
+            _owners.pop(self.model, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Splice of {type(self.model).__name__}: layers [{self._span.begin}, {self._span.end})>"
+
+    def run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
+        """See `Stage.run`."""
+        if self._closed:
+            raise SpliceError("this Splice is closed: make another one of the model")
+        if (given is None) != (self._span.begin == 0):
+            raise SpliceError(
+                f"layers [{self._span.begin}, {self._span.end}) run here: they are given what layer "
+                f"{self._span.begin - 1} sends, or nothing where they begin with layer 0"
+            )
+        for name in ("output_hidden_states", "output_attentions"):
+            if inputs.get(name):
+                raise SpliceError(f"{name} asks for something of every layer, but only some run here: leave it out")
+        with self._lock:
+            self._running += 1
+        try:
+            return self._run(inputs, given)
+        finally:
+            with self._lock:
+                self._running -= 1
+
+    @torch.no_grad()
+    def _run(self, inputs: Mapping[str, Any], given: Hidden | None) -> Hidden | Logits:
+        cache = inputs.get(self.cache_name)
+        lengths = None if self._span == self.whole else Lengths(cache, *self._used)
+        found: Hidden | Logits
+        with self._now.running(_Run(given, cache)) as run:
+            try:
+                output = self.model(**inputs)
+                made = output.get(self.cache_name) if isinstance(output, dict) else None
+                found = Logits(output, run.cache if made is None else made)
+            except _Leaving as leaving:
+                if leaving.run is not run:
+                    raise
+                found = leaving.hidden
+        if lengths is not None:
+            lengths.settle(found.cache if cache is None else cache, _tokens(inputs))
+        return found
+
+    def _pass(self, form: LayerForm, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the forward of a layer before the span."""
+        self._check_run()
+        return pass_through(form.answer, Call(args, kwargs))
+
+    def _enter(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Before the first layer of the span."""
+        run = self._check_run()
+        given = run.given
+        assert given is not None
+        run.cache = cache_of(Call(args, kwargs), self.cache_name)
+        call: Any = Call(args, kwargs)._asdict()
+        own = get(call, form.travels[0])
+        if len(given.tensors) != len(form.travels) or given.tensors[0].shape != own.shape:
+            raise SpliceError(
+                f"layer {self._span.begin} is given {len(given.tensors)} tensors, the first of the shape "
+                f"{tuple(given.tensors[0].shape)}, where it takes {len(form.travels)}, the first of {tuple(own.shape)}: all "
+                "stages of a forward are called with the same tokens"
+            )
+        for way, tensor in zip(form.travels, given.tensors, strict=True):
+            call = put(call, way, tensor)
+        return call["args"], call["kwargs"]
+
+    def _leave(self, form: LayerForm, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before the first layer behind the span."""
+        run, call = self._check_run(), Call(args, kwargs)._asdict()
+        tensors = tuple(get(call, way) for way in form.travels)
+        raise _Leaving(run, Hidden(tensors, cache_of(Call(args, kwargs), self.cache_name)))
+
+    def _check_run(self) -> _Run:
+        run = self._now.run
+        if run is None:
+            raise SpliceError(
+                f"only layers [{self._span.begin}, {self._span.end}) of this {type(self.model).__name__} run here, so "
+                "that its forward has no result: run a Stage, or close() the Splice first"
+            )
+        return run
+
+    def _remove(self) -> None:
+        self._here.span = None
+        while self._passing:
+            layer, before = self._passing.pop()
+            if before is _NONE:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = before
+        while self._handles:
+            self._handles.pop().remove()
+
+
+class Stage:
+    """A place in the pipeline of a group: the span of a Splice, as a part of a forward."""
+
+    def __init__(self, splice: Splice) -> None:
+        self.splice = splice
+
+    def run(self, inputs: Mapping[str, Any], given: Hidden | None = None) -> Hidden | Logits:
+        """Runs the layers of the span, without gradients. `inputs`: of the model's forward, by name, the same on all
+        stages but for the cache, which is the stage's own (`Hidden.cache`, `Logits.cache`: where none is given, what the
+        model makes); `given`: what the stage before returned.
+
+        Raises what the model raises, and SpliceError; what has been written to the cache by then stays there, as in a
+        forward of the whole model, and the stage can be run again with another one.
+        """
+        return self.splice.run(inputs, given)
+
+
+def cache_name(model: nn.Module) -> str:
+    """What the forward of the model calls its cache."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in known), CACHES[0])
+
+
+def cache_of(call: Call, name: str) -> Any:
+    """The cache among the arguments of a layer; None where there is none."""
+    found = (each for each in (*call.args, *call.kwargs.values()) if isinstance(each, Cache))
+    return next(found, call.kwargs.get(name))
+
+
+@dataclass(slots=True)
+class _Run:
+    """One forward of a stage: what it is given, and its cache as far as it is known."""
+
+    given: Hidden | None
+    cache: Any
+
+
+class _Leaving(Exception):  # noqa: N818  (no error: torch runs the hooks of modules that an Exception leaves, too)
+    """The last layer of the span has run."""
+
+    def __init__(self, run: _Run, hidden: Hidden) -> None:
+        super().__init__()
+        self.run = run
+        self.hidden = hidden
+
+
+class _Now(threading.local):
+    """The forward of a stage that this thread runs."""
+
+    run: _Run | None = None
+
+    def running(self, run: _Run) -> AbstractContextManager[_Run]:
+        return _Within(self, run)
+
+
+class _Within:
+    """Within it a thread runs this forward."""
+
+    def __init__(self, now: _Now, run: _Run) -> None:
+        self._now = now
+        self._run = run
+
+    def __enter__(self) -> _Run:
+        self._before = self._now.run
+        self._now.run = self._run
+        return self._run
+
+    def __exit__(self, *_: object) -> None:
+        self._now.run = self._before
+
+
+_NONE: Final = object()
+
+
+def _split(forms: tuple[LayerForm, ...], span: Span) -> tuple[tuple[LayerForm, ...], tuple[LayerForm, ...]]:
+    """Those of the span, and the others."""
+    return forms[span.begin : span.end], forms[: span.begin] + forms[span.end :]
+
+
+def _tokens(inputs: Mapping[str, Any]) -> int:
+    """How many tokens of each sequence a forward is given."""
+    for name in ("input_ids", "inputs_embeds"):
+        if (given := inputs.get(name)) is not None:
+            return int(given.shape[1])
+    return 0

@@ -1,0 +1,130 @@
+"""Tiny decoders in parts: every part a copy of the model in which the layers of the others are not a number."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from ballonet.allocator import install
+from ballonet.hooks.splice.results import Hidden, Logits
+from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.offload.policy.replicas.groups import Span
+
+from ..architectures import ARCHITECTURES, PAD
+from ..architectures.decoders import DECODERS, EXPERT_MODELS, PLAIN
+from ..architectures.recurrent import RECURRENT
+from ..models import build, prompts
+
+NAMES: Final = tuple(PLAIN | DECODERS | EXPERT_MODELS | RECURRENT)
+
+
+@functools.lru_cache(2)
+def deeper(name: str) -> Any:
+    """The tiny model of that name, with twice the layers where it has only two."""
+    settings = ARCHITECTURES[name].config
+    changes: dict[str, Any] = {}
+    if name not in PLAIN and len(decoder_layers(build(name))) == 2:
+        for key in ("num_hidden_layers", "num_layers", "n_layers", "decoder_layers"):
+            if key in settings:
+                changes[key] = 2 * settings[key]
+        for key in ("layer_types", "layers_block_type", "attention_types"):
+            if key in settings:
+                changes[key] = settings[key] * 2
+    with install.stock():
+        return build(name, **changes)
+
+
+def cuts(layers: int, parts: int) -> list[Span]:
+    """So many spans, of which no two need be alike."""
+    ends = [1, layers - 1, layers] if parts == 3 else [layers // 2, layers]
+    return [Span(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def without_others(model: nn.Module, span: Span) -> nn.Module:
+    """A copy in which what only the layers outside of the span have is not a number."""
+    found = copy.deepcopy(model)
+    layers = decoder_layers(found)
+    kept = {id(each) for layer in layers[span.begin : span.end] for each in (*layer.parameters(), *layer.buffers())}
+    for index, layer in enumerate(layers):
+        for each in (*layer.parameters(), *layer.buffers()):
+            if index not in span and id(each) not in kept and each.is_floating_point():
+                each.data.fill_(float("nan"))
+    return found
+
+
+class Step(NamedTuple):
+    """Some new tokens of a request, all of whose tokens so far are `ids`, int64[rows, tokens]."""
+
+    request: str
+    ids: torch.Tensor
+    new: int
+
+
+def steps(chunk: int) -> list[Step]:
+    """Two requests: one of two padded rows, whose prompt comes in chunks, and another between its steps."""
+    first = torch.where(prompts(2, 9)["attention_mask"] == 0, PAD, prompts(2, 9)["input_ids"].clamp(3, 190))
+    other, more = prompts(1, 5)["input_ids"].clamp(3, 190), torch.tensor([[7, 90, 31], [64, 5, 120]])
+    found, at = [], 0
+    while at < 9:
+        new = min(chunk, 9 - at)
+        found.append(Step("first", first[:, : at + new], new))
+        at += new
+    found.append(Step("other", other, 5))
+    for end in range(1, 4):
+        found.append(Step("first", torch.cat([first, more[:, :end]], dim=1), 1))
+        found.append(Step("other", torch.cat([other, more[:1, :end]], dim=1), 1))
+    return found
+
+
+class Pipeline:
+    """Stages that hand one forward after the other to each other, each with caches of its own."""
+
+    def __init__(self, splices: Sequence[Splice]) -> None:
+        self.stages = [Stage(each) for each in splices]
+        self.caches: dict[tuple[str, int], Any] = {}
+
+    def run(self, step: Step) -> torch.Tensor:
+        """The logits of a step."""
+        given: Hidden | None = None
+        for number, stage in enumerate(self.stages):
+            cache = self.caches.get((step.request, number))
+            found = stage.run(inputs_of(stage.splice.model, step, stage.splice.cache_name, cache), given)
+            self.caches[step.request, number] = found.cache
+            if isinstance(found, Logits):
+                return found.logits
+            given = Hidden(tuple(each.clone() for each in found.tensors))  # as another process has them
+        raise AssertionError("there was no last stage")
+
+
+def inputs_of(model: Any, step: Step, cache_name: str, cache: Any) -> Mapping[str, Any]:
+    """What its forward is called with."""
+    ids = step.ids if type(model).__name__.startswith("CpmAnt") else step.ids[:, -step.new :]
+    found = {"input_ids": ids, "use_cache": True}
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        found["attention_mask"] = (step.ids != PAD).long()
+    return found | ({} if cache is None else {cache_name: cache})
+
+
+def in_one(model: Any, all_steps: Sequence[Step]) -> list[torch.Tensor]:
+    """The logits of these steps by the whole model."""
+    with Splice(model) as splice:
+        pipeline = Pipeline([splice])
+        return [pipeline.run(step) for step in all_steps]
+
+
+def in_parts(model: Any, spans: Sequence[Span], all_steps: Sequence[Step]) -> list[torch.Tensor]:
+    """The same by stages, each of which has only its own layers."""
+    with Splice(model) as whole:
+        whole.span = spans[0]  # proven with all layers
+    splices = [Splice(without_others(model, span)) for span in spans]
+    for splice, span in zip(splices, spans, strict=True):
+        splice.span = span
+    pipeline = Pipeline(splices)
+    return [pipeline.run(step) for step in all_steps]

@@ -1,0 +1,237 @@
+"""A Splice of one model: what it does to it, what it refuses, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet import SpliceError
+from ballonet.hooks.splice import proof
+from ballonet.hooks.splice.learn import record
+from ballonet.hooks.splice.results import Hidden, Logits
+from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.offload.policy.replicas.groups import Span
+
+from ..models import build, prompts
+from ..portrait import Portrait
+from .parts import Pipeline, cuts, in_one, in_parts, steps
+
+INPUTS = {**prompts(2, 7), "use_cache": True}
+
+
+@pytest.fixture
+def model() -> Any:
+    return build("llama", num_hidden_layers=4)
+
+
+def hooks(model: torch.nn.Module) -> list[object]:
+    """All that a Splice may have put somewhere."""
+    return [
+        (name, dict(each._forward_pre_hooks), dict(each._forward_hooks), each.__dict__.get("forward"))
+        for name, each in model.named_modules()
+    ]
+
+
+def test_the_model_is_put_back_exactly(model: Any) -> None:
+    own = model.model.layers[0].forward
+    model.model.layers[0].forward = own  # as accelerate does
+    before, portrait = hooks(model), Portrait(model)
+    expected = model(**INPUTS).logits
+    with Splice(model) as splice:
+        assert hooks(model) == before
+        for span in (Span(1, 3), Span(0, 2), Span(3, 4), splice.whole, Span(2, 4)):
+            splice.span = span
+            assert (hooks(model) == before) == (span == splice.whole)
+    assert hooks(model) == before
+    assert portrait.is_of(model)
+    assert model.model.layers[0].__dict__["forward"] is own
+    assert torch.equal(model(**INPUTS).logits, expected)
+    splice.close()
+    with pytest.raises(SpliceError, match="closed"):
+        splice.span = Span(0, 1)
+    with pytest.raises(SpliceError, match="closed"):
+        Stage(splice).run(INPUTS)
+    assert hooks(model) == before
+
+
+def test_it_does_not_keep_the_model() -> None:
+    model = build("llama")
+    splice = Splice(model)
+    splice.span = Span(1, 2)
+    known = weakref.ref(model)
+    del splice, model
+    gc.collect()
+    assert known() is None
+
+
+def test_two_splices_of_a_model_are_refused(model: Any) -> None:
+    with Splice(model), pytest.raises(SpliceError, match="spliced already"):
+        Splice(model)
+    Splice(model).close()
+    Splice(model)  # which nobody keeps
+    gc.collect()
+    Splice(model).close()
+
+
+@pytest.mark.parametrize("span", [Span(-1, 2), Span(2, 2), Span(3, 2), Span(0, 5)])
+def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
+    with Splice(model) as splice, pytest.raises(SpliceError, match=r"has the layers 0 to 4"):
+        splice.span = span
+    with pytest.raises(SpliceError, match="no decoder layers"):
+        Splice(torch.nn.Linear(1, 1))
+
+
+def test_what_is_asked_of_a_part_is_checked(model: Any) -> None:
+    with Splice(model) as splice:
+        stage = Stage(splice)
+        whole = stage.run(INPUTS)
+        assert isinstance(whole, Logits)
+        splice.span = Span(0, 2)
+        with pytest.raises(SpliceError, match="given what layer -1 sends, or nothing"):
+            stage.run(INPUTS, Hidden(()))
+        with pytest.raises(SpliceError, match="output_hidden_states"):
+            stage.run({**INPUTS, "output_hidden_states": True})
+        with pytest.raises(SpliceError, match=r"only layers \[0, 2\)"):
+            model(**INPUTS)
+        sent = stage.run(INPUTS)
+        assert isinstance(sent, Hidden)
+        assert splice.travels(2) == (("args", 0),)
+        splice.span = Span(2, 4)
+        with pytest.raises(SpliceError, match="are given what layer 1 sends"):
+            stage.run(INPUTS)
+        with pytest.raises(SpliceError, match=r"only layers \[2, 4\)"):
+            model(**INPUTS)
+        with pytest.raises(SpliceError, match="all stages of a forward are called with the same tokens"):
+            stage.run(INPUTS, Hidden((sent.tensors[0][:, 1:],)))
+        with pytest.raises(SpliceError, match="is given 2 tensors"):
+            stage.run(INPUTS, Hidden(sent.tensors * 2))
+        found = stage.run(INPUTS, sent)
+        assert isinstance(found, Logits)
+        assert torch.equal(found.logits, whole.logits)
+        assert not found.logits.requires_grad
+
+
+def test_a_span_does_not_change_in_a_forward(model: Any) -> None:
+    with Splice(model) as splice:
+        splice.span = Span(0, 2)
+
+        def change(*_: object) -> None:
+            splice.span = Span(0, 1)
+
+        handle = model.model.layers[1].register_forward_hook(change)
+        with pytest.raises(SpliceError, match="a forward runs"):
+            Stage(splice).run(INPUTS)
+        handle.remove()
+        assert splice.span == Span(0, 2)
+        splice.span = Span(0, 1)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_surroundings(model: Any, around: Callable[[], Any]) -> None:
+    asked = steps(4)
+    expected = in_one(model, asked)
+    with around():
+        for parts in (2, 3):
+            found = in_parts(model, cuts(4, parts), asked)
+            assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", range(4))
+def test_a_forward_that_raises_leaves_nothing_behind(model: Any, where: int, kind: type[BaseException]) -> None:
+    asked = steps(9)
+    expected = in_one(model, asked)
+    spans = cuts(4, 2)
+    with Splice(model) as splice:
+        splice.span = spans[0]
+
+        def fail(*_: object) -> None:
+            raise kind("on purpose")
+
+        handle = model.model.layers[where].mlp.register_forward_hook(fail)
+        given = None
+        for span in spans:
+            splice.span = span
+            if where in span:
+                with pytest.raises(kind, match="on purpose"):
+                    Stage(splice).run(INPUTS, given)
+                break
+            found = Stage(splice).run(INPUTS, given)
+            assert isinstance(found, Hidden)
+            given = found
+        handle.remove()
+        with pytest.raises(SpliceError, match="only layers"):
+            model(**INPUTS)
+        splice.span = splice.whole
+        pipeline = Pipeline([splice])
+        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(asked, expected, strict=True))
+    assert all(map(torch.equal, in_parts(model, spans, asked), expected))
+
+
+# The proof
+
+
+@pytest.fixture
+def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "_known", {})
+
+
+def test_it_is_made_once_for_models_that_are_alike(model: Any, unknown: None, monkeypatch: Any) -> None:
+    made = []
+    prove = proof._prove
+    monkeypatch.setattr(proof, "_prove", lambda splice: made.append(splice) or prove(splice))
+    for each in (model, build("llama", num_hidden_layers=4), build("llama", num_hidden_layers=3)):
+        with Splice(each) as splice:
+            for span in (splice.whole, Span(0, 1), Span(1, 2)):
+                splice.span = span
+    assert len(made) == 2
+
+
+def test_a_model_that_trains_is_refused(model: Any, unknown: None) -> None:
+    with Splice(model.train()) as splice:
+        with pytest.raises(SpliceError, match="training mode"):
+            splice.span = Span(0, 1)
+        model.eval()
+        splice.span = Span(0, 1)
+
+
+def test_states_that_travel_by_another_way_are_refused(model: Any, unknown: None) -> None:
+    """The third layer adds what the first one has left in a list."""
+    left: list[torch.Tensor] = []
+    layers = model.model.layers
+    layers[0].register_forward_hook(lambda *each: left.append(each[2]))
+    layers[2].register_forward_hook(lambda *each: each[2] + left[-1])
+    before = hooks(model)
+    with Splice(model) as splice:
+        layers[0].register_forward_pre_hook(lambda *each: left.clear())
+        with pytest.raises(
+            SpliceError, match=r"the logits of a prompt differ in parts by up to \d|layer 2 alone fails"
+        ):
+            left.append(torch.zeros(()))
+            splice.span = Span(0, 1)
+        assert splice.span == splice.whole
+    assert len(hooks(model)) == len(before)
+
+
+def test_layers_in_another_order_are_refused(model: Any) -> None:
+    layers = decoder_layers(model)
+    with torch.no_grad(), pytest.raises(SpliceError, match=r"in the order \[3, 2, 1, 0\]"):
+        record(model, layers[::-1], INPUTS, "past_key_values")
+    assert not any(each._forward_hooks or each._forward_pre_hooks for each in layers)
+
+
+def test_a_layer_that_runs_twice_is_refused(model: Any, unknown: None) -> None:
+    model.model.layers[3] = model.model.layers[0]
+    with Splice(model) as splice, pytest.raises(SpliceError, match=r"its own forward cannot run two rows"):
+        splice.span = Span(0, 1)
+
+
+def test_the_error_is_one_of_the_facade() -> None:
+    assert issubclass(ballonet.SpliceError, ballonet.BallonetError)

@@ -1,0 +1,159 @@
+"""Spans of managed models: what does not run is not copied, and all else is as without a span."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ballonet
+from ballonet.allocator import install, runtime
+from ballonet.hooks.kv.cache import KVCache
+from ballonet.hooks.kv.layer import ElasticLayer
+from ballonet.hooks.splice.elsewhere import Elsewhere
+from ballonet.hooks.splice.results import Hidden, Logits
+from ballonet.hooks.splice.splice import Splice, Stage
+from ballonet.offload.policy import plan
+from ballonet.offload.policy.replicas.groups import Span
+from ballonet.testing import chaos_of
+
+from ..models import build
+from ..pool import take_out
+from ..tuned import Tuned
+from .parts import Pipeline, cuts, in_one, inputs_of, steps
+
+LAYERS = 6
+BUDGET = 2**22
+PAGE = 4096
+ASKED = steps(4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    ballonet.install(BUDGET, page_size=PAGE, host_budget=BUDGET, device="cpu")
+    yield
+    gc.collect()
+    runtime.require().check()
+    take_out()
+
+
+@pytest.fixture(autouse=True)
+def tiny(tuned: Tuned) -> None:
+    tuned(weights={"large": 2**11})  # so that tiny layers have ranges
+
+
+@pytest.fixture
+def model() -> Any:
+    with install.stock():
+        return build("llama", num_hidden_layers=LAYERS)
+
+
+def streamed(model: Any, layers: tuple[int, ...], slots: int, monkeypatch: Any, **options: Any) -> ballonet.Managed:
+    """Managed with just these layers in so many slots."""
+    monkeypatch.setattr(plan, "at_interval", lambda pages, interval: plan.streaming(pages, layers, slots))
+    return ballonet.manage(model, interval=1, **options)
+
+
+def copied() -> int:
+    return int(runtime.require().snapshot()["copied"]["weights_h2d"])
+
+
+class Filled:
+    """The layers that were copied to slots."""
+
+    def __init__(self, managed: ballonet.Managed, monkeypatch: Any) -> None:
+        self.layers: list[int] = []
+        ring = managed._weights.ring
+        copies = ring.copies
+        monkeypatch.setattr(ring, "copies", lambda member, slot: self.layers.append(member) or copies(member, slot))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_dropped_layers_cause_no_copies(model: Any, slots: int, monkeypatch: Any) -> None:
+    """Layers 3 to 5 lie on the host, and nobody runs them: not a byte of them comes over, nor of anything else."""
+    with install.stock():
+        expected = in_one(model, ASKED)
+    with Splice(model) as splice, streamed(model, (3, 4, 5), slots, monkeypatch) as managed:
+        splice.span = Span(0, 3)
+        Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))  # whatever was begun for another pass
+        filled, before = Filled(managed, monkeypatch), copied()
+        for _ in range(5):
+            Stage(splice).run(inputs_of(model, ASKED[0], "past_key_values", None))
+        assert filled.layers == []
+        assert copied() == before
+        splice.span = splice.whole
+        pipeline = Pipeline([splice])
+        assert all(torch.equal(pipeline.run(step), logits) for step, logits in zip(ASKED, expected, strict=True))
+        assert set(filled.layers) == {3, 4, 5}
+        assert copied() > before
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_of_layers_that_stream_only_those_of_the_span_are_copied(model: Any, slots: int, monkeypatch: Any) -> None:
+    with install.stock():
+        expected = in_one(model, ASKED)
+    spans = [Span(0, 2), Span(2, 3), Span(3, 6)]
+    with Splice(model) as splice, streamed(model, (1, 2, 3, 5), slots, monkeypatch) as managed:
+        splice.span = spans[0]
+        filled = Filled(managed, monkeypatch)
+        caches: dict[tuple[str, int], Any] = {}
+        for step, logits in zip(ASKED, expected, strict=True):
+            found: Hidden | Logits | None = None
+            for number, span in enumerate(spans):
+                splice.span = span
+                filled.layers.clear()
+                cache = caches.get((step.request, number))
+                found = Stage(splice).run(inputs_of(model, step, "past_key_values", cache), found)  # type: ignore[arg-type]
+                assert filled.layers
+                assert set(filled.layers) <= {*range(span.begin, span.end)} & {1, 2, 3, 5}
+                caches[step.request, number] = found.cache
+            assert isinstance(found, Logits)
+            assert torch.equal(found.logits, logits)
+        runtime.require().check()
+
+
+@pytest.mark.parametrize("layers", [(), (0, 2, 3, 5)])
+@pytest.mark.parametrize("seed", [3, 11])
+def test_parts_under_chaos_are_the_whole(model: Any, layers: tuple[int, ...], seed: int, monkeypatch: Any) -> None:
+    """Two managed replicas of a model, whose pages move at random: the same bits, and elastic caches."""
+    with install.stock():
+        expected = in_one(model, ASKED)
+        other = build("llama", num_hidden_layers=LAYERS)
+    spans = cuts(LAYERS, 2)
+    with (
+        streamed(model, layers, 2, monkeypatch, chaos=seed) as one,
+        streamed(other, layers, 2, monkeypatch, chaos=seed + 1) as two,
+        Splice(model) as first,
+        Splice(other) as second,
+    ):
+        first.span, second.span = spans
+        pipeline = Pipeline([first, second])
+        for step, logits in zip(ASKED, expected, strict=True):
+            assert torch.equal(pipeline.run(step), logits)
+        assert all(chaos_of(each).moved["weights"] > 0 for each in (one, two))
+        for (_, number), cache in pipeline.caches.items():
+            for index, layer in enumerate(cache.layers):
+                here = index in spans[number]
+                assert isinstance(layer, Elsewhere) != here
+                assert isinstance(layer, ElasticLayer) == here
+            assert cache.get_seq_length() > 5
+        del pipeline, cache, layer
+        runtime.require().check()
+
+
+def test_a_cache_of_ones_own(model: Any) -> None:
+    with install.stock():
+        expected = in_one(model, ASKED)
+    with Splice(model) as splice, ballonet.manage(model):
+        caches = {(each, part): KVCache(model.config) for each in ("first", "other") for part in (0, 1)}
+        for step, logits in zip(ASKED, expected, strict=True):
+            found: Any = None
+            for part, span in enumerate(cuts(LAYERS, 2)):
+                splice.span = span
+                found = Stage(splice).run(inputs_of(model, step, "past_key_values", caches[step.request, part]), found)
+                assert found.cache is caches[step.request, part]
+            assert torch.equal(found.logits, logits)
+        del caches, found
