@@ -111,6 +111,7 @@ class Governor:
         self.reclaim: Final = ReclaimList(known)
         self.exchange: Final = Exchange(known, self.reclaim)
         self.ladder: Final = LadderPulls(known, self.reclaim)
+        self.duplicates: Final = known.duplicates
         self._known = known
 
     # -- models
@@ -189,6 +190,7 @@ class Governor:
             cache.write_behind(0)
         if tended and self._known.list.stale:
             self.reclaim.publish()
+        self.duplicates.post()
         return decision
 
     def after(self, model: ModelClient) -> None:
