@@ -1,0 +1,1 @@
+"""Replicas of a model that drop layers for KV (KunServe)."""
