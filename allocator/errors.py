@@ -170,6 +170,10 @@ class WrongDevice(ManageError):
     """The model lies on a device other than the one ballonet was installed for."""
 
 
+class DropRefused(ManageError):
+    """Layers of a replica cannot be dropped now: nothing has changed, and pages have to come from elsewhere."""
+
+
 class WeightsFileError(ManageError):
     """A file of weights cannot be used."""
 

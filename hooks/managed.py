@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import partial
+from time import monotonic, sleep
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
 
 from torch import nn
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .prefix.store import PrefixStore
     from .profile import Grid
 
+T = TypeVar("T")
 _managed: weakref.WeakKeyDictionary[nn.Module, Managed] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
@@ -194,9 +196,21 @@ def pace_of(managed: Managed) -> Pace:
     return managed._pace
 
 
+def weights_of(managed: Managed) -> Weights:
+    """The ranges of its model's weights."""
+    return managed._weights
+
+
 def elastic_of(managed: Managed) -> Elastic:
     """Which layers of its model stream."""
     return managed._elastic
+
+
+def between_forwards(managed: Managed, act: Callable[[], T]) -> T:
+    """Calls `act` while no forward of the model runs on any thread and none begins, and returns what that returns.
+    Changes of the model have been taken in by then. ManageError where it is managed no more; ModelInUse where a forward
+    does not end within `Waiting.gate`, or this is called within one; what `act` raises."""
+    return managed._between_forwards(act)
 
 
 def managed_as(model: nn.Module) -> Managed | None:
@@ -390,6 +404,41 @@ class Managed:
         with suppress(BallonetError, PoolExhausted):
             for layer in self._weights.on_host():
                 self._weights.ring.reveal(layer)
+
+    def _between_forwards(self, act: Callable[[], T]) -> T:
+        model = self._model()
+        if self._released or model is None:
+            raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
+        gate = Gate(model, governors.of(self._weights.device).tuning.waiting)
+        with gate.closed():
+            self._wait_until_none_runs(gate)
+            with _lock:
+                if self._released:
+                    raise ManageError(f"this {self._name} is {self._end()}, and managed no more")
+                if self._pending:
+                    self._behind = True
+                    self._elastic.change(partial(self._catch_up, model))
+                self._behind = True  # should it fail, the next forward looks what has become of it
+                done = act()
+                self._behind = False
+                return done
+
+    def _wait_until_none_runs(self, gate: Gate) -> None:
+        """Without the lock, for which a forward may wait."""
+        waiting = governors.of(self._weights.device).tuning.waiting
+        end = monotonic() + waiting.gate
+        while True:
+            try:
+                self._forwards.check_none_runs(gate)
+            except ModelInUse:
+                if gate.inside(sys._getframe()) or monotonic() > end:
+                    raise ModelInUse(
+                        f"a forward of {self._name} is running, and its layers change between forwards only: try again "
+                        "when it has ended"
+                    ) from None
+                sleep(waiting.gate_look)
+            else:
+                return
 
     def _before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """An outermost forward begins, which holds a lease already."""

@@ -41,6 +41,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/batching",
     "hooks/splice",
     "hooks",
+    "hooks/replicas",
     "hooks/programs",
     "hooks/replicas",
     "hooks/server",

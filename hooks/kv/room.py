@@ -5,7 +5,8 @@
    being copied to the host, once it has been
 3  prefixes that are only kept in case that a prompt begins with them are forgotten
 4  what nobody can reach any more is collected: caches of calls that were interrupted hang on their tracebacks
-5  what other threads lease is requested of them, and waited for, while they may be waiting for what this one leases
+5  whoever controls replicas of a model is told that pages are lacking (duplicates.py); what other threads lease is
+   requested of them, and waited for, while they may be waiting for what this one leases
 6  pages of the host
 7  torch.OutOfMemoryError
 """
@@ -57,6 +58,7 @@ def find_room(
     if gc.collect() and tried():
         return
     if tier is not None:
+        tier.governor.duplicates.wish(sum(count for _, count in runs))
         if _waited(device, tier, tried):
             return
         if tier.governor.spill:

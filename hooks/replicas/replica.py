@@ -20,42 +20,26 @@ from typing import Protocol
 
 import torch
 
-from ...allocator.errors import BallonetError, DriverError
+from ...allocator.errors import BallonetError, DropRefused, WeightsFileChanged
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.demand import KVSize, prompt_pages
 from ...offload.policy.replicas.events import Reason
-from ...offload.policy.replicas.groups import Group, Span, alone
+from ...offload.policy.replicas.groups import Group, alone
 from ...offload.policy.replicas.restore_plan import Pull
 from ...offload.policy.tuning import DEFAULT, Replicas
+from ..weights.layers import decoder_layers
 from .bell import Bell
-from .local_link import tensor_of, text_of
 from .errors import Interrupted, LinkError
 from .follower import OutOfStep
 from .handover import Handed, HandedOver, Handover
+from .held_layers import HeldLayers, Source
 from .link import Link
 from .local import Member
+from .local_link import tensor_of, text_of
 from .messages import Counted, End, Message, Start, Told, decoded, encoded
 from .requests import Request
 from .sending import State
 from .stage import Over, Stage
-
-Source = Callable[[int], Iterable[torch.Tensor]]  # the weights of a layer, from a peer
-
-
-class Holds(Protocol):
-    """The layers of the model: which have device memory (held_layers.py)."""
-
-    def prepare(self) -> bool:
-        """Makes one more layer ready to be dropped. False once all are. BallonetError where one cannot be."""
-
-    def drop(self, span: Span) -> int:
-        """Gives up the pages of all layers outside. Returns the pages freed. DriverError."""
-
-    def restore(self, order: Iterable[int], source: Source | None) -> Iterator[int]:
-        """Brings layers home, one with each step, from a peer if there is a source, else from their backing."""
-
-    def release(self) -> None:
-        """All layers are as the governor decides."""
 
 
 class Speaks(Protocol):
@@ -85,7 +69,7 @@ class _Next:
     homes: dict[str, int] = field(default_factory=dict)
     leaders: dict[int, int] = field(default_factory=dict)  # the first stage of its old group, by member
     told: bool = False  # that it is ready
-    pulls: Iterator[int] = field(default_factory=lambda: iter(()))
+    pulls: Iterator[object] = field(default_factory=lambda: iter(()))
     committed: bool = False
     heard: list[HandedOver] = field(default_factory=list)
 
@@ -105,7 +89,7 @@ class Replica:
         me: int,
         replica: Member,
         layers: int,
-        holds: Holds,
+        holds: HeldLayers,
         supervisor: Speaks,
         connect: Callable[[int, int], Link],
         bell: Bell,
@@ -129,7 +113,7 @@ class Replica:
         self._next: _Next | None = None
         self._handover: Handover | None = None
         self._old: Stage | None = None  # whose KV goes over
-        self._pulls: Iterator[int] = iter(())
+        self._pulls: Iterator[object] = iter(())
         self._pulling = False
         self._pull_epoch = -1
         self._early: list[Start] = []
@@ -137,7 +121,8 @@ class Replica:
         self._progress = 0
         self._beaten = -1.0
         self._ended = False
-        self._ready = False  # every layer could be dropped
+        self._preparing: Iterator[object] | None = None  # makes layers ready to be dropped
+        self._ready = False  # all are, or it will be said why not when a drop is asked for
         self._counted = (0, 0)  # bytes of KV, of layers that went to others
 
     # -- the loop
@@ -196,8 +181,6 @@ class Replica:
             return
         self._beaten = now
         used, free, pending = self._memory()
-        import os
-        if os.environ.get("DBG"): print("LOAD", self.me, self.epoch, used, free, pending, self._progress, flush=True)
         self._supervisor.post(events.Load(0.0, self.me, self.epoch, used, free, pending, self._progress))
 
     def _memory(self) -> tuple[int, int, int]:
@@ -345,7 +328,7 @@ class Replica:
         if not ready or len(coming.leaders) <= len(coming.links):
             return False
         try:
-            if next(coming.pulls, None) is not None or self._holds.prepare():
+            if next(coming.pulls, None) is not None or self._prepared():
                 return True
         except Interrupted:
             self._discard_next()
@@ -438,12 +421,21 @@ class Replica:
 
     # -- layers
 
+    def _prepared(self) -> bool:
+        """Makes one more layer ready to be dropped. False once all are. What HeldLayers.prepare raises."""
+        if self._preparing is None:
+            self._preparing = self._holds.prepare(range(self._layers))
+        if next(self._preparing, None) is not None:
+            return True
+        self._preparing = None
+        return False
+
     def _get_ready(self) -> bool:
-        """Makes one more layer ready to be dropped, while there is nothing else to do."""
+        """The same while there is nothing else to do."""
         try:
-            self._ready = not self._holds.prepare()
+            self._ready = not self._prepared()
         except (BallonetError, torch.OutOfMemoryError):
-            self._ready = True  # it will be said when a drop is asked for
+            self._preparing, self._ready = None, True
         return not self._ready
 
     def _start_restore(self, wanted: actions.StartRestore) -> None:
@@ -454,7 +446,7 @@ class Replica:
         self._pulling = True
         self._pull_epoch = wanted.epoch
 
-    def _pulled(self, pulls: Iterable[Pull], links: Mapping[int, Link]) -> Iterator[int]:
+    def _pulled(self, pulls: Iterable[Pull], links: Mapping[int, Link]) -> Iterator[object]:
         """Brings layers home one by one, from a peer where there is a link to it, else from their backing."""
         for each in pulls:
             if each.member != self.me:
@@ -464,11 +456,10 @@ class Replica:
             yield from self._holds.restore((each.layer,), source)
 
     def _from(self, link: Link) -> Source:
-        def weights(layer: int) -> Iterator[torch.Tensor]:
+        def weights(layer: int) -> dict[str, torch.Tensor]:
             link.send(tensor_of(str(layer)), "pull", urgent=True)
-            count = int(text_of(self._wait(link, "layer")))
-            for _ in range(count):
-                yield self._wait(link, "weights")
+            names = json.loads(text_of(self._wait(link, "layer")))
+            return {name: self._wait(link, "weights") for name in names}
 
         return weights
 
@@ -508,17 +499,14 @@ class Replica:
         links = [*self._links.values(), *(self._next.links.values() if self._next is not None else ())]
         for link in links:
             while link.error is None and link.has("pull") and (found := link.take("pull")) is not None:
-                tensors = [each.detach() for each in self._weights(int(text_of(found)))]
-                link.send(tensor_of(str(len(tensors))), "layer", urgent=True)
-                for tensor in tensors:
+                layer = decoder_layers(self._replica.model)[int(text_of(found))]
+                tensors = {
+                    name: tensor.detach() for name, tensor in (*layer.named_parameters(), *layer.named_buffers())
+                }
+                link.send(tensor_of(json.dumps([*tensors])), "layer", urgent=True)
+                for tensor in tensors.values():
                     link.send(tensor, "weights", check=True)
                     self._counted = (self._counted[0], self._counted[1] + tensor.nbytes)
-
-    def _weights(self, layer: int) -> list[torch.Tensor]:
-        from ..weights.layers import decoder_layers
-
-        found = decoder_layers(self._replica.model)[layer]
-        return [*found.parameters(), *found.buffers()]
 
     # -- what goes wrong
 
@@ -557,10 +545,6 @@ class Replica:
 
 
 def _reason(error: Exception) -> Reason:
-    from ...allocator.errors import ManageError
-
-    if isinstance(error, ManageError):
+    if isinstance(error, WeightsFileChanged):
         return Reason.FILE_CHANGED
-    if isinstance(error, DriverError):
-        return Reason.PAGES
-    return Reason.HOST_MEMORY
+    return Reason.HOST_MEMORY if isinstance(error, DropRefused) else Reason.PAGES

@@ -6,6 +6,13 @@ Note [Copies that are kept]
     (`Pages.scarce`), and no longer than host pages are ample: such copies have no more of them than are free beside.
     Then, and before a forward with gradients or a capture, which read a layer's own addresses, it is resident again
     (`make_resident`), and the next time that it leaves it is copied anew.
+
+Note [Dropped layers]
+    A layer that another replica runs for this one is dropped: to the governor it is one with no pages, so that it is in
+    no plan, and whatever is free nobody brings it home but `restore`. In fact it streams, through one slot that all
+    dropped layers share, behind those of the plan. While it does not run here (hooks/forward/here.py) it has no turn in
+    that slot and nothing is copied; where it runs after all, as the replica has lost its partner, it is as any layer
+    that streams: slow, and right.
 """
 
 from __future__ import annotations
@@ -18,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...allocator._native import Range
 from ...offload.policy.plan import Plan, streaming
 from ...offload.residency.layer_parts import Streamed, spans
 from ..weights import moving, room
@@ -29,13 +37,14 @@ from .streamed import Layer, Streaming
 
 class Arrangement:
     """`plan` is what streams, valid at any time; `pages` of each layer that could, and `order`, the ids of the decoder
-    layers' modules; `kept`: the layers that stay resident."""
+    layers' modules; `kept`: the layers that stay resident; `dropped`: see Note [Dropped layers]."""
 
     def __init__(self, model: nn.Module, weights: Weights, passes: Streaming) -> None:
         self.plan = Plan(())
         self.pages: tuple[int, ...] = ()
         self.order: list[int] = []
         self.kept: frozenset[int] = frozenset()
+        self.dropped: tuple[int, ...] = ()
         self.tell: Callable[[int, bool], None] = lambda layer, here: None  # is told of layers that stream
         self._model = weakref.ref(model)
         self._weights = weights
@@ -48,9 +57,9 @@ class Arrangement:
         order = [id(layer) for layer in layers]
         if order != self.order:
             self._weights.ring.release_layers()  # another layer has the number of one that streams
-            self.order = order
+            self.order, self.dropped = order, ()
         self.pages = self._weights.layer_pages(len(layers))
-        self.arrange(streaming(self.pages, self._weights.away(), self._weights.ring.slots or max(slots, 1)))
+        self._arrange_away(self._weights.ring.slots - bool(self.dropped) or max(slots, 1))
 
     def arrange(self, plan: Plan) -> None:
         """Streams what the plan says, as far as it can. Raises as `Ring.arrange`."""
@@ -58,11 +67,53 @@ class Arrangement:
         layers = [
             Streamed(layer, slot, weights.parts(layer)) for layer, slot in zip(plan.streamed, plan.slots, strict=True)
         ]
+        slot_pages = plan.slot_pages
+        if self.dropped:
+            dropped = [Streamed(layer, len(slot_pages), weights.parts(layer)) for layer in self.dropped]
+            slot_pages = *slot_pages, max(each.pages for each in dropped)
+            layers += dropped
         same = [layer for layer in ring.own.layers if (its := ring.layer(layer)) and its.parts == weights.parts(layer)]
-        coming = sorted(set(weights.on_host()).difference(plan.streamed, same))
+        coming = sorted(set(weights.on_host()).difference(plan.streamed, self.dropped, same))
         self._passes.close()
         try:
-            ring.arrange(plan.slot_pages, layers, [Streamed(layer, 0, weights.parts(layer)) for layer in coming])
+            ring.arrange(slot_pages, layers, [Streamed(layer, 0, weights.parts(layer)) for layer in coming])
+        finally:
+            self._bind()
+
+    def drop(self, layers: Iterable[int]) -> None:
+        """Drops these layers beside those that are, all or none: after a failure those that have left stream. Raises as
+        `Ring.arrange`."""
+        before, self.dropped = self.dropped, tuple(sorted({*self.dropped, *layers}))
+        try:
+            self._arrange_away(max(1, len(self.plan.slot_pages)))
+        except BaseException:
+            self.dropped = before
+            self._bind()
+            raise
+
+    def restore(self, layer: int, filled: Range) -> None:
+        """A dropped layer is resident again, with the pages of `filled`. Raises as `Ring.adopt`, which leaves it
+        dropped."""
+        self._passes.close()
+        try:
+            if self._weights.ring.layer(layer) is not None:
+                self._weights.ring.adopt(layer, filled)
+            self._weights.set_aside(layer)
+            self.dropped = tuple(each for each in self.dropped if each != layer)
+        finally:
+            self._bind()
+        self._arrange_away(max(1, len(self.plan.slot_pages)))  # the slot may go, too
+
+    def release(self) -> None:
+        """No layer is dropped any more: those that were stream."""
+        self.dropped = ()
+        self._bind()
+
+    def plainly(self, act: Callable[[], None]) -> None:
+        """Calls `act` while no layer is bound."""
+        self._passes.close()
+        try:
+            act()
         finally:
             self._bind()
 
@@ -109,12 +160,18 @@ class Arrangement:
             self.tell(layer, False)
         self._passes.close()
 
+    def _arrange_away(self, slots: int) -> None:
+        """What is away streams through so many slots."""
+        streamed = [layer for layer in self._weights.away() if layer not in self.dropped]
+        self.arrange(streaming(self.pages, streamed, slots))
+
     def _bind(self) -> None:
         """The calls of its layers that are on the host read slots from now on."""
         ring = self._weights.ring
         found = [each for layer in (*ring.streamed, *ring.own.layers) if (each := ring.layer(layer)) is not None]
         streamed = found[: len(ring.streamed)]
-        self._plan_of(ring.streamed, tuple(each.slot for each in streamed))
+        planned = [each for each in streamed if each.layer not in self.dropped]
+        self._plan_of(tuple(each.layer for each in planned), tuple(each.slot for each in planned))
         model = self._model()
         modules = () if model is None else decoder_layers(model)
         bound = {}
@@ -129,5 +186,6 @@ class Arrangement:
             self.tell(layer, layer in bound)
 
     def _plan_of(self, streamed: tuple[int, ...], slots: tuple[int, ...]) -> None:
-        pages = (0 if layer in self.kept else pages for layer, pages in enumerate(self.pages))
+        absent = self.kept.union(self.dropped)
+        pages = (0 if layer in absent else pages for layer, pages in enumerate(self.pages))
         self.plan = Plan(tuple(pages), streamed, slots)

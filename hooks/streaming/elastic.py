@@ -14,13 +14,13 @@ Note [Nothing is prepared]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Literal
 
 from torch import nn
 
-from ...allocator._native import Device
+from ...allocator._native import Device, Range
 from ...allocator.errors import ManageError, PoolExhausted, SLOError, WeightsFileChanged
 from ...offload.governor.decision import Decision
 from ...offload.governor.governor import Governor
@@ -39,7 +39,7 @@ from ..options import ManageOptions
 from ..weights.ranges import Weights
 from .arrangement import Arrangement
 from .captured import Captured
-from .streamed import Streaming
+from .streamed import CAPTURED, Streaming
 
 
 class Elastic:
@@ -127,7 +127,7 @@ class Elastic:
         return self.timings.typical(point)
 
     def entry(self, layer: int) -> tuple[Any, list[Any]] | None:
-        if layer in self.arrangement.kept or self._turns.sections:
+        if layer in self.arrangement.kept or layer in self.arrangement.dropped or self._turns.sections:
             return None
         parts = self.arrangement.entry(layer)
         return (self._weights.group, parts) if parts else None
@@ -230,6 +230,33 @@ class Elastic:
             else:
                 act()
 
+    # What replicas ask, while no forward runs and none begins
+
+    def drop(self, layers: Collection[int]) -> None:
+        """Drops layers, all or none, to backings that are ready. ManageError where a CUDA graph has captured one, or
+        addresses cannot be exchanged now; what else is raised as by `Arrangement.drop`."""
+        with self.captured.lock:
+            if not self.arrangement.kept.isdisjoint(layers):
+                raise ManageError(CAPTURED)
+            with self._changing(), self._weights.leaving(layers):
+                self.arrangement.drop(layers)
+
+    def restore(self, layer: int, filled: Range) -> None:
+        """See `Arrangement.restore`."""
+        with self.captured.lock, self._changing():
+            self.arrangement.restore(layer, filled)
+
+    def plainly(self, act: Callable[[], None]) -> None:
+        """Calls `act` while the modules of layers that stream hold plain dictionaries, so that whoever asks them is not
+        heard, and must not look at the bytes."""
+        with self.captured.lock, self._changing():
+            self.arrangement.plainly(act)
+
+    def release(self) -> None:
+        """The governor decides about all layers again."""
+        with self.captured.lock, self._changing():
+            self.arrangement.release()
+
     def report(self) -> Report:
         """What streams, why, and what it costs."""
         graphs.tell_of_dropped()
@@ -311,10 +338,13 @@ class Elastic:
 
     def _make_resident(self, layers: Iterable[int]) -> None:
         """Notes that these have come back, and are resident again."""
-        with self._governor.changing(self) if self._governed else nullcontext():
+        with self._changing():
             self.arrangement.make_resident(
                 layers, lambda pages: self._governor.events.decided("host copies", "revert", pages, what=self.name)
             )
+
+    def _changing(self) -> AbstractContextManager[object]:
+        return self._governor.changing(self) if self._governed else nullcontext()
 
     def _replanned(self) -> None:
         if self._governed:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import torch
 from torch import nn
@@ -64,17 +64,29 @@ def find(model: nn.Module, wanted: Collection[int] | None = None) -> Found:
                 left[member.name] = broken or (
                     "no file has it" if files else "no file that it was loaded from is known"
                 )
-            elif not has_bytes(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                left[member.name] = "its memory is not laid out as in the file"
-            elif not (alike := [span for entry, span in possible if _alike(tensor, entry)]):
-                left[member.name] = "its dtype or shape is not that in the file"
-            elif (equal := next((span for span in alike if same(tensor, span, memory)), None)) is None:
-                left[member.name] = "its values are not those in the file"
+            elif isinstance(found := compared(tensor, possible, memory), str):
+                left[member.name] = found
             else:
-                spans[member.name] = equal
+                spans[member.name] = found
     for file in files:  # nothing changed under the last comparisons
         file.check()
     return Found(spans, left)
+
+
+def compared(tensor: torch.Tensor, possible: Iterable[tuple[Entry, FileSpan]], memory: BinaryIO) -> FileSpan | str:
+    """Where the tensor lies of these, byte for byte; else why nowhere. `memory`: as for `same`. WeightsFileChanged."""
+    if not has_bytes(tensor) or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return "its memory is not laid out as in the file"
+    if not (alike := [span for entry, span in possible if _alike(tensor, entry)]):
+        return "its dtype or shape is not that in the file"
+    equal = next((span for span in alike if same(tensor, span, memory)), None)
+    return "its values are not those in the file" if equal is None else equal
+
+
+def possible_places(model: nn.Module) -> dict[int, list[tuple[Entry, FileSpan]]]:
+    """By the id of a parameter or buffer: what the files hold that the model was loaded from, as far as they can be
+    told, under any name that it was loaded by. Nothing is compared; every module is asked for what it holds."""
+    return candidates(model, _files(model)[0])
 
 
 def candidates(model: nn.Module, files: list[WeightsFile]) -> dict[int, list[tuple[Entry, FileSpan]]]:

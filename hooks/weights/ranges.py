@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from torch import nn
 
 from ...allocator._native import Device, Range
+from ...allocator.interrupts import Guarded, guarded
 from ...offload.policy.layout import Block, Layout, place
 from ...offload.policy.plan import Plan, Rule
 from ...offload.policy.tuning import DEFAULT, WeightPlans
@@ -64,6 +65,8 @@ class Weights:
         self.ring = Ring(device, self.group, waiting)
         self._file_backings = FileBackings(device)
         self._movers: dict[int, Mover] = {}  # by the address of the range
+        # By the same, of layers that are to be dropped at once: has their bytes, and is not shown to the core.
+        self.ready: dict[int, Backing] = {}
         self._moving = threading.Lock()
         self._hosted: set[int] = set()  # addresses of ranges whose tensors are moved in on the host
         self._blank: Range | None = None  # a page, see backing.py, Note [File backings]
@@ -79,7 +82,7 @@ class Weights:
     @property
     def host_pages(self) -> int:
         """Host pages that hold weights."""
-        return sum(each.backing.backed for each in list(self._movers.values()))
+        return sum(each.backed for each in self._backings())
 
     @property
     def file_bytes(self) -> int:
@@ -158,6 +161,56 @@ class Weights:
                 offset = sum(part.count for part in parts)
                 parts.append(Part(opened, mover, offset, first, count))
         return tuple(parts)
+
+    def file_backing(self, opened: Range, found: Iterable[Span], files: Files) -> FileBacking | None:
+        """The file backing of a range in which these spans lie, all of them in files; else None. WeightsFileChanged."""
+        return self._file_backing([(span.start - opened.address, span) for span in found], files)
+
+    def new_backing(self, opened: Range, file: FileBacking | None = None) -> Backing:
+        """A backing for a range beside the one that it has."""
+        if file is not None and self._blank is None:
+            blank = self.device.reserve(self.device.page_size, "weights", self._backing_group)
+            (blank.map_host if self.device.host_pages else blank.map)(0, 1)
+            self._blank = blank
+        return Backing(self.device, self._backing_group, opened, "weights", file=file, blank=self._blank)
+
+    def leaving(self, layers: Collection[int]) -> Guarded[None]:
+        """Within it these layers leave to backings that are ready; those of layers that have not left are set aside
+        again at the end. Nothing of the layers is taken meanwhile."""
+        concerned = [opened for layer in layers for opened in self.ranges.get(layer, ())]
+
+        def begin() -> None:
+            for opened in concerned:
+                if (backing := self.ready.get(opened.address)) is not None and not is_away(opened):
+                    backing.ready = True
+                    self._movers[opened.address] = Mover(self.device, opened, backing, self._moving)
+                    del self.ready[opened.address]
+
+        def end(failed: bool) -> None:
+            for opened in concerned:
+                mover = self._movers.get(opened.address)
+                if mover is not None and mover.backing.ready:
+                    mover.backing.ready = False
+                    if not is_away(opened):
+                        self.ready[opened.address] = mover.backing
+                        del self._movers[opened.address]
+
+        return guarded(begin, end)
+
+    def set_aside(self, layer: int) -> None:
+        """The layer is resident again: what it was copied from is ready for the next time."""
+        for opened in self.ranges.get(layer, ()):
+            if (mover := self._movers.get(opened.address)) is not None and not is_away(opened):
+                self.ready[opened.address] = mover.backing
+                del self._movers[opened.address]
+
+    def forget_ready(self, layer: int) -> None:
+        """What was ready of the layer is not what it is, or not needed."""
+        for opened in self.ranges.get(layer, ()):
+            if (backing := self.ready.pop(opened.address, None)) is not None:
+                backing.drop()
+                backing.close()
+        self._file_backings.keep(self._kept())
 
     def away(self) -> tuple[int, ...]:
         """The layers that have no device pages of their own."""
@@ -247,25 +300,24 @@ class Weights:
         return twin if twin is not None and twin.registered else None
 
     def _make_mover(self, opened: Range, file: FileBacking | None = None) -> Mover:
-        if file is not None and self._blank is None:
-            blank = self.device.reserve(self.device.page_size, "weights", self._backing_group)
-            (blank.map_host if self.device.host_pages else blank.map)(0, 1)
-            self._blank = blank
-        backing = Backing(self.device, self._backing_group, opened, "weights", file=file, blank=self._blank)
-        made = Mover(self.device, opened, backing, self._moving)
+        made = Mover(self.device, opened, self.new_backing(opened, file), self._moving)
         before = self._movers.get(opened.address)
         if before is not None and before.backing.closed:
             self._movers.pop(opened.address, None)
         return self._movers.setdefault(opened.address, made)  # another thread may have been here
 
     def _kept(self) -> list[FileBacking]:
-        return [each.backing.file for each in list(self._movers.values()) if each.backing.file is not None]
+        return [each.file for each in self._backings() if each.file is not None]
+
+    def _backings(self) -> list[Backing]:
+        return [*(mover.backing for mover in list(self._movers.values())), *list(self.ready.values())]
 
     def _drop_backing(self, address: int) -> None:
         """Pages of it that tensors still show stay until those are gone."""
-        mover = self._movers.pop(address, None)
-        if mover is not None:
+        if (mover := self._movers.pop(address, None)) is not None:
             mover.backing.close()
+        if (ready := self.ready.pop(address, None)) is not None:
+            ready.close()
 
     def _back(self, opened: Range, first: int, count: int) -> bool:
         """Puts pages behind pieces, of the device or of the backing. False where they need not be filled."""

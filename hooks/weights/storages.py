@@ -189,9 +189,18 @@ def _unwrapped(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Ten
 
 def in_graphs(model: nn.Module) -> bool:
     """Does torch hold any tensor of it, as an autograd graph does?"""
-    plain = (module.__dict__[kind] for module in model.modules() for kind in ("_parameters", "_buffers"))
-    tensors = (tensor for each in plain for tensor in dict.values(each) if tensor is not None)
-    return any(inner._use_count() != 1 for tensor in tensors for _, inner in _unwrapped("", tensor))  # type: ignore[attr-defined]
+    return any(inner._use_count() != 1 for _, inner in held(model))  # type: ignore[attr-defined]
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every parameter and buffer, of a wrapper of every tensor inside it, under each of its names, as
+    the dictionaries of the modules hold it: no streamed layer hears that it was asked for (hooks/streaming/bound.py).
+    """
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for kind in ("_parameters", "_buffers"):
+            for name, tensor in dict.items(module.__dict__[kind]):
+                if tensor is not None:
+                    yield from _unwrapped(f"{prefix}.{name}" if prefix else name, tensor)
 
 
 def _layers_by_module(model: nn.Module, layers: Sequence[nn.Module]) -> dict[int, set[int | None]]:

@@ -111,6 +111,7 @@ class Governor:
         self.reclaim: Final = ReclaimList(known)
         self.exchange: Final = Exchange(known, self.reclaim)
         self.ladder: Final = LadderPulls(known, self.reclaim)
+        self.duplicates: Final = known.duplicates
         self._known = known
 
     # -- models
@@ -189,6 +190,7 @@ class Governor:
             cache.write_behind(0)
         if tended and self._known.list.stale:
             self.reclaim.publish()
+        self.duplicates.post()
         return decision
 
     def after(self, model: ModelClient) -> None:
@@ -224,7 +226,8 @@ class Governor:
                     state.waking &= state.point is None or state.point.phase != "decode"
                     state.arranged(before, change.promised)
                     taken = sum(map(before.pages.__getitem__, change.taken))
-                    self._say(state, before.device_pages - taken, change.began)
+                    same = before.pages == state.model.plan.pages
+                    self._say(state, before.device_pages - taken if same else None, change.began)
             finally:
                 state.held.discard(change)
                 state.grant = state.faster = None
@@ -364,9 +367,12 @@ class Governor:
             state.point = state.last[point.phase] = point
             self._known.moved()
 
-    def _say(self, state: ModelState, before: int, began: float) -> None:
-        """An event where the device pages of its layers are others than they were."""
+    def _say(self, state: ModelState, before: int | None, began: float) -> None:
+        """An event where the device pages of its layers are others than they were. `before`: None where the layers that
+        it counts are others, so that nothing of it was pulled or given back."""
         plan = state.model.plan
+        if before is None:
+            return
         more = plan.device_pages - before
         if more:
             costs, measured = state.costs_at(state.point or state.last["decode"], self.link.page_seconds)

@@ -52,9 +52,15 @@ class LadderPulls:
         """Has so many device pages given by the rungs of the list up to the last, or as many as they have.
         DriverError."""
         self._reclaim.publish_now()
+        wished = last < Rung.DUPLICATES
         for candidate in self._reclaim.candidates():
             if pages > 0 and candidate.rung <= last:
+                if candidate.rung > Rung.DUPLICATES and not wished:
+                    wished = True
+                    self._known.duplicates.wish(pages)
                 pages -= self._known.device.take([candidate.client * LAYERS + candidate.index])
+        if pages > 0 and not wished:
+            self._known.duplicates.wish(pages)
 
     def revert(self, rung: Rung, pages: int) -> int:
         """Up to so many free pages go back to those who gave of this rung, without a dwell; how many will."""

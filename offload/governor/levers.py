@@ -106,6 +106,29 @@ class Listed(Lever):
         return [candidate for candidate in self._governor.reclaim.candidates() if candidate.rung is self.rung]
 
 
+class Drop(Lever):
+    """Layers that other replicas hold as well. A pull posts a wish and frees nothing: see duplicates.py. What running
+    as a stage of a pipeline costs is for the controller of the replicas to weigh."""
+
+    rung = Rung.DUPLICATES
+
+    def __init__(self, governor: Governor) -> None:
+        self._duplicates = governor.duplicates
+
+    def would_free(self) -> int:
+        return self._duplicates.pages
+
+    def would_cost(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+    def pull(self, pages: int) -> int:
+        self._duplicates.wish(pages)
+        return 0
+
+    def revert(self, pages: int) -> int:
+        return 0
+
+
 class Wait(Lever):
     """What others request of this thread, and what this thread may hear of."""
 
@@ -165,6 +188,7 @@ def levers(governor: Governor, device: Pool, *, spill: bool) -> Sequence[Lever]:
         Free(governor),
         Inflate(device),
         *(Listed(governor, rung) for rung in LISTED),
+        Drop(governor),
         Wait(governor, device),
         Spill(governor, device, spill),
     ]

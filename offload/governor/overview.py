@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from ...allocator.events import Events
-from ..policy.ladder import Candidate
+from ..policy.ladder import Candidate, Rung
 from ..policy.ledger import RunningShares
 from ..policy.tuning import Tuning
 from ..record.record import Point
@@ -24,6 +24,7 @@ from .client import LAYERS, ModelClient
 from .client_state import ModelState
 from .clients import Clients
 from .decision import Decision
+from .duplicates import Duplicates
 from .lend import Lending
 from .link import Link
 from .pages import Pages
@@ -63,6 +64,7 @@ class Overview:
         self.list: Final = Published(device)
         self.events: Final = Events() if events is None else events
         self.events.naming = self.list.named
+        self.duplicates: Final = Duplicates()
         self._waited = False  # was anything taken since it was last looked?
         self._candidates: list[Candidate] | None = None  # of the models, where nothing of them has changed
 
@@ -99,8 +101,10 @@ class Overview:
             self._heard(taken)
 
     def _heard(self, taken: Sequence[tuple[int, int, int]]) -> None:
-        for _, key, _ in taken:
+        for _, key, pages in taken:
             self.clients.took(*divmod(key, LAYERS))
+            if self.list.comes_after(key, Rung.DUPLICATES):
+                self.duplicates.lack(pages)
         self.events.hear()
         self._waited = True
         for paged, _ in self.clients.paged:

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from ...allocator.events import Named, unnamed
 from ..policy.ladder import Candidate, Rung
 from ..residency.backing import FAR
 from .client import LAYERS
 from .client_state import ClientState
+
+_RUNGS: Final = {rung.label: rung for rung in Rung}
 
 
 class Pool(Protocol):
@@ -133,6 +135,10 @@ class Published:
     def named(self, key: int) -> Named:
         """Which lever takes the entry of this key, whose it is, and what that should take. On any thread."""
         return next((names[key] for names in tuple(self._names) if key in names), unnamed(key))
+
+    def comes_after(self, key: int, rung: Rung) -> bool:
+        """Does the entry of this key come after that rung of the ladder?"""
+        return _RUNGS.get(self.named(key).lever, rung) > rung
 
 
 def _dirty(parts: Iterable[Any]) -> int:

@@ -2,7 +2,8 @@
 
 What is pulled first is what costs least per byte freed for as long as it lasts (`Rung`). The native core pulls: it goes
 down the list that was published (`listed`), in the middle of any operator. In front of that list, without entries, it
-does what costs nothing; behind it come waiting, pages of the host, and refusal.
+does what costs nothing; behind it come waiting, pages of the host, and refusal. What needs somebody's consent
+(`DUPLICATES`) is not on the list: whoever passes that rung posts a wish.
 
 Note [What it costs]
     A layer whose copy hides behind the iteration costs nothing in it; beyond that bytes over the link. A page of KV is
@@ -38,6 +39,7 @@ class Rung(IntEnum):
     IDLE_WEIGHTS = 4
     IDLE_KV = 5
     HIDDEN_WEIGHTS = 6  # of models that run, while the copies hide
+    DUPLICATES = 7  # layers that other replicas hold as well: dropped by consent of their controller, never by the core
     STALLING_WEIGHTS = 8  # beyond that, within the model's cap
     RUNNING_KV = 9  # read in place
     LAST_WEIGHTS = 10  # beyond the model's cap, before anything waits or is refused

@@ -19,7 +19,7 @@ Note [From the peer to the host]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Final
 
@@ -57,6 +57,8 @@ class Backing:
         self.range = range_
         self.file = file  # None where pages serve
         self.closed = False
+        self.ready = False  # has it the bytes, although the range has pages of its own?
+        self.sums: Mapping[int, bytes] = {}  # checksums of tensors that it got, by offset, where somebody keeps them
         self._blank = blank
         self._device = device
         self._group = group

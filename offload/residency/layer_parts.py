@@ -48,9 +48,11 @@ class Streamed:
         """Moves the layer to the host, as far as it is not there. ManageError where addresses cannot be exchanged now;
         DriverError."""
         for part in self.parts:
-            runs = [run for run in spans(part) if part.range.backing(run[0]) != "alias"]
-            here = [piece for first, count in runs for piece in range(first, first + count)]
-            if part.mover.evict(here, transfer, None, whole=True) < len(here):
+            runs = [run for first, count in spans(part) for run in part.range.runs(first, count) if run[2] != "alias"]
+            here = [piece for first, count, _ in runs for piece in range(first, first + count)]
+            mover = part.mover
+            left = mover.lead(here) if part.backing.ready else mover.evict(here, transfer, None, whole=True)
+            if left < len(here):
                 raise not_now()
 
     def copies(self, slot: Range) -> Copies:
@@ -60,6 +62,11 @@ class Streamed:
             to = slot.address + part.offset * (slot.nbytes // slot.pieces)
             copies += part.mover.backing.copies(part.first, part.count, to)
         return copies
+
+    @property
+    def hidden(self) -> bool:
+        """Does anything of it lie in a file, so that its addresses do not show it?"""
+        return any(part.backing.file is not None for part in self.parts)
 
     def check(self) -> None:
         """WeightsFileChanged unless the files of its backings are what they were."""

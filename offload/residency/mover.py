@@ -139,6 +139,12 @@ class Mover:
                     self.states.move_run(Event.DIRTY, piece, piece + 1)
                 self.saving.forget(piece)
 
+    def lead(self, pieces: Sequence[int]) -> int:
+        """Leads these to their backings, which have their bytes. Returns how many: not all where that cannot be now.
+        The caller holds a lease. DriverError."""
+        with self._lock:
+            return self._lead(pieces)
+
     def _lead(self, pieces: Sequence[int]) -> int:
         led = 0  # `alias` waits for all that was submitted, copies that others began too
         for first, end in runs_of(pieces):

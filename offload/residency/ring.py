@@ -113,9 +113,10 @@ class Ring:
         self._layers.update({layer: wanted[layer] for layer in wanted.keys() & self._layers.keys()})
         try:
             for layer, each in (wanted | coming).items():
-                if layer in coming or layer not in self._layers:
-                    each.leave(self._transfer)  # a failure may have left some of it resident
-                    self._layers[layer] = each
+                if each.hidden:
+                    self._layers[layer] = each  # as soon as some of it does not show what it is
+                each.leave(self._transfer)  # a failure may have left some of it resident
+                self._layers[layer] = each
             self.make(slot_pages)
             for layer in self._layers.keys() - wanted.keys() - coming.keys():
                 del self._layers[layer]  # nothing is left of it
@@ -223,13 +224,16 @@ class Ring:
                 self._filler.copy(each.copies(slot.range), None).wait()  # somebody may have written on the host
             finally:
                 each.check()
-            for part in each.parts:
-                for first, count in spans(part):
-                    if not part.range.adopt(first, slot.range, part.offset + first - part.first, count):
-                        raise not_now()
-                    undo.callback(part.backing.lead, first, count)
+            _adopt(each, slot.range)
             undo.pop_all()
         self.own.forget(layer)
+
+    def adopt(self, layer: int, filled: Range) -> None:
+        """A layer that streams is resident with the pages of `filled`, which hold its weights as a slot does. Nobody
+        shows what is in slots. ManageError where addresses cannot be exchanged now, DriverError: it streams then."""
+        _adopt(self._layers[layer], filled)
+        del self._layers[layer]
+        self._share()
 
     def close(self) -> None:
         """Gives the slots back. No layer streams any more; those on the host stay there."""
@@ -273,3 +277,14 @@ class Ring:
 
     def filling(self, member: int, slot: Slot[int]) -> None:
         self.loading(member, member == slot.turns[0])
+
+
+def _adopt(each: Streamed, filled: Range) -> None:
+    """The ranges of a layer on the host get the pages of `filled`, all or none. ManageError, DriverError."""
+    with ExitStack() as undo:
+        for part in each.parts:
+            for first, count in spans(part):
+                if not part.range.adopt(first, filled, part.offset + first - part.first, count):
+                    raise not_now()
+                undo.callback(part.backing.lead, first, count)
+        undo.pop_all()

@@ -1,0 +1,313 @@
+"""The layers that a replica holds: it drops others, whose pages serve KV, and restores them (KunServe §4).
+
+Note [A drop is a plan with a pinned span]
+    Layers outside of the span stream, through one slot that they share; that is all there is to it. The pin is that no
+    governor's plan has them (hooks/streaming/arrangement.py, Note [Dropped layers]). So a replica that has to run alone
+    goes on at once, and slowly, where the paper restores first. Everything is done between two forwards, and takes no
+    copy to the host where the layers were made ready before (ready.py).
+
+Note [Where a layer comes home from]
+    Its bytes come to new pages while forwards run, and the pages to its addresses between two of them. A peer's bytes
+    are taken only if their checksum is that of the layer's backing. What has come from a file needs no look, as nobody
+    but the layer can have been shown it; what lies in host pages may have been written to there, so it is copied, or
+    compared with a peer's, between the forwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ...allocator._native import Range, Transfer
+from ...allocator.errors import ManageError, PoolExhausted
+from ...offload.policy.ladder import Rung
+from ...offload.policy.replicas.groups import Span
+from ...offload.residency.layer_parts import Streamed
+from ...offload.residency.slots import open_pages
+from ..device import governors
+from ..managed import Managed, between_forwards, elastic_of, managed_as, weights_of
+from ..weights.layers import decoder_layers
+from ..weights.moving import flat_over
+from ..weights.storages import like_over
+from .checksum import checksum
+from .ready import ReadyLayers, lying_in, sums
+
+Source = Callable[[int], Mapping[str, torch.Tensor] | None]
+# What came to new pages: the checksums of a peer's bytes by range and offset, none of a file's; None: nothing did
+Came = dict[int, dict[int, bytes]] | None
+
+
+class Prepared(NamedTuple):
+    """A step of `prepare`: the layer that is ready now, and how many of how many are."""
+
+    layer: int
+    done: int
+    of: int
+
+
+class Restored(NamedTuple):
+    """A step of `restore`: the layer that is resident again, its pages, and whether a peer gave its bytes."""
+
+    layer: int
+    pages: int
+    from_peer: bool
+
+
+class HeldLayers:
+    """Which decoder layers of a managed model a replica holds. Thread-safe: one call, or step, at a time; forwards may
+    run meanwhile on other threads. Does not keep the model alive."""
+
+    def __init__(self, handle: Managed) -> None:
+        """`handle`: of a model with `interval="auto"`; ManageError for another, whose dropped layers no governor would
+        bring home after `release`."""
+        elastic = elastic_of(handle)
+        if elastic.interval != "auto":
+            raise ManageError(
+                f"{elastic.name} is managed with interval={elastic.interval!r}: a replica whose layers are dropped and "
+                'restored is managed with interval="auto"'
+            )
+        self._handle = handle
+        self._elastic = elastic
+        self._weights = weights_of(handle)
+        self._device = self._weights.device
+        self._governor = governors.of(self._device)
+        self._ready = ReadyLayers(self._model, self._weights, governors.composed_with().interpreter)
+        self._transfer = Transfer(self._device)
+        self._lock = threading.RLock()
+        self._withdraw: Callable[[], None] | None = None
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The layers that are dropped, ascending; none where the model is managed no more."""
+        model = self._handle.model
+        return self._elastic.arrangement.dropped if model is not None and managed_as(model) is self._handle else ()
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The layers that a drop would copy nothing of to the host, as far as known."""
+        return tuple(layer for layer in self._droppable() if self._ready.is_ready(layer))
+
+    def offer(self, wanted: Callable[[int], object]) -> None:
+        """`wanted(pages)` is told when the ladder has come to rung 7 for lack of pages
+        (offload/governor/duplicates.py), until `close`. It returns at once; what it leads to is a `drop` later, or nothing."""
+        with self._lock:
+            self._end_offer()
+            self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)
+
+    def prepare(self, layers: Iterable[int]) -> Iterator[Prepared]:
+        """Makes layers ready to be dropped, one in each step, while forwards run. Layers that are ready, or on the
+        host, are passed over. For the background: a thread that runs through it.
+
+        Raises as `ReadyLayers.make`, and those before are ready."""
+        with self._lock:
+            wanted = [layer for layer in layers if layer in self._droppable() and not self._ready.is_ready(layer)]
+            if wanted:
+                self._look_for_files()
+        for done, layer in enumerate(wanted, 1):
+            with self._lock:
+                if not self._ready.is_ready(layer):
+                    self._ready.make(layer, self._module(layer))
+            yield Prepared(layer, done, len(wanted))
+
+    def drop(self, span: Span) -> int:
+        """Drops all layers outside of `span` and those that are dropped. Returns how many device pages that freed:
+        those of the layers, less the slot that they share. They stay dropped until they are restored, or released.
+
+        All or nothing. ManageError for a span that the model does not have, where a CUDA graph has captured one of the
+        layers, or where the model is managed no more; DropRefused where there are no host pages, WeightsFileChanged
+        where the file is another one, ModelInUse: nothing has changed then. DriverError, PoolExhausted: what has left
+        by then streams, and the governor brings it home.
+        """
+        with self._lock:
+            layers = self._outside(span)
+            self._reserve(layers)
+            return between_forwards(self._handle, lambda: self._drop(layers))
+
+    def restore(self, order: Iterable[int], source: Source | None = None) -> Iterator[Restored]:
+        """Brings dropped layers home, one in each step, in this order; those that are there are passed over.
+
+        `source(layer)`: the bytes of a peer, as tensors by their names in the layer, on any device; None where no peer
+        answers: then they come from the layer's backing. Raises torch.OutOfMemoryError where no pages are free for the
+        layer, WeightsFileChanged where its file is another one and no peer has it, ManageError, ModelInUse,
+        DriverError, and what `source` raises: the layer is dropped then as before, and may be tried again.
+        """
+        for layer in order:
+            with self._lock:
+                found = self._restore(layer, source) if layer in self.dropped else None
+            if found is not None:
+                yield found
+
+    def release(self) -> None:
+        """The governor decides about all layers again, and brings home what there are pages for. Idempotent.
+        ModelInUse, ManageError."""
+        with self._lock:
+            if self.dropped:
+                between_forwards(self._handle, self._elastic.release)
+
+    def close(self) -> None:
+        """As `release`; nothing is ready or offered any more."""
+        with self._lock:
+            self._end_offer()
+            self.release()
+            for layer in list(self._weights.ranges):
+                if layer is not None:
+                    self._weights.forget_ready(layer)
+
+    # -- dropping
+
+    def _reserve(self, layers: Iterable[int]) -> None:
+        """Whatever is not ready is made so, while forwards run."""
+        lacking = [layer for layer in layers if not self._ready.is_ready(layer)]
+        if lacking:
+            self._look_for_files()
+        for layer in lacking:
+            self._ready.make(layer, self._module(layer))
+
+    def _drop(self, layers: tuple[int, ...]) -> int:
+        for layer in layers:
+            if not self._ready.still(layer, self._module(layer)):
+                self._ready.make(layer, self._module(layer))
+        before = self._weights.pages
+        self._elastic.drop(layers)
+        freed = before - self._weights.pages
+        self._governor.events.decided(Rung.DUPLICATES.label, "pull", freed, what=self._elastic.name)
+        self._governor.pages.given()
+        return freed
+
+    def _outside(self, span: Span) -> tuple[int, ...]:
+        count = len(self._elastic.arrangement.pages)
+        if not 0 <= span.begin < span.end <= count:
+            raise ManageError(
+                f"{self._elastic.name} has the layers 0 to {count}: layers [{span.begin}, {span.end}) are none of it "
+                "that a replica can hold"
+            )
+        return tuple(layer for layer in self._droppable() if layer not in span and layer not in self.dropped)
+
+    def _droppable(self) -> list[int]:
+        return [layer for layer, pages in enumerate(self._elastic.arrangement.pages) if pages]
+
+    def _freed_at_most(self) -> int:
+        """By a drop of all but one layer."""
+        pages = sorted(pages for pages in self._elastic.plan.pages if pages)
+        return sum(pages[1:-1])
+
+    def _look_for_files(self) -> None:
+        """See ReadyLayers. Layers that stream from files are not shown because of it."""
+        model = self._model
+        between_forwards(self._handle, lambda: self._elastic.plainly(lambda: self._ready.look_for_files(model)))
+
+    # -- restoring
+
+    def _restore(self, layer: int, source: Source | None) -> Restored | None:
+        each = self._weights.ring.layer(layer)
+        if each is None:  # an interrupt came between
+            return None
+        given = None if source is None else source(layer)
+        try:
+            filled = open_pages(self._device, self._weights.group, "weights", each.pages)
+        except PoolExhausted as error:
+            raise torch.OutOfMemoryError(f"no room for layer {layer}, which is dropped: {error}") from error
+        try:
+            came = self._fill(each, filled, given)
+            peer = between_forwards(self._handle, lambda: self._bring(layer, filled, came))
+        finally:
+            filled.close()  # where it was adopted there is nothing left
+        self._governor.pages.went_back()
+        self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._elastic.name)
+        return Restored(layer, each.pages, peer)
+
+    def _fill(self, each: Streamed, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
+        """Brings a layer's bytes to new pages while forwards run. See Note [Where a layer comes home from]."""
+        if given is not None:
+            return self._fill_from(each, filled, given)
+        if not _in_files(each):
+            return None
+        try:
+            self._copy(each, filled, self._weights.stream())
+        finally:
+            each.check()
+        return {}
+
+    def _fill_from(
+        self, each: Streamed, filled: Range, given: Mapping[str, torch.Tensor]
+    ) -> dict[int, dict[int, bytes]]:
+        """The same from a peer. Returns the checksums of what came, by range and offset. ManageError."""
+        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
+        if wrong := sorted(
+            name
+            for name in given.keys() | lying.keys()
+            if name not in given
+            or name not in lying
+            or (given[name].dtype, given[name].shape) != (lying[name][1].dtype, lying[name][1].shape)
+        ):
+            raise ManageError(
+                f"what a peer gave for layer {each.layer} of {self._elastic.name} has other tensors than that: "
+                f"{', '.join(wrong)}"
+            )
+        found: dict[int, dict[int, bytes]] = {part.range.address: {} for part in each.parts}
+        flat = flat_over(filled, 0, filled.nbytes)
+        with torch.no_grad():
+            for name, (opened, tensor) in lying.items():
+                new = like_over(tensor, flat, _place(each, tensor.data_ptr(), self._device.page_size))
+                new.copy_(given[name])
+                found[opened.address][tensor.data_ptr() - opened.address] = checksum(new)
+        return found
+
+    def _bring(self, layer: int, filled: Range, came: Came) -> bool:
+        """Between two forwards: the layer is resident again with those pages. Were they filled by a peer?"""
+        each = self._weights.ring.layer(layer)
+        if each is None or each.pages != filled.pieces:
+            raise ManageError(f"layer {layer} of {self._elastic.name} has changed while it came home: try again")
+        peer = bool(came) and came == self._sums(each)
+        if not (peer or (came == {} and _in_files(each))):
+            try:
+                self._copy(each, filled, None)
+            finally:
+                each.check()
+        self._elastic.restore(layer, filled)
+        return peer
+
+    def _sums(self, each: Streamed) -> dict[int, dict[int, bytes]]:
+        """The checksums of a layer on the host, by range and offset; empty where nobody knows."""
+        if _in_files(each):
+            return {part.range.address: dict(part.backing.sums) for part in each.parts}
+        lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
+        return {part.range.address: sums(part.range, lying) for part in each.parts}
+
+    def _copy(self, each: Streamed, filled: Range, after: int | None) -> None:
+        self._transfer.copy(each.copies(filled), after=after, owner="weights", to="device").wait()
+
+    # -- the model
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._handle.model
+        if model is None or managed_as(model) is not self._handle:
+            raise ManageError(f"this {self._elastic.name} is managed no more: make HeldLayers of what manage() returns")
+        return model
+
+    def _module(self, layer: int) -> nn.Module:
+        return decoder_layers(self._model)[layer]
+
+    def _end_offer(self) -> None:
+        if self._withdraw is not None:
+            self._withdraw()
+            self._withdraw = None
+
+
+def _in_files(each: Streamed) -> bool:
+    """Does all of a layer on the host lie in files, so that nobody has been shown it?"""
+    return all(part.backing.file is not None for part in each.parts)
+
+
+def _place(each: Streamed, address: int, page: int) -> int:
+    """Returns where the byte at an address of the layer's lies in its slot."""
+    for part in each.parts:
+        offset = address - part.range.address - part.first * page
+        if 0 <= offset < part.count * page:
+            return offset + part.offset * page
+    raise AssertionError(f"{address:#x} is no address of layer {each.layer}")

@@ -1,0 +1,174 @@
+"""Makes layers ready to be dropped: backings that have their bytes before anybody needs the pages.
+
+Note [What a drop would wait for]
+    A layer that leaves unprepared is copied to the host then, or compared with the weights' file byte by byte. Both
+    take as long as the link or the file, in the middle of a burst. So both are done once, when a replica has others. At
+    the drop a checksum on the device says whether the layer is still what was copied or compared (checksum.py), and the
+    file's inode, size and time whether that is.
+
+Note [The file, or the host]
+    Where all of a layer lies in the weights' file, that is its backing: it takes no host page, and all replicas of a
+    machine share the page cache. That is for layers to which nobody holds a reference but their modules
+    (offload/residency/backing.py, Note [File backings]). All others have host pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ...allocator._native import Lease, Range, Transfer
+from ...allocator.errors import DropRefused, PoolExhausted, WeightsFileChanged
+from ...offload.residency.backing import Backing
+from ...offload.residency.file_backing import FileBacking
+from ...offload.residency.layer_parts import live
+from ...offload.residency.weights_file import FileSpan
+from ..device.references import THIS, Interpreter, perhaps_referenced
+from ..weights.files import compared, possible_places
+from ..weights.ranges import Weights, is_away
+from ..weights.storages import held, spans
+from .checksum import checksum
+
+if TYPE_CHECKING:
+    from ...offload.residency.safetensors import Entry
+
+Lying = dict[str, tuple[Range, torch.Tensor]]
+
+
+class ReadyLayers:
+    """The backings of one model's resident layers that are ready. One thread at a time."""
+
+    def __init__(self, model: nn.Module, weights: Weights, interpreter: Interpreter = THIS) -> None:
+        self._weights = weights
+        self._interpreter = interpreter
+        self._transfer = Transfer(weights.device)
+        self._places: dict[int, list[tuple[Entry, FileSpan]]] | None = None
+        self._name = type(model).__name__
+
+    def look_for_files(self, model: nn.Module) -> None:
+        """Finds out once what weights files may hold of the model. Its modules are asked for all that they hold."""
+        if self._places is None:
+            self._places = possible_places(model)
+
+    def is_ready(self, layer: int) -> bool:
+        """Has each range of the layer a backing with its bytes, as far as known?"""
+        return all(is_away(opened) or opened.address in self._weights.ready for opened in self._ranges(layer))
+
+    def make(self, layer: int, module: nn.Module) -> None:
+        """Makes the layer ready, while forwards run; layers are neither moved nor taken meanwhile. DropRefused where
+        there are no host pages for it, or somebody writes to it; WeightsFileChanged, and the next attempt looks at the
+        files anew; DriverError. Nothing is ready then."""
+        lease = Lease()
+        lease.enter(self._weights.group)
+        try:
+            self._make(layer, module)
+        except WeightsFileChanged:
+            self._places = None
+            raise
+        except PoolExhausted as error:
+            raise DropRefused(
+                f"layer {layer} of {self._name} cannot be dropped, as there are no host pages for its weights: {error}"
+            ) from error
+        finally:
+            lease.close()
+
+    def still(self, layer: int, module: nn.Module) -> bool:
+        """Is the layer what is ready of it, and can that serve? Else nothing is ready of it any more. Called while no
+        forward runs. WeightsFileChanged, DriverError."""
+        alone = self._alone(module)  # before anything here refers to what it holds
+        ready, lying = self._weights.ready, lying_in(self._ranges(layer), module)
+        resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
+        backings = [ready.get(opened.address) for opened in resident]
+        try:
+            for backing in backings:
+                if backing is not None:
+                    backing.check()
+        except WeightsFileChanged:
+            self._weights.forget_ready(layer)
+            self._places = None
+            raise
+        files = any(backing is not None and backing.file is not None for backing in backings)
+        if (files and not alone) or any(
+            backing is None or backing.sums != sums(opened, lying)
+            for opened, backing in zip(resident, backings, strict=True)
+        ):
+            self._weights.forget_ready(layer)
+            return not resident
+        return True
+
+    def _make(self, layer: int, module: nn.Module) -> None:
+        self._weights.forget_ready(layer)
+        alone = self._alone(module)  # before anything here refers to what it holds
+        lying = lying_in(self._ranges(layer), module)
+        resident = [opened for opened in self._ranges(layer) if not is_away(opened)]
+        before = {opened.address: sums(opened, lying) for opened in resident}
+        with ExitStack() as undo:
+            made: dict[int, Backing] = {}
+            for opened in resident:
+                file = self._file(opened, lying) if alone else None
+                made[opened.address] = self._filled(opened, file, undo)
+            for opened in resident:
+                made[opened.address].sums = before[opened.address]
+                if sums(opened, lying) != before[opened.address]:
+                    raise DropRefused(
+                        f"layer {layer} of {self._name} cannot be dropped, as somebody writes to its weights: drop it "
+                        "when that has ended"
+                    )
+            undo.pop_all()
+        self._weights.ready.update(made)
+
+    def _filled(self, opened: Range, file: FileBacking | None, undo: ExitStack) -> Backing:
+        backing = self._weights.new_backing(opened, file)
+        undo.callback(backing.close)
+        if file is None:
+            runs = live(opened, 0, opened.pieces)
+            backing.map_all(runs, undo)
+            pieces = [piece for first, count in runs for piece in range(first, first + count)]
+            self._transfer.copy(backing.saves(pieces), after=None, owner="weights", to="host").wait()
+        return backing
+
+    def _file(self, opened: Range, lying: Lying) -> FileBacking | None:
+        """The file that has all of the range, None where none has."""
+        tensors = [tensor for its, tensor in lying.values() if its is opened]
+        found: dict[int, FileSpan] = {}
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            for tensor in tensors:
+                span = compared(tensor, (self._places or {}).get(id(tensor), ()), memory)
+                if isinstance(span, str):
+                    return None
+                found[id(tensor)] = span
+        return self._weights.file_backing(opened, spans(tensors, {}), found)
+
+    def _alone(self, module: nn.Module) -> bool:
+        """Does nobody but the layer's modules refer to what they hold?"""
+        found: list[Any] = []
+        for each in module.modules():
+            for kind in ("_parameters", "_buffers"):
+                found.extend(filter(torch.is_tensor, dict.values(each.__dict__[kind])))
+        wraps = any(map(is_traceable_wrapper_subclass, found))
+        return not wraps and not perhaps_referenced(found, self._interpreter)
+
+    def _ranges(self, layer: int) -> list[Range]:
+        return [opened for opened in self._weights.ranges.get(layer, ()) if opened.backed]
+
+
+def lying_in(ranges: Iterable[Range], module: nn.Module) -> Lying:
+    """The tensors of a module that lie in these ranges, by name, each with its range."""
+    bounds = [(opened, opened.address, opened.address + opened.nbytes) for opened in ranges]
+    return {
+        name: (opened, tensor)
+        for name, tensor in held(module)
+        if tensor.numel()
+        for opened, first, end in bounds
+        if first <= tensor.data_ptr() < end
+    }
+
+
+def sums(opened: Range, lying: Lying) -> dict[int, bytes]:
+    """The checksums of the tensors that lie in a range, by their offset in it."""
+    return {tensor.data_ptr() - opened.address: checksum(tensor) for its, tensor in lying.values() if its is opened}

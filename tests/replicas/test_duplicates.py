@@ -1,0 +1,114 @@
+"""Rung 7: a wish to the controller of replicas, and no page by itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ballonet.offload.governor.duplicates import Duplicates
+from ballonet.offload.governor.levers import levers
+from ballonet.offload.policy.ladder import LISTED, Rung
+
+from ..governed import EQUAL, FakeCache, FakeModel, governed
+
+
+def test_the_core_never_takes_duplicates() -> None:
+    assert Rung.HIDDEN_WEIGHTS < Rung.DUPLICATES < Rung.STALLING_WEIGHTS
+    assert (Rung.DUPLICATES, Rung.DUPLICATES.label) == (7, "duplicates")
+    assert Rung.DUPLICATES not in LISTED
+    _, governor, _, (a,) = governed(200, {})
+    a.step(governor)
+    assert {candidate.rung for candidate in governor.reclaim.candidates()}.isdisjoint({Rung.DUPLICATES})
+
+
+def test_the_lever_posts_a_wish_and_frees_nothing() -> None:
+    device, governor, _, _ = governed(200, {})
+    (lever,) = [each for each in levers(governor, device, spill=False) if each.rung is Rung.DUPLICATES]
+    assert (lever.would_free(), lever.pull(5), lever.revert(5)) == (0, 0, 0), "nobody has duplicates"
+    wishes: list[int] = []
+    withdraw = governor.duplicates.register(wishes.append, lambda: 30)
+    free = device.free
+    assert (lever.would_free(), lever.would_cost(), lever.pull(5), lever.revert(5)) == (30, (0.0, 0.0), 0, 0)
+    assert (wishes, device.free) == ([5], free), "and what was lacking before anyone was there is no wish"
+    withdraw()
+    withdraw()
+    assert lever.pull(7) == 0
+    assert wishes == [5]
+
+
+@pytest.mark.parametrize(("beyond", "rung"), [(False, Rung.HIDDEN_WEIGHTS), (True, Rung.LAST_WEIGHTS)])
+def test_a_wish_is_posted_once_the_ladder_has_passed_rung_7(beyond: bool, rung: Rung) -> None:
+    """The core takes layers whose copies hide without a wish; once it takes what costs time, that is wished for at the
+    next iteration, and once."""
+    device, governor, _, (a,) = governed(200, {})
+    wishes: list[int] = []
+    governor.duplicates.register(wishes.append, lambda: 0)
+    a.step(governor)
+    device.kv = device.free
+    layers = 3 + beyond
+    for _ in range(layers):
+        assert device.want(1, a)
+        device.kv += device.free
+    taken = [governor._known.list.named(key).lever for key in (_key(governor, a, layer) for _, layer in device.trace)]
+    assert len(taken) == layers
+    assert taken[-1] == rung.label
+    assert wishes == []
+    a.step(governor)
+    assert wishes == ([EQUAL[0]] if beyond else [])
+    a.step(governor)
+    assert len(wishes) == beyond
+
+
+def _key(governor: object, model: FakeModel, layer: int) -> int:
+    return int(governor._known.clients.of_model(model).key(layer))  # type: ignore[attr-defined]
+
+
+def test_whoever_makes_room_wishes_before_it_takes_what_costs_time() -> None:
+    device, governor, _, (a,) = governed(200, {})
+    cache = FakeCache(device, governor, governor.clock)
+    cache.step(4)
+    a.step(governor)
+    seen: list[tuple[int, int]] = []
+    governor.duplicates.register(lambda pages: seen.append((pages, len(device.taken_now))), lambda: 0)
+    device.taken_now = []
+    device.take = lambda keys, pages=None: device.taken_now.append(keys) or 5  # type: ignore[method-assign]
+    governor.ladder.make_room(10, Rung.IDLE_KV)
+    assert (seen, device.taken_now) == ([], []), "it was not to go so far"
+    governor.ladder.make_room(20, Rung.LAST_WEIGHTS)
+    assert seen == [(20 - 5 * 3, 3)], "after the layers that hide"
+    assert len(device.taken_now) == 4
+    governor.ladder.make_room(10**6, Rung.HIDDEN_WEIGHTS)
+    assert len(seen) == 1
+    governor.ladder.make_room(10**6, Rung.LAST_WEIGHTS)
+    assert len(seen) == 2
+
+
+def test_a_wish_is_told_without_a_lock() -> None:
+    """Whoever is told may ask the governor, and register others."""
+    _, governor, _, _ = governed(200, {})
+    told: list[bool] = []
+
+    def wanted(pages: int) -> None:
+        told.append(governor._known.lock.acquire(timeout=5))
+        governor._known.lock.release()
+        governor.duplicates.register(lambda pages: None, lambda: 1)
+
+    governor.duplicates.register(wanted, lambda: 0)
+    thread = threading.Thread(target=governor.duplicates.wish, args=(3,))
+    thread.start()
+    thread.join(60)
+    assert told == [True]
+    assert governor.duplicates.pages == 1
+
+
+def test_wishes_add_up_until_they_are_posted() -> None:
+    found, wishes = Duplicates(), list[int]()
+    found.lack(7)
+    found.register(wishes.append, lambda: 0)
+    for pages in (3, 0, -1, 4):
+        found.lack(pages)
+    assert (found.lacking, wishes) == (7, [])
+    found.post()
+    found.post()
+    assert (found.lacking, wishes) == (0, [7])
