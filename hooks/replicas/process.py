@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ...allocator._native import Device
+from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..managed import Managed, elastic_of, managed
@@ -55,7 +56,10 @@ def run(
     model = loaded(name, device, say)
     handle = managed(model, options)
     try:
-        cost = measured(model, max_batch_tokens or tuning.chunk, tuning)
+        try:
+            cost = measured(model, max_batch_tokens or tuning.chunk, tuning)
+        except ValueError as error:
+            raise ManageError(f"what chunks of {name} take cannot be measured: {error}") from error
         say(f"{name}: {handle!r}; what a chunk takes is predicted to {cost.error:.1%}")
         with Splice(model) as splice:
             runs = SplicedLayers(splice)

@@ -14,6 +14,7 @@ Note [Turning]
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -191,6 +192,7 @@ class Replica:
             return 0, 0, 0
         cache = stage.cache
         page = cache.on.page_size
+        cache.pool.try_to_free_sectors()  # of requests that have ended: nobody asks while nothing runs
         waiting = () if stage.leader is None else stage.leader.waiting
         size = KVSize(round(cache.token_bytes * self._layers / len(cache.layers)), page)
         away = cache.pages.client.displaced
@@ -545,6 +547,7 @@ class Replica:
 
 
 def _reason(error: Exception) -> Reason:
+    import traceback; traceback.print_exception(error)
     if isinstance(error, WeightsFileChanged):
         return Reason.FILE_CHANGED
     return Reason.HOST_MEMORY if isinstance(error, DropRefused) else Reason.PAGES

@@ -40,6 +40,10 @@ class Hears(Protocol):
 class Processes(Protocol):
     """The processes of replicas that this machine runs, by their ids."""
 
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Those that run."""
+
     def ended(self) -> list[tuple[int, str]]:
         """Those that have ended since the last call, and how."""
 
@@ -223,8 +227,10 @@ class Supervisor:
     def _gone(self, process: int, how: str) -> None:
         member = self._numbers.pop(process, None)
         if member is None:
-            self._failed = self._failed or f"a replica ended before it had joined: {how}"
-            self.ready.set()
+            self._say(f"a replica has ended before it had joined: {how}")
+            if self._controller is None and not self._processes.processes:
+                self._failed = f"no replica has joined, and none is left: {how}"
+                self.ready.set()
             return
         self._say(f"replica {member} has ended: {how}")
         self._on(events.Lost(self._clock(), member))

@@ -428,6 +428,8 @@ class Replicas:
     # Blocks of KV in one transfer: 64 KiB a layer of a small model, some MiB of a large one. Chosen: well below what a
     # stage takes at 1 GB/s.
     piece: int = 4
+    # Times that each chunk is timed when a replica starts; the least counts. Chosen: a fraction of a second in all.
+    rounds_measured: int = 4
     # -- links and membership
     # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
     beat: float = 0.2
