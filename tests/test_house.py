@@ -41,10 +41,9 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/batching",
     "hooks/splice",
     "hooks",
-    "hooks/replicas",
     "hooks/programs",
-    "hooks/replicas",
     "hooks/server",
+    "hooks/replicas",
     "hooks/whatif",
 )
 FACADE = ROOT / "src" / "ballonet"
@@ -175,6 +174,7 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
+    "hooks/replicas/checksum.py": {"_WORD", "_WORDS"},  # of which checksums are made
     "hooks/replicas/listener.py": {"_FOREVER"},
     "hooks/replicas/mailbox.py": {"SUPERVISOR"},
     "hooks/replicas/wire.py": {

@@ -2,19 +2,24 @@
 
 Note [What a checksum sees]
     torch cannot tell whether a weight was written to: what is written through `weight.data` is counted nowhere. So the
-    bytes are looked at, where they lie: the sums of rows and of columns of 8-byte words, modulo 2**64. That is
-    one pass at the bandwidth of the memory, without temporaries of the weights' size, in whatever order a device adds,
-    and any one word, row or column that differs is seen. It is no protection against whoever means to go unseen.
+    bytes are looked at, where they lie: 8-byte words are added up, modulo 2**64, in three ways, by their place modulo
+    two primes and by blocks of neighbours. In whatever order a device adds, the sums are the same; they need next to no
+    memory, of which there may be none when a layer is to be dropped. Any word that differs is seen, and any two that
+    changed places, but for those that are a multiple of 251 * 257 words apart in one block. It is no protection against
+    whoever means to go unseen.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Final
 
 import torch
 
-_WORDS: Final = 4096  # in a row: replicas compare sums, so that all have the same
+# Replicas compare sums: all have the same
+_PRIMES: Final = (251, 257)
+_BLOCKS: Final = 256
 _WORD: Final = 8
 
 
@@ -23,11 +28,19 @@ def checksum(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
-    whole = flat.numel() // _WORD
-    words, rest = flat[: whole * _WORD].view(torch.int64), flat[whole * _WORD :]
-    rows = whole // _WORDS * _WORDS
-    table, last = words[:rows].view(-1, _WORDS), words[rows:]
+    whole = flat.numel() // _WORD * _WORD
     found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    for part in (table.sum(0), table.sum(1), last, rest):
+    for part in (*_sums(flat[:whole].view(torch.int64)), flat[whole:]):
         found.update(part.cpu().numpy().tobytes())
     return found.digest()
+
+
+def _sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`words`: int64[n]. See Note [What a checksum sees]; with what does not fill a row."""
+    for prime in _PRIMES:
+        rows = words.numel() // prime * prime
+        yield words[:rows].view(-1, prime).sum(0)
+        yield words[rows:]
+    length = max(1, words.numel() // _BLOCKS)
+    blocks = words.numel() // length * length
+    yield words[:blocks].view(-1, length).sum(1)

@@ -104,6 +104,7 @@ class HeldLayers:
 
         Raises as `ReadyLayers.make`, and those before are ready."""
         with self._lock:
+            self._check_managed()
             wanted = [layer for layer in layers if layer in self._droppable() and not self._ready.is_ready(layer)]
             if wanted:
                 self._look_for_files()
@@ -123,6 +124,7 @@ class HeldLayers:
         by then streams, and the governor brings it home.
         """
         with self._lock:
+            self._check_managed()
             layers = self._outside(span)
             self._reserve(layers)
             return between_forwards(self._handle, lambda: self._drop(layers))
@@ -207,10 +209,7 @@ class HeldLayers:
         if each is None:  # an interrupt came between
             return None
         given = None if source is None else source(layer)
-        try:
-            filled = open_pages(self._device, self._weights.group, "weights", each.pages)
-        except PoolExhausted as error:
-            raise torch.OutOfMemoryError(f"no room for layer {layer}, which is dropped: {error}") from error
+        filled = self._open(layer, each.pages)
         try:
             came = self._fill(each, filled, given)
             peer = between_forwards(self._handle, lambda: self._bring(layer, filled, came))
@@ -220,16 +219,26 @@ class HeldLayers:
         self._governor.events.decided(Rung.DUPLICATES.label, "revert", each.pages, what=self._elastic.name)
         return Restored(layer, each.pages, peer)
 
+    def _open(self, layer: int, pages: int) -> Range:
+        """Pages that are free: what others have they keep."""
+        device = self._device
+        if device.available < pages:
+            device.trim()
+            device.reap(wait=True)
+        try:
+            if device.available < pages:
+                raise PoolExhausted(f"it has {pages} pages, and {device.available} are free")
+            return open_pages(device, self._weights.group, "weights", pages)
+        except PoolExhausted as error:
+            raise torch.OutOfMemoryError(f"no room for layer {layer}, which is dropped: {error}") from error
+
     def _fill(self, each: Streamed, filled: Range, given: Mapping[str, torch.Tensor] | None) -> Came:
         """Brings a layer's bytes to new pages while forwards run. See Note [Where a layer comes home from]."""
         if given is not None:
             return self._fill_from(each, filled, given)
         if not _in_files(each):
             return None
-        try:
-            self._copy(each, filled, self._weights.stream())
-        finally:
-            each.check()
+        self._copy(each, filled, self._weights.stream())
         return {}
 
     def _fill_from(
@@ -239,13 +248,11 @@ class HeldLayers:
         lying = lying_in({part.range: None for part in each.parts}, self._module(each.layer))
         if wrong := sorted(
             name
-            for name in given.keys() | lying.keys()
-            if name not in given
-            or name not in lying
-            or (given[name].dtype, given[name].shape) != (lying[name][1].dtype, lying[name][1].shape)
+            for name, (_, tensor) in lying.items()
+            if name not in given or (given[name].dtype, given[name].shape) != (tensor.dtype, tensor.shape)
         ):
             raise ManageError(
-                f"what a peer gave for layer {each.layer} of {self._elastic.name} has other tensors than that: "
+                f"what a peer gave for layer {each.layer} of {self._elastic.name} lacks, or has in other shapes or dtypes: "
                 f"{', '.join(wrong)}"
             )
         found: dict[int, dict[int, bytes]] = {part.range.address: {} for part in each.parts}
@@ -264,10 +271,7 @@ class HeldLayers:
             raise ManageError(f"layer {layer} of {self._elastic.name} has changed while it came home: try again")
         peer = bool(came) and came == self._sums(each)
         if not (peer or (came == {} and _in_files(each))):
-            try:
-                self._copy(each, filled, None)
-            finally:
-                each.check()
+            self._copy(each, filled, None)
         self._elastic.restore(layer, filled)
         return peer
 
@@ -279,9 +283,17 @@ class HeldLayers:
         return {part.range.address: sums(part.range, lying) for part in each.parts}
 
     def _copy(self, each: Streamed, filled: Range, after: int | None) -> None:
-        self._transfer.copy(each.copies(filled), after=after, owner="weights", to="device").wait()
+        """From the layer's backing. WeightsFileChanged, DriverError."""
+        each.check()
+        try:
+            self._transfer.copy(each.copies(filled), after=after, owner="weights", to="device").wait()
+        finally:
+            each.check()
 
     # -- the model
+
+    def _check_managed(self) -> None:
+        _ = self._model
 
     @property
     def _model(self) -> nn.Module:

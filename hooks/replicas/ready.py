@@ -89,8 +89,7 @@ class ReadyLayers:
                 if backing is not None:
                     backing.check()
         except WeightsFileChanged:
-            self._weights.forget_ready(layer)
-            self._places = None
+            self._forget_changed()
             raise
         files = any(backing is not None and backing.file is not None for backing in backings)
         if (files and not alone) or any(
@@ -100,6 +99,17 @@ class ReadyLayers:
             self._weights.forget_ready(layer)
             return not resident
         return True
+
+    def _forget_changed(self) -> None:
+        """Nothing is ready any more that lies in a file which is another one."""
+        self._places = None
+        for layer in list(self._weights.ranges):
+            for opened in [] if layer is None else self._ranges(layer):
+                try:
+                    if (backing := self._weights.ready.get(opened.address)) is not None:
+                        backing.check()
+                except WeightsFileChanged:
+                    self._weights.forget_ready(layer)
 
     def _make(self, layer: int, module: nn.Module) -> None:
         self._weights.forget_ready(layer)

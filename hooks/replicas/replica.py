@@ -547,7 +547,6 @@ class Replica:
 
 
 def _reason(error: Exception) -> Reason:
-    import traceback; traceback.print_exception(error)
     if isinstance(error, WeightsFileChanged):
         return Reason.FILE_CHANGED
     return Reason.HOST_MEMORY if isinstance(error, DropRefused) else Reason.PAGES

@@ -198,10 +198,13 @@ class Weights:
         return guarded(begin, end)
 
     def set_aside(self, layer: int) -> None:
-        """The layer is resident again: what it was copied from is ready for the next time."""
+        """The layer is resident again: what it was copied from is ready for the next time, if it was before."""
         for opened in self.ranges.get(layer, ()):
             if (mover := self._movers.get(opened.address)) is not None and not is_away(opened):
-                self.ready[opened.address] = mover.backing
+                if mover.backing.sums:
+                    self.ready[opened.address] = mover.backing
+                else:
+                    mover.backing.close()
                 del self._movers[opened.address]
 
     def forget_ready(self, layer: int) -> None:

@@ -124,8 +124,8 @@ def held(managed: ballonet.Managed) -> Iterator[HeldLayers]:
     found.close()
 
 
-def prepared(held: HeldLayers) -> HeldLayers:
-    assert len(list(held.prepare(range(LAYERS)))) == LAYERS
+def prepared(held: HeldLayers, layers: int = LAYERS) -> HeldLayers:
+    assert len(list(held.prepare(range(layers)))) == layers
     return held
 
 
@@ -195,47 +195,49 @@ def test_freed_pages_are_kv_s_at_once(managed: ballonet.Managed, held: HeldLayer
     prepared(held)
     device = runtime.require()
     settled()
-    group = device.group()
-    rest = device.reserve(device.available * PAGE, "kv", group)
+    group, few = device.group(), 4  # pages for whatever torch allocates
+    rest = device.reserve((device.available - few) * PAGE, "kv", group)
     rest.map(0, rest.pieces)
-    assert device.available == 0
+    assert device.available == few
     freed = held.drop(Span(0, 3))
+    assert managed.report().streamed == held.dropped
     kv = device.reserve(freed * PAGE, "kv", group)
     kv.map(0, freed)
     assert bytes_that_exist() <= BUDGET
     with pytest.raises(torch.OutOfMemoryError, match="no room for layer 3"):
         list(held.restore([3]))
-    assert held.dropped == (3, 4, 5)
+    assert managed.report().streamed == held.dropped == (3, 4, 5)
     kv.close()
     assert [each.layer for each in held.restore([3, 4, 5])] == [3, 4, 5]
     rest.close()
 
 
 def test_nobody_brings_dropped_layers_home_until_they_are_released(
-    model: Any, managed: ballonet.Managed, held: HeldLayers, stock: Output, clock: Clock
+    model: Any, original: Any, clock: Clock, managed: ballonet.Managed, held: HeldLayers
 ) -> None:
     """Whatever is free, and for how long; but a layer of the span that pages were short for comes back as ever."""
     governor = governors.of(runtime.require())
-    governor.link.bandwidth = 1e12
-    say(model)
+    governor.link.bandwidth, expected = 1e12, stocks_logits(original)
+    logits(model)
     held.drop(Span(0, 4))
+    settled()
     pages = runtime.require().snapshot()["pages"]
-    ballonet.set_budget((sum(pages.values()) - pages["free"] - 1) * PAGE, timeout="60s")
+    ballonet.set_budget((sum(pages.values()) - pages["free"] - pages_of(managed)[0] // 2) * PAGE, timeout="60s")
     taken = {*managed.report().streamed} - {4, 5}
     ballonet.set_budget(BUDGET)
     assert taken
-    for _ in range(8):
-        assert logits(model).equal(logits(model))
-        clock.now += 2 * DEFAULT.pages.forget
+    for _ in range(12):
+        assert torch.equal(logits(model), expected)
+        clock.now += DEFAULT.pages.dwell / 2
     assert managed.report().streamed == held.dropped == (4, 5)
     assert governor.ladder.revert(Rung.HIDDEN_WEIGHTS, 10**6) == 0
     assert {each.index for each in governor.reclaim.candidates()}.isdisjoint({4, 5})
     held.release()
     held.release()
     assert (held.dropped, managed.report().streamed) == ((), (4, 5))
-    for _ in range(8):
-        assert say(model).agrees(stock)
-        clock.now += 2 * DEFAULT.pages.forget
+    for _ in range(12):
+        assert torch.equal(logits(model), expected)
+        clock.now += DEFAULT.pages.dwell / 2
     assert managed.report().streamed == ()
 
 
@@ -287,13 +289,12 @@ def test_a_stage_copies_nothing_of_what_it_dropped(model: Any, original: Any, st
 def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: Any, seed: int) -> None:
     """Spans of any size, restored in any order and not always all; pages move at random, and are given and taken back."""
     expected = stocks_logits(original)
-    spans = random.Random(seed)
+    spans, before, whole = random.Random(seed), (settled(), on_host()), 0
     with manage(model, chaos=seed) as managed:
         held = HeldLayers(managed)
         assert torch.equal(logits(model), expected)
         prepared(held)
-        here, host = settled(), on_host()
-        to_host = copied("d2h")
+        here, host = settled(), on_host() - managed.report().host_pages
         for cycle in range(24):
             begin = spans.randrange(LAYERS)
             held.drop(Span(begin, spans.randint(begin + 1, LAYERS)))
@@ -304,12 +305,15 @@ def test_many_cycles_under_chaos_lose_nothing(kind: str, model: Any, original: A
                 assert torch.equal(logits(model), expected), (cycle, step)
             if cycle % 3 == 2:
                 list(held.restore(range(LAYERS)))
-                assert (settled(), on_host()) == (here, host), cycle
+                if not managed._weights.on_host():  # chaos pulls levers, too
+                    whole += 1
+                    assert (settled(), on_host() - managed.report().host_pages) == (here, host), cycle
+        assert whole > 2
         assert chaos_of(managed).moved["weights"] > 0
-        assert kind == "file" or copied("d2h") == to_host or managed.report().streamed
         held.close()
         for _ in range(3):
             assert torch.equal(logits(model), expected)
+    assert (settled(), on_host()) == before
 
 
 def stocks_logits(original: Any, act: Callable[[Any], object] = lambda model: None) -> torch.Tensor:
@@ -458,8 +462,8 @@ def test_a_peer_s_other_tensors_are_refused_and_what_it_raises_is_raised(
 
     held.drop(Span(0, 4))
     for act, error, text in (
-        (half, ManageError, "other tensors than that: mlp.down_proj.weight"),
-        (lacks, ManageError, "other tensors than that: mlp.down_proj.weight"),
+        (half, ManageError, "lacks, or has in other shapes or dtypes: mlp.down_proj.weight"),
+        (lacks, ManageError, "lacks, or has in other shapes or dtypes: mlp.down_proj.weight"),
         (fails, ConnectionError, "lost"),
     ):
         with pytest.raises(error, match=text):
@@ -523,8 +527,9 @@ def test_a_file_that_changes_while_layers_are_dropped(
         held = prepared(HeldLayers(managed))
         held.drop(Span(0, 3))
         CHANGES[change](own_folder / "model.safetensors")
-        with pytest.raises(WeightsFileChanged):
-            say(model)
+        if change not in ("emptied", "halved", "shorter"):  # from which the stand-in refuses to copy
+            with pytest.raises(WeightsFileChanged):
+                say(model)
         with pytest.raises(WeightsFileChanged):
             list(held.restore([3]))
         with pytest.raises(WeightsFileChanged):
@@ -636,7 +641,7 @@ def test_layers_of_several_sizes_share_a_slot_of_the_largest() -> None:
                 setattr(mlp, name, new)
         expected = logits(model)
     with ballonet.manage(model) as managed:
-        held = prepared(HeldLayers(managed))
+        held = prepared(HeldLayers(managed), 4)
         pages = pages_of(managed)
         assert len(set(pages)) == 3
         there = settled()
