@@ -253,3 +253,8 @@ def control_dirs(environ: Mapping[str, str] | None = None) -> tuple[Path, ...]:
     temporary = [Path(tempfile.gettempdir()), Path("/tmp")]
     found = [folder / "ballonet" for folder in runtime if folder.is_absolute() and folder.is_dir()]
     return tuple(dict.fromkeys(found + [folder / f"ballonet-{user}" for folder in temporary]))
+
+
+def environment() -> dict[str, str]:
+    """A copy of this process's environment, for what is handed on to other processes, and what torchrun says in it."""
+    return dict(os.environ)

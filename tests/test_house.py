@@ -174,7 +174,7 @@ FACTS = {
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
-    "hooks/replicas/checksum.py": {"_WORD", "_WORDS"},  # of which checksums are made
+    "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/replicas/listener.py": {"_FOREVER"},
     "hooks/replicas/mailbox.py": {"SUPERVISOR"},
     "hooks/replicas/wire.py": {

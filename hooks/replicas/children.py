@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+
+from ...allocator.config import environment
 
 SECRET = "BALLONET_REPLICA_SECRET"  # the variable that replicas read the supervisor's secret from
 
@@ -56,7 +57,7 @@ class Children:
 def placed(number: int, devices: int) -> dict[str, str]:
     """The environment of replica `number` of a machine with so many GPUs: each has one of its own, in turns; without
     any it is this process's."""
-    environ = dict(os.environ)
+    environ = environment()
     if devices:
         seen = environ.get("CUDA_VISIBLE_DEVICES", "")
         names = [each for each in seen.split(",") if each] or [str(each) for each in range(devices)]

@@ -37,7 +37,9 @@ class ReplicaFigures:
         for kind, count in (("drop", now.drops), ("restore", now.restores), ("discarded", now.discarded)):
             changes.add_metric([kind], count)
         yield changes
-        declined = CounterMetricFamily("ballonet_replica_declined", "Drops that were not made, and why.", labels=["why"])
+        declined = CounterMetricFamily(
+            "ballonet_replica_declined", "Drops that were not made, and why.", labels=["why"]
+        )
         for why, count in now.declined.items():
             declined.add_metric([why], count)
         yield declined

@@ -19,10 +19,10 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...offload.policy.replicas.groups import Group
-from .local_link import tensor_of, text_of
 from .errors import ChecksumError
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
 from .link import Link
+from .local_link import tensor_of, text_of
 from .requests import Request
 from .span_cache import SpanCache
 from .stage import Stage

@@ -51,6 +51,7 @@ class ReplicaServer:
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
         """Starts the replicas, and waits until one of them serves. PortInUse, ManageError."""
+        self.address = address
         self._tuning = tuning
         self._bell = Bell()
         secret = fleet.secret or secrets.token_hex(16)

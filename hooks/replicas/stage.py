@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ...offload.policy.replicas.groups import Group
-from .local_link import tensor_of, text_of
 from .errors import NoAnswer
 from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
 from .link import Link
 from .local import Member, cache_of, most_tokens, room_of
+from .local_link import tensor_of, text_of
 from .span_runner import SpanRunner
 
 

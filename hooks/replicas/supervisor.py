@@ -42,10 +42,10 @@ class Processes(Protocol):
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Those that run."""
+        """Ids of those that run."""
 
     def ended(self) -> list[tuple[int, str]]:
-        """Those that have ended since the last call, and how."""
+        """Ids of those that have ended since the last call, and how."""
 
     def end(self, process: int) -> None:
         """Ends one at once. Nothing if it is none of them."""

@@ -376,8 +376,8 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """When replicas drop parameters and restore them, how they run as a pipeline, and when one is dead (policy/replicas,
-    hooks/replicas). Times in seconds of real time."""
+    """When replicas drop parameters and restore them, how they run as a pipeline, and when one is dead
+    (policy/replicas, hooks/replicas). Times in seconds of real time."""
 
     # Seconds between looks at the load: a tenth of what a burst takes to fill memory (paper 003, the authors' code).
     period: float = 0.1

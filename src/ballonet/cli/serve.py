@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..allocator.config import Config
+from ..allocator.config import Config, environment
 from ..allocator.errors import ConfigError, ManageError
 from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
@@ -105,11 +104,11 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
 
 def _placed(args: argparse.Namespace) -> Placement | None:
     """Where the server is that this process is a replica of, or that it starts under torchrun; None: it has none."""
-    if args.join is None and (args.replicas is not None or "RANK" not in os.environ):
+    if args.join is None and (args.replicas is not None or "RANK" not in environment()):
         return None
     from ..hooks.replicas.placement import placement
 
-    return placement(os.environ, args.join)
+    return placement(environment(), args.join)
 
 
 def _replicas(args: argparse.Namespace, where: Placement | None) -> Callable[[], None]:
@@ -126,10 +125,10 @@ def _replicas(args: argparse.Namespace, where: Placement | None) -> Callable[[],
         where = Placement("127.0.0.1", 0, hosts=True)
         if args.listen is not None:
             where = replace(placement({}, args.listen), hosts=True)
-    if os.environ.get(_SECRET) is None and (where.host not in LOCAL or where.rank is not None):
+    if environment().get(_SECRET) is None and (where.host not in LOCAL or where.rank is not None):
         raise ConfigError(f"whoever reaches {where.host} could join: set {_SECRET}, here and for the other replicas")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    fleet = Fleet(args.replicas or 1, _forwarded(args), where, devices, os.environ.get(_SECRET))
+    fleet = Fleet(args.replicas or 1, _forwarded(args), where, devices, environment().get(_SECRET))
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     return ReplicaServer(args.models[0], fleet, address, _say).run
 
@@ -155,7 +154,7 @@ def _replica(
 
     if len(args.models) > 1:
         raise ConfigError("a replica has one model")
-    name, secret = args.models[0], os.environ.get(_SECRET)
+    name, secret = args.models[0], environment().get(_SECRET)
     return lambda: run(name, runtime.require(), options, where, secret, _say, **batching)
 
 
