@@ -90,9 +90,11 @@ class Leader:
         self._known.add(request.name)
 
     def cancel(self, request: str) -> None:
-        """Ends a request, whose tokens are told no more."""
+        """Ends a request, whose tokens are told no more; its name is free at once."""
         if self.requests.pop(request, None) is not None:
             self._scheduler.set_request_cancellation(request)
+            for state in self._scheduler.clear_cancelled_requests():
+                self._preemption.free_request_cpu_cache(state)
 
     def held(self, request: str) -> int:
         """Tokens of a request that have KV. To be asked while nothing is in flight."""
@@ -139,8 +141,6 @@ class Leader:
         """Begins a microbatch, if there is a place and anything to compute or to tell. Was there?"""
         if len(self._flying) >= self._stages:
             return False
-        for state in self._scheduler.clear_cancelled_requests():
-            self._preemption.free_request_cpu_cache(state)
         if not self._queue and self.plans:
             self._plan()
         while self._queue:
@@ -174,6 +174,7 @@ class Leader:
         if found.chunks and not lacking:
             self._lacking = 0
         self._compute_again(lacking)
+        self._failed = [each for each in self._failed if all(each is not state for state in found.states)]
         return True
 
     # -- planning
@@ -274,7 +275,7 @@ class Leader:
     def _take_tokens(self, states: dict[str, RequestState], answer: Answer) -> None:
         for name, token in answer.tokens:
             state = states.get(name)
-            if state is None or name not in self.requests:  # it is computed again, or was cancelled
+            if state is None:  # it was cancelled
                 continue
             request = self.requests[name] = self.requests[name].with_token(token)
             if state.update_and_check_completion(token, None):
@@ -296,7 +297,6 @@ class Leader:
                 self._fail(state, _no_room(state.request_id))
             else:
                 self._preemption.compute_again(state)
-            self._failed = [each for each in self._failed if each is not state]
 
     def _fail(self, state: RequestState, error: Exception) -> None:
         self._scheduler.finish_request(state.request_id)

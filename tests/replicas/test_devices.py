@@ -24,7 +24,7 @@ from ..tuned import Tuned
 from .grouped import BLOCK, CHUNK, PAGE, Told, evenly, requests
 from .test_pipeline import said
 
-SMALL, LARGE = 40 * PAGE, 400 * PAGE
+SMALL, LARGE = 30 * PAGE, 400 * PAGE
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
     two: tuple[Runtime, Runtime], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, told = build("llama", num_hidden_layers=12), Told()
-    asked = requests(prompts(24, 60), 60)
+    asked = requests(prompts(32, 60), 80)
     left_out: list[tuple[str, int]] = []
     most = [0, 0]
     stock = Answer.from_json
@@ -78,6 +78,6 @@ def test_no_stage_lacks_memory_for_what_is_planned(
         splice.close()
     for holder in holders:
         holder.release()
-    assert told.answers(asked) == said(model, [list(each.prompt) for each in asked], 60)
+    assert told.answers(asked) == said(model, [list(each.prompt) for each in asked], 80)
     assert left_out == []
     assert min(most) > 10
