@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...offload.policy.replicas.chunk_cost import ChunkCost
+from ...offload.policy.replicas.microbatches import Chunk, equal_cost
+
 Size = tuple[int, int]  # of a chunk: tokens of its request before it, new tokens
 Piece = tuple[int, int]  # which chunk, and how many of its new tokens, those that follow on its piece before
 Form = Callable[[Sequence[Size], int], list[list[Piece]]]
@@ -29,3 +32,13 @@ def by_tokens(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
                 found.append(pieces)
                 pieces = []
     return found
+
+
+def by_cost(cost: ChunkCost) -> Form:
+    """Microbatches of equal cost (KunServe §4.3; offload/policy/replicas/microbatches.py)."""
+
+    def form(chunks: Sequence[Size], places: int) -> list[list[Piece]]:
+        batches = equal_cost([Chunk(number, *size) for number, size in enumerate(chunks)], places, cost)
+        return [[(each.request, each.new) for each in batch] for batch in batches]
+
+    return form

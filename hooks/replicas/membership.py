@@ -35,7 +35,8 @@ class Reception:
         clock: Callable[[], float],
         within: float,
     ) -> None:
-        """`served`: what all have to run; None: what the first one runs. `within`: seconds that a joiner has to answer."""
+        """`served`: what all have to run; None: what the first one runs. `within`: seconds that a joiner has to
+        answer."""
         self.door = Door(secret, served, clock, within)
         self._store = store
         self._bell = bell

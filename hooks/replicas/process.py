@@ -24,6 +24,7 @@ from .costing import measured
 from .epoch import Fence
 from .errors import SupervisorLost
 from .fingerprint import fingerprint_of
+from .forming import by_cost
 from .held_layers import HeldLayers
 from .link import Link
 from .local import Member, cache_of
@@ -77,8 +78,18 @@ def run(
                 connects = GlooConnect(store, epoch, me, peer, tuning.forming)
                 return Link(connects, epoch, peer, bell, device=place, tuning=tuning)
 
+            form = by_cost(cost.cost)
             loop = Replica(
-                me, replica, len(splice.layers), HeldLayers(handle), supervisor, connect, bell, time.monotonic, tuning
+                me,
+                replica,
+                len(splice.layers),
+                HeldLayers(handle),
+                supervisor,
+                connect,
+                bell,
+                time.monotonic,
+                form,
+                tuning,
             )
             try:
                 loop.run()

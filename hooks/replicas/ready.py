@@ -104,7 +104,9 @@ class ReadyLayers:
         """Nothing is ready any more that lies in a file which is another one."""
         self._places = None
         for layer in list(self._weights.ranges):
-            for opened in [] if layer is None else self._ranges(layer):
+            if layer is None:
+                continue
+            for opened in self._ranges(layer):
                 try:
                     if (backing := self._weights.ready.get(opened.address)) is not None:
                         backing.check()

@@ -32,6 +32,7 @@ from ..weights.layers import decoder_layers
 from .bell import Bell
 from .errors import Interrupted, LinkError
 from .follower import OutOfStep
+from .forming import Form, by_tokens
 from .handover import Handed, HandedOver, Handover
 from .held_layers import HeldLayers, Source
 from .link import Link
@@ -95,9 +96,10 @@ class Replica:
         connect: Callable[[int, int], Link],
         bell: Bell,
         clock: Callable[[], float],
+        form: Form = by_tokens,
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
-        """`layers`: of the model; `connect`: (epoch, peer) begins to form a link."""
+        """`layers`: of the model; `connect`: (epoch, peer) begins to form a link; `form`: makes microbatches."""
         self.me = me
         self.epoch = -1
         self.stage: Stage | None = None
@@ -108,6 +110,7 @@ class Replica:
         self._connect = connect
         self._bell = bell
         self._clock = clock
+        self._form = form
         self._tuning = tuning
         self._links: dict[int, Link] = {}
         self._closing: list[Link] = []
@@ -385,7 +388,7 @@ class Replica:
         over = {
             peer: Over(link, self._tuning.beat, self._beat, self._supervisor.urgent) for peer, link in links.items()
         }
-        self.stage = Stage(self._replica, group, self.me, self.epoch, over, self._told)
+        self.stage = Stage(self._replica, group, self.me, self.epoch, over, self._told, self._form)
         if len(span) == self._layers and not self._pulling and not group.is_dropped:
             self._holds.release()
         self._start_early()

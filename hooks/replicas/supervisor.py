@@ -220,7 +220,7 @@ class Supervisor:
             return
         if self._controller is None:
             self._controller = self._make(hello)
-        self._numbers[hello.process] = member
+        self._numbers[hello.process], self._failed = member, None
         self._say(f"replica {member} has joined")
         self._on(events.Joined(self._clock(), member, hello.pages))
 
@@ -234,6 +234,11 @@ class Supervisor:
             return
         self._say(f"replica {member} has ended: {how}")
         self._on(events.Lost(self._clock(), member))
+        if not self._numbers:
+            self._failed = f"no replica is left: the last one has ended ({how})"
+            self._say(self._failed)
+            for entry in self._ledger:
+                self._fail(entry.request.name, self._failed)
 
     def _client(self, asked: Request | str) -> None:
         now = self._clock()

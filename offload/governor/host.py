@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...allocator.events import Events
 from ..policy.tuning import Tuning
 from .activity import Marks
+from .duplicates import Duplicates
 from .exchange import Exchange
 from .link import Link
 from .pages import Pages
@@ -28,6 +29,8 @@ class Host(Protocol):
     def clock(self) -> Callable[[], float]: ...
     @property
     def events(self) -> Events: ...
+    @property
+    def duplicates(self) -> Duplicates: ...
     @property
     def marks(self) -> Marks | None: ...
     @property
