@@ -15,8 +15,9 @@ from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.jobs import Job
 from ballonet.hooks.whatif.replicas.keepers import Recompute
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
-from ballonet.offload.policy.replicas.actions import Action, StartRestore
+from ballonet.offload.policy.replicas.actions import Action, Commit, Decline, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.events import Reason
 from ballonet.offload.policy.replicas.exchange import waited
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
@@ -229,3 +230,29 @@ def test_what_happens_in_one_moment_happens_in_order() -> None:
     while agenda.step():
         pass
     assert (seen, agenda.now) == (["a", "b", "c", "d"], 2.0)
+
+
+def test_on_a_square_wave_there_is_one_drop_and_one_restore_in_a_period_at_most() -> None:
+    period, periods = 80.0, 3
+    wave = [each for n in range(periods) for each in burst(200, 0.08, 60, 150, seed=n, begin=n * period)]
+    wave += burst(10, 6.0, 20, 20, begin=period * (periods - 1) + 22.0)  # or the run ends before the last restore
+    log: list[tuple[float, Action]] = []
+    found = run(fleet(2, 1600), SLOW, wave, "drop", log=log)
+    assert found["drops"] == found["restores"] == periods
+    for kind in (Prepare, Commit):
+        at = [int(at / period) for at, action in log if isinstance(action, kind)]
+        assert at == [n // 2 for n in range(2 * periods)], "two epochs in each"
+
+
+def test_where_prompts_are_what_takes_time_nothing_is_dropped() -> None:
+    prompts = burst(300, 0.07, 200, 12)
+    cost = ChunkCost(1e-9, 4e-4, 1e-3, decode=ChunkCost(0.0, 1e-4, 1e-3))
+    found = {policy: run(fleet(2, 800), cost, prompts, policy) for policy in ALL}
+    log: list[tuple[float, Action]] = []
+    again = run(fleet(2, 800), cost, prompts, "drop", log=log)
+    assert again == found["drop"]
+    refused = [action for _, action in log if isinstance(action, Decline)]
+    assert refused, "memory is full, so it was asked"
+    assert all(each.reason is Reason.NO_GAIN for each in refused)
+    assert found["drop"]["drops"] == 0
+    assert found["drop"]["ttft_p99"] <= 1.02 * min(each["ttft_p99"] for each in found.values())
