@@ -376,7 +376,7 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """When replicas drop parameters and restore them, and when one is dead; how they run as a pipeline (policy/replicas)."""
+    """When replicas drop and restore parameters, when one is dead, how they run as a pipeline (policy/replicas)."""
 
     # Seconds between looks at the load: a tenth of what a burst takes to fill memory (paper 003, the authors' code).
     period: float = 0.1

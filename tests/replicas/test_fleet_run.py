@@ -160,7 +160,7 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
     arrivals = [Arrival(0.0, 1000 + 37 * n, 1) for n in range(9)]
     run = FleetRun(free, cost, arrivals)
     keeper = Recompute(run)
-    pipe = run.open((0, 1), (0.5, 0.5), free.tokens, keeper)
+    pipe = run.open((0, 1), (4, 4), free.tokens, keeper)
     keeper._dispatcher.add((0, 1), free.tokens)
 
     def arrive(job: Job) -> None:
@@ -208,7 +208,7 @@ def test_a_burst_has_replicas_drop_and_restore_and_all_get_their_tokens() -> Non
 
 def test_activations_wait_for_one_part_at_most() -> None:
     found, _ = dropped(network=2e7)
-    logs = [wire.order.log for wire in found.wires]
+    logs = [found.wire(member).order.log for member in (0, 1)]
     assert sum(each.urgent for log in logs for each in log) > 100
     assert sum(not each.urgent for log in logs for each in log) > 20
     assert max(map(waited, logs)) <= 1
@@ -245,7 +245,7 @@ def test_on_a_square_wave_there_is_one_drop_and_one_restore_in_a_period_at_most(
 
 
 def test_where_prompts_are_what_takes_time_nothing_is_dropped() -> None:
-    prompts = burst(300, 0.07, 200, 12)
+    prompts = burst(600, 0.045, 200, 12)
     cost = ChunkCost(1e-9, 4e-4, 1e-3, decode=ChunkCost(0.0, 1e-4, 1e-3))
     found = {policy: run(fleet(2, 800), cost, prompts, policy) for policy in ALL}
     log: list[tuple[float, Action]] = []
