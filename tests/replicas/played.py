@@ -66,8 +66,10 @@ class Cost:
 class Played:
     """A controller with `members` replicas that have joined and are in their epochs."""
 
-    def __init__(self, members: int = 4, tuning: Replicas = TUNING, cost: Cost | None = None) -> None:
-        self.controller = Controller(PAGES, KV, cost or Cost(), tuning)
+    def __init__(
+        self, members: int = 4, tuning: Replicas = TUNING, cost: Cost | None = None, page_seconds: float = 0.0
+    ) -> None:
+        self.controller = Controller(PAGES, KV, cost or Cost(), tuning, page_seconds)
         self.at = 0.0
         self.progress = 0
         self.log: list[Action] = []

@@ -474,6 +474,18 @@ def test_requests_wait_where_everybody_is_doubted() -> None:
     assert None not in played.where.values()
 
 
+def test_the_front_end_is_told_once_that_a_request_is_held() -> None:
+    played = Played(3)
+    played.drop()
+    played.on(Suspected(played.at, played.epoch(0), 0, 1))
+    for member in (0, 2):
+        played.on(Lost(played.at, member))
+    played.on(PullFailed(played.at, played.epoch(1), 1, Reason.LINK))
+    holds = [each.request for each in played.log if isinstance(each, Hold)]
+    assert {*played.where.values()} == {None}
+    assert sorted(holds) == sorted(played.where)
+
+
 @pytest.mark.parametrize("reason", [Reason.PAGES, Reason.HOST_MEMORY])
 def test_no_pages_or_host_memory_is_a_typed_refusal_and_the_next_rung(reason: Reason) -> None:
     played = Played()
@@ -511,8 +523,10 @@ def test_a_survivor_whose_file_changed_pulls_from_a_peer_or_ends() -> None:
     (start,) = played.on(PullFailed(played.at, played.epoch(0), 0, Reason.FILE_CHANGED))
     assert isinstance(start, StartRestore)
     assert {pull.source for pull in start.pulls} == {7}
-    name = played.arrive(10, 10)
-    assert name not in names_of(played, 0)  # layers that it lacks can be read from nowhere yet
+    played.finish_all()
+    for _ in range(20):
+        played.arrive(1000, 10)
+    assert not names_of(played, 0)  # layers that it lacks can be read from nowhere yet
     assert played.on(PullFailed(played.at, played.epoch(0), 0, Reason.LINK))[0] == Fence(0, Reason.LINK)
     fenced = played.on(Lost(played.at, 7)) + played.on(PullFailed(played.at, played.epoch(2), 2, Reason.FILE_CHANGED))
     assert Fence(2, Reason.FILE_CHANGED) in fenced
@@ -598,6 +612,58 @@ def test_who_does_not_take_up_its_epoch_is_fenced() -> None:
         played.progress += 1
         found += played.on(Load(played.at, 0, old, 600, 5, 0, played.progress)) + played.tick()
     assert found[0] == Fence(0, Reason.BEHIND)
+
+
+def test_nobody_drops_before_all_have_told_their_load() -> None:
+    played = Played()
+    played.join(9)
+    for _ in range(8):
+        played.arrive(4600, 600)
+    played.load(used=600, free=5, pending=102, members=range(4))
+    assert not played.tick()
+    played.load(used=600, free=5, pending=102)
+    assert isinstance(played.tick()[0], Prepare | Decline)
+
+
+def test_nobody_pulls_from_a_replica_that_has_only_just_joined() -> None:
+    played = Played(2)
+    played.drop()
+    played.on(Joined(played.at, 9, MEMORY))
+    (start,) = [each for each in played.on(Lost(played.at, 1)) if isinstance(each, StartRestore)]
+    assert {pull.source for pull in start.pulls} == {None}
+
+
+def test_groups_part_only_once_their_kv_is_exchanged() -> None:
+    played = Played()
+    played.burst()
+    old = [played.epoch(member) for member in range(4)]
+    played.all_prepared()
+    played.finish_all()
+    for member in range(4):
+        played.on(Exchanged(played.at, old[member], member))
+    assert not played.alive(20.0)
+    for member in range(4):
+        played.on(Exchanged(played.at, played.epoch(member), member))
+    assert played.of(Prepare, played.alive(11.0))
+
+
+def test_answers_to_an_epoch_that_was_discarded_do_not_count_for_the_next() -> None:
+    played = Played()
+    played.burst()
+    assert isinstance(played.prepared, Prepare)
+    old = played.prepared.epoch
+    played.on(PrepareFailed(played.at, old, 0, Reason.PAGES))
+    played.alive(5.5, used=600, free=5, pending=102)
+    assert played.prepared is not None
+    assert [played.on(Prepared(played.at, old, member)) for member in range(4)] == [[]] * 4
+    assert not played.on(PrepareFailed(played.at, old, 0, Reason.PAGES))
+    assert played.groups() == ONES
+    played.all_prepared()
+    played.settled()
+    played.calm()
+    played.all_prepared()
+    assert [played.on(Restored(played.at, old, member)) for member in range(4)] == [[]] * 4
+    assert played.groups() == PAIRS
 
 
 def test_what_was_said_in_an_old_epoch_changes_nothing() -> None:

@@ -54,6 +54,36 @@ MOVES = [
     "old",
 ]
 STEPS = st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 11), st.integers(0, 7)), max_size=40)
+# What has happened before: fresh, preparing, exchanging, pipelines, a second level, restoring, pulling, KV going home
+SCRIPT = [
+    "burst",
+    "prepared",
+    "settled",
+    "alive",
+    "flood",
+    "prepared",
+    "settled",
+    "calm",
+    "arrive",
+    "arrive",
+    "prepared",
+    "arrive",
+    "restored",
+]
+PAIRS_ONLY = [
+    "burst",
+    "prepared",
+    "settled",
+    "calm",
+    "arrive",
+    "arrive",
+    "arrive",
+    "prepared",
+    "arrive",
+    "restored",
+    "settled",
+]
+STARTS = [script[:length] for script in (SCRIPT, PAIRS_ONLY) for length in range(len(script) + 1)]
 ANSWERS = (Prepared, Committed, Exchanged, Restored)
 
 
@@ -126,12 +156,14 @@ def move(played: Played, what: str, a: int, b: int) -> None:
 
 
 @settings(max_examples=150)
-@given(st.integers(0, 6), STEPS)
+@given(st.integers(0, 6), st.sampled_from(STARTS), STEPS)
 def test_after_any_events_nothing_is_lost_doubled_or_incomplete(
-    members: int, steps: list[tuple[str, int, int]]
+    members: int, start: list[str], steps: list[tuple[str, int, int]]
 ) -> None:
     """As `Played` says; and in the end, when replicas are there and all is quiet, every request is computed."""
     played = Played(members)
+    for what in start:
+        move(played, what, 1, 7)
     for what, a, b in steps:
         epoch = played.controller.epoch
         move(played, what, a, b)
@@ -148,9 +180,10 @@ def test_after_any_events_nothing_is_lost_doubled_or_incomplete(
 def test_the_moves_reach_every_phase() -> None:
     """Else the test above would show little: levels, restores, and losses in each."""
     played = Played(6)
-    script = "burst prepared settled alive flood prepared settled calm prepared restored settled burst prepared"
-    for what in script.split():
-        move(played, what, 0, 7)
+    for what in (*SCRIPT, "settled", "burst", "prepared"):
+        move(played, what, 1, 7)
+    homes = [len(each.homes) for each in played.of(Commit) if isinstance(each, Commit)]
+    assert homes == [0, 0, 3, 0]
     assert [len(each.groups) for each in played.of(Prepare) if isinstance(each, Prepare)] == [3, 1, 6, 3]
     assert len(played.of(Commit)) == 4
     for what in ("lost", "suspect", "settled", "calm", "prepared", "lost"):

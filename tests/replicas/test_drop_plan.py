@@ -66,6 +66,8 @@ def test_groups_are_checked_together() -> None:
     check_groups([alone(1, 4), pair(2, 3, 2, 4)], 4)
     with pytest.raises(ValueError, match="in two groups"):
         check_groups([alone(2, 4), pair(2, 3, 2, 4)], 4)
+    with pytest.raises(ValueError, match="in two groups"):
+        check_groups([pair(2, 3, 2, 4), alone(3, 4)], 4)
     with pytest.raises(ValueError, match="4 of 5"):
         check_groups([alone(1, 4)], 5)
 

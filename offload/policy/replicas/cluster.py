@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..tuning import Replicas as Tuning
@@ -108,10 +108,6 @@ class Cluster:
             if not each.exchanging and all(self.replicas[member].is_steady for member in each.group.members)
         ]
 
-    def is_exchanging(self) -> bool:
-        """Whether a drop or a restore is under way."""
-        return any(each.exchanging for each in self.groups.values())
-
     def usage(self, held: int) -> Usage | None:
         """Pages of all replicas together, with `held` ones of requests that are in no group; None as long as a replica
         has not told its own in its epoch."""
@@ -124,14 +120,12 @@ class Cluster:
             undropped += max(0, each.pages - model)
         return Usage(used, free, pending, undropped)
 
-    def sources(self, without: Iterable[int]) -> list[Group]:
-        """Groups that hold all their layers and are none of `without`: undropped ones where there are any."""
-        skip = {*without}
+    def sources(self) -> list[Group]:
+        """Groups that hold all their layers and are in their epochs: undropped ones where there are any."""
         found = [
             each.group
             for each in self.groups.values()
-            if skip.isdisjoint(each.group.members)
-            and all(self.replicas[member].is_steady for member in each.group.members)
+            if all(self.replicas[member].is_steady for member in each.group.members)
         ]
         return [group for group in found if not group.is_dropped] or found
 

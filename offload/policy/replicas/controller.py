@@ -188,7 +188,7 @@ class Controller:
         if is_overloaded(usage, self._tuning):
             if changes.proposal is not None and changes.proposal.kind is Kind.RESTORE:
                 changes.discard(Reason.OVERLOAD, at)
-            if changes.proposal is None and at >= changes.drop_after and not self.cluster.is_exchanging():
+            if changes.proposal is None and at >= changes.drop_after:
                 self._drop(usage, at)
         dropped = [each.group for each in self.cluster.steady() if each.group.is_dropped]
         if not dropped:

@@ -4,8 +4,8 @@ Note [Dissolve]
     A group that lost a member or a link cannot go on as a pipeline. Its KV is lost with it, as each member had only its
     layers' part. So the group ends at once, without a preparation: each survivor is on its own in a new epoch, valid
     immediately, as layers that it dropped stream from their backing, and it pulls them meanwhile. Its requests are
-    computed anew from the ledger, wherever there is most room. Survivors pull from other groups and not from each
-    other: which of their links still work is not known.
+    computed anew from the ledger, wherever there is most room. Survivors pull from groups that are in their epochs, so
+    not from each other: which of their links still work is not known.
 
     Somebody who is suspected gets no requests until it has spoken in its new epoch. If it is dead, its count of
     iterations stands still, and it is fenced.
@@ -95,7 +95,7 @@ class Failures:
             if not had_backing:
                 self.fence(member, reason, at)
             else:
-                self._pull(member, replica, [] if replica.backed else self._sources((member,)), at)
+                self._pull(member, replica, [] if replica.backed else self._state.cluster.sources(), at)
                 self._state.start_held()
 
     def source_again(self, at: float) -> None:
@@ -105,7 +105,7 @@ class Failures:
             if member not in replicas:
                 continue  # fenced meanwhile
             if any(each.source is not None and not self._holds(each.source, each.layer) for each in replica.pulls):
-                self._pull(member, replica, self._sources((member,)), at)
+                self._pull(member, replica, self._state.cluster.sources(), at)
 
     def _holds(self, member: int, layer: int) -> bool:
         replica = self._state.cluster.replicas.get(member)
@@ -126,16 +126,13 @@ class Failures:
             state.cluster.replicas[member].doubted = member in doubted
             state.form(alone(member, group.layers), epoch, at)
             state.actions.append(Alone(epoch, member))
-        sources = self._sources(group.members)
+        sources = self._state.cluster.sources()
         for member in survivors:
             replica = state.cluster.replicas[member]
             if len(replica.held) < group.layers:
                 self._pull(member, replica, sources, at)
         self.spend_life(requests)
         state.start_held()
-
-    def _sources(self, without: Iterable[int]) -> list[Group]:
-        return self._state.cluster.sources(without)
 
     def _pull(self, member: int, replica: Replica, sources: Sequence[Group], at: float) -> None:
         """Has a replica that is on its own pull what it lacks; survivors of one group ask different ones."""
