@@ -53,7 +53,8 @@ class Part:
     test_seconds: float = PART_SECONDS  # that the tests may take together, so that the benchmarks get the rest
 
 
-TRACES = {"traces": ".csv", "hit_rate": ".jsonl", "tenants": ".csv"}  # the suffix of what a benchmark can be given
+# the suffix of what a benchmark can be given
+TRACES = {"traces": ".csv", "hit_rate": ".jsonl", "tenants": ".csv", "replicas": ".csv"}
 BALLOON = ("oom", "context", "driver_time", "shrink", "recover", "fragmentation")
 PARTS: Mapping[str, Part] = {
     "cpu": Part(
@@ -71,7 +72,9 @@ PARTS: Mapping[str, Part] = {
         seconds=3600,
         step_seconds=1200,
     ),
-    "cpu-serving": Part(benchmarks=("serve", "serve_plain", "tenants"), gpu=False, seconds=3600, step_seconds=3000),
+    "cpu-serving": Part(
+        benchmarks=("serve", "serve_plain", "tenants", "replicas"), gpu=False, seconds=3600, step_seconds=3000
+    ),
     "core": Part(
         tests=(
             ("tests/contract/test_driver_contract.py",),

@@ -23,6 +23,7 @@ def test_each_member_keeps_its_own_part_and_sends_the_rest(used: int, layers: li
 
 def test_of_equal_members_each_sends_all_but_its_part() -> None:
     assert sum(shares(4000, (5, 5, 5, 5), 2)) == 4000 * 3 // 4
+    assert shares(4000, (1, 4), None) == (800, 3200), "from the host each gets its part"
 
 
 def test_parts_are_whole_pages_of_a_quarter_of_a_stage() -> None:

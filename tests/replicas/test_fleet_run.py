@@ -15,8 +15,9 @@ from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
 from ballonet.hooks.whatif.replicas.jobs import Job
 from ballonet.hooks.whatif.replicas.keepers import Recompute
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
-from ballonet.offload.policy.replicas.actions import Action, StartRestore
+from ballonet.offload.policy.replicas.actions import Action, Commit, Decline, Prepare, StartRestore
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.events import Reason
 from ballonet.offload.policy.replicas.exchange import waited
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
@@ -159,7 +160,7 @@ def test_a_pipeline_takes_what_its_timeline_says() -> None:
     arrivals = [Arrival(0.0, 1000 + 37 * n, 1) for n in range(9)]
     run = FleetRun(free, cost, arrivals)
     keeper = Recompute(run)
-    pipe = run.open((0, 1), (0.5, 0.5), free.tokens, keeper)
+    pipe = run.open((0, 1), (4, 4), free.tokens, keeper)
     keeper._dispatcher.add((0, 1), free.tokens)
 
     def arrive(job: Job) -> None:
@@ -207,7 +208,7 @@ def test_a_burst_has_replicas_drop_and_restore_and_all_get_their_tokens() -> Non
 
 def test_activations_wait_for_one_part_at_most() -> None:
     found, _ = dropped(network=2e7)
-    logs = [wire.order.log for wire in found.wires]
+    logs = [found.wire(member).order.log for member in (0, 1)]
     assert sum(each.urgent for log in logs for each in log) > 100
     assert sum(not each.urgent for log in logs for each in log) > 20
     assert max(map(waited, logs)) <= 1
@@ -229,3 +230,29 @@ def test_what_happens_in_one_moment_happens_in_order() -> None:
     while agenda.step():
         pass
     assert (seen, agenda.now) == (["a", "b", "c", "d"], 2.0)
+
+
+def test_on_a_square_wave_there_is_one_drop_and_one_restore_in_a_period_at_most() -> None:
+    period, periods = 80.0, 3
+    wave = [each for n in range(periods) for each in burst(200, 0.08, 60, 150, seed=n, begin=n * period)]
+    wave += burst(10, 6.0, 20, 20, begin=period * (periods - 1) + 22.0)  # or the run ends before the last restore
+    log: list[tuple[float, Action]] = []
+    found = run(fleet(2, 1600), SLOW, wave, "drop", log=log)
+    assert found["drops"] == found["restores"] == periods
+    for kind in (Prepare, Commit):
+        at = [int(at / period) for at, action in log if isinstance(action, kind)]
+        assert at == [n // 2 for n in range(2 * periods)], "two epochs in each"
+
+
+def test_where_prompts_are_what_takes_time_nothing_is_dropped() -> None:
+    prompts = burst(600, 0.045, 200, 12)
+    cost = ChunkCost(1e-9, 4e-4, 1e-3, decode=ChunkCost(0.0, 1e-4, 1e-3))
+    found = {policy: run(fleet(2, 800), cost, prompts, policy) for policy in ALL}
+    log: list[tuple[float, Action]] = []
+    again = run(fleet(2, 800), cost, prompts, "drop", log=log)
+    assert again == found["drop"]
+    refused = [action for _, action in log if isinstance(action, Decline)]
+    assert refused, "memory is full, so it was asked"
+    assert all(each.reason is Reason.NO_GAIN for each in refused)
+    assert found["drop"]["drops"] == 0
+    assert found["drop"]["ttft_p99"] <= 1.02 * min(each["ttft_p99"] for each in found.values())

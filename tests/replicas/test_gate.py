@@ -104,15 +104,13 @@ def test_two_that_never_end_are_no_gain() -> None:
     assert judge([never], Work(300, 2, [(200, 1)]), Linear(step=1.0), TUNING).helps
 
 
-def test_groups_count_for_their_replicas_and_a_drop_for_the_bubbles_of_its_dwell() -> None:
+def test_groups_count_for_their_replicas() -> None:
     cost = Linear(step=0.1)
     fast, slow = Work(1000, 1, [(10, 1)]), Work(1000, 3, [(500, 100)], [(900, 90)])
-    after = Work(3000, 4, [(10, 1)])
-    verdict = judge([fast, slow], after, cost, TUNING)
+    verdict = judge([fast, slow], Work(3000, 4, []), cost, TUNING)
     each = [drain_seconds(work, cost, TUNING) for work in (fast, slow)]
     assert each[0] < each[1]
     assert verdict.kept == pytest.approx((each[0] + 3 * each[1]) / 4)
-    assert verdict.dropped == pytest.approx(drain_seconds(after, cost, TUNING) + TUNING.bubble * TUNING.dwell)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 900), st.integers(0, 60)), max_size=8)

@@ -5,14 +5,16 @@ Note [What is played]
     take. At the commit the groups concerned finish their microbatches; then layers are dropped, and each member sends
     the KV that no longer belongs to its span, behind activations. Requests whose KV is on the way are stalled, others
     begin. For a restore the group gives up the memory that its layers need, and members pull them one after the other
-    from the wires of those that have them; at the commit KV goes home. Where memory is short and nothing is dropped the
-    fallback is that of `Recompute`. Nothing is lost or hangs, so actions for that do not come.
+    from the wires of those that have them; at the commit KV goes home. Where memory is short all the same, requests go
+    to the host (`Swap`); their KV there is exchanged as that of others is, and they come back after that. Nothing is
+    lost or hangs, so actions for that do not come.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ....offload.policy.replicas.actions import (
@@ -46,14 +48,14 @@ from ....offload.policy.replicas.groups import Group, Span, alone
 from ....offload.policy.replicas.restore_plan import Pull
 from ....offload.policy.tuning import DEFAULT
 from .jobs import Job
-from .keepers import Recompute
+from .keepers import Recompute, Swap
 from .pipes import Pipe
 
 if TYPE_CHECKING:
     from .fleet_run import FleetRun
 
 
-class Drop(Recompute):
+class Drop(Swap):
     """See Note [What is played]. `log`: what the `controller` decided, and when; `drops`, `restores`: epochs of each
     kind that were committed."""
 
@@ -69,6 +71,7 @@ class Drop(Recompute):
         self._prepared: dict[int, tuple[Group, ...]] = {}
         self._early: dict[Members, list[Job]] = {}  # of groups that are about to be formed
         self._pulling: int | None = None
+        self._exchanging: set[Pipe] = set()
         self._looks = 0
         super().__init__(run)
         run.every(tuning.period, self._look)
@@ -86,13 +89,20 @@ class Drop(Recompute):
         self.run.over(job)
         self._tell(Finished(self.run.agenda.now, str(job.number)))
 
+    def admit(self, pipe: Pipe) -> None:
+        """As `Swap`, but while KV is exchanged only new requests begin."""
+        if pipe in self._exchanging:
+            Recompute.admit(self, pipe)
+        else:
+            super().admit(pipe)
+
     def _look(self) -> None:
         """Loads of all replicas, and then a look of the controller."""
         now, kv = self.run.agenda.now, self._kv
         self._looks += 1
         for members, group in self._groups.items():
             pipe = self.run.pipes[members]
-            pending = prompt_pages((job.known for job in pipe.waiting), kv)
+            pending = prompt_pages((job.known for job in chain(pipe.waiting, self.host(pipe).away)), kv)
             for member, span in zip(members, group.spans, strict=True):
                 part = len(span) / group.layers
                 used, free = (int(each * part * kv.token / kv.page) for each in (pipe.used, max(0, pipe.free)))
@@ -199,14 +209,14 @@ class Drop(Recompute):
                 self.run.agenda.after(DEFAULT.replicas.dropping, lambda: self._switch(olds, news, epoch, homes))
 
         for old in olds:
-            old.pause(paused)
+            old.pause(lambda old=old: self.settled(old, paused))  # type: ignore[misc]
 
     def _switch(self, olds: list[Pipe], news: list[Group], epoch: int, homes: dict[str, int]) -> None:
         """Old groups end, new ones begin, and KV goes where it belongs."""
         jobs, sends = list[Job](), dict.fromkeys(_members(news), 0)
         for old in olds:
             held = self._groups.pop(old.members)
-            mine = [*old.jobs(), *old.waiting]
+            mine = [*old.jobs(), *old.waiting, *self._hosts.pop(old).away]
             assert not old.stalled, "no group changes before its KV is exchanged"
             for member, span in zip(held.members, held.spans, strict=True):
                 sends[member] += sum(self._leaves(job, member, span, news, homes) for job in mine)
@@ -215,7 +225,7 @@ class Drop(Recompute):
         jobs.sort(key=lambda job: job.number)
         for group in news:
             own = [job for job in jobs if len(news) == 1 or (homes[str(job.number)],) == group.members]
-            self._form(group, epoch, own)
+            self._exchanging.add(self._form(group, epoch, own))
         left = sum(1 for nbytes in sends.values() if nbytes) or 1
 
         def sent() -> None:
@@ -239,10 +249,10 @@ class Drop(Recompute):
         stays = max(0, min(span.end, new.end) - max(span.begin, new.begin))
         return here * (len(span) - stays) // len(span)
 
-    def _form(self, group: Group, epoch: int, jobs: Iterable[Job]) -> None:
+    def _form(self, group: Group, epoch: int, jobs: Iterable[Job]) -> Pipe:
         """A new group with requests whose KV is on the way, and others."""
-        layers, capacity = group.layers, self._capacity(group)
-        pipe = self.run.open(group.members, [len(span) / layers for span in group.spans], capacity, self)
+        pipe = self.run.open(group.members, [*map(len, group.spans)], self._capacity(group), self)
+        host = self.host(pipe)
         self._groups[group.members] = group
         for job in jobs:
             pipe.used += job.held
@@ -251,17 +261,22 @@ class Drop(Recompute):
                 pipe.stalled.append(job)
             elif job.held:
                 pipe.resume(job)
+            elif job.kv:
+                host.away.append(job)
+                host.room -= self._bytes(job)
             else:
                 pipe.waiting.append(job)
         pipe.waiting.extend(self._early.pop(group.members, ()))
         for member in group.members:
             self._epochs[member] = epoch
             self._later(0.0, Committed, epoch, member)
-        pipe.pump()
+        self.run.agenda.after(0.0, pipe.pump)
+        return pipe
 
     def _exchanged(self, groups: list[Group], epoch: int) -> None:
         for group in groups:
             pipe = self.run.pipes[group.members]
+            self._exchanging.discard(pipe)
             stalled, pipe.stalled = pipe.stalled, []
             for job in stalled:
                 pipe.resume(job)

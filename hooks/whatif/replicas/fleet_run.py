@@ -35,6 +35,7 @@ class FleetRun:
         self.pipes: dict[Members, Pipe] = {}
         self._left = len(self.jobs)
         self._sent: dict[int, Wire] = {}
+        self._hosts: dict[tuple[int, bool], Wire] = {}
         self._busy = self._open = 0.0
 
     @property
@@ -49,6 +50,13 @@ class FleetRun:
             self.wires.append(self._sent[member])
         return self._sent[member]
 
+    def host_wire(self, member: int, *, back: bool) -> Wire:
+        """Returns what a replica copies to its host, or `back`."""
+        if (member, back) not in self._hosts:
+            self._hosts[member, back] = Wire(self.agenda, self.fleet.link, self.fleet.budget)
+            self.wires.append(self._hosts[member, back])
+        return self._hosts[member, back]
+
     def every(self, period: float, act: Callable[[], None]) -> None:
         """Has `act` called once a period, until all requests have ended."""
 
@@ -59,10 +67,10 @@ class FleetRun:
 
         self.agenda.at(0.0, again)
 
-    def open(self, members: Members, parts: Sequence[float], capacity: int, keeper: Keeper) -> Pipe:
-        """Returns a new group, with room for `capacity` tokens of KV."""
+    def open(self, members: Members, spans: Sequence[int], capacity: int, keeper: Keeper) -> Pipe:
+        """Returns a new group whose members have `spans` of so many layers, with room for `capacity` tokens of KV."""
         wires = [self.wire(each) for each in members]
-        pipe = Pipe(self.agenda, self.fleet, self.cost, keeper, members, parts, wires, capacity)
+        pipe = Pipe(self.agenda, self.fleet, self.cost, keeper, members, spans, wires, capacity)
         self.pipes[members] = pipe
         return pipe
 

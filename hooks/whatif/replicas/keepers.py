@@ -10,13 +10,15 @@ Note [Peers]
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ....offload.policy.replicas.dispatch import Dispatcher
+from ....offload.policy.replicas.exchange import shares
 from ....offload.policy.tuning import DEFAULT
 from .jobs import Job
 from .pipes import Pipe
-from .wires import Wire
 
 if TYPE_CHECKING:
     from .fleet_run import FleetRun
@@ -33,7 +35,7 @@ class Recompute:
     def _open(self) -> None:
         """Each replica is on its own."""
         for member in range(self.run.fleet.replicas):
-            pipe = self.run.open((member,), (1.0,), self.run.fleet.tokens, self)
+            pipe = self.run.open((member,), (1,), self.run.fleet.tokens, self)
             self._dispatcher.add(pipe.members, pipe.capacity)
 
     def arrive(self, job: Job) -> None:
@@ -97,55 +99,89 @@ class Queue(Recompute):
         return job.most
 
 
+@dataclass(slots=True)
+class _Host:
+    """Host memory of a group: bytes of `room`, requests that are `away` in it, and `copies` under way."""
+
+    room: int
+    away: list[Job] = field(default_factory=list)
+    copies: int = 0
+
+
 class Swap(Recompute):
-    """See Note [Peers]."""
+    """See Note [Peers]. A member of a group copies the KV of its own layers."""
 
     def __init__(self, run: FleetRun) -> None:
+        self._hosts: dict[Pipe, _Host] = {}
+        self._settling: dict[Pipe, Callable[[], None]] = {}
         super().__init__(run)
-        link = run.fleet.link
-        self._out = {pipe: Wire(run.agenda, link, _WHOLE) for pipe in run.pipes.values()}
-        self._back = {pipe: Wire(run.agenda, link, _WHOLE) for pipe in run.pipes.values()}
-        self._away: dict[Pipe, list[Job]] = {pipe: [] for pipe in run.pipes.values()}
-        self._going = dict.fromkeys(run.pipes.values(), 0)
-        self._host = dict.fromkeys(run.pipes.values(), run.fleet.host_budget)
-        run.wires += [*self._out.values(), *self._back.values()]
 
     def admit(self, pipe: Pipe) -> None:
-        """Brings back what is on the host, oldest first; begins new requests where nothing is."""
-        away, spare = self._away[pipe], int(DEFAULT.replicas.watermark * pipe.capacity)
-        while away:
-            job = min(away, key=_number)
+        """Brings back what is on the host, oldest first, as long as all that decode keep room for their next tokens, or
+        it would go again at once; begins new requests where nothing is."""
+        host = self.host(pipe)
+        spare = sum(map(len, pipe.places)) * self.run.fleet.block
+        while host.away:
+            job = min(host.away, key=_number)
             if (pipe.used and job.kv + 1 + spare > pipe.free) or not pipe.grow(job, job.kv + 1):
                 return
-            away.remove(job)
-            self._back[pipe].send(self._bytes(job), lambda job=job: self._came(pipe, job))  # type: ignore[misc]
-        if not self._going[pipe]:
+            host.away.remove(job)
+            self._copy(pipe, job, lambda job=job: self._came(pipe, job), back=True)  # type: ignore[misc]
+        if not host.copies:
             super().admit(pipe)
 
     def make_room(self, pipe: Pipe, job: Job) -> bool:
         """Has the last request go to the host, unless one is going: room comes with its last byte."""
-        if not self._going[pipe]:
+        host = self.host(pipe)
+        if not host.copies:
             last = max((each for each in pipe.jobs() if not each.flying), key=_number)
-            if self._bytes(last) > self._host[pipe]:
+            if self._bytes(last) > host.room:
                 return super().make_room(pipe, job)
             pipe.remove(last)
             last.stalled = True
-            self._going[pipe] += 1
-            self._host[pipe] -= self._bytes(last)
-            self._out[pipe].send(self._bytes(last), lambda: self._went(pipe, last))
+            host.room -= self._bytes(last)
+            self._copy(pipe, last, lambda: self._went(pipe, last), back=False)
         return False
+
+    def host(self, pipe: Pipe) -> _Host:
+        """The host memory of a group."""
+        return self._hosts.setdefault(pipe, _Host(len(pipe.members) * self.run.fleet.host_budget))
+
+    def settled(self, pipe: Pipe, then: Callable[[], None]) -> None:
+        """Calls `then` when no copy of the group is under way."""
+        self._settling[pipe] = then
+        self._settle(pipe)
+
+    def _settle(self, pipe: Pipe) -> None:
+        if pipe in self._settling and not self.host(pipe).copies:
+            self._settling.pop(pipe)()
 
     def _bytes(self, job: Job) -> int:
         return job.kv * self.run.fleet.shape.kv
 
+    def _copy(self, pipe: Pipe, job: Job, then: Callable[[], None], *, back: bool) -> None:
+        """Each member copies its part; then `then` is called."""
+        host, left = self.host(pipe), len(pipe.members)
+        host.copies += 1
+
+        def copied() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                host.copies -= 1
+                then()
+                self._settle(pipe)
+
+        for nbytes, member in zip(shares(self._bytes(job), pipe.spans, None), pipe.members, strict=True):
+            self.run.host_wire(member, back=back).send(nbytes, copied)
+
     def _went(self, pipe: Pipe, job: Job) -> None:
         pipe.release(job)
-        self._going[pipe] -= 1
-        self._away[pipe].append(job)
+        self.host(pipe).away.append(job)
         pipe.pump()
 
     def _came(self, pipe: Pipe, job: Job) -> None:
-        self._host[pipe] += self._bytes(job)
+        self.host(pipe).room += self._bytes(job)
         pipe.resume(job)
         pipe.pump()
 
@@ -234,9 +270,6 @@ class Migrate(Recompute):
             self._sources.discard(source)
             to.used -= room
             job.leaving = False
-
-
-_WHOLE = 2**62  # bytes: a copy to the host is not interrupted
 
 
 def _number(job: Job) -> int:

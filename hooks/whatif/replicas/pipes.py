@@ -63,9 +63,10 @@ class _Stage:
 
 
 class Pipe:
-    """A group. `waiting`: requests without memory; `prompts`: those whose prompt is not all under way yet; `places`:
-    those that decode, by microbatch. `capacity`, `used`: tokens of KV. `busy`, `open`: seconds of all stages in which
-    they computed, and in which a microbatch was under way somewhere."""
+    """A group. `spans`: layers that each member has; `waiting`: requests without memory; `prompts`: those whose prompt
+    is not all under way yet; `places`: those that decode, by microbatch; `stalled`: those whose KV is on the way.
+    `capacity`, `used`: tokens of KV. `busy`, `open`: seconds of all stages in which they computed, and in which a
+    microbatch was under way somewhere."""
 
     def __init__(
         self,
@@ -74,12 +75,13 @@ class Pipe:
         cost: ChunkCost,
         keeper: Keeper,
         members: tuple[int, ...],
-        parts: Sequence[float],
+        spans: Sequence[int],
         wires: Sequence[Wire],
         capacity: int,
     ) -> None:
-        """`parts`, `wires`: of all layers, and for what it sends, of each member."""
+        """`spans`, `wires`: layers that each member has, and what it sends by."""
         self.members = members
+        self.spans = tuple(spans)
         self.capacity = capacity
         self.used = 0
         self.waiting: deque[Job] = deque()
@@ -91,7 +93,7 @@ class Pipe:
         self._fleet = fleet
         self._cost = cost
         self._keeper = keeper
-        self._stages = [_Stage(part, wire) for part, wire in zip(parts, wires, strict=True)]
+        self._stages = [_Stage(each / sum(spans), wire) for each, wire in zip(spans, wires, strict=True)]
         self._least = DEFAULT.replicas.least
         self._free = deque(range(len(members)))  # places that are not under way
         self._opened = 0.0
@@ -184,7 +186,6 @@ class Pipe:
             self._run(0)
 
     def _form(self, place: int) -> _Microbatch | None:
-        self._keeper.admit(self)
         decodes: list[Job] = []
         for job in [*self.places[place]]:
             if not job.held or job.stalled or job.leaving:  # it made room for one before it, or goes
@@ -192,6 +193,7 @@ class Pipe:
             if self.grow(job, job.kv + 1) or self._keeper.make_room(self, job):
                 job.flying += 1  # no more to be taken
                 decodes.append(job)
+        self._keeper.admit(self)
         took = [(job.kv, 1) for job in decodes]
         chunks = self._chunks(place, took)
         if not decodes and not chunks:

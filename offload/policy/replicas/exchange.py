@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from ..tuning import DEFAULT
 
 
-def shares(used: int, layers: Sequence[int], own: int) -> tuple[int, ...]:
+def shares(used: int, layers: Sequence[int], own: int | None) -> tuple[int, ...]:
     """Returns the bytes that member `own` sends to each member, to itself none, of KV that has `used` bytes over all
-    layers. `layers`: how many each member keeps; equal ones make (k - 1) / k. Nothing is lost: with what stays at home
-    (the rest of `used`) they add up."""
+    layers. `layers`: how many each member keeps; equal ones make (k - 1) / k. Nothing is lost: with what stays (the
+    rest of `used`) they add up. `own`: None where who sends is no member, but the host."""
     total, ends, passed = sum(layers), [0], 0
     for count in layers:
         passed += count

@@ -11,9 +11,9 @@ Note [Gate]
     With the drop, requests that were running wait until their KV is exchanged, and so end later, while new prompts are
     computed meanwhile (§4.2).
 
-    A drop lasts for the dwell at least, and those that arrive meanwhile pay for the bubble too: `bubble * dwell` is
-    added to it. Groups as they are count with their mean: that one of them has more to do than another is what the
-    dispatcher evens out, at no cost.
+    Groups as they are count with their mean: that one of them has more to do than another is what the dispatcher evens
+    out, at no cost. (With the slowest of them pairs merged for a gain that was only that of sharing a queue; prompts of
+    code, 14B: P99 of the first token 5 % above the best peer's, and 1 % with the mean.)
 
     Limits: between two changes of who runs, rounds that only decode are taken to last as long as the first of them; no
     request fails or leaves; nobody new arrives.
@@ -168,5 +168,5 @@ def judge(kept: Iterable[Work], dropped: Work, cost: ChunkCost, tuning: Tuning =
     parts = list(kept)
     stages = sum(work.stages for work in parts)
     without = sum(drain_seconds(work, cost, tuning) * work.stages for work in parts) / stages
-    with_drop = drain_seconds(dropped, cost, tuning) + tuning.bubble * tuning.dwell
+    with_drop = drain_seconds(dropped, cost, tuning)
     return Verdict(with_drop, without, with_drop < without * (1 - tuning.gain))

@@ -150,12 +150,21 @@ def _replica(
 ) -> Callable[[], None]:
     """Returns what serves as a replica of the server that is at `where`."""
     from ..allocator import runtime
+    from ..hooks.replicas.errors import ReplicaError
     from ..hooks.replicas.process import run
 
     if len(args.models) > 1:
         raise ConfigError("a replica has one model")
     name, secret = args.models[0], environment().get(_SECRET)
-    return lambda: run(name, runtime.require(), options, where, secret, _say, **batching)
+
+    def serve() -> None:
+        try:
+            run(name, runtime.require(), options, where, secret, _say, **batching)
+        except ReplicaError as error:
+            _say(str(error))
+            sys.exit(2)
+
+    return serve
 
 
 def _page_size(models: list[str], budget: str | None) -> int | None:
