@@ -14,6 +14,7 @@ from ballonet.allocator import runtime
 from ballonet.hooks.replicas.door import Door, Knock, Reply
 from ballonet.hooks.replicas.errors import JoinRefused, OtherModel, SecretRefused
 from ballonet.hooks.replicas.fingerprint import Fingerprint, fingerprint_of
+from ballonet.hooks.replicas.secret import proof, proves
 
 from ..pool import take_out
 from ..tuned import Clock
@@ -69,6 +70,14 @@ def test_a_wrong_secret_is_refused_on_both_sides() -> None:
     assert at.refused == 1
     with pytest.raises(SecretRefused, match="does not accept"):
         bold.member(reply.text)
+
+
+def test_what_is_proved_is_the_parts_and_not_what_they_make_together() -> None:
+    assert proof("a secret", "ab", "c") != proof("a secret", "a", "bc")
+    assert proves(proof("a secret", "ab", "c"), "a secret", "ab", "c")
+    assert not proves(proof("", "ab"), "", "ab")  # who has no secret believes nobody
+    assert not proves("", "a secret", "ab")
+    assert not proves("ä", "a secret", "ab")
 
 
 def test_a_proof_is_good_once_and_for_its_fingerprint() -> None:

@@ -22,6 +22,7 @@ from ballonet.hooks.replicas.fingerprint import Fingerprint
 from ballonet.hooks.replicas.liveness import Watch, end_beats, read_beats
 from ballonet.hooks.replicas.mailbox import STALE, SUPERVISOR, Mail, Mailbox
 from ballonet.hooks.replicas.membership import Reception
+from ballonet.hooks.replicas.secret import proof
 from ballonet.hooks.replicas.store import Store
 from ballonet.hooks.replicas.suspicion import SUSPECT, forget_epoch, is_suspect
 
@@ -263,9 +264,13 @@ def test_mail_is_in_order_read_once_and_leaves_nothing(nursery: Path) -> None:
 
         supervisor.store.push("mail/supervisor", "0" * 64 + json.dumps([0, 999, 0, "forged", {}]))
         supervisor.store.push("mail/supervisor", "nothing")
+        replayed = json.dumps([children[0].member, 50, 0, "done", {}])  # as the last one that it sent
+        supervisor.store.push("mail/supervisor", proof(SECRET, str(SUPERVISOR), replayed) + replayed)
         assert children[0]("post", kind="after", epoch=0) is True
-        assert supervisor.mail("after").sender == children[0].member
-        assert supervisor.mailbox.refused == 2
+        mail = supervisor.mailbox.wait(LONG)
+        assert mail is not None
+        assert (mail.kind, mail.sender) == ("after", children[0].member)
+        assert supervisor.mailbox.refused == 3
 
 
 def test_who_has_another_secret_or_model_is_refused(nursery: Path) -> None:
