@@ -92,9 +92,8 @@ class HeldLayers:
         return tuple(layer for layer in self._droppable() if self._ready.is_ready(layer))
 
     def offer(self, wanted: Callable[[int], object]) -> None:
-        """`wanted(pages)` is told when the ladder has come to rung 7 for lack of pages
-        (offload/governor/duplicates.py), until `close`. It returns at once; what it leads to is a `drop` later, or
-        nothing."""
+        """`wanted(pages)` is told when the ladder has come to rung 7 for lack of pages, until `close`: see
+        offload/governor/duplicates.py. It returns at once; what it leads to is a `drop` later, or nothing."""
         with self._lock:
             self._end_offer()
             self._withdraw = self._governor.duplicates.register(wanted, self._freed_at_most)

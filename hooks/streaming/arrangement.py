@@ -167,6 +167,7 @@ class Arrangement:
 
     def _bind(self) -> None:
         """The calls of its layers that are on the host read slots from now on."""
+        self._passes.close()  # who looks at the modules here is not heard
         ring = self._weights.ring
         found = [each for layer in (*ring.streamed, *ring.own.layers) if (each := ring.layer(layer)) is not None]
         streamed = found[: len(ring.streamed)]

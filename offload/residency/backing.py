@@ -152,10 +152,15 @@ class Backing:
                 self.check()
                 raise
             self.check()
-            self.file = None
-            if not all(self.lead(first, count) for first, count in spans):
+            try:
+                self.file = None
+                if not all(self.lead(first, count) for first, count in spans):
+                    raise not_now()
+            except BaseException:
                 self.file = file
-                raise not_now()
+                with suppress(DriverError):  # then it is done again at the next look
+                    all(self.lead(first, count) for first, count in spans)
+                raise
             undo.pop_all()
 
     # -- giving pages back
