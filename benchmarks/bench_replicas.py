@@ -113,7 +113,7 @@ def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     dense = Fleet(DENSE, 8, 40 * GB, PAGE, 100 * GB, 25e9, 25e9)
     code = coding(prompts[: round(3000 * short)], 20.0)
     yield from _compared("14B, 8 replicas, prompts of code", dense, DENSE_COST, code, at_most=1.02)
-    square = wave(1, 30, HIGH * short, PERIOD * short, PERIODS)
+    square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS)
     log: list[tuple[float, Action]] = []
     found = run(moe, MOE_COST, square, "drop", log=log)
     commits = [int(at / (PERIOD * short)) for at, action in log if isinstance(action, Commit)]

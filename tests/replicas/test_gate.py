@@ -106,11 +106,26 @@ def test_two_that_never_end_are_no_gain() -> None:
 
 def test_groups_count_for_their_replicas() -> None:
     cost = Linear(step=0.1)
-    fast, slow = Work(1000, 1, [(10, 1)]), Work(1000, 3, [(500, 100)], [(900, 90)])
+    fast, slow = Work(1000, 1, [(500, 100)], [(900, 90)]), Work(2000, 3, [(500, 100)], [(1000, 500)])
     verdict = judge([fast, slow], Work(3000, 4, []), cost, TUNING)
     each = [drain_seconds(work, cost, TUNING) for work in (fast, slow)]
-    assert each[0] < each[1]
+    assert each[0] < TUNING.dwell < each[1]
     assert verdict.kept == pytest.approx((each[0] + 3 * each[1]) / 4)
+
+
+def test_a_short_queue_is_no_reason_where_a_pipeline_is_slower_for_what_follows() -> None:
+    """Prompts are what takes time, so a pair is slower by the bubble; but two queues that differ are drained sooner by
+    both, and the memory that one waits for is there."""
+    cost = Linear(token=0.002)
+    long, idle = Work(1000, 1, [(300, 1)] * 3, [(900, 2)]), Work(1000, 1, [])
+    both = Work(3000, 2, long.queued, long.running)
+    assert drain_seconds(both, cost, TUNING) < 0.6 * drain_seconds(long, cost, TUNING)
+    verdict = judge([long, idle], both, cost, TUNING)
+    assert not verdict.helps
+    assert verdict.kept > 0.5 * TUNING.dwell, "as if demand went on"
+    memory = Linear(step=0.1)  # but where a step takes as long whatever is in it, twice the memory is
+    held, more = Work(1000, 1, [(300, 20)] * 3, [(900, 9)]), Work(3000, 2, [(300, 20)] * 6, [(900, 9)] * 2)
+    assert judge([held, held], more, memory, TUNING).helps
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 900), st.integers(0, 60)), max_size=8)
