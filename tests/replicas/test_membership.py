@@ -10,7 +10,7 @@ import pytest
 
 from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.epoch import Fence
-from ballonet.hooks.replicas.errors import SecretRefused
+from ballonet.hooks.replicas.errors import SecretRefused, SupervisorLost
 from ballonet.hooks.replicas.fingerprint import Fingerprint
 from ballonet.hooks.replicas.liveness import Beat, Heart, end_beats, read_beats
 from ballonet.hooks.replicas.mailbox import STALE, SUPERVISOR, Mailbox
@@ -106,6 +106,20 @@ def test_mail_of_an_epoch_that_is_over_is_dropped_and_who_is_behind_is_told(stor
     for box in boxes:
         box.close()
     assert store.keys() == 0
+
+
+def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
+    hosting = [Store.host(timeout=LONG)]
+    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Bell(), Fence())
+    gone = threading.Timer(0.1, hosting.clear)
+    gone.start()
+    begun = time.monotonic()
+    with pytest.raises(SupervisorLost, match="its supervisor has ended"):
+        box.wait(LONG)
+    assert time.monotonic() - begun < LONG / 2
+    assert box.has()
+    gone.join()
+    box.close()
 
 
 def test_a_wait_that_nothing_ends_is_as_long_as_was_asked() -> None:
