@@ -10,7 +10,7 @@ from typing import Final
 from .errors import NoAnswer, SupervisorLost
 from .store import Store
 
-_FOREVER: Final = 30 * 86400.0  # s: the store ends a wait that is longer, which then begins again
+_FOREVER: Final = 7 * 86400.0  # s; when it is over the wait begins again (the store's milliseconds are 32 bits)
 _END: Final = ""  # of who closes; nobody else sends it
 
 

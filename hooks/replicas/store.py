@@ -116,7 +116,8 @@ class Store:
             self._store.delete_key(key)
 
     def push(self, queue: str, value: str) -> None:
-        """Appends to a queue, which several may do. SupervisorLost."""
+        """Appends to a queue, which several may do, and does not wait until it is there: of several connections the
+        order is not known. SupervisorLost."""
         with self._typed(queue):
             self._store.queue_push(queue, value)
 

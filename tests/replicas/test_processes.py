@@ -266,6 +266,7 @@ def test_mail_is_in_order_read_once_and_leaves_nothing(nursery: Path) -> None:
         supervisor.store.push("mail/supervisor", "nothing")
         replayed = json.dumps([children[0].member, 50, 0, "done", {}])  # as the last one that it sent
         supervisor.store.push("mail/supervisor", proof(SECRET, str(SUPERVISOR), replayed) + replayed)
+        supervisor.store.keys()  # has an answer: what was pushed before, which has none, is there
         assert children[0]("post", kind="after", epoch=0) is True
         mail = supervisor.mailbox.wait(LONG)
         assert mail is not None
@@ -344,11 +345,13 @@ def test_replicas_end_with_their_supervisor(nursery: Path) -> None:
         for child in replicas:
             assert child("wait_formed") is True
             assert child("commit", number=1) == 1
-        replicas[0].begin("recv", peer=1, tag="never")  # one is waiting for a link, the other is idle
+        replicas[0].begin("recv", peer=1, tag="never")  # one waits for its link, the other for mail
+        replicas[1].begin("mail")
         begun = time.monotonic()
         supervisor.signal(signal.SIGKILL)
         waited = replicas[0].answer()
-        assert waited["error"] in ("SupervisorLost", "LinkClosed")  # the idle one may hear it first, and close
+        assert waited["error"] in ("SupervisorLost", "LinkClosed")  # the other may hear it first, and close
+        assert replicas[1].answer()["error"] == "SupervisorLost"
         for child in replicas:
             last = child.answer()
             assert (last["error"], last["threads"]) == ("SupervisorLost", [])
