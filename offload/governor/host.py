@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from ...allocator.events import Events
 from ..policy.tuning import Tuning
 from .activity import Marks
+from .duplicates import Duplicates
 from .exchange import Exchange
 from .link import Link
 from .pages import Pages
@@ -36,6 +37,8 @@ class Host(Protocol):
     def pages(self) -> Pages: ...
     @property
     def reclaim(self) -> ReclaimList: ...
+    @property
+    def duplicates(self) -> Duplicates: ...
     @property
     def exchange(self) -> Exchange: ...
     def add_client(self, client: PageClient) -> int: ...
