@@ -771,6 +771,11 @@ def test_checksums_see_every_byte_and_where_it_is() -> None:
             assert checksum(other) != same
             moved = tensor.roll(at or 1)
             assert torch.equal(moved, tensor) or checksum(moved) != same
+    rows = torch.randint(-(2**62), 2**62, (256, 4096), generator=generator)  # each a block of its own, or a part of one
+    for wide in (rows, rows.view(-1, 1024), rows.view(-1, 256)):
+        other = wide.clone()
+        other[[0, 1]] = other[[1, 0]]
+        assert checksum(other) != checksum(wide)
     one = torch.arange(24.0)
     assert checksum(one.view(4, 6)) != checksum(one.view(6, 4))
     assert checksum(one.view(4, 6).t()) == checksum(one.view(4, 6).t().contiguous())
