@@ -103,9 +103,7 @@ class ReadyLayers:
     def _forget_changed(self) -> None:
         """Nothing is ready any more that lies in a file which is another one."""
         self._places = None
-        for layer in list(self._weights.ranges):
-            if layer is None:
-                continue
+        for layer in [each for each in self._weights.ranges if each is not None]:
             for opened in self._ranges(layer):
                 try:
                     if (backing := self._weights.ready.get(opened.address)) is not None:

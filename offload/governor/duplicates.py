@@ -43,6 +43,11 @@ class Duplicates:
         return sum(pages() for _, pages in known)
 
     @property
+    def known(self) -> bool:
+        """Can anyone drop layers?"""
+        return bool(self._known)
+
+    @property
     def lacking(self) -> int:
         """Pages that have not been wished for yet."""
         return self._lacking

@@ -65,6 +65,7 @@ class Overview:
         self.events: Final = Events() if events is None else events
         self.events.naming = self.list.named
         self.duplicates: Final = Duplicates()
+        self._refused: int | None = None  # pages so far that operators could not have, as known
         self._waited = False  # was anything taken since it was last looked?
         self._candidates: list[Candidate] | None = None  # of the models, where nothing of them has changed
 
@@ -151,6 +152,8 @@ class Overview:
     def look(self, now: float) -> int:
         """At the pages: how many are free, and can some go back to whoever gave theirs?"""
         self.rest(now)
+        if self.duplicates.known:
+            self._hear_refusals()
         free, spare = self.pages.look(now, self._waited)
         self._waited = False
         if spare:
@@ -159,6 +162,15 @@ class Overview:
             self.wanting = 0
             self.moved()
         return free
+
+    def _hear_refusals(self) -> None:
+        """Notes what operators could not have, whom the core goes down the whole ladder for."""
+        self.events.hear()
+        refused = self.events.counts().get(Rung.REFUSE.label, {}).get("pull")
+        pages = 0 if refused is None else refused.pages
+        if self._refused is not None:
+            self.duplicates.lack(pages - self._refused)
+        self._refused = pages
 
     def grant(self, back: Back) -> None:
         for each in self.clients.models:

@@ -112,3 +112,23 @@ def test_wishes_add_up_until_they_are_posted() -> None:
     found.post()
     found.post()
     assert (found.lacking, wishes) == (0, [7])
+
+
+def test_what_an_operator_could_not_have_is_wished_for() -> None:
+    """At the next look of anyone, once, and only what was refused since somebody could drop anything."""
+    _, governor, _, (a,) = governed(200, {})
+
+    def refuse(pages: int) -> None:
+        governor.events.decided(Rung.REFUSE.label, "pull", pages)
+        governor._known.list.void()  # so that it is looked at
+        a.step(governor)
+
+    wishes: list[int] = []
+    refuse(3)
+    governor.duplicates.register(wishes.append, lambda: 0)
+    refuse(5)
+    assert wishes == []
+    refuse(7)
+    refuse(0)
+    a.step(governor)
+    assert wishes == [7]

@@ -50,8 +50,10 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("phase", ["prepare", "drop", "restore"])
-@pytest.mark.parametrize("kind", ["host", "file"])
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [*((kind, phase) for kind in ("host", "file") for phase in ("prepare", "drop", "restore")), ("file", "look")],
+)
 def test_a_fault_at_any_driver_call(kind: str, phase: str) -> None:
     run(f"from tests.replicas.test_held_layers_faults import live; live({kind!r}, {phase!r})")
 
@@ -76,6 +78,7 @@ def cycles(model: Any, expected: torch.Tensor, phase: str) -> None:
         acts: dict[str, Callable[[], object]] = {
             "prepare": lambda: list(held.prepare(range(LAYERS))),
             "drop": lambda: held.drop(KEPT),
+            **({"look": model.state_dict} if phase == "look" else {}),  # at layers that lie in a file
             "restore": lambda: list(held.restore([2, 0])),
         }
 

@@ -82,7 +82,7 @@ def test_two_splices_of_a_model_are_refused(model: Any) -> None:
     Splice(model).close()
 
 
-@pytest.mark.parametrize("span", [Span(-1, 2), Span(2, 2), Span(3, 2), Span(0, 5)])
+@pytest.mark.parametrize("span", [Span(0, 5), Span(4, 5)])
 def test_layers_that_do_not_exist_are_refused(model: Any, span: Span) -> None:
     with Splice(model) as splice, pytest.raises(SpliceError, match=r"has the layers \[0, 4\)"):
         splice.span = span

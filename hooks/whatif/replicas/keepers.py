@@ -201,7 +201,7 @@ class Migrate(Recompute):
         super().preempt(pipe, job)
 
     def ended(self, pipe: Pipe, job: Job) -> None:
-        """It does not leave any more."""
+        """Keeps a request that was to leave."""
         self._cancel(job)
         super().ended(pipe, job)
 
