@@ -37,7 +37,7 @@ def test_messages_arrive_as_they_were_sent(message: Message) -> None:
 
 @pytest.mark.parametrize("text", ['{"": "Told"}', '{"": "Request_"}', "[", '{"": "Start", "epoch": 1, "more": 2}'])
 def test_what_is_no_message_is_a_typed_error(text: str) -> None:
-    with pytest.raises(ValueError, match="message|JSON|Expecting|value"):
+    with pytest.raises(ValueError, match=r"message|Expecting"):
         decoded(text)
 
 
