@@ -19,7 +19,6 @@ import ballonet
 from ballonet.allocator import install, runtime
 from ballonet.allocator.errors import DropRefused, ManageError, ModelInUse, WeightsFileChanged
 from ballonet.hooks.device import governors
-from ballonet.hooks.replicas.checksum import checksum
 from ballonet.hooks.replicas.held_layers import HeldLayers, Prepared, Restored
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.ladder import Rung
@@ -754,30 +753,3 @@ def test_a_drop_is_an_event_of_rung_7(held: HeldLayers) -> None:
     home = sum(each.pages for each in held.restore([3, 4, 5]))
     assert (moved("pull") - before[0], moved("revert") - before[1]) == (freed, home)
     assert others() == rest
-
-
-# -- checksums
-
-
-def test_checksums_see_every_byte_and_where_it_is() -> None:
-    generator = torch.Generator().manual_seed(5)
-    for nbytes in (1, 7, 8, 4096 * 8, 4096 * 8 + 3, 3 * 4096 * 8 + 77):
-        tensor = torch.randint(0, 256, (nbytes,), generator=generator).to(torch.uint8)
-        same = checksum(tensor)
-        assert checksum(torch.cat([tensor[:1], tensor])[1:]) == same, "at an odd address"
-        for at in {0, nbytes // 2, nbytes - 1}:
-            other = tensor.clone()
-            other[at] ^= 128
-            assert checksum(other) != same
-            moved = tensor.roll(at or 1)
-            assert torch.equal(moved, tensor) or checksum(moved) != same
-    rows = torch.randint(-(2**62), 2**62, (256, 4096), generator=generator)  # each a block of its own, or a part of one
-    for wide in (rows, rows.view(-1, 1024), rows.view(-1, 256)):
-        other = wide.clone()
-        other[[0, 1]] = other[[1, 0]]
-        assert checksum(other) != checksum(wide)
-    one = torch.arange(24.0)
-    assert checksum(one.view(4, 6)) != checksum(one.view(6, 4))
-    assert checksum(one.view(4, 6).t()) == checksum(one.view(4, 6).t().contiguous())
-    assert checksum(one) != checksum(one.view(torch.int32))
-    assert checksum(one.to(torch.bfloat16)) != checksum(one)
