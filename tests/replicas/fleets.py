@@ -18,6 +18,8 @@ SHAPE = Shape((16 * PAGE,) * 8, 2 * PAGE, KV, 256)
 # a step of 1 ms, and 20 us of each new token; a request of 300 tokens then decodes for a second
 COST = ChunkCost(1e-9, 2e-5, 1e-3, decode=ChunkCost(0.0, 2e-5, 1e-3, prefix=1e-8))
 
+SLOW = ChunkCost(1e-9, 2e-5, 2e-2, decode=ChunkCost(0.0, 2e-5, 2e-2, prefix=1e-8))  # weights are what takes time
+
 
 def fleet(replicas: int, tokens: int, shape: Shape = SHAPE, host: int = 2**30, network: float = 1e9) -> Fleet:
     """Replicas that have room for about so many tokens of KV beside all layers."""

@@ -21,10 +21,9 @@ from ballonet.offload.policy.replicas.events import Reason
 from ballonet.offload.policy.replicas.exchange import waited
 from ballonet.offload.policy.replicas.pipeline_time import evenly, pipeline_time
 
-from .fleets import COST, KV, PAGE, SHAPE, burst, fleet, played
+from .fleets import COST, KV, PAGE, SHAPE, SLOW, burst, fleet, played
 
 ALL = tuple(POLICIES)
-SLOW = ChunkCost(1e-9, 2e-5, 2e-2, decode=ChunkCost(0.0, 2e-5, 2e-2, prefix=1e-8))  # weights are what takes time
 TIGHT = burst(240, 0.008, 60, 150)  # about 45 requests at once, of 160 tokens on average: twice what fits
 
 

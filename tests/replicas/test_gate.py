@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.offload.policy.replicas.gate import Work, drain_seconds, judge
+from ballonet.offload.policy.replicas.gate import Work, _dealt, drain_seconds, judge
 from ballonet.offload.policy.tuning import Replicas
 
 TUNING = Replicas(chunk=512, bubble=0.1, gain=0.05)
@@ -126,6 +126,19 @@ def test_a_short_queue_is_no_reason_where_a_pipeline_is_slower_for_what_follows(
     memory = Linear(step=0.1)  # but where a step takes as long whatever is in it, twice the memory is
     held, more = Work(1000, 1, [(300, 20)] * 3, [(900, 9)]), Work(3000, 2, [(300, 20)] * 6, [(900, 9)] * 2)
     assert judge([held, held], more, memory, TUNING).helps
+
+
+def test_demand_that_goes_on_is_dealt_out_by_replicas() -> None:
+    """Each replica gets as much of it, so a group of two gets twice what one gets, and each request is in one."""
+    parts = [Work(100, 1, [(10, 1)]), Work(100, 2, [(20, 1)]), Work(100, 1, [])]
+    found = _dealt(parts, [(n, 1) for n in range(30, 50)])
+    assert sorted(each for work in found for each in work.queued) == [
+        (10, 1),
+        (20, 1),
+        *((n, 1) for n in range(30, 50)),
+    ]
+    assert [len(work.queued) for work in found] == [1 + 5, 1 + 10, 5]
+    assert found[0].queued[0] == (10, 1)
 
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 900), st.integers(0, 60)), max_size=8)

@@ -196,12 +196,12 @@ class Migrate(Recompute):
         run.every(DEFAULT.replicas.period, self._look)
 
     def preempt(self, pipe: Pipe, job: Job) -> None:
-        """As `Recompute`; it does not leave any more."""
+        """As `Recompute`, and cancels its move."""
         self._cancel(job)
         super().preempt(pipe, job)
 
     def ended(self, pipe: Pipe, job: Job) -> None:
-        """Keeps a request that was to leave."""
+        """Cancels its move, if it has one."""
         self._cancel(job)
         super().ended(pipe, job)
 

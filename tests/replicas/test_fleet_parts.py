@@ -1,0 +1,175 @@
+"""Parts of the simulation of replicas, one by one: wires, who comes back when, what is exchanged, what is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from ballonet.hooks.server.arrivals import Arrival
+from ballonet.hooks.whatif.replicas.agenda import Agenda
+from ballonet.hooks.whatif.replicas.dropping import Drop
+from ballonet.hooks.whatif.replicas.fleet_run import FleetRun
+from ballonet.hooks.whatif.replicas.jobs import Job
+from ballonet.hooks.whatif.replicas.keepers import Migrate, Recompute, Swap
+from ballonet.hooks.whatif.replicas.pipes import Pipe
+from ballonet.hooks.whatif.replicas.wires import Wire
+from ballonet.offload.policy.replicas.actions import StartRestore
+from ballonet.offload.policy.replicas.demand import prompt_pages
+from ballonet.offload.policy.replicas.events import Event, Load
+from ballonet.offload.policy.replicas.groups import Group, Span, alone
+
+from .fleets import COST, KV, SLOW, burst, fleet
+
+MANY = [Arrival(0.0, 100, 50)] * 6
+
+
+def to_the_end(agenda: Agenda) -> None:
+    while agenda.step():
+        pass
+
+
+def test_a_message_has_come_once_all_its_parts_have_and_what_is_urgent_overtakes_it() -> None:
+    agenda, seen = Agenda(), list[tuple[str, float]]()
+    wire = Wire(agenda, 10.0, 4)
+    wire.send(10, lambda: seen.append(("kv", agenda.now)))
+    wire.send(0, lambda: seen.append(("nothing", agenda.now)))
+    agenda.at(0.1, lambda: wire.send(2, lambda: seen.append(("activation", agenda.now)), urgent=True))
+    to_the_end(agenda)
+    assert seen == [("nothing", 0.0), ("activation", pytest.approx(0.6)), ("kv", pytest.approx(1.2))]
+    assert wire.moved == 10
+
+
+def test_time_does_not_go_back() -> None:
+    agenda, seen = Agenda(), list[float]()
+    agenda.at(1.0, lambda: agenda.at(0.0, lambda: seen.append(agenda.now)))
+    to_the_end(agenda)
+    assert seen == [1.0]
+
+
+def running(keeper: Recompute, number: int = 0) -> tuple[Pipe, list[Job]]:
+    """A group, and jobs that decode in it, 100 tokens of KV each."""
+    pipe = [*keeper.run.pipes.values()][number]
+    jobs = keeper.run.jobs
+    for job in jobs:
+        job.kv, job.made = 100, 1
+        assert pipe.grow(job, 100)
+        pipe.resume(job)
+    return pipe, jobs
+
+
+def test_those_that_were_preempted_begin_before_others_and_in_order() -> None:
+    keeper = Recompute(FleetRun(fleet(1, 1600), COST, MANY))
+    pipe, jobs = running(keeper)
+    new = Job(6, MANY[0])
+    pipe.waiting.append(new)
+    for job in (jobs[5], jobs[4]):
+        keeper.preempt(pipe, job)
+    assert [*pipe.waiting] == [jobs[4], jobs[5], new]
+    assert pipe.used == 4 * 112
+    assert jobs[5].kv == 0
+
+
+@pytest.mark.parametrize(("room", "comes"), [(112 + 5 * 16, True), (112 + 5 * 16 - 16, False)])
+def test_who_comes_back_leaves_room_for_the_next_tokens_of_others(room: int, comes: bool) -> None:
+    keeper = Swap(FleetRun(fleet(1, 1600), COST, MANY))
+    pipe, jobs = running(keeper)
+    pipe.remove(jobs[0])
+    pipe.release(jobs[0])
+    keeper.host(pipe).away.append(jobs[0])
+    pipe.capacity = pipe.used + room - 11  # 101 tokens of KV, in 7 blocks
+    keeper.admit(pipe)
+    assert (keeper.host(pipe).away == []) == comes
+    to_the_end(keeper.run.agenda)
+    assert jobs[0].ended == comes
+
+
+def test_while_kv_is_exchanged_only_new_requests_begin() -> None:
+    keeper = Drop(FleetRun(fleet(1, 1600), COST, MANY))
+    pipe, jobs = running(keeper)
+    pipe.remove(jobs[0])
+    pipe.release(jobs[0])
+    keeper.host(pipe).away.append(jobs[0])
+    new = Job(6, MANY[0])
+    pipe.waiting.append(new)
+    keeper._exchanging.add(pipe)
+    keeper.admit(pipe)
+    assert keeper.host(pipe).away == [jobs[0]]
+    assert new in pipe.prompts
+    keeper._exchanging.clear()
+    keeper.admit(pipe)
+    assert keeper.host(pipe).away == []
+
+
+def test_a_request_that_ends_while_it_leaves_takes_no_room_with_it() -> None:
+    """The network takes minutes for what a second of decoding takes."""
+    arrivals = [*[Arrival(0.0, 540, 100)] * 2, *[Arrival(0.0, 96, 60)] * 10, Arrival(0.3, 600, 5)]
+    run = FleetRun(fleet(2, 1650, network=1e3), SLOW, arrivals)
+    keeper = Migrate(run)
+    left: list[int] = []
+
+    def arrive(job: Job) -> None:
+        members = (0 if job.number < 2 else 1,)
+        keeper._dispatcher.take(members, job.most)
+        run.pipes[members].add(job)
+
+    run.agenda.at(0.7, lambda: left.append(len(keeper._moves)))
+    run.answers(arrive, lambda done: None)
+    assert left == [1], "one was on its way"
+    assert [pipe.used for pipe in run.pipes.values()] == [0, 0]
+    assert keeper._moves == {}
+
+
+def test_what_a_member_sends_is_what_others_need() -> None:
+    keeper = Drop(FleetRun(fleet(4, 1600), COST, MANY))
+    (job, *_) = keeper.run.jobs
+    job.kv = 100
+    whole = 100 * KV
+    pair = Group((0, 1), (Span(0, 3), Span(3, 8)))
+    assert keeper._leaves(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
+    assert keeper._leaves(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
+    four = Group((0, 2, 1, 3), (Span(0, 2), Span(2, 3), Span(3, 6), Span(6, 8)))
+    assert keeper._leaves(job, 0, Span(0, 3), [four], {}) == whole // 8
+    assert keeper._leaves(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
+    apart = [alone(0, 8), alone(1, 8)]
+    assert keeper._leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
+    assert keeper._leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
+
+
+class Watched(Drop):
+    """Notes what the controller is told, and the capacities while layers are pulled."""
+
+    def __init__(self, run: FleetRun) -> None:
+        self.told: list[tuple[Load, int]] = []
+        self.pulling: list[tuple[int, int]] = []
+        super().__init__(run)
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Load):
+            members = next(each for each in self._groups if event.member in each)
+            pipe = self.run.pipes[members]
+            waits = prompt_pages((job.known for job in [*pipe.waiting, *self.host(pipe).away]), self._kv)
+            self.told.append((event, waits if event.member == members[0] else 0))
+        super()._tell(event)
+
+    def _pull(self, action: StartRestore) -> None:
+        before = [pipe.capacity for pipe in self.run.pipes.values()]
+        super()._pull(action)
+        self.pulling += zip(before, [pipe.capacity for pipe in self.run.pipes.values()], strict=True)
+
+
+@pytest.fixture(scope="module")
+def watched() -> Watched:
+    keeper = Watched(FleetRun(fleet(2, 1600), SLOW, burst(240, 0.1, 60, 150) + burst(8, 6.0, 20, 20, begin=60.0)))
+    keeper.run.answers(keeper.arrive, lambda done: None)
+    return keeper
+
+
+def test_a_group_tells_what_waits_in_it_once(watched: Watched) -> None:
+    assert watched.drops == 1
+    assert all(load.pending == waits for load, waits in watched.told)
+    assert max(load.pending for load, _ in watched.told) > 0
+    assert all(load.used + load.free <= watched.run.fleet.pages for load, _ in watched.told)
+
+
+def test_layers_that_are_pulled_take_memory(watched: Watched) -> None:
+    ((before, during),) = watched.pulling
+    assert during == 2 * watched.run.fleet.tokens < before

@@ -1,0 +1,203 @@
+"""The supervisor between clients and replicas, which are played here: what each is told."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ballonet.hooks.replicas.bell import Bell
+from ballonet.hooks.replicas.messages import End, Hello, Message, Start, Told
+from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.supervisor import Supervisor
+from ballonet.offload.policy.replicas import actions, events
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.replicas.controller import Controller
+from ballonet.offload.policy.replicas.demand import KVSize
+
+COST = ChunkCost(1e-9, 1e-5, 1e-3)
+LAYERS = (10, 10, 10, 10)
+
+
+def hello(process: int, page: int = 4096) -> Hello:
+    return Hello(process, 100, LAYERS, 64, page, COST)
+
+
+class Played:
+    """The replicas, and the processes of those on this machine."""
+
+    def __init__(self) -> None:
+        self.bell = Bell()
+        self.running = {100, 101}
+        self.killed: list[int] = []
+        self._said: deque[tuple[int, Message]] = deque()
+        self._gone: list[tuple[int, str]] = []
+        self._told: list[tuple[int, Message]] = []
+
+    def says(self, member: int, message: Message) -> None:
+        self._said.append((member, message))
+        self.bell.ring()
+
+    def ends(self, process: int) -> None:
+        self.running.discard(process)
+        self._gone.append((process, "SIGKILL"))
+        self.bell.ring()
+
+    def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
+        """What replicas were told of a kind, with their numbers, once there are so many."""
+        wait(lambda: len([each for _, each in self._told if isinstance(each, kind)]) >= count)
+        return [(member, each) for member, each in self._told if isinstance(each, kind)]
+
+    # -- for the supervisor
+
+    def take(self) -> tuple[int, Message] | None:
+        return self._said.popleft() if self._said else None
+
+    def has(self) -> bool:
+        return bool(self._said)
+
+    def post(self, member: int, message: Message) -> None:
+        self._told.append((member, message))
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        return tuple(self.running)
+
+    def ended(self) -> list[tuple[int, str]]:
+        found, self._gone = self._gone, []
+        return found
+
+    def end(self, process: int) -> None:
+        self.killed.append(process)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.replicas = Played()
+        self.told: list[tuple[Request, str | None]] = []
+        self.now = 0.0
+
+        def make(first: Hello) -> Controller:
+            return Controller(first.layers, KVSize(first.token, first.page), first.cost)
+
+        self.supervisor = Supervisor(
+            make,
+            self.replicas,
+            self.replicas,
+            self.replicas.bell,
+            lambda: self.now,
+            lambda request, error: self.told.append((request, error)),
+            lambda line: None,
+        )
+        self.supervisor.start()
+
+    def begins(self) -> Start:
+        """Two replicas are there, and one of them has the request."""
+        self.replicas.says(0, hello(100))
+        self.replicas.says(1, hello(101))
+        self.replicas.hears(actions.Alone, 2)
+        assert self.supervisor.ask(Request("a", (1, 2), 3)) is None
+        [(self.member, start)] = self.replicas.hears(Start)
+        assert isinstance(start, Start)
+        return start
+
+
+def wait(until: Callable[[], object]) -> None:
+    while not until():
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    found = Scene()
+    yield found
+    found.supervisor.close()
+
+
+def test_a_request_has_its_tokens(scene: Scene) -> None:
+    start = scene.begins()
+    for before in range(3):
+        scene.replicas.says(scene.member, Told("a", start.assignment, before, (7 + before,)))
+    wait(lambda: len(scene.told) == 3)
+    assert [(request.delivered, request.over, error) for request, error in scene.told] == [
+        ((7,), False, None),
+        ((7, 8), False, None),
+        ((7, 8, 9), True, None),
+    ]
+    assert (scene.supervisor.waiting, scene.supervisor.state().requests) == (0, 0)
+
+
+def test_what_a_lost_replica_had_is_computed_again_by_another(scene: Scene) -> None:
+    start = scene.begins()
+    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    wait(lambda: scene.told)
+    scene.replicas.ends(100 + scene.member)
+    (_, _), (member, again) = scene.replicas.hears(Start, 2)
+    assert (member, again.assignment, again.request.delivered) == (1 - scene.member, start.assignment + 1, (7,))
+    scene.replicas.says(scene.member, Told("a", start.assignment, 1, (6,)))  # on its way when it ended
+    scene.replicas.says(member, Told("a", again.assignment, 1, (8,)))
+    wait(lambda: len(scene.told) == 2)
+    assert scene.told[-1][0].delivered == (7, 8)
+    assert scene.supervisor.state().recomputed == 1
+
+
+def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
+    scene.begins()
+    scene.replicas.ends(100)
+    scene.replicas.ends(101)
+    wait(lambda: scene.told)
+    assert "no replica is left" in str(scene.told[-1][1])
+    assert "no replica is left" in str(scene.supervisor.ask(Request("b", (1,), 1)))
+    scene.replicas.says(2, hello(102))
+    scene.replicas.hears(actions.Alone, 3)
+    assert scene.supervisor.ask(Request("b", (1,), 1)) is None
+
+
+def test_an_answer_that_is_another_one_ends(scene: Scene) -> None:
+    start = scene.begins()
+    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (7,)))
+    scene.replicas.says(scene.member, Told("a", start.assignment, 0, (8,)))
+    wait(lambda: len(scene.told) == 2)
+    assert "with other tokens" in str(scene.told[-1][1])
+
+
+def test_who_goes_away_is_cancelled(scene: Scene) -> None:
+    scene.begins()
+    scene.supervisor.cancel("a")
+    [(member, cancel)] = scene.replicas.hears(actions.Cancel)
+    assert (member, cancel.request) == (scene.member, "a")
+    scene.supervisor.cancel("a")
+    assert scene.supervisor.ask(Request("a", (1, 2), 3)) is None
+    scene.replicas.hears(Start, 2)
+
+
+def test_a_replica_that_stands_still_is_ended(scene: Scene) -> None:
+    scene.begins()
+    for member in (0, 1):
+        scene.replicas.says(member, events.Load(0.0, member, member + 1, 0, 50, 0, 1))
+    wait(lambda: not scene.replicas.has())
+    while not scene.replicas.killed:
+        scene.now += 0.2
+        other = 1 - scene.member
+        scene.replicas.says(other, events.Load(0.0, other, other + 1, 0, 50, 0, int(scene.now * 10)))
+        time.sleep(0.15)
+    assert scene.replicas.killed == [100 + scene.member]
+    assert scene.replicas.hears(End)[0][0] == scene.member
+    assert scene.replicas.hears(Start, 2)[1][0] == 1 - scene.member
+
+
+def test_a_replica_of_other_sizes_is_none(scene: Scene) -> None:
+    scene.begins()
+    scene.replicas.says(5, hello(105, page=8192))
+    assert scene.replicas.hears(End)[0][0] == 5
+
+
+def test_all_who_wait_are_told_at_the_end(scene: Scene) -> None:
+    scene.begins()
+    scene.supervisor.close()
+    assert [(request.name, error) for request, error in scene.told] == [("a", "the server shuts down")]
+    assert {member for member, _ in scene.replicas.hears(End, 2)} == {0, 1}
+    assert scene.supervisor.ask(Request("b", (1,), 1)) == "the server shuts down"
