@@ -186,8 +186,9 @@ def test_the_moves_reach_every_phase() -> None:
     assert homes == [0, 0, 3, 0]
     assert [len(each.groups) for each in played.of(Prepare) if isinstance(each, Prepare)] == [3, 1, 6, 3]
     assert len(played.of(Commit)) == 4
-    for what in ("lost", "suspect", "settled", "calm", "prepared", "lost"):
+    for what in ("lost", "suspect", "settled", "calm", "prepared"):
         move(played, what, 1, 0)
+    move(played, "lost", 2, 0)  # one that pulls
     assert {Prepare, Commit, Discard, StartRestore, Recompute, Alone} <= {*map(type, played.log)}
 
 

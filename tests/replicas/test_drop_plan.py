@@ -81,6 +81,12 @@ def test_groups_of_one_two_and_three_merge_as_in_the_paper() -> None:
     assert plan.freed == 12
 
 
+def test_of_groups_alike_those_that_are_given_first_merge() -> None:
+    plan = drop_plan([alone(member, 4) for member in (3, 1, 0, 2)], 1, [5] * 4)
+    assert [{*group.members} for group in plan.formed] == [{1, 3}]
+    assert [group.members for group in plan.kept] == [(0,), (2,)]
+
+
 def test_the_plan_stops_once_enough_is_freed() -> None:
     replicas = [alone(number, 12) for number in range(8)]
     plans = {needed: drop_plan(replicas, needed, [25] * 12) for needed in (0, 1, 300, 301, 1200, 1201, 1500, 10**9)}

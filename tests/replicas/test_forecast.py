@@ -70,3 +70,15 @@ def played_burst(page_seconds: float) -> type[object]:
             played.arrive(prompt, new)
     played.load(used=645, free=5, pending=752)
     return type(played.tick()[-1])
+
+
+def test_those_merge_where_requests_wait() -> None:
+    """What waits in a replica is computed there, so room elsewhere does not help it."""
+    played = Played(6)
+    for prompt, new, count in ((4600, 600, 6), (400, 100, 12)):
+        for _ in range(count):
+            played.arrive(prompt, new)
+    played.load(used=600, free=5, pending=0, members=(0, 1, 3, 5))
+    played.load(used=600, free=5, pending=102, members=(2, 4))
+    (action,) = [each for each in played.tick() if isinstance(each, Prepare)]
+    assert {*action.groups[0].members} == {2, 4}

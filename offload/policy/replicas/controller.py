@@ -43,7 +43,7 @@ from .events import (
     Tick,
 )
 from .failures import Failures
-from .forecast import busiest, merged_work, work_of
+from .forecast import busiest, merged_work, pending, work_of
 from .gate import ChunkCost, judge
 from .groups import alone
 from .overload import Calm, Growth, Usage, is_overloaded
@@ -208,6 +208,7 @@ class Controller:
             for each in self.cluster.steady()
             if all(replicas[member].backed for member in each.group.members)
         ]
+        groups.sort(key=lambda group: -pending(group, self.cluster))  # what waits in a group begins there
         gross = with_growth(groups, needed, growth, pages)
         plan = drop_plan(groups, gross, pages) if gross is not None else None
         if plan is None or not plan.formed:

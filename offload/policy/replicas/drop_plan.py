@@ -42,9 +42,10 @@ class DropPlan:
 
 def drop_plan(groups: Iterable[Group], needed: int, pages: Sequence[int]) -> DropPlan:
     """Merges the two groups with fewest members until `needed` pages are freed or no two can merge. `pages` of each
-    layer. O(N log N). See Note [Fewest instances]."""
+    layer. Of groups with as many members those that are given first merge first. O(N log N). See Note [Fewest
+    instances]."""
     model, merges = sum(pages), 0
-    queue: list[tuple[int, int, tuple[Group, ...]]] = [(group.size, min(group.members), (group,)) for group in groups]
+    queue: list[tuple[int, int, tuple[Group, ...]]] = [(group.size, n, (group,)) for n, group in enumerate(groups)]
     heapq.heapify(queue)
     while len(queue) >= 2 and merges * model < needed:
         first = heapq.heappop(queue)

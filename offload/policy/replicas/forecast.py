@@ -56,10 +56,9 @@ def merged_work(group: Group, parts: Sequence[Work], cluster: Cluster, page_seco
 
 def busiest(groups: Sequence[Group], cluster: Cluster) -> Group:
     """The group whose members have most pages pending, which a drop helps most. ValueError: none is given."""
-    return max(
-        groups,
-        key=lambda group: (
-            sum(load.pending for member in group.members if (load := cluster.replicas[member].load)),
-            -group.members[0],
-        ),
-    )
+    return max(groups, key=lambda group: (pending(group, cluster), -group.members[0]))
+
+
+def pending(group: Group, cluster: Cluster) -> int:
+    """Pages of prompts that wait in the groups in force of these members."""
+    return sum(load.pending for member in group.members if (load := cluster.replicas[member].load))
