@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
 
+from ..policy.ladder import Rung
 from ..policy.tuning import DEFAULT, ChaosMoves
 from .levers import Lever
 
@@ -99,7 +100,8 @@ class Chaos:
                     break
 
     def pull(self, levers: Sequence[Lever]) -> None:
-        """Pulls or reverts a random one now and then. DriverError."""
+        """Pulls or reverts a random one now and then, of those that need nobody's consent. DriverError."""
+        levers = [each for each in levers if each.rung is not Rung.DUPLICATES]
         if levers and self._levers.randrange(self._tuning.seldom) == 0:
             lever, pages = self._levers.choice(levers), self._levers.randint(1, self._tuning.pages)
             verb = self._levers.choice(("pull", "pull", "revert"))
