@@ -386,7 +386,7 @@ def test_a_source_that_drops_layers_is_replaced() -> None:
 
 
 def test_sigstop_is_seen_by_the_count_of_iterations() -> None:
-    """It speaks, and its count stands still; fenced, and when it speaks again it joins empty."""
+    """A replica that speaks while its count stands still is fenced; when it speaks again it joins empty."""
     played = Played()
     names = {played.arrive(100, 10) for _ in range(8)}
     lost, epoch = names_of(played, 3), played.epoch(3)
@@ -599,7 +599,7 @@ def test_a_replica_that_joins_twice_was_lost_between() -> None:
 
 
 def test_who_does_not_take_up_its_epoch_is_fenced() -> None:
-    """Its count moves, in the epoch before."""
+    """A replica whose count moves in the epoch before."""
     played = Played()
     played.burst()
     old = played.epoch(0)

@@ -163,7 +163,7 @@ def test_what_is_asked_for_the_slots_as_well_is_enough(replicas: int, needed: in
 
 
 def test_growth_is_worth_pairs_and_no_more() -> None:
-    """Of 8 replicas, pages of 12 layers of 25: 250 net for each pair."""
+    """8 replicas, 12 layers of 25 pages: each pair frees 250 net."""
     ones, pages = [alone(number, 12) for number in range(8)], [25] * 12
     asked = [with_growth(ones, needed, growth, pages) for needed, growth in ((1, 0), (1, 249), (1, 250), (1, 9999))]
     assert asked == [2, 300, 302, 1200]

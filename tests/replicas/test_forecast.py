@@ -35,7 +35,7 @@ def test_those_that_run_are_equally_far_with_what_they_generate() -> None:
 
 
 def test_a_merged_group_has_the_work_of_all_and_exchanges_first() -> None:
-    """Of the 600 pages of the fuller one half go, at 10 ms each."""
+    """Half of the 600 pages of the fuller one go, at 10 ms each."""
     played = Played(2)
     for prompt, new in ((4600, 600), (4600, 600), (400, 100), (400, 100)):
         played.arrive(prompt, new)
@@ -58,7 +58,7 @@ def test_the_group_with_most_pending_is_judged() -> None:
 
 
 def test_an_exchange_that_takes_too_long_is_not_worth_it() -> None:
-    """Those that run end soon. After them two that wait fit one by one on each replica, and all four into the pair."""
+    """What runs ends soon; then two that wait fit one by one on each replica, and all four into the pair."""
     assert [played_burst(seconds) for seconds in (0.0, 0.001, 0.1)] == [Prepare, Prepare, Decline]
 
 

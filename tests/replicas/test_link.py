@@ -339,7 +339,7 @@ def test_a_closed_end_closes_the_other_and_neither_is_lost(store: Store, epoch: 
 
 
 def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None:
-    """And an end that comes too late hears that it was."""
+    """An end that comes too late hears that the link was given up."""
     one = Link(GlooConnect(store, epoch, 1, 2, LONG), epoch, 2, Bell(), tuning=TUNING)
     one.close()
     assert not one._sender.is_alive()

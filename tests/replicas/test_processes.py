@@ -165,7 +165,7 @@ def supervising(nursery: Path) -> Iterator[Supervisor]:
 
 
 def test_a_killed_replica_is_heard_by_all_and_links_are_formed_anew(nursery: Path) -> None:
-    """Of three that wait, one for another, the last for who is not killed: that one hears it by the control plane."""
+    """Three wait, the last one for who is not killed: that one hears of it by the control plane."""
     with supervising(nursery) as supervisor:
         first, killed, third = children = supervisor.replicas(3)
         epoch = supervisor.form(1, children)

@@ -18,7 +18,7 @@ REFUSED = {  # what the proof says of them
     "recurrent_gemma": "neither in their calls nor in the cache",
     "rwkv": r"its own logits of a decode step of 2 rows have the shape \(2, 2, 199\)",
 }
-# Those whose own forward fails with several tokens behind others and the mask of all
+# Architectures whose own forward fails with several tokens behind others and the mask of all
 WHOLE_PROMPTS = {"mamba", "falcon_mamba"}
 
 
