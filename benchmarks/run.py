@@ -118,7 +118,7 @@ PARTS: Mapping[str, Part] = {
         test_seconds=130,
     ),
     "serve": Part(
-        tests=(("tests/gpu/test_serve_*.py",),),
+        tests=(("tests/gpu/test_serve_*.py", "tests/replicas/test_staging.py"),),
         benchmarks=("serve", "serve_plain"),
         test_seconds=130,
     ),
