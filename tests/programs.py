@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .gpu.scene import FORKS, ROOT, environment
 
-SECONDS = 300  # that a program may take: only one that hangs takes them
+SECONDS = 900  # that a program may take: only one that hangs takes them
 # As Python itself begins with `-m`, with `-c` and with a file
 BEGIN = """
 import os, runpy, sys

@@ -53,7 +53,7 @@ def test_runs(program: Path, tmp_path: Path) -> None:
     out = tmp_path / "figure.json"
     command = [sys.executable, str(program), "--tiny", "--out", str(out)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that spin would wait for the tests beside
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     check_figure(out, program.stem)
 

@@ -22,7 +22,7 @@ ALONE = {
     "OPENBLAS_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",  # which is read at an import
 }
-SECONDS = 300  # that what was killed may take to end
+SECONDS = 900  # that what was killed may take to end
 SERVER = """
 import contextlib, gc, json, os, signal, sys
 import pytest, tests.models

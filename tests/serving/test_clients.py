@@ -70,7 +70,7 @@ class Here:
     def end(self) -> None:
         self.client.close()
         self._uvicorn.should_exit = True
-        self._thread.join(60)
+        self._thread.join(600)
         assert not self._thread.is_alive()
         self.server.close()
 

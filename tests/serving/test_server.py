@@ -293,7 +293,7 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     try:
         with ThreadPoolExecutor(12) as threads:
             asked = [threads.submit(told, (stream, wait)[n % 2], 3 + n) for n in range(12)]
-            assert began.acquire(timeout=60), [each.result() for each in asked if each.done()]
+            assert began.acquire(timeout=600), [each.result() for each in asked if each.done()]
             while server.figure("ballonet_requests{") < 12:
                 assert not any(each.done() for each in asked)
             assert server.end() == 0, server.said()
