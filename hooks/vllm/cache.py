@@ -8,7 +8,7 @@ Note [Beside vLLM's own memory]
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.dlpack import from_dlpack
 
 from ...allocator import control, install, runtime
-from ...allocator._native import Group, Lease
+from ...allocator._native import Lease
 from ...allocator.config import Config
 from ...allocator.errors import DriverError, InstallError
 from ..sectors.pages import RESERVED, SectorPages
@@ -26,9 +26,11 @@ from ..sectors.pages import RESERVED, SectorPages
 class EngineCache:
     """The blocks of one worker of an engine. Used by the thread that computes."""
 
-    def __init__(self, settings: Config, blocks: int, nbytes: int, model: str) -> None:
-        """`blocks`: in all; `nbytes`: of one. Starts a device, unless there is one. BallonetError,
-        torch.OutOfMemoryError."""
+    def __init__(
+        self, settings: Config, blocks: int, nbytes: int, parts: Sequence[tuple[int, int, int]], model: str
+    ) -> None:
+        """`blocks`: in all; `nbytes`: of one; `parts`: where they lie, see SectorPages; `model`: its name. Starts a
+        device, unless there is one. BallonetError, torch.OutOfMemoryError."""
         found = runtime.current()
         self._started = None if found is not None else runtime.start(settings, torch.cuda.is_available())
         self._device = (found or self._started).device  # type: ignore[union-attr]
@@ -36,18 +38,20 @@ class EngineCache:
             control.start(install.set_budget)
         self._blocks = blocks
         self._nbytes = nbytes
-        self._pages = SectorPages(self._device, group := Group(self._device), blocks, nbytes, model)
-        self._group = group
+        self._group = self._device.group()
+        self._pages = SectorPages(self._device, self._group, blocks, nbytes, model, parts)
+        self._fixed = self._device.snapshot()["pages"]["kv"] + len(parts)  # each part may end with a page half in use
         self._lease = Lease()
         self._open: set[int] = set()
         self.tensor = from_dlpack(self._pages.window()).view(torch.int8)  # [blocks x nbytes]
-        self.tensor[: RESERVED * nbytes].zero_()
+        for each in range(RESERVED):
+            self._clear(self._pages.pieces(each))
 
     @property
     def limit(self) -> int:
         """Blocks that the budget has pages for."""
-        page = self._device.page_size
-        return max(RESERVED, min(self._blocks, (self._device.budget // page * page - self._nbytes) // self._nbytes))
+        free = self._device.budget - self._fixed * self._device.page_size
+        return max(RESERVED, min(self._blocks, RESERVED + free // self._nbytes))
 
     def open(self, blocks: Iterable[int]) -> tuple[int, ...]:
         """Backs these, in this order, as far as there are pages; returns those that are. A new page holds zeros, as
@@ -61,8 +65,8 @@ class EngineCache:
                 except (torch.OutOfMemoryError, DriverError):
                     break
                 self._open.add(each)
-                if fresh:
-                    self._bytes(each).zero_()
+                for first, count in fresh:
+                    self._clear(range(first, first + count))
             done.append(each)
         return tuple(done)
 
@@ -90,8 +94,9 @@ class EngineCache:
         if self._started is not None:
             control.stop()
 
-    def _bytes(self, block: int) -> torch.Tensor:
-        return self.tensor[block * self._nbytes : (block + 1) * self._nbytes]
+    def _clear(self, pieces: Iterable[int]) -> None:
+        for each in pieces:
+            self.tensor[self._pages.of_piece(each)].zero_()
 
 
 class Reserving(TorchFunctionMode):

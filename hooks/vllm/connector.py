@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +78,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     Options (`kv_connector_extra_config`): `budget`, `page_size` and `host_budget`, as of `ballonet.install`, for KV
     alone; `keep_prefixes`: blocks that hold prefixes of past requests keep their pages in an idle engine (false).
-    ConfigError for another option, or where vLLM keeps the layers of a block apart.
+    ConfigError for another option.
     """
 
     requires_kv_delivery = False
@@ -92,16 +93,13 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._answer: Opened | None = None
         if role == KVConnectorRole.WORKER:
             settings = Config.from_env().merge(**options)
-            tensors = kv_cache_config.kv_cache_tensors
-            size, blocks = tensors[0].size, kv_cache_config.num_blocks
-            print("DBG", tensors, blocks, flush=True)
-            stride = size // blocks
-            if size % blocks or any(each.block_stride != stride for each in tensors):
+            tensors, blocks = kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks
+            size = tensors[0].size
+            if size % blocks or any(each.host_resident for each in tensors):
                 raise ConfigError(
-                    "vLLM keeps the layers of a block apart, so that no page belongs to one block: set "
-                    "VLLM_KV_CACHE_LAYOUT=BLHNC, or use an attention backend that has it"
+                    "vLLM keeps some of this model's KV on the host itself: serve it without the connector"
                 )
-            self._cache = EngineCache(settings, blocks, stride, vllm_config.model_config.model)
+            self._cache = EngineCache(settings, blocks, size // blocks, _parts(tensors), vllm_config.model_config.model)
             return
         scheduling = vllm_config.scheduler_config
         self._plan = _Scheduling(
@@ -111,11 +109,6 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             max(1, len(kv_cache_config.kv_cache_groups)),
             keep,
         )
-
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str:
-        """Blocks outermost: all layers of a block lie together."""
-        return "BLHNC"
 
     # -- a worker
 
@@ -201,9 +194,27 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
         return Changes(*gate.ask(need, plan.limit), closed)
 
+    def has_pending_push_work(self) -> bool:
+        """Is there to be one more step, although there is no request? As long as an idle engine has pages to give."""
+        plan, gate = self._plan, self._plan.gate
+        return gate is not None and not plan.requests and gate.gives(RESERVED, not plan.keep_prefixes)
+
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers have answered."""
         answer, gate = connector_output.kv_connector_worker_meta, self._plan.gate
         if isinstance(answer, Opened) and gate is not None:
             self._plan.limit = answer.limit
             gate.answered(answer.number, answer.blocks)
+
+
+def _parts(tensors: Sequence[Any]) -> list[tuple[int, int, int]]:
+    """Where the bytes of a block lie in the cache, as (offset, stride, bytes): together where blocks are outermost,
+    else one part for each layer. Groups of layers that share a place are counted once."""
+    found: set[tuple[int, int, int]] = set()
+    for each in tensors:
+        layers = range(len(each.layers))
+        if each.block_stride >= each.layer_stride * len(layers):
+            found.add((0, each.block_stride, each.block_stride))
+        else:
+            found.update((each.offset + n * each.layer_stride, each.block_stride, each.block_stride) for n in layers)
+    return sorted(found)

@@ -67,6 +67,11 @@ class BlockGate:
         self._pool.free_block_queue.prepend_n(found)
         self._pool.num_gpu_blocks += len(found)
 
+    def gives(self, first: int, cached: bool) -> bool:
+        """Would an idle engine close anything? See `close`."""
+        free = self._pool.free_block_queue.get_all_free_blocks()
+        return any(each.block_id >= first and (cached or each.block_hash is None) for each in free)
+
     def close(self, need: int, limit: int, first: int, cached: bool) -> tuple[int, ...]:
         """Closes free blocks until no more than `need` are free and no more than `limit` open, and returns which: those
         that hold no prefix first, the highest number first. Those that hold one only where `cached`, or where the limit

@@ -17,7 +17,7 @@ _METHODS: Final[tuple[tuple[type[Any], tuple[str, ...]], ...]] = (
     (
         base.KVConnectorBase_V1,
         (
-            *("get_mem_pool_context", "bind_gpu_block_pool", "get_required_kvcache_layout", "on_new_request"),
+            *("get_mem_pool_context", "bind_gpu_block_pool", "on_new_request"),
             *("build_connector_worker_meta", "update_connector_output", "clear_connector_metadata"),
         ),
     ),

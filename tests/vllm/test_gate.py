@@ -151,7 +151,9 @@ def test_idle_it_closes_all_and_keeps_prefixes_where_told() -> None:
     for cached, left in ((True, [1]), (False, [1, 3])):
         engine = settled(6, pages=20)
         engine.pool.blocks[3].block_hash = 3
+        assert engine.gate.gives(FIRST, cached)
         engine.schedule(0, cached)
+        assert not engine.gate.gives(FIRST, cached)
         assert sorted(each.block_id for each in engine.pool.free_block_queue.free) == left
 
 
