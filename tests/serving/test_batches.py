@@ -223,7 +223,7 @@ def test_requests_wait_for_what_others_are_promised(
             schedule.promises.note("alone", RequestSLO(tpot=0.0105))  # 50 tokens at most
             manager.add_request(asked[2], request_id="alone")
             while "alone" not in schedule.waiting_requests:
-                pass
+                time.sleep(0.001)
             schedule.promises.note("alone", RequestSLO(1.0, 0.0105, arrived=schedule.clock() - 5))
             while (answer := manager.get_result(timeout=1)) is None or answer.request_id != "alone":
                 pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -124,11 +125,11 @@ def test_those_that_wait_run_when_all_that_ran_are_gone(two: bool) -> None:
         manager.add_request(asked[0], request_id="cancelled")
         schedule = manager.batch_processor.scheduler
         while "cancelled" not in schedule.active_requests:
-            pass
+            time.sleep(0.001)
         schedule.block_new_requests = True
         manager.add_request(asked[1], request_id="waits", max_new_tokens=6)
         while "waits" not in schedule.waiting_requests:
-            pass
+            time.sleep(0.001)
         manager.cancel_request("cancelled")
         found = manager.get_result(timeout=600)
         manager.cancel_request("waits")
