@@ -12,7 +12,7 @@ from ballonet.hooks.whatif.replicas.jobs import Job
 from ballonet.hooks.whatif.replicas.keepers import Migrate, Recompute, Swap
 from ballonet.hooks.whatif.replicas.pipes import Pipe
 from ballonet.hooks.whatif.replicas.wires import Wire
-from ballonet.offload.policy.replicas.actions import StartRestore
+from ballonet.offload.policy.replicas.actions import Action, StartRestore
 from ballonet.offload.policy.replicas.demand import prompt_pages
 from ballonet.offload.policy.replicas.events import Event, Load
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
@@ -90,11 +90,11 @@ def test_while_kv_is_exchanged_only_new_requests_begin() -> None:
     keeper.host(pipe).away.append(jobs[0])
     new = Job(6, MANY[0])
     pipe.waiting.append(new)
-    keeper._exchanging.add(pipe)
+    keeper.changes.exchanging.add(pipe)
     keeper.admit(pipe)
     assert keeper.host(pipe).away == [jobs[0]]
     assert new in pipe.prompts
-    keeper._exchanging.clear()
+    keeper.changes.exchanging.clear()
     keeper.admit(pipe)
     assert keeper.host(pipe).away == []
 
@@ -124,14 +124,14 @@ def test_what_a_member_sends_is_what_others_need() -> None:
     job.kv = 100
     whole = 100 * KV
     pair = Group((0, 1), (Span(0, 3), Span(3, 8)))
-    assert keeper._leaves(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
-    assert keeper._leaves(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
+    assert keeper.changes.leaves(job, 0, Span(0, 8), [pair], {}) == whole * 5 // 8
+    assert keeper.changes.leaves(job, 1, Span(0, 8), [pair], {}) == whole * 3 // 8
     four = Group((0, 2, 1, 3), (Span(0, 2), Span(2, 3), Span(3, 6), Span(6, 8)))
-    assert keeper._leaves(job, 0, Span(0, 3), [four], {}) == whole // 8
-    assert keeper._leaves(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
+    assert keeper.changes.leaves(job, 0, Span(0, 3), [four], {}) == whole // 8
+    assert keeper.changes.leaves(job, 1, Span(3, 8), [four], {}) == whole * 2 // 8
     apart = [alone(0, 8), alone(1, 8)]
-    assert keeper._leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
-    assert keeper._leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
+    assert keeper.changes.leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
+    assert keeper.changes.leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
 
 
 class Watched(Drop):
@@ -142,18 +142,19 @@ class Watched(Drop):
         self.pulling: list[tuple[int, int]] = []
         super().__init__(run)
 
-    def _tell(self, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         if isinstance(event, Load):
-            members = next(each for each in self._groups if event.member in each)
+            members = next(each for each in self.groups if event.member in each)
             pipe = self.run.pipes[members]
-            waits = prompt_pages((job.known for job in [*pipe.waiting, *self.host(pipe).away]), self._kv)
+            waits = prompt_pages((job.known for job in [*pipe.waiting, *self.host(pipe).away]), self.kv)
             self.told.append((event, waits if event.member == members[0] else 0))
-        super()._tell(event)
+        super().tell(event)
 
-    def _pull(self, action: StartRestore) -> None:
+    def _do(self, action: Action) -> None:
         before = [pipe.capacity for pipe in self.run.pipes.values()]
-        super()._pull(action)
-        self.pulling += zip(before, [pipe.capacity for pipe in self.run.pipes.values()], strict=True)
+        super()._do(action)
+        if isinstance(action, StartRestore):
+            self.pulling += zip(before, [pipe.capacity for pipe in self.run.pipes.values()], strict=True)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def watched() -> Watched:
 
 
 def test_a_group_tells_what_waits_in_it_once(watched: Watched) -> None:
-    assert watched.drops == 1
+    assert watched.changes.drops == 1
     assert all(load.pending == waits for load, waits in watched.told)
     assert max(load.pending for load, _ in watched.told) > 0
     assert all(load.used + load.free <= watched.run.fleet.pages for load, _ in watched.told)
