@@ -248,10 +248,10 @@ class Drop(Swap):
         for job in [*self._asked.values()]:
             self._over(job, why)
         self.failed, self._is_shut = why, True
+        self.changes.end()
         for member in self._present:
             self.crew.end(member)
-        for pipe in [*self.run.pipes.values()]:
-            self.abort(pipe)
+            self._part(member)
 
     def _go_on(self, member: int) -> None:
         if member in self.crew.ended:

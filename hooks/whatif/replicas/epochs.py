@@ -277,6 +277,12 @@ class Epochs:
             self._lose(epoch, one, other)
             self._lose(epoch, other, one)
 
+    def end(self) -> None:
+        """Nothing becomes of any epoch any more."""
+        for change in [*self._changes]:
+            self._break(change)
+        self._prepared.clear()
+
     def _break(self, change: Change) -> None:
         self._changes.remove(change)
         change.broken = True
