@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ballonet.hooks.server.arrivals import Arrival
@@ -16,11 +16,13 @@ from ballonet.offload.policy.replicas.actions import Action
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.decisions import Decision, Entry, replayed
 from ballonet.offload.policy.replicas.events import Event
+from ballonet.offload.policy.tuning import DEFAULT
 
 from .fleets import SLOW, burst, fleet
 
 SLOWLY = 4e6  # bytes per second between two: a layer takes a quarter of a second
 BURST = burst(240, 0.1, 60, 150) + burst(12, 6.0, 20, 20, begin=60.0)
+TUNING = replace(DEFAULT.replicas, linking=0.1)  # an epoch of two is prepared for 0.2 s
 A = TypeVar("A", bound=Action)
 E = TypeVar("E", bound=Event)
 
@@ -66,7 +68,7 @@ def outcome(
     """Plays faults, to the end of the last request and of all that is under way then, and checks what has to hold.
     `whole`: replicas that live have all their layers again."""
     log: list[Entry] = []
-    run = FleetRun(at or fleet(2, 1600, network=SLOWLY), cost, arrivals, log=log.append)
+    run = FleetRun(at or fleet(2, 1600, network=SLOWLY), cost, arrivals, TUNING, log.append)
     keeper = Drop(run)
     play_faults(keeper, faults)
 

@@ -1,8 +1,8 @@
 """The fault matrix in simulation, row by row: what the controller decides, and what becomes of requests.
 
-Each run is one burst on two replicas, or four: they drop, exchange KV, run as a pipeline and restore. `QUIET` is that run
-without a fault; a fault happens in one of its phases. What holds for all of them is checked in faulty.py: every request
-is answered or told why not, once, and memory is what it was.
+Each run is one burst on two replicas, or four: they drop, exchange KV, run as a pipeline and restore. `quiet` is that
+run without a fault; a fault happens in one of its phases. What holds for all of them is checked in faulty.py: every
+request is answered or told why not, once, and memory is what it was.
 """
 
 from __future__ import annotations
@@ -123,28 +123,27 @@ def test_who_lost_its_group_is_valid_at_once_and_pulls_from_its_backing(name: st
     assert found.events(Restored)[-1].at - suspected.at < 0.01
 
 
-def test_a_layer_that_is_on_its_way_from_a_replica_that_is_killed_comes_from_the_backing() -> None:
-    """Of four replicas in two pairs one is killed, and its survivor pulls from the other pair, which breaks too."""
+def test_what_a_replica_that_is_killed_was_to_send_comes_from_the_backing() -> None:
+    """Of four replicas in two pairs one is killed, its survivor pulls from the other pair, and that one is killed."""
     four = fleet(4, 1600, network=SLOWLY)
     arrivals = burst(300, 0.05, 60, 150) + burst(12, 6.0, 20, 20, begin=60.0)
     calm = outcome([], arrivals, four)
-    pairs = [each.members for _, action in calm.actions(Prepare) for each in action.groups if each.size == 2]
-    assert len(pairs) == 2
-    (lost, survivor), (source, other) = pairs
+    (lost, survivor), (source, _) = (group.members for group in calm.actions(Prepare)[0][1].groups)
     time = max(each.at for each in calm.events(Exchanged) if each.epoch == calm.actions(Commit)[0][1].epoch) + 1
-    found = outcome([Killed(time, lost), Killed(time + 0.4, source), Killed(time + 0.4, other)], arrivals, four)
-    pulls = [action.pulls for _, action in found.actions(StartRestore) if action.pulls[0].member == survivor]
-    assert {each.source for each in pulls[0]} == {source} or {each.source for each in pulls[0]} == {other}
-    assert {each.source for each in pulls[-1]} == {None}
+    found = outcome([Killed(time, lost), Killed(time + 0.4, source)], arrivals, four)
+    pulls, *_ = [action.pulls for _, action in found.actions(StartRestore) if action.pulls[0].member == survivor]
+    assert [each.source for each in pulls] == [source] * 4
+    restored = next(each for each in found.events(Restored) if each.member == survivor)
+    assert 0.4 < restored.at - time < 0.42, "a layer takes 0.26 s from a peer, and 1 ms from the backing"
     assert found.errors == {}
-    assert [*found.run.pipes] == [(survivor,)]
+    assert sorted(found.run.pipes) == sorted((each,) for each in range(4) if each not in (lost, source))
 
 
 def test_requests_are_refused_once_they_were_lost_too_often() -> None:
     """A new replica joins in place of each that is killed; in time a request runs out of lives."""
     faults: list[Fault] = []
-    for n in range(8):
-        faults += [NewReplica(1.5 + n, 2 + n), Killed(1.6 + n, n if n < 2 else n)]
+    for n in range(14):
+        faults += [NewReplica(1.5 + n, 2 + n), Killed(1.6 + n, n)]
     found = outcome(faults, burst(20, 0.01, 200, 5000), fleet(2, 12000, network=SLOWLY))
     assert {*found.errors.values()} <= {Reason.LIVES.value}
     assert found.errors
@@ -157,7 +156,7 @@ def test_where_no_replica_is_left_clients_are_told_and_a_new_one_serves_again() 
     assert late
     assert all(found.run.jobs[number].arrival.at < 9 for number in found.errors)
     assert [*found.run.pipes] == [(2,)]
-    assert sum(1 for job in found.run.jobs if not job.answer.error) > 200
+    assert sum(1 for job in found.run.jobs if not job.answer.error) > 150
 
 
 # SIGSTOP, a kernel that hangs
@@ -169,7 +168,7 @@ def test_a_replica_that_hangs_is_as_dead(name: str) -> None:
     assert found.errors == {}
     ((fenced, fence),) = found.actions(Fence)
     assert fence == Fence(1, Reason.HUNG)
-    assert 1.0 < fenced - phase(name) < 1.3
+    assert 0.85 < fenced - phase(name) < 1.3, "a second after it spoke last"
     assert [*found.run.pipes] == [(0,)]
     assert [each.member for each in found.events(Lost)] == [1], "its process is ended"
 
@@ -191,10 +190,8 @@ def test_a_replica_that_is_back_after_it_was_fenced_joins_anew(name: str) -> Non
     assert [each.member for each in found.events(Joined)] == [0, 1, 1]
     assert sorted(found.run.pipes) == [(0,), (1,)]
     begun = found.events(Joined)[-1].at
-    stale = [
-        each for each in found.decisions if each.event.at == begun and isinstance(each.event, Prepared | Committed)
-    ]
-    assert all(each.actions == () for each in stale), "what it said before it knew"
+    late = [each for each in found.decisions if each.event.at == begun and isinstance(each.event, Prepared | Restored)]
+    assert all(each.actions == () for each in late), "what it says before it knows"
 
 
 # A link is lost, and both live
@@ -266,11 +263,11 @@ def test_who_has_another_file_refuses_to_drop() -> None:
 def test_who_lost_its_group_and_its_file_pulls_from_a_peer_or_is_ended() -> None:
     found = outcome([FileChanged(5.0, 0), Killed(6.0, 1), NewReplica(6.0, 2)])
     assert found.errors == {}
-    assert [each.reason for each in found.events(PullFailed)] == [Reason.FILE_CHANGED]
     pulls = [action.pulls for _, action in found.actions(StartRestore) if action.pulls[0].member == 0]
-    assert [{each.source for each in one} for one in pulls] == [{None}, {2}]
+    assert [{each.source for each in one} for one in pulls] == [{2}]
     assert sorted(found.run.pipes) == [(0,), (2,)]
     none = outcome([FileChanged(5.0, 0), Killed(6.0, 1)])
+    assert [each.reason for each in none.events(PullFailed)] == [Reason.FILE_CHANGED]
     assert [each for _, each in none.actions(Fence)] == [Fence(0, Reason.FILE_CHANGED)]
     assert {*none.errors.values()} == {"no replica is left"}
 
@@ -293,7 +290,7 @@ def test_a_client_that_leaves_is_cancelled_wherever_its_request_is(name: str) ->
     """Every client that is there in that moment leaves, one after the other."""
     time = phase(name)
     there = [job.number for job in quiet().run.jobs if job.arrival.at < time < (job.answer.times or [time])[-1]]
-    assert len(there) > 15
+    assert len(there) > 10
     found = outcome([ClientLeft(time, each) for each in there])
     assert {*found.errors} == {*there}
     assert {*found.errors.values()} == {"its client is gone"}
