@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -63,10 +63,8 @@ def outcome(
     arrivals: list[Arrival] = BURST,
     at: Fleet | None = None,
     cost: ChunkCost = SLOW,
-    whole: bool = True,
 ) -> Outcome:
-    """Plays faults, to the end of the last request and of all that is under way then, and checks what has to hold.
-    `whole`: replicas that live have all their layers again."""
+    """Plays faults, to the end of the last request and of all that is under way then, and checks what has to hold."""
     log: list[Entry] = []
     run = FleetRun(at or fleet(2, 1600, network=SLOWLY), cost, arrivals, TUNING, log.append)
     keeper = Drop(run)
@@ -81,11 +79,11 @@ def outcome(
     while run.agenda.step():
         pass
     found = Outcome(run, keeper, log)
-    check(found, whole)
+    check(found)
     return found
 
 
-def check(found: Outcome, whole: bool) -> None:
+def check(found: Outcome) -> None:
     """Every request was answered or told why not, once; memory is what it was; and the controller would say the same
     again."""
     keeper, fleet = found.keeper, found.run.fleet
@@ -95,7 +93,7 @@ def check(found: Outcome, whole: bool) -> None:
         assert len(job.answer.times) == job.made <= job.arrival.new
         assert bool(job.answer.error) != (job.made == job.arrival.new), job
         assert (job.kv if job.answer.error else 0, job.held, job.flying, job.stalled, job.leaving) == (0,) * 5, job
-    _is_empty(keeper, found.run.pipes.values())
+    _is_empty(keeper)
     assert all(one == other for one, other in replayed(found.log))
     if keeper._is_shut:
         return
@@ -105,21 +103,20 @@ def check(found: Outcome, whole: bool) -> None:
     placed = [member for members in keeper.controller.cluster.groups for member in members]
     assert sorted(placed) == sorted(member for members in found.run.pipes for member in members)
     assert {*keeper.controller.cluster.groups} == {*keeper.groups}
-    if whole:
-        layers = {*range(len(fleet.shape.layers))}
-        for pipe in found.run.pipes.values():
-            assert len(pipe.members) == 1
-            assert (pipe.capacity, pipe.streamed) == (fleet.tokens, 0)
-            assert keeper.pulls.held[pipe.members[0]] == layers
+    for members, group in keeper.groups.items():
+        pipe = found.run.pipes[members]
+        assert pipe.streamed == 0
+        assert pipe.capacity == (keeper.capacity(group) if group.is_dropped else fleet.tokens)
+        for member, span in zip(members, group.spans, strict=True):
+            assert keeper.pulls.held[member] >= {*span.layers}, "nobody computes layers that it does not have"
 
 
-def _is_empty(keeper: Drop, pipes: Iterable[object]) -> None:
+def _is_empty(keeper: Drop) -> None:
     """No memory of a device or a host is in use, and nothing is on its way."""
     for pipe in keeper.run.pipes.values():
         assert (pipe.used, pipe.flying, pipe.everybody(), pipe.halted) == (0, 0, set(), False), pipe.members
         host = keeper.host(pipe)
         assert (host.room, host.away, host.copies) == (len(pipe.members) * keeper.run.fleet.host_budget, [], [])
-        assert keeper.capacity(keeper.groups[pipe.members]) == pipe.capacity
     assert {*keeper._hosts} <= {*keeper.run.pipes.values()}
     assert keeper._in == {}
     assert keeper.changes._changes == []

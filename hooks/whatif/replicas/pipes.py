@@ -318,7 +318,8 @@ class Pipe:
         """The request was in a microbatch of a place. `token`: its next one follows from that."""
         job.flying -= 1
         if token:
-            job.token(self._agenda.now)
+            if not job.over:  # its client is there
+                job.token(self._agenda.now)
             if job.ended:
                 if decodes:
                     self.places[place].remove(job)
