@@ -81,13 +81,11 @@ def _note(action: Action, found: Outline, names: dict[str, int], stages: dict[in
         case actions.Commit():
             found.changes.append((kind, action.epoch))
         case actions.StartRestore():
-            pulls = sorted(
-                (stages[each.member], each.layer, each.source and stages[each.source]) for each in action.pulls
-            )
-            order = {stages[each.member]: [] for each in action.pulls}
+            pulls: dict[int, list[tuple[int, int | None]]] = {}
             for each in action.pulls:
-                order[stages[each.member]].append(each.layer)
-            found.changes.append((kind, action.epoch, pulls, sorted(order.items())))
+                source = None if each.source is None else stages[each.source]
+                pulls.setdefault(stages[each.member], []).append((each.layer, source))
+            found.changes.append((kind, action.epoch, sorted(pulls.items())))
         case actions.Decline():
             pass
         case _:
