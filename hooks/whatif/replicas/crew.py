@@ -46,7 +46,7 @@ class Crew:
             wire.stop()
 
     def go_on(self, member: int) -> None:
-        """It goes on, and does what it is late with."""
+        """Has a replica go on, and do what it is late with."""
         self._run.silent.discard(member)
         self._returns.discard(member)
         for wire in self._run.wires_of(member):
@@ -55,7 +55,7 @@ class Crew:
             act()
 
     def end(self, member: int) -> None:
-        """Its process ends; what it was sending never comes. Idempotent."""
+        """Ends a process; what it was sending never comes. Idempotent."""
         self.ended.add(member)
         self._run.silent.add(member)
         self._late.pop(member, None)

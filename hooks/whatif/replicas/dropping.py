@@ -272,7 +272,7 @@ class Drop(Swap):
             self.kill(member)
 
     def _lost(self, member: int) -> None:
-        """It is known that the process of a replica has ended."""
+        """Tells the controller that the process of a replica has ended; the last one takes all requests with it."""
         self._part(member)
         self._present.discard(member)
         self.tell(Lost(self.run.agenda.now, member))
