@@ -294,6 +294,7 @@ def test_a_client_that_leaves_is_cancelled_wherever_its_request_is(name: str) ->
     found = outcome([ClientLeft(time, each) for each in there])
     assert {*found.errors} == {*there}
     assert {*found.errors.values()} == {"its client is gone"}
+    assert all(token <= time for each in there for token in found.run.jobs[each].answer.times), "nobody is there"
     assert [each.request for _, each in found.actions(Cancel)] == [str(each) for each in there]
 
 

@@ -16,8 +16,9 @@ from ballonet.offload.policy.replicas.actions import Action, StartRestore
 from ballonet.offload.policy.replicas.demand import prompt_pages
 from ballonet.offload.policy.replicas.events import Event, Load
 from ballonet.offload.policy.replicas.groups import Group, Span, alone
+from ballonet.offload.policy.replicas.restore_plan import Pull
 
-from .fleets import COST, KV, SLOW, burst, fleet
+from .fleets import COST, KV, SHAPE, SLOW, burst, fleet
 
 MANY = [Arrival(0.0, 100, 50)] * 6
 
@@ -132,6 +133,38 @@ def test_what_a_member_sends_is_what_others_need() -> None:
     apart = [alone(0, 8), alone(1, 8)]
     assert keeper.changes.leaves(job, 0, Span(0, 3), apart, {"0": 0}) == 0, "it is at home"
     assert keeper.changes.leaves(job, 1, Span(3, 8), apart, {"0": 0}) == whole * 5 // 8
+
+
+def test_a_layer_that_was_asked_for_again_comes_once() -> None:
+    """Who pulls stands still as a layer comes; meanwhile who sent it ends, and it is asked for elsewhere."""
+    run = FleetRun(fleet(2, 1600), COST, MANY)
+    keeper = Drop(run)
+    to_the_end_of(run.agenda, 0.0)
+    held = keeper.pulls.held
+    held[0] = {0, 1, 2, 3}
+    done: list[float] = []
+    layers = [Pull(0, layer, 1) for layer in (4, 5, 6, 7)]
+    keeper.pulls.begin(0, layers, lambda: done.append(run.agenda.now), lambda why: None)
+    keeper.crew.stop(0, returns=True)
+    to_the_end_of(run.agenda, 1.0)
+    assert held[0] == {0, 1, 2, 3}, "one has come, and is not looked at"
+    keeper.crew.end(1)
+    keeper.pulls.lose(1)
+    began = run.agenda.now
+    keeper.crew.go_on(0)
+    run.agenda.after(2.5 * SHAPE.layers[4] / run.fleet.link, lambda: done.append(-len(held[0])))
+    to_the_end_of(run.agenda, 2.0)
+    assert done[0] == -6, "the first was there, and was read again with the next two behind it"
+    assert done[1] == pytest.approx(began + 4 * SHAPE.layers[4] / run.fleet.link)
+    assert held[0] == {*range(8)}
+
+
+def to_the_end_of(agenda: Agenda, seconds: float) -> None:
+    """What happens up to a time."""
+    passed: list[None] = []
+    agenda.at(seconds, lambda: passed.append(None))
+    while not passed:
+        agenda.step()
 
 
 class Watched(Drop):
