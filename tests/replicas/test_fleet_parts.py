@@ -39,6 +39,17 @@ def test_a_message_has_come_once_all_its_parts_have_and_what_is_urgent_overtakes
     assert wire.moved == 10
 
 
+def test_what_is_taken_back_never_comes_and_takes_no_time() -> None:
+    agenda, seen, owner = Agenda(), list[tuple[str, float]](), object()
+    wire = Wire(agenda, 10.0, 4)
+    wire.send(10, lambda: seen.append(("old", agenda.now)), owner=owner)
+    wire.send(4, lambda: seen.append(("other", agenda.now)))
+    agenda.at(0.1, lambda: wire.take_back(owner))
+    to_the_end(agenda)
+    assert seen == [("other", pytest.approx(0.8))], "behind the part that was under way"
+    assert wire.moved == 8
+
+
 def test_time_does_not_go_back() -> None:
     agenda, seen = Agenda(), list[float]()
     agenda.at(1.0, lambda: agenda.at(0.0, lambda: seen.append(agenda.now)))
