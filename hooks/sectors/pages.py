@@ -31,7 +31,7 @@ RESERVED = 2  # sectors that padding reads from and writes to
 
 
 def runs_of(pieces: Iterable[int]) -> list[tuple[int, int]]:
-    """These pieces as runs (first, count)."""
+    """Returns the pieces as runs (first, count)."""
     runs: list[tuple[int, int]] = []
     for piece in sorted(pieces):
         if runs and runs[-1][0] + runs[-1][1] == piece:

@@ -50,7 +50,7 @@ class EngineCache:
     @property
     def limit(self) -> int:
         """Blocks that the budget has pages for."""
-        free = self._device.budget - self._fixed * self._device.page_size
+        free: int = self._device.budget - self._fixed * self._device.page_size
         return max(RESERVED, min(self._blocks, RESERVED + free // self._nbytes))
 
     def open(self, blocks: Iterable[int]) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class Reserving(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         if kind is None and not self._used:
             with suppress(Exception):
                 self._cache.shut()

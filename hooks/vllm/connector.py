@@ -68,7 +68,7 @@ class _Scheduling:
         """Free blocks that the requests of the next two steps may ask for."""
         if not self.requests:
             return 0
-        tokens = sum(max(1, each.num_tokens - each.num_computed_tokens) for each in self.requests.values())
+        tokens: int = sum(max(1, each.num_tokens - each.num_computed_tokens) for each in self.requests.values())
         most = -(-min(tokens, self.step) // self.block) + min(len(self.requests), self.together)
         return 2 * most * self.kinds
 
@@ -160,7 +160,7 @@ class BallonetConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._plan.requests[request.request_id] = request
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks may be freed at once."""
+        """Says that the blocks of the request may be freed at once."""
         self._plan.requests.pop(request.request_id, None)
         return False, None
 

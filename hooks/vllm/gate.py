@@ -62,7 +62,7 @@ class BlockGate:
         return self._number, blocks
 
     def answered(self, number: int, blocks: Collection[int]) -> None:
-        """Of the request of that number these have pages now: the scheduler may hand them out."""
+        """Opens those blocks of the request of that number that have pages now: the scheduler may hand them out."""
         found = [self._closed.pop(each) for each in self._asked.pop(number, ()) if each in blocks]
         self._pool.free_block_queue.prepend_n(found)
         self._pool.num_gpu_blocks += len(found)

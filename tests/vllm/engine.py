@@ -1,8 +1,8 @@
 """An engine of vLLM in a process of its own, for test_engine.py: `python engine.py MODEL ANSWERS OPTIONS`.
 
 OPTIONS, JSON: those of the connector, or null for stock; `changes`: (wave, budget in bytes) before which wave of
-requests the budget changes; `fail`: so many calls of `Range.map` fail, from the tenth on. ANSWERS, a file: the tokens of
-each request, and the pages of KV after each wave.
+requests the budget changes; `fail`: so many calls that back blocks fail, from the tenth on. ANSWERS, a file: the tokens
+of each request, and the pages of KV after each wave.
 """
 
 from __future__ import annotations
