@@ -50,8 +50,9 @@ def plan(
     with memory, bandwidth, flops and link; by default this machine; `slo`: seconds that a token may take, or "80ms".
 
     Returns plain values, ready for JSON. fits; least_budget (bytes); budget, page_size, context, prompt, batch, slo,
-    slo_met; pages of the device at the last token: {weights, kv, activations}, the last at the peak of a step, by
-    what operators were seen to allocate; host_pages: {weights, kv}; interval (of every so many layers the last streams,
+    slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators were seen to
+    allocate, at most; exact: those of weights and KV are what a run has, which they are where nothing has to leave
+    while it runs, as what leaves then hangs on the moment; host_pages: {weights, kv}; interval (of every so many layers the last streams,
     None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where nobody
     knows); limit ("memory", "link", "compute", None); hardware: {name, source, link}; changes: the nearest that would
     lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit, layers_streamed}; models:
@@ -113,6 +114,7 @@ class Planner:
             "batch": asked.batch,
             "slo": asked.slo,
             "slo_met": answer.met,
+            "exact": all(each.settled for each in answer.models),
             "pages": _sum(_pages(each) for each in answer.models),
             "host_pages": _sum(_host(each) for each in answer.models),
             **_told(slowest, answer),

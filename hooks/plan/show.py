@@ -52,6 +52,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield f"{name}activations", f"{_size(pages['activations'], page)}, at most"
         if several and each["tpot_seconds"] is not None:
             yield f"{name}per token", format_time(each["tpot_seconds"])
+    if facts["fits"] and not facts["exact"]:
+        yield "", "about: what leaves while it runs hangs on when pages are lacking"
     yield "first token", _time(facts["ttft_seconds"])
     yield "per token", _time(facts["tpot_seconds"]) + _slo(facts)
     yield "limit", _LIMITS[facts["limit"]]

@@ -25,7 +25,8 @@ Limit = Literal["memory", "link", "compute"]
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """One model at the last token. `plan`: what streams, None where it does not fit; device pages by owner; `host`:
-    pages of KV on the host; seconds, None where nobody knows; `waits`: the part of `tpot` that waits for copies."""
+    pages of KV on the host; seconds, None where nobody knows; `waits`: the part of `tpot` that waits for copies; `settled`:
+    see `Placed`."""
 
     needs: Needs
     plan: Plan | None
@@ -36,6 +37,7 @@ class Forecast:
     ttft: float | None = None
     tpot: float | None = None
     waits: float = 0.0
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,15 @@ def _forecasts(models: Sequence[Needs], found: Sequence[Placed], budget: Budget,
     streaming = sum(bool(each.plan.copied) for each in found)
     shared = None if budget.page_seconds is None else budget.page_seconds * max(1, streaming)
     beside = replace(budget, page_seconds=shared)
-    return [_forecast(needs, at, beside, tuning) for needs, at in zip(models, found, strict=True)]
+    forecasts = [_forecast(needs, at, beside, tuning) for needs, at in zip(models, found, strict=True)]
+    idle = budget.pages - sum(each.weights + each.kv + each.activations for each in forecasts)
+    return [_with_idle(each, max(0, idle) // len(forecasts)) for each in forecasts]
+
+
+def _with_idle(forecast: Forecast, idle: int) -> Forecast:
+    """With the pages that the heap keeps, of those that were needed for the prompt, as nobody else needs them."""
+    more = max(0, forecast.needs.prompt.activations - forecast.activations)
+    return replace(forecast, activations=forecast.activations + min(more, idle))
 
 
 def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forecast:
@@ -103,6 +113,7 @@ def _forecast(needs: Needs, at: Placed, budget: Budget, tuning: Tuning) -> Forec
         ttft,
         None if tpot is None else tpot + waits,
         stall,
+        at.settled,
     )
 
 

@@ -26,12 +26,14 @@ from .needs import Needs
 @dataclass(frozen=True, slots=True)
 class Placed:
     """Where a model is at the last token. `plan`: its layers; `weights`: device pages of all its weights, slots
-    included; `away`: pages of its KV on the host, and `early`: those that had to leave for the prompt."""
+    included; `away`: pages of its KV on the host, and `early`: those that had to leave for the prompt; `settled`: it is
+    as `manage()` left it, so that nothing hangs on when pages were lacking."""
 
     plan: Plan
     weights: int
     away: int
     early: int
+    settled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def placed(
     running = [_model(needs, plan, budget, tuning, active=True) for needs, plan in zip(models, managed, strict=True)]
     if budget.slo is not None:
         running = _by_slo(models, running, budget)
+    begun = [each.plan for each in running]
     early = _pressed(models, running, budget, [0] * len(models), "prompt")
     if early is None:
         return None
@@ -68,8 +71,10 @@ def placed(
         return None
     running, last = late
     return [
-        Placed(model.plan, needs.beside + model.plan.device_pages, gone, first)
-        for needs, model, gone, first in zip(models, running, last, early[1], strict=True)
+        Placed(
+            model.plan, needs.beside + model.plan.device_pages, gone, first, model.plan == start and not gone + first
+        )
+        for needs, model, start, gone, first in zip(models, running, begun, last, early[1], strict=True)
     ]
 
 
