@@ -58,7 +58,7 @@ def lifts(before: Answer, after: Answer, tuning: Planning = DEFAULT.planning) ->
     if not after.fits:
         return False
     if not before.fits:
-        return after.met is not False
+        return True
     if before.met is False:
         return after.met is True
     if before.limit == "link":
