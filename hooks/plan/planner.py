@@ -52,12 +52,13 @@ def plan(
     Returns plain values, ready for JSON. fits; least_budget (bytes); budget, page_size, context, prompt, batch, slo,
     slo_met; pages of the device at the last token: {weights, kv, activations}, the last by what operators were seen to
     allocate, at most; exact: those of weights and KV are what a run has, which they are where nothing has to leave
-    while it runs, as what leaves then hangs on the moment; host_pages: {weights, kv}; interval (of every so many layers the last streams,
-    None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None where nobody
-    knows); limit ("memory", "link", "compute", None); hardware: {name, source, link}; changes: the nearest that would
-    lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit, layers_streamed}; models:
-    of each {model, class, dtype, layers, streamed, ...}, with the keys above that are its own. Where there are several
-    models all run at once, and times, limit and interval are those of the slowest. ConfigError.
+    while it runs, as what leaves then hangs on the moment; host_pages: {weights, kv}; interval (of every so many layers
+    the last streams, None where none does or not at even intervals), layers_streamed; ttft_seconds, tpot_seconds (None
+    where nobody knows); limit ("memory", "link", "compute", None); hardware: {name, source, link}; changes: the nearest
+    that would lift the limit, a list of {what, to, unit, text, fits, ttft_seconds, tpot_seconds, limit,
+    layers_streamed}; models: of each {model, class, dtype, layers, streamed, ...}, with the keys above that are its
+    own. Where there are several models all run at once, and times, limit and interval are those of the slowest.
+    ConfigError.
     """
     return Planner(models, context, batch, prompt, budget, page_size, gpu, slo).facts()
 

@@ -25,8 +25,8 @@ Limit = Literal["memory", "link", "compute"]
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """One model at the last token. `plan`: what streams, None where it does not fit; device pages by owner; `host`:
-    pages of KV on the host; seconds, None where nobody knows; `waits`: the part of `tpot` that waits for copies; `settled`:
-    see `Placed`."""
+    pages of KV on the host; seconds, None where nobody knows; `waits`: the part of `tpot` that waits for copies;
+    `settled`: see `Placed`."""
 
     needs: Needs
     plan: Plan | None
