@@ -6,15 +6,17 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.controller import Controller
+from ...offload.policy.replicas.decisions import Entry, Setup
 from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..server.application import Address, Application
 from .bell import Bell
 from .children import SECRET, Children, placed
-from .epoch import Fence
+from .decision_file import DecisionFile
 from .figures import ReplicaFigures
 from .front import Front, FrontLoop, FrontState, ShapeOnly
 from .mail import FromReplicas
@@ -49,16 +51,19 @@ class ReplicaServer:
         address: Address,
         say: Callable[[str], None],
         tuning: Replicas = DEFAULT.replicas,
+        log: Path | None = None,
     ) -> None:
-        """Starts the replicas, and waits until one of them serves. PortInUse, ManageError."""
+        """Starts the replicas, and waits until one of them serves. `log`: the file of what the controller was told and
+        answered. PortInUse, ManageError."""
         self.address = address
         self._tuning = tuning
+        self._log = None if log is None else DecisionFile(log, say)
         self._bell = Bell()
         secret = fleet.secret or secrets.token_hex(16)
         store = open_store(fleet.where, tuning.store)
         self.port = store.port
         self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
-        self._box = Mailbox(store, SUPERVISOR, secret, self._bell, Fence())
+        self._box = Mailbox(store, SUPERVISOR, secret, self._bell)
         self._children = Children()
         self.supervisor = Supervisor(
             self._controller,
@@ -69,6 +74,7 @@ class ReplicaServer:
             self._told,
             say,
             tuning,
+            self._note,
         )
         self._front = Front(self.supervisor)
         loop = FrontLoop(self._front, self.supervisor, address.waiting)
@@ -102,10 +108,18 @@ class ReplicaServer:
         self._children.close(self._tuning.joining)
         self._reception.close()
         self._box.close()
+        if self._log is not None:
+            self._log.close()
 
     def _controller(self, hello: Hello) -> Controller:
         kv = KVSize(hello.token, hello.page)
-        return Controller(hello.layers, kv, hello.cost, self._tuning, page_seconds=hello.page / self._tuning.link)
+        setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
+        self._note(setup)
+        return setup.controller()
+
+    def _note(self, entry: Entry) -> None:
+        if self._log is not None:
+            self._log(entry)
 
     def _told(self, request: Request, error: str | None) -> None:
         self._front.told(request, error)

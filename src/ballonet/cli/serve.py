@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..allocator.config import Config, environment
@@ -67,6 +68,9 @@ def add(commands: Any) -> None:
         metavar="HOST:PORT",
         help=f"serve as a replica of the server there; its secret is in {_SECRET}, of both",
     )
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, help="what the controller of the replicas is told and answers, JSON lines"
+    )
     arguments.add_timeline(parser)
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
@@ -88,6 +92,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     where = _placed(args)
     if args.replicas is not None or (where is not None and where.hosts):
         return _replicas(args, where)
+    if args.log is not None:
+        raise ConfigError("--log is of the server that has --replicas: it writes what their controller decides")
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
     page_size = args.page_size or _page_size(args.models, args.budget)
@@ -130,7 +136,7 @@ def _replicas(args: argparse.Namespace, where: Placement | None) -> Callable[[],
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     fleet = Fleet(args.replicas or 1, _forwarded(args), where, devices, environment().get(_SECRET))
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
-    return ReplicaServer(args.models[0], fleet, address, _say).run
+    return ReplicaServer(args.models[0], fleet, address, _say, log=args.log).run
 
 
 def _forwarded(args: argparse.Namespace) -> list[str]:
