@@ -60,7 +60,7 @@ PARTS: Mapping[str, Part] = {
     "cpu": Part(
         benchmarks=(
             *("kv_growth", "decode", "calls", "prefill", "streaming", "knee", "reactivate", "slo", "cold_load"),
-            *("allocate", "exchange", "traces", "peak", "page_size"),
+            *("allocate", "exchange", "traces", "peak", "page_size", "plan"),
         ),
         gpu=False,
         seconds=3600,

@@ -23,6 +23,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "allocator/preflight",
     "offload/policy",
     "offload/policy/replicas",
+    "offload/policy/planner",
     "offload/record",
     "offload/residency",
     "offload/governor",
@@ -43,6 +44,7 @@ FOLDERS = (  # the same within the rooms; a file that is named stands for itself
     "hooks/splice",
     "hooks",
     "hooks/programs",
+    "hooks/plan",
     "hooks/server",
     "hooks/replicas",
     "hooks/whatif",
@@ -164,6 +166,7 @@ FACTS = {
     "offload/policy/geometry.py": {"ALIGNMENT", "INT32"},
     "offload/policy/layout.py": {"ALIGNMENT"},
     "offload/policy/ledger.py": {"FIXED"},
+    "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/policy/prefix_sim.py": {"_SIZES"},
     "offload/record/record.py": {"FORMAT"},
     "offload/residency/kv_slots.py": {"_TAKEN"},
@@ -174,6 +177,7 @@ FACTS = {
     "hooks/kv/prefill.py": {"_ALIGNMENT"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
+    "hooks/plan/moments.py": {"_INDEX"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
     "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/replicas/listener.py": {"_FOREVER"},

@@ -471,6 +471,31 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class Planning:
+    """What is predicted of a run before it (policy/planner)."""
+
+    # Parts of what a data sheet says that a model gets: of the operations per second in a large prefill, and of the
+    # memory's bytes per second while decoding. Chosen: what large matrix products and copies have in practice.
+    compute: float = 0.6
+    memory: float = 0.8
+    # Seconds to submit one operator from Python, eagerly: below that no small model gets. Chosen.
+    call: float = 8e-6
+    # Changes that are named, and the part of a token's time that one has to save where nothing else is wrong. Chosen.
+    changes: int = 3
+    saved: float = 0.1
+    # Tokens that other contexts are rounded to, and steps in which they and batches are looked for. Chosen: a change
+    # that is told to the token would say more than a prediction knows.
+    rounded: int = 256
+    # Bits of an element that quantized weights are tried with, the mildest first.
+    bits: tuple[int, ...] = (8, 4)
+    # Layers of a kind that are run without values before others count as they do: the first is seen beside what comes
+    # before all layers.
+    alike: int = 2
+    # Budgets of a curve. Chosen.
+    budgets: int = 40
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """All of them, for one device."""
 
@@ -491,6 +516,7 @@ class Tuning:
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
     replicas: Replicas = field(default_factory=Replicas)
+    planning: Planning = field(default_factory=Planning)
 
 
 DEFAULT = Tuning()

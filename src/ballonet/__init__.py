@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from .hooks.kv.cache import KVCache
     from .hooks.loading import from_pretrained
     from .hooks.managed import Managed, manage
+    from .hooks.plan.planner import plan
     from .hooks.programs.notebook import load_ipython_extension, unload_ipython_extension
     from .hooks.replicas.errors import (
         ChecksumError,
@@ -96,6 +97,7 @@ _HOMES = {
     "install": "allocator.install",
     "load_ipython_extension": "hooks.programs.notebook",
     "manage": "hooks.managed",
+    "plan": "hooks.plan.planner",
     "restore": "allocator.install",
     "set_budget": "allocator.install",
     "stats": "allocator.stats",
@@ -155,6 +157,7 @@ __all__ = [
     "install",
     "load_ipython_extension",
     "manage",
+    "plan",
     "restore",
     "set_budget",
     "stats",
