@@ -56,13 +56,15 @@ class Fleet:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._said = (folder / "said").open("w+")
+        self.process = self.start(folder, replicas, port)
+        self.wait(lambda: self.said().count("has joined") == replicas)
+
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
+        """Starts it."""
         sizes = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
         command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *sizes]
         environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment
-        )
-        self.wait(lambda: self.said().count("has joined") == replicas)
+        return subprocess.Popen([sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment)
 
     def said(self) -> str:
         """What it has written so far."""
@@ -114,7 +116,7 @@ def wait(until: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def burst(url: str, model: str, seed: int) -> list[str]:
+def burst(url: str, model: str, seed: int, count: int = BURST) -> list[str]:
     """The answers to many requests at once."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1800)
 
@@ -123,20 +125,20 @@ def burst(url: str, model: str, seed: int) -> list[str]:
         return found.choices[0].text
 
     with ThreadPoolExecutor(BURST) as pool:
-        return list(pool.map(ask, prompts(seed)))
+        return list(pool.map(ask, prompts(seed, count)))
 
 
-def prompts(seed: int) -> list[str]:
+def prompts(seed: int, count: int = BURST) -> list[str]:
     draw = random.Random(seed)
-    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(BURST)]
+    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(count)]
 
 
-def expected(folder: str, seed: int) -> list[str]:
+def expected(folder: str, seed: int, count: int = BURST) -> list[str]:
     """The answers of transformers alone."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = []
-    for prompt in prompts(seed):
+    for prompt in prompts(seed, count):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
         found.append(str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)))
