@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_serve_replicas import Fleet, burst, expected
+from .test_serve_replicas import Fleet, burst, expected, wait
 
 RANKS, FEW = 2, 4
 SIZES = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
@@ -49,5 +49,5 @@ def test_ranks_of_torchrun_serve_until_their_server_ends(launched: Launched) -> 
     assert launched.figure("ballonet_replicas ") == RANKS
     os.kill(ranks[0], signal.SIGTERM)
     assert launched.process.wait() == 0, launched.said()
-    assert [each for each in ranks if Path(f"/proc/{each}").exists()] == []
+    wait(lambda: not any(Path(f"/proc/{each}").exists() for each in ranks))
     assert "WORLD_SIZE" not in launched.said(), "transformers takes a replica for a rank of its own"
