@@ -27,9 +27,9 @@ from .fingerprint import fingerprint_of
 from .forming import by_cost
 from .held_layers import HeldLayers
 from .link import Link
-from .local import Member, cache_of
 from .mail import ToSupervisor
 from .mailbox import Mailbox
+from .member import Member, cache_of
 from .membership import join
 from .messages import Hello
 from .pair import GlooConnect
@@ -37,6 +37,7 @@ from .placement import Placement
 from .rendezvous import open_store
 from .replica import Replica
 from .settings import GroupSettings
+from .setup import Setup
 from .spliced import SplicedLayers
 
 
@@ -79,18 +80,10 @@ def run(
                 return Link(connects, epoch, peer, bell, device=place, tuning=tuning)
 
             form = by_cost(cost.cost)
-            loop = Replica(
-                me,
-                replica,
-                len(splice.layers),
-                HeldLayers(handle),
-                supervisor,
-                connect,
-                bell,
-                time.monotonic,
-                form,
-                tuning,
+            setup = Setup(
+                me, replica, len(splice.layers), HeldLayers(handle), supervisor, connect, time.monotonic, form, tuning
             )
+            loop = Replica(setup, bell)
             try:
                 loop.run()
             except SupervisorLost:
