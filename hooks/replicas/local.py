@@ -8,10 +8,9 @@ from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
 from .local_link import LocalLink
-from .member import Member, cache_of, most_tokens, room_of
+from .member import Member, cache_of, most_tokens, room_of, runner_of
 from .requests import Request
 from .span_cache import SpanCache
-from .span_runner import SpanRunner
 
 
 class LocalGroup:
@@ -26,10 +25,7 @@ class LocalGroup:
         self.caches = [cache_of(member, layers) for member, layers in zip(members, spans, strict=True)]
         links = [LocalLink.pair() for _ in members]  # from each stage to the next one, round to the first
         self._before = [links[stage - 1][1] for stage in range(len(members))]
-        runners = [
-            SpanRunner(member.model, member.runs, cache, member.settings)
-            for member, cache in zip(members, self.caches, strict=True)
-        ]
+        runners = [runner_of(member, cache) for member, cache in zip(members, self.caches, strict=True)]
         self.followers = [
             Follower(
                 epoch, n, self.caches[n], runners[n], self._before[n], links[n][0], _bound(room_of, self.caches[n])

@@ -89,6 +89,8 @@ def test_a_child_of_the_supervisor_is_no_rank(monkeypatch: pytest.MonkeyPatch) -
         (["--join", "node0:1"], {}, "set BALLONET_REPLICA_SECRET"),
         (["--replicas", "2", "--listen", "node0:1"], {}, "set BALLONET_REPLICA_SECRET"),
         (["another", "--replicas", "2"], {}, "of one model"),
+        (["--replicas", "2", "--prefix-cache"], {}, "share no prefixes"),
+        (["--replicas", "2"], {"BALLONET_PREFIX_DIR": "/tmp"}, "share no prefixes"),
     ],
 )
 def test_what_cannot_start_is_refused_before_anything_is_loaded(

@@ -79,12 +79,12 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..allocator.install import install
     from ..offload.timeline import recorder
 
-    where = serve_replicas.placed(args)
+    where = serve_replicas.placed(args, options)
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     if where is not None and where.hosts:
         return serve_replicas.server(args, where, address, _say)
     if where is not None:
-        serve_replicas.begin(where)
+        serve_replicas.begin(where, args)
     if args.timeline is not None:
         recorder.check(args.timeline)  # before anything takes its time
     page_size = args.page_size or _page_size(args.models, args.budget)

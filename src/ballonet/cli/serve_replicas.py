@@ -21,7 +21,7 @@ SECRET: Final = "BALLONET_REPLICA_SECRET"
 LOCAL: Final = ("127.0.0.1", "localhost", "::1")
 
 
-def placed(args: argparse.Namespace) -> Placement | None:
+def placed(args: argparse.Namespace, options: ManageOptions) -> Placement | None:
     """Where the server is that this process is a replica of, or that it starts; None: neither. ConfigError."""
     launched = bool(environment().get("RANK"))
     if args.join is None and args.replicas is None and not launched:
@@ -30,6 +30,11 @@ def placed(args: argparse.Namespace) -> Placement | None:
 
     if len(args.models) > 1:
         raise ConfigError("replicas are of one model: start a server for each")
+    if options.prefix_cache or options.prefix_dir is not None:
+        raise ConfigError(
+            "replicas share no prefixes between requests, as each stage of a group would forget other blocks: leave "
+            "prefix_cache and prefix_dir out, or serve without replicas"
+        )
     if args.join is not None or launched:
         found = placement(environment(), args.join)
         if found.size is not None and args.replicas not in (None, found.size):
@@ -45,10 +50,12 @@ def placed(args: argparse.Namespace) -> Placement | None:
     return found
 
 
-def begin(where: Placement) -> None:
-    """Makes this process a replica, before it looks for a GPU; see placement.py, Note [Ranks of torchrun]."""
+def begin(where: Placement, args: argparse.Namespace) -> None:
+    """Makes this process a replica, before it looks for a GPU; see placement.py, Note [Ranks of torchrun]. All ranks
+    have the same arguments, of which the file of the timeline is for rank 0."""
     if where.rank is None:
         return
+    args.timeline = None
     from ..hooks.replicas.placement import as_replica
 
     change_environment(as_replica(environment(), where.local or 0, _devices()))
@@ -64,7 +71,7 @@ def server(
 
     here = 1 if where.rank is not None else int(args.replicas)
     fleet = Fleet(here, _forwarded(args), where, _devices(), environment().get(SECRET))
-    return ReplicaServer(args.models[0], fleet, address, say).run
+    return ReplicaServer(args.models[0], fleet, address, say, timeline=args.timeline).run
 
 
 def replica(
