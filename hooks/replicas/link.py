@@ -84,6 +84,16 @@ class Link:
         return self._state
 
     @property
+    def device(self) -> torch.device:
+        """Where received tensors are put."""
+        return self._device
+
+    @property
+    def direct(self) -> bool:
+        """Do tensors of the device go to the other one's without the host? Not before it is formed."""
+        return self._direct
+
+    @property
     def finished(self) -> bool:
         """Have its threads ended?"""
         return not (self._sender.is_alive() or self._receiver.is_alive())
