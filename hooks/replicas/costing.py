@@ -23,13 +23,13 @@ from .stage_times import Mark, Ran, StageTimes
 
 
 def measured(member: Member, layers: int, mark: Callable[[], Mark], tuning: Replicas = DEFAULT.replicas) -> Fit:
-    """Serves the same requests several times, and fits a cost to the least that each batch took: what disturbs a batch
-    makes it longer. `layers`: of the model. ValueError where that says nothing; torch.OutOfMemoryError."""
+    """Serves the same requests several times, and fits a cost to the least that each batch took: what disturbs a batch,
+    or loads kernels, makes it longer. `layers`: of the model. ValueError where that says nothing;
+    torch.OutOfMemoryError."""
     least: dict[tuple[tuple[int, int], ...], float] = {}
-    for number in range(1 + tuning.rounds_measured):
+    for _ in range(tuning.rounds_measured):
         for each in _batches(member, layers, mark, tuning):
-            if number:  # the first round loads kernels
-                least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
+            least[each.sizes] = min(each.end - each.begin, least.get(each.sizes, float("inf")))
     return fit([Sample(sizes, seconds) for sizes, seconds in least.items()], tuning)
 
 

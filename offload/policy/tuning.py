@@ -440,7 +440,7 @@ class Replicas:
     # so many times, of which the least counts. Chosen: some 80 different batches, and as many tokens as 6 batches.
     requests_measured: int = 32
     answer_measured: int = 16
-    rounds_measured: int = 3
+    rounds_measured: int = 4
     # -- links and membership
     # A main loop that has nothing to do beats so often: several times in `silent`. Chosen.
     beat: float = 0.2

@@ -22,7 +22,7 @@ from .grouped import Replicas, install
 
 LAYERS = 2
 COST = ChunkCost(1e-6, 2e-5, 1e-3)
-FEW = replace(DEFAULT.replicas, requests_measured=24, answer_measured=6, rounds_measured=1)
+FEW = replace(DEFAULT.replicas, requests_measured=24, answer_measured=6, rounds_measured=2)
 
 
 def test_made_requests_are_of_all_sizes() -> None:

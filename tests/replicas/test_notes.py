@@ -50,6 +50,8 @@ def test_what_another_machine_tells_is_moved_to_the_server_s_clock() -> None:
     recording.seen(1, Seen("another", 1009.0, (("epoch", "early", 1001.0, 1002.0),)))  # came after a second
     clock.now = 120.0
     recording.seen(1, Seen("another", 1019.5, (("epoch", "late", 1011.0, 1012.0),)))  # after half of one
+    clock.now = 140.0
+    recording.seen(1, Seen("another", 1035.0, ()))  # after five
     bars = {each.name: (each.process, each.begin, each.end) for each in recording.recording().bars}
     assert bars == {"here": (0, 101.0, 102.0), "early": (1, 101.5, 102.5), "late": (1, 111.5, 112.5)}
 
