@@ -19,15 +19,16 @@ from llama import build, few
 
 import ballonet
 from ballonet.hooks.replicas.costing import measured
-from ballonet.hooks.replicas.local import LocalGroup
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.spliced import SplicedLayers
+from ballonet.hooks.replicas.stage import Stage
 from ballonet.hooks.replicas.stage_times import CudaMarks, HostMarks, Mark, Ran, StageTimes
 from ballonet.hooks.splice.splice import Splice
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.fit_cost import Sample, fit
+from ballonet.offload.policy.replicas.groups import alone
 
 LAYERS, BATCH, BLOCK = 8, 256, 16  # tokens of a batch, and of a block
 REQUESTS, ROUNDS = 48, 5
@@ -65,13 +66,16 @@ def _batches(member: Member, mark: Callable[[], Mark], chosen: Options) -> Itera
     """The batches of one round, in their order."""
     ran: list[Ran] = []
     times = StageTimes(LAYERS, None, time.perf_counter, mark, ran.append)
-    group = LocalGroup(1, [replace(member, times=times)], [range(LAYERS)], lambda *_: None)
+    stage = Stage(replace(member, times=times), alone(0, LAYERS), 0, 1, {}, lambda *_: None)
+    leader = stage.leader
+    assert leader is not None
     random = Random(1)
     for number in range(REQUESTS):
         prompt = min(900, max(8, round(random.lognormvariate(4.5, 1.0))))
         ids = tuple(random.randrange(member.model.config.vocab_size) for _ in range(prompt))
-        group.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
-    group.run()
+        leader.add(Request(str(number), ids, 8 + random.randrange(4 if chosen.tiny else 40)))
+    while not leader.idle:
+        stage.step()
     while not times.told_all:
         times.look()
     yield from ran

@@ -15,10 +15,11 @@ from random import Random
 
 from ...allocator.errors import RequestTooLarge
 from ...offload.policy.replicas.fit_cost import Fit, Sample, fit
+from ...offload.policy.replicas.groups import alone
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .local import LocalGroup
 from .member import Member
 from .requests import Request
+from .stage import Stage
 from .stage_times import Mark, Ran, StageTimes
 
 
@@ -37,14 +38,17 @@ def _batches(member: Member, layers: int, mark: Callable[[], Mark], tuning: Repl
     """The batches of one round."""
     ran: list[Ran] = []
     times = StageTimes(layers, None, lambda: 0.0, mark, ran.append)
-    group = LocalGroup(0, [replace(member, times=times)], [range(layers)], lambda request, error: None)
+    stage = Stage(replace(member, times=times), alone(0, layers), 0, 0, {}, lambda request, error: None)
+    leader = stage.leader
+    assert leader is not None
     for request in made(tuning, int(member.settings.batching.max_batch_tokens)):
         try:
-            group.add(request)
+            leader.add(request)
         except RequestTooLarge:
             continue
-        group.step()
-    group.run()
+        stage.step()
+    while not leader.idle:
+        stage.step()
     while not times.told_all:
         times.look()
     yield from ran

@@ -34,11 +34,12 @@ from torch import distributed
 
 from ...allocator.config import change_environment
 from ...offload.policy.tuning import DEFAULT, Replicas
-from .pair import WAYS, GlooConnect, GlooPair, TwoRanks, link_prefix
+from .pair import GlooConnect, GlooPair, TwoRanks
 from .staging import buffer
 from .store import Store
 
 _UNWATCHED: Final = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+_WAYS: Final = ("there", "back")  # from the first rank, and to it
 _ID: Final = 64  # bytes in which an end says which GPU it has
 
 Group = Any  # ProcessGroupNCCL, which torch does not annotate
@@ -139,7 +140,6 @@ class NcclConnect(GlooConnect):
         """`gpu`: the name of the GPU `device` of this end, another one for each GPU; `bulk`: seconds that one operation
         may take; `make`: makes communicators; None: those of NCCL."""
         super().__init__(store, epoch, me, peer, timeout)
-        self._prefix = link_prefix(epoch, me, peer)
         self._gpu = gpu
         self._device = device
         self._stream = stream
@@ -153,9 +153,15 @@ class NcclConnect(GlooConnect):
         if not self._differ(control):
             return control
         rank, store = int(not self.first), self._store.clone(self._wait)
-        there, back = (self._make(store, f"{self._prefix}/{way}", rank, self._bulk) for way in WAYS)
+        there, back = (self._make(store, f"{self._below}/{way}", rank, self._bulk) for way in _WAYS)
         out, into = (there, back) if self.first else (back, there)
         return NcclPair(control, out, into, 1 - rank, self._stream, self._device, self._bulk)
+
+    def forget(self) -> None:
+        """See Connect."""
+        super().forget()
+        for way in _WAYS:
+            self._store.delete(f"{self._below}/{way}/0")
 
     def _differ(self, control: GlooPair) -> bool:
         """Have both ends a GPU, and not the same one? NCCL takes one for two ranks for a mistake."""

@@ -21,7 +21,6 @@ from ..server.loading import loaded
 from ..splice.splice import Splice
 from .bell import Bell
 from .costing import measured
-from .epoch import Fence
 from .errors import SupervisorLost
 from .fingerprint import fingerprint_of
 from .forming import by_cost
@@ -77,7 +76,7 @@ def run(
             hello = _hello(replica, handle, device, cost.cost)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
             bell = Bell()
-            box = Mailbox(store, me, secret or "", bell, Fence())
+            box = Mailbox(store, me, secret or "", bell)
             supervisor = ToSupervisor(box)
             supervisor.post(hello)
             gpu = available(place)

@@ -68,7 +68,6 @@ if TYPE_CHECKING:
         PortInUse,
         ReplicaError,
         SecretRefused,
-        StaleEpoch,
         SupervisorLost,
     )
     from .hooks.session import Session
@@ -83,7 +82,6 @@ _HOMES = {
     "ChecksumError": "hooks.replicas.errors",
     "NoAnswer": "hooks.replicas.errors",
     "Interrupted": "hooks.replicas.errors",
-    "StaleEpoch": "hooks.replicas.errors",
     "SupervisorLost": "hooks.replicas.errors",
     "PlacementError": "hooks.replicas.errors",
     "PortInUse": "hooks.replicas.errors",
@@ -144,7 +142,6 @@ __all__ = [
     "SecretRefused",
     "Session",
     "SpliceError",
-    "StaleEpoch",
     "Stats",
     "SupervisorLost",
     "TraceError",

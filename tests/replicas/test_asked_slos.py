@@ -10,10 +10,11 @@ from transformers import GenerationConfig
 
 from ballonet.allocator.errors import SLOError
 from ballonet.hooks.replicas.front import Front, FrontLoop
-from ballonet.hooks.replicas.local import LocalGroup
 from ballonet.hooks.replicas.messages import Start
 from ballonet.hooks.replicas.requests import Request
+from ballonet.hooks.replicas.stage import Stage
 from ballonet.hooks.server.tenants import asked_slo
+from ballonet.offload.policy.replicas.groups import alone
 from ballonet.offload.policy.request_slo import NOTHING, RequestSLO
 from ballonet.offload.policy.step_costs import Parts
 
@@ -85,22 +86,25 @@ def test_a_replica_keeps_or_refuses_what_a_request_asks() -> None:
     told = Told()
     loose, late = (replace(each, tpot=5.0) for each in requests(prompts(2, 20), 4))
     with Replicas([build("llama", num_hidden_layers=2)]) as members:
-        group = LocalGroup(1, members, [range(2)], told)
-        scheduler = group.leader._scheduler
-        group.add(loose)
-        group.leader.cache.model.costs.parts = SLOW
+        stage = Stage(members[0], alone(0, 2), 0, 1, {}, told)
+        leader = stage.leader
+        assert leader is not None
+        scheduler = leader._scheduler
+        leader.add(loose)
+        leader.cache.model.costs.parts = SLOW
         with pytest.raises(SLOError, match=r"tpot of 0\.5 s cannot be kept; the nearest that can is 1 s"):
-            group.add(replace(late, tpot=0.5))
+            leader.add(replace(late, tpot=0.5))
         with pytest.raises(SLOError, match="ttft of 8 s"):
-            group.add(replace(late, ttft=8.0, waited=7.5))
-        assert late.name not in group.leader.requests
+            leader.add(replace(late, ttft=8.0, waited=7.5))
+        assert late.name not in leader.requests
         assert scheduler.promises.asked(late.name) == NOTHING
-        group.add(replace(late, ttft=8.0, waited=2.0))
+        leader.add(replace(late, ttft=8.0, waited=2.0))
         assert scheduler.promises.asked(late.name).ttft == 8.0
-        given = group.leader.release(late.name)
+        given = leader.release(late.name)
         assert given.waited >= 2.0
         assert scheduler.promises.asked(late.name) == NOTHING
-        group.run()
+        while not leader.idle:
+            stage.step()
         assert len(scheduler.promises) == 0
-        del group, scheduler
+        del stage, leader, scheduler
     assert told.over == {loose.name}

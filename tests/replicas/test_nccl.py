@@ -16,7 +16,7 @@ import torch
 from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.nccl import NcclConnect, NcclPair
-from ballonet.hooks.replicas.pair import GlooConnect, GlooPair, forget_link
+from ballonet.hooks.replicas.pair import GlooConnect, GlooPair
 from ballonet.hooks.replicas.sending import State
 from ballonet.hooks.replicas.store import Store
 from ballonet.offload.policy.tuning import DEFAULT
@@ -197,11 +197,15 @@ def test_two_replicas_on_one_gpu_or_without_any_use_gloo(store: Store, gpus: tup
 def test_what_one_end_forms_alone_leaves_no_key(store: Store) -> None:
     epoch, all_ = next(EPOCHS), Communicators()
     before = store.keys()
-    one, other = links(store, epoch, all_)
-    for end in (one, other):
-        end.close()
-    forget_link(store, epoch, 1, 2)
+    ends = connects(store, epoch, all_, ("GPU-a", "GPU-b"))
+    pairs = formed(*ends)
+    for way in ("there", "back"):  # as NCCL's own forming does
+        store.set(f"epoch/{epoch}/link/1-2/{way}/0", "id")
+    for end in ends:
+        end.forget()
     assert store.keys() == before
+    for each in pairs:
+        each.close()
 
 
 @pytest.fixture
