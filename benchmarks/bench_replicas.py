@@ -25,9 +25,10 @@ from common import Figure, Options, Row, options, report
 from ballonet.hooks.server.arrivals import Arrival, read
 from ballonet.hooks.whatif.replicas.fleet import Fleet, Shape
 from ballonet.hooks.whatif.replicas.run import POLICIES, run
-from ballonet.offload.policy.replicas.actions import Action, Commit
+from ballonet.offload.policy.replicas.actions import Commit
 from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
 from ballonet.offload.policy.replicas.controller import Controller
+from ballonet.offload.policy.replicas.decisions import Decision, Entry
 from ballonet.offload.policy.replicas.demand import KVSize
 from ballonet.offload.policy.replicas.events import Arrived, Joined, Load, Tick
 from ballonet.offload.policy.replicas.microbatches import Batch, Chunk, by_tokens, equal_cost, fig11
@@ -109,7 +110,7 @@ def _judged(batches: list[Batch], cost: ChunkCost) -> tuple[float, float, float]
 
 def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     """P99 of the seconds to the first token, by policy."""
-    short = 0.2 if chosen.tiny else 1.0
+    short = 0.05 if chosen.tiny else 1.0
     moe = Fleet(MOE, 4, 610 * GB, PAGE, 1000 * GB, 200e9, 200e9)
     mostly = wave(8, 40, 60 * short, 180 * short, 1)
     yield from _compared("235B, 4 replicas, a burst", moe, MOE_COST, mostly, at_least=1.3)
@@ -117,9 +118,13 @@ def policies(prompts: list[int], chosen: Options) -> Iterator[dict[str, Any]]:
     code = coding(prompts[: round(3000 * short)], 20.0)
     yield from _compared("14B, 8 replicas, prompts of code", dense, DENSE_COST, code, at_most=1.02)
     square = wave(1, 48, HIGH * short, PERIOD * short, PERIODS)
-    log: list[tuple[float, Action]] = []
-    found = run(moe, MOE_COST, square, "drop", log=log)
-    commits = [int(at / (PERIOD * short)) for at, action in log if isinstance(action, Commit)]
+    log: list[Entry] = []
+    found = run(moe, MOE_COST, square, "drop", log=log.append)
+    commits = [
+        int(each.event.at / (PERIOD * short))
+        for each in log
+        if isinstance(each, Decision) and any(isinstance(action, Commit) for action in each.actions)
+    ]
     yield row(
         f"235B, square wave of {PERIODS} periods",
         "epochs in a period, at most",

@@ -15,7 +15,7 @@ from ...offload.policy.replicas.groups import alone
 from .bell import Bell
 from .count_report import CountReport
 from .epoch_change import EpochChange
-from .errors import Interrupted, LinkError, SupervisorLost
+from .errors import Interrupted, LinkClosed, LinkError, SupervisorLost
 from .follower import OutOfStep
 from .layer_moves import LayerMoves
 from .led_requests import LedRequests
@@ -100,6 +100,10 @@ class Replica:
             members = stage.group.members
             self._lost(members[members.index(self._setup.me) - 1])
             return False
+        except LinkClosed as error:
+            if not self._change.has_turned(error.peer):
+                raise
+            return False  # nothing more comes in this epoch, and what comes next is heard over the next one's link
 
     def _has_news(self) -> bool:
         stage = self._place.stage

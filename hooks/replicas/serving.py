@@ -6,9 +6,11 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.controller import Controller
+from ...offload.policy.replicas.decisions import Entry, Setup
 from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ...offload.timeline.file import check
@@ -16,6 +18,7 @@ from ...offload.timeline.fleet import write
 from ..server.application import Address, Application
 from .bell import Bell
 from .children import SECRET, Children, placed
+from .decision_file import DecisionFile
 from .figures import ReplicaFigures
 from .front import Front, FrontLoop, FrontState, ShapeOnly
 from .mail import FromReplicas
@@ -51,10 +54,12 @@ class ReplicaServer:
         address: Address,
         say: Callable[[str], None],
         tuning: Replicas = DEFAULT.replicas,
+        log: Path | None = None,
         timeline: str | None = None,
     ) -> None:
-        """Starts the replicas, and waits until one of them serves. `timeline`: a file of all processes, written at the
-        end. PortInUse, ManageError; ConfigError where there can be no such file."""
+        """Starts the replicas, and waits until one of them serves. `log`: the file of what the controller was told and
+        answered; `timeline`: a file of all processes, written at the end. PortInUse, ManageError; ConfigError where
+        there can be no such file."""
         if timeline is not None:
             check(timeline)
         self._timeline = timeline
@@ -62,6 +67,7 @@ class ReplicaServer:
         self._say = say
         self.address = address
         self._tuning = tuning
+        self._log = None if log is None else DecisionFile(log, say)
         self._bell = Bell()
         secret = fleet.secret or secrets.token_hex(16)
         store = open_store(fleet.where, tuning.store)
@@ -78,6 +84,7 @@ class ReplicaServer:
             self._told,
             say,
             tuning,
+            self._note,
             self._recording,
         )
         self._front = Front(self.supervisor)
@@ -113,6 +120,8 @@ class ReplicaServer:
         self._write()
         self._reception.close()
         self._box.close()
+        if self._log is not None:
+            self._log.close()
 
     def _write(self) -> None:
         """Writes the timeline, once."""
@@ -125,7 +134,13 @@ class ReplicaServer:
 
     def _controller(self, hello: Hello) -> Controller:
         kv = KVSize(hello.token, hello.page)
-        return Controller(hello.layers, kv, hello.cost, self._tuning, page_seconds=hello.page / self._tuning.link)
+        setup = Setup(hello.layers, kv, hello.cost, self._tuning, hello.page / self._tuning.link)
+        self._note(setup)
+        return setup.controller()
+
+    def _note(self, entry: Entry) -> None:
+        if self._log is not None:
+            self._log(entry)
 
     def _told(self, request: Request, error: str | None) -> None:
         self._front.told(request, error)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from ...offload.policy.replicas import actions, events
 from ...offload.policy.replicas.controller import Controller
+from ...offload.policy.replicas.decisions import Note, decide
 from ...offload.policy.replicas.events import Event
 from ...offload.policy.tuning import DEFAULT, Replicas
 from .bell import Bell
@@ -95,11 +96,12 @@ class Supervisor:
         told: Callable[[Request, str | None], object],
         say: Callable[[str], object],
         tuning: Replicas = DEFAULT.replicas,
+        note: Note = lambda entry: None,
         recording: Recording | None = None,
     ) -> None:
         """`make`: makes the controller, for the first replica that has joined; `told`: is called, on the supervisor's
-        thread, with a request after each token, and with why it failed; `say`: with lines for people; `recording`:
-        keeps what happens."""
+        thread, with a request after each token, and with why it failed; `say`: with lines for people; `note`: with
+        each decision of the controller; `recording`: keeps what happens."""
         self.ready = threading.Event()  # a replica serves
         self._make = make
         self._controller: Controller | None = None
@@ -110,6 +112,7 @@ class Supervisor:
         self._client_told = told
         self._say = say
         self._tuning = tuning
+        self._note = note
         self._ledger = Ledger()
         self._inbox: deque[Request | str] = deque()  # new requests, and names of those that are cancelled
         self._waiting: set[str] = set()
@@ -340,7 +343,7 @@ class Supervisor:
 
     def _on(self, event: Event) -> None:
         assert self._controller is not None
-        for action in self._controller.on(event):
+        for action in decide(self._controller, event, self._note):
             self._do(action)
 
     def _do(self, action: actions.Action) -> None:

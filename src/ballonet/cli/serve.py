@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..allocator.config import Config
@@ -61,6 +62,9 @@ def add(commands: Any) -> None:
         metavar="HOST:PORT",
         help=f"serve as a replica of the server there; its secret is in {serve_replicas.SECRET}, of both",
     )
+    parser.add_argument(
+        "--log", metavar="FILE", type=Path, help="what the controller of the replicas is told and answers, JSON lines"
+    )
     arguments.add_timeline(parser)
     add_options(parser.add_argument_group("how models are managed, as by ballonet.manage()"))
 
@@ -83,6 +87,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     if where is not None and where.hosts:
         return serve_replicas.server(args, where, address, _say)
+    if args.log is not None and (where is None or where.rank is None):
+        raise ConfigError("--log is of the server that has --replicas: it writes what their controller decides")
     if where is not None:
         serve_replicas.begin(where, args)
     if args.timeline is not None:

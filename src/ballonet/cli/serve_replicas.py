@@ -71,7 +71,7 @@ def server(
 
     here = 1 if where.rank is not None else int(args.replicas)
     fleet = Fleet(here, _forwarded(args), where, _devices(), environment().get(SECRET))
-    return ReplicaServer(args.models[0], fleet, address, say, timeline=args.timeline).run
+    return ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline).run
 
 
 def replica(
