@@ -169,6 +169,7 @@ FACTS = {
     "offload/policy/planner/hardware.py": {"_GB", "_PCIE_3", "_PCIE_4", "_PCIE_5"},  # data sheets
     "offload/policy/prefix_sim.py": {"_SIZES"},
     "offload/record/record.py": {"FORMAT"},
+    "offload/timeline/fleet.py": {"_ROW", "_WIDTH"},  # pixels
     "offload/residency/kv_slots.py": {"_TAKEN"},
     "offload/residency/prefix_file.py": {"PIECE", "_DIGEST"},  # of which the digest in the file is made
     "offload/residency/safetensors.py": {"LONGEST_HEADER"},
@@ -182,6 +183,7 @@ FACTS = {
     "hooks/replicas/checksum.py": {"_BLOCKS", "_WORD"},  # of which checksums are made
     "hooks/replicas/listener.py": {"_FOREVER"},
     "hooks/replicas/mailbox.py": {"SUPERVISOR"},
+    "hooks/replicas/nccl.py": {"_ID"},  # bytes of a message of a fixed size
     "hooks/replicas/wire.py": {
         *("MAGIC", "WORDS", "LONGEST_TAG", "MOST_DIMENSIONS", "MESSAGE", "BYE", "_UNCHECKED", "_SHAPE", "_TAG"),
     },
