@@ -50,10 +50,12 @@ class Leader:
         last: StageLink | None = None,
         rooms: tuple[int, ...] = (),
         most: float = float("inf"),
+        reads: float = float("inf"),
         form: Form = by_tokens,
     ) -> None:
         """`after`, `last`: links to the next stage and to the last one, where there are others. `rooms`: tokens that
-        each follower has memory for; `most`: that each could have if no request ran."""
+        each follower has memory for; `most`: that each could have if no request ran; `reads`: that each can read in a
+        microbatch."""
         self.epoch = epoch
         self.cache = cache
         self.requests: dict[str, Request] = {}
@@ -65,6 +67,7 @@ class Leader:
         self._form = form
         self._stages = 1 + len(rooms)
         self._rooms = left = Rooms(rooms)
+        self._reads = int(min(reads, cache.max_tokens_read))
         self._scheduler = GroupScheduler(cache, settings, self._stages, lambda: left.least, lambda: most)
         self._preemption = GroupPreemption(cache, self._scheduler, settings)
         self._queue: deque[Microbatch] = deque()  # planned
@@ -217,7 +220,7 @@ class Leader:
         """The requests of the next iteration; empty where none can run now."""
         scheduler, preemption = self._scheduler, self._preemption
         while True:
-            found, *_ = scheduler.schedule_batch(self.cache.max_batch_tokens, self.cache.max_tokens_read)
+            found, *_ = scheduler.schedule_batch(self.cache.max_batch_tokens, self._reads)
             if found is not None:
                 if scheduler.starved_requests:
                     preemption.offload_requests()
