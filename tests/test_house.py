@@ -171,6 +171,7 @@ FACTS = {
     "offload/residency/weights_file.py": {"TICK"},
     "hooks/device/marks.py": {"_RELAXED"},
     "hooks/kv/prefill.py": {"_ALIGNMENT"},
+    "hooks/memory_snapshot.py": {"PROTOCOL"},
     "hooks/options.py": {"PREFIX_DIR_LIMIT"},  # an option
     "hooks/prefix/fingerprint.py": {"SAMPLES"},
     "hooks/programs/model_info.py": {"_UNLIMITED"},
@@ -379,5 +380,6 @@ def test_a_build_without_a_compiler_says_so_in_a_sentence(sdist: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == (
-        "ballonet needs a C++17 compiler and finds no c++, g++ or clang++: install one (Debian: apt install g++)\n"
+        "ballonet's native core cannot be built: it needs a C++17 compiler and finds no c++, g++ or clang++. "
+        "To go on: install one (Debian: apt install g++ python3-dev)\n"
     )
