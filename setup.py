@@ -91,12 +91,13 @@ class BuildExt(build_ext):
                 made = self.compiler.compile([str(source)], output_dir=folder, extra_postargs=["-std=c++17", "-fPIC"])
                 self.compiler.link_shared_object(made, str(Path(folder, "probe.so")), target_lang="c++")
             except (CCompilerError, ExecError, PlatformError) as error:
-                return f"{asked} cannot build a small program of C++17 with Python's headers ({error})"
+                print(error, file=sys.stderr)
+                return f"{asked} cannot build a small program of C++17 that includes Python's headers"
         return None
 
     def do_without(self, problem: str) -> None:
         """See Note [Without a compiler]."""
-        remedy = "install one (Debian: apt install g++ python3-dev)"
+        remedy = "install a compiler (Debian: apt install g++ python3-dev)"
         if self.inplace or self.editable_mode:
             sys.exit(f"ballonet's native core cannot be built: {problem}. To go on: {remedy}")
         note = Path(self.build_lib, WITHOUT)
@@ -104,7 +105,7 @@ class BuildExt(build_ext):
         note.write_text(problem)
         tell(
             f"ballonet is installed WITHOUT ITS NATIVE CORE: {problem}. So install(), manage(), run and serve raise "
-            "CoreMissing, and only what needs no pages works (info, simulate, prefix-sim, load). To go on: "
+            "CoreMissing, and only what needs no pages works (info, simulate, prefix-sim, load). To have it: "
             f"{remedy}, then pip install --force-reinstall --no-cache-dir ballonet"
         )
         self.extensions = []

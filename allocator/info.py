@@ -168,7 +168,9 @@ def _cuda(config: Config) -> tuple[bool, str]:
     library = config.libcuda or runtime.LIBCUDA
     try:
         facts = _native.probe(library, 0)
-    except (CoreMissing, DriverUnavailable) as error:
+    except CoreMissing:
+        return False, "the native core asks the driver, and is missing"
+    except DriverUnavailable as error:
         return False, str(error)
     if facts["kind"] == "standin":
         return False, f"{library} is the host stand-in"
