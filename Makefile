@@ -74,7 +74,7 @@ docs: build  ## the documentation as a site, build/site/index.html
 wheel: build  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
 	@$(call extra,auditwheel,release)
 	@rm -rf build/wheel && $(PY) -m build --outdir build/wheel >$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
-	@PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) -m auditwheel -q repair --wheel-dir dist build/wheel/*.whl
+	@PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl >>$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
 	@cp build/wheel/*.tar.gz dist/ && ls -1 dist
 
 clean:  ## removes what was built; keeps the environment

@@ -145,7 +145,10 @@ def test_the_viewers_own_code_reads_it(tmp_path: Path) -> None:
     tensors = [torch.ones(n) for n in (10, 1000, 5000)]
     path = tmp_path / "memory.pickle"
     made = ballonet.snapshot(path)
-    assert {op.name for op, _, _ in pickletools.genops(path.read_bytes())} <= READ
+    read = [(op.name, argument) for op, argument, _ in pickletools.genops(path.read_bytes())]
+    assert {name for name, _ in read} <= READ
+    assert read[0][0] == "PROTO"
+    assert 2 <= read[0][1] <= 4
     found = pickle.loads(path.read_bytes())
     assert found == made
     assert [file.name for file in tmp_path.iterdir()] == ["memory.pickle"]
@@ -228,10 +231,12 @@ def test_it_needs_a_pool_and_a_file_that_can_be_written(tmp_path: Path) -> None:
     with pytest.raises(NotInstalled, match="install"):
         ballonet.snapshot()
     ballonet.install(budget=64 * PAGE, page_size=PAGE, device="cpu")
-    for path in (tmp_path / "no" / "file.pickle", tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for path in (tmp_path / "no" / "file.pickle", folder):
         with pytest.raises(ConfigError, match="cannot be written"):
             ballonet.snapshot(path)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [folder]
     take_out()
 
 
@@ -273,19 +278,19 @@ def test_what_torch_recorded_is_taken_over() -> None:
     st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=4),
 )
 def test_runs_are_cut_where_contents_begin(lying: list[tuple[int, int]], runs: list[tuple[int, int]]) -> None:
-    """Whatever lies where: blocks tile their run, each names what begins or goes on in it, and no byte is named for two
-    things."""
-    contents = [Contents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying]
+    """Whatever lies where: blocks tile their run, and each byte of it is named for what lies there, once."""
+    there: dict[int, str] = {}  # by byte; of two that overlap the one that begins first, or is longer
+    for at, nbytes in sorted(lying, key=lambda each: (each[0], -each[1])):
+        if at not in there:
+            there |= dict.fromkeys(range(at, at + nbytes), f"{at}+{nbytes}")
     rows: list[Any] = [(at, n, (0, 0), False, [(at, n, n, "allocated")], "kv", 0) for at, n in runs]
-    found = viewed(rows, contents)
+    found = viewed(rows, [Contents(at, nbytes, f"{at}+{nbytes}", "") for at, nbytes in lying])
     check_format(found)
     for (at, nbytes), segment in zip(runs, found["segments"], strict=True):
-        assert segment["total_size"] == nbytes
-        for block in segment["blocks"]:
-            start, used = block["address"], block["requested_size"]
-            if len(block["frames"]) == 1:  # nothing is known of it
-                assert used == block["size"]
-                continue
-            begin, length = map(int, block["frames"][0]["name"].split("+"))
-            assert begin == start or begin < start == at
-            assert used == min(begin + length, start + block["size"]) - start
+        named = {
+            byte: block["frames"][0]["name"]
+            for block in segment["blocks"]
+            if len(block["frames"]) > 1
+            for byte in range(block["address"], block["address"] + block["requested_size"])
+        }
+        assert named == {byte: name for byte, name in there.items() if at <= byte < at + nbytes}
