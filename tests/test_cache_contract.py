@@ -165,7 +165,7 @@ class Letters:
 
 def test_a_streamer_in_a_thread() -> None:
     def run(model: Any) -> list[torch.Tensor]:
-        streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=60)  # type: ignore[arg-type]
+        streamer = TextIteratorStreamer(Letters(), skip_prompt=True, timeout=600)  # type: ignore[arg-type]
         arguments = {**ONE, "streamer": streamer, "max_new_tokens": 20, "do_sample": False}
         thread = threading.Thread(target=model.generate, kwargs=arguments)
         thread.start()

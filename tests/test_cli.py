@@ -388,7 +388,7 @@ def more():
 
 with recorder._collecting:  # as its thread may do it at any moment
     if os.fork() == 0:
-        signal.alarm(60)
+        signal.alarm(600)
         with ballonet.timeline("child.json"):
             pass
         sys.exit()

@@ -74,18 +74,6 @@ class Interrupted(ReplicaError):
         return f"the control plane has news for who waits for {self.what}: take the mail, then wait again"
 
 
-class StaleEpoch(ReplicaError):
-    """Something was asked in an epoch that is over. `had`: that epoch; `now`: the one in force."""
-
-    def __init__(self, had: int, now: int) -> None:
-        super().__init__(had, now)
-        self.had = had
-        self.now = now
-
-    def __str__(self) -> str:
-        return f"epoch {self.had} is over, epoch {self.now} is in force: join again, with nothing held"
-
-
 class SupervisorLost(ReplicaError):
     """The supervisor's store does not answer any more: its process has ended, or the network between."""
 

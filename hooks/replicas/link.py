@@ -4,8 +4,8 @@ Note [Two threads]
     A link that is idle has a receive outstanding, which can only be waited for, so there is a thread that receives and
     one that forms the link and then sends. Neither is ever waited for by a main loop: `send` returns once the tensor is
     staged, `take` looks, and `recv` waits on the bell, which every link and the mailbox ring, so that who waits for a
-    tensor of one replica hears that another is gone. An error ends this link alone: its pair is closed, what waits to
-    be sent or received fails with LinkError, and `on_fault` is called, once.
+    tensor of one replica hears that another is gone. An error ends this link alone: its pair is closed, and what waits
+    to be sent or received fails with LinkError.
 
 Note [Closing]
     An end that goes tells the other one (`BYE`), or its leaving would look like a crash. The other answers the same and
@@ -29,14 +29,11 @@ from .bell import Bell
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from .outbox import Logged, Outbox
 from .pair import Connect, TwoRanks
-from .sending import Heard, Sending, State
+from .sending import Sending, State
 from .staging import checksum, room, staged, unstaged
 from .wire import BYE, MESSAGE, WORDS, Header
 
 _CPU: Final = torch.device("cpu")
-
-
-_NOBODY: Final = Heard()
 
 
 class Link:
@@ -50,7 +47,6 @@ class Link:
         bell: Bell,
         *,
         device: torch.device = _CPU,
-        heard: Heard = _NOBODY,
         tuning: Replicas = DEFAULT.replicas,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -61,7 +57,6 @@ class Link:
         self._connect = connect
         self._bell = bell
         self._device = device
-        self._heard = heard
         self._linger = tuning.linger
         self._pair: TwoRanks | None = None
         self._state = State.FORMING
@@ -203,9 +198,13 @@ class Link:
     def _receive(self) -> None:
         pair = self._pair
         words = _words(Header(BYE, self.epoch))
+        is_first = True
         try:
             while pair is not None:
                 pair.recv(words)
+                if is_first:  # so the other end has formed the link, too
+                    self._connect.forget()
+                is_first = False
                 header = Header.decode(words.tolist())
                 if header.kind == BYE:
                     self._end(State.CLOSED, LinkClosed(self.epoch, self.peer, "the other end has closed it"), bye=True)
@@ -220,7 +219,6 @@ class Link:
     def _deliver(self, header: Header, data: torch.Tensor) -> None:
         if header.epoch != self.epoch:
             self.stale += 1
-            self._heard.stale(self, header.epoch)
             return
         found: torch.Tensor | ChecksumError = unstaged(data, header.dtype, header.shape)
         if header.checksum is not None and header.checksum != checksum(data):
@@ -232,7 +230,6 @@ class Link:
     def _lose(self, reason: str) -> None:
         if self._end(State.LOST, LinkError(self.epoch, self.peer, reason), bye=False):
             self._drop_pair()
-            self._heard.fault(self)
 
     def _end(self, state: State, error: LinkError, bye: bool) -> bool:
         """Only the first end of a link counts: returns whether this is it. `bye`: the other end is told."""

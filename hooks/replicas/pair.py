@@ -52,6 +52,9 @@ class Connect(Protocol):
     def cancel(self) -> None:
         """Has a call that waits return, with an error, here and at the other end. Any thread."""
 
+    def forget(self) -> None:
+        """Deletes what forming the link left elsewhere, once both ends have formed it. Any thread."""
+
 
 class GlooPair:
     """Two ranks over gloo."""
@@ -101,7 +104,7 @@ class GlooConnect:
     def __init__(self, store: Store, epoch: int, me: int, peer: int, timeout: float) -> None:
         """`timeout`: seconds that the other end is waited for."""
         self._store = store
-        self._below = link_prefix(epoch, me, peer)
+        self._below = f"epoch/{epoch}/link/{min(me, peer)}-{max(me, peer)}"
         self._me = me
         self._peer = peer
         self._timeout = timeout
@@ -127,17 +130,10 @@ class GlooConnect:
         for member in (self._me, self._peer):
             self._store.set(f"{self._below}/{member}", _GONE)
 
-
-def link_prefix(epoch: int, one: int, other: int) -> str:
-    """Where the keys of a link lie in the store."""
-    return f"epoch/{epoch}/link/{min(one, other)}-{max(one, other)}"
-
-
-def forget_link(store: Store, epoch: int, one: int, other: int) -> None:
-    """Deletes what forming a link left in the store. Once both ends are formed, or given up."""
-    below = link_prefix(epoch, one, other)
-    for key in (f"{below}/{one}", f"{below}/{other}", f"{below}/0/0", f"{below}/0/1"):  # the last two are gloo's
-        store.delete(key)
+    def forget(self) -> None:
+        """See Connect. Both ends may do so."""
+        for key in (self._me, self._peer, "0/0", "0/1"):  # the last two are gloo's
+            self._store.delete(f"{self._below}/{key}")
 
 
 @lru_cache(maxsize=8)

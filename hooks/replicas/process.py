@@ -21,15 +21,14 @@ from ..server.loading import loaded
 from ..splice.splice import Splice
 from .bell import Bell
 from .costing import measured
-from .epoch import Fence
 from .errors import SupervisorLost
 from .fingerprint import fingerprint_of
 from .forming import by_cost
 from .held_layers import HeldLayers
 from .link import Link
-from .local import Member, cache_of
 from .mail import ToSupervisor
 from .mailbox import Mailbox
+from .member import Member, cache_of
 from .membership import join
 from .messages import Hello
 from .pair import GlooConnect
@@ -37,6 +36,7 @@ from .placement import Placement
 from .rendezvous import open_store
 from .replica import Replica
 from .settings import GroupSettings
+from .setup import Setup
 from .spliced import SplicedLayers
 
 
@@ -69,7 +69,7 @@ def run(
             hello = _hello(replica, handle, device, cost.cost)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
             bell = Bell()
-            box = Mailbox(store, me, secret or "", bell, Fence())
+            box = Mailbox(store, me, secret or "", bell)
             supervisor = ToSupervisor(box)
             supervisor.post(hello)
             place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
@@ -79,18 +79,10 @@ def run(
                 return Link(connects, epoch, peer, bell, device=place, tuning=tuning)
 
             form = by_cost(cost.cost)
-            loop = Replica(
-                me,
-                replica,
-                len(splice.layers),
-                HeldLayers(handle),
-                supervisor,
-                connect,
-                bell,
-                time.monotonic,
-                form,
-                tuning,
+            setup = Setup(
+                me, replica, len(splice.layers), HeldLayers(handle), supervisor, connect, time.monotonic, form, tuning
             )
+            loop = Replica(setup, bell)
             try:
                 loop.run()
             except SupervisorLost:

@@ -14,7 +14,6 @@ from ...offload.policy.tuning import DEFAULT, Replicas
 from ..server.application import Address, Application
 from .bell import Bell
 from .children import SECRET, Children, placed
-from .epoch import Fence
 from .figures import ReplicaFigures
 from .front import Front, FrontLoop, FrontState, ShapeOnly
 from .mail import FromReplicas
@@ -58,7 +57,7 @@ class ReplicaServer:
         store = open_store(fleet.where, tuning.store)
         self.port = store.port
         self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
-        self._box = Mailbox(store, SUPERVISOR, secret, self._bell, Fence())
+        self._box = Mailbox(store, SUPERVISOR, secret, self._bell)
         self._children = Children()
         self.supervisor = Supervisor(
             self._controller,

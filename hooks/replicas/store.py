@@ -95,21 +95,6 @@ class Store:
         with self._typed(key):
             return bytes(self._store.get(key)).decode(errors="replace")
 
-    def get_all(self, keys: list[str]) -> list[str]:
-        """The values of keys that are all set. NoAnswer, SupervisorLost."""
-        with self._typed("values"):
-            return [bytes(each).decode(errors="replace") for each in self._store.multi_get(keys)] if keys else []
-
-    def has(self, key: str) -> bool:
-        """SupervisorLost."""
-        with self._typed(key):
-            return bool(self._store.check([key]))
-
-    def add(self, key: str, amount: int = 1) -> int:
-        """Counts. SupervisorLost."""
-        with self._typed(key):
-            return int(self._store.add(key, amount))
-
     def delete(self, key: str) -> None:
         """Nothing where there is no such key. SupervisorLost."""
         with self._typed(key):

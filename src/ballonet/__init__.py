@@ -70,7 +70,6 @@ if TYPE_CHECKING:
         PortInUse,
         ReplicaError,
         SecretRefused,
-        StaleEpoch,
         SupervisorLost,
     )
     from .hooks.session import Session
@@ -85,7 +84,6 @@ _HOMES = {
     "ChecksumError": "hooks.replicas.errors",
     "NoAnswer": "hooks.replicas.errors",
     "Interrupted": "hooks.replicas.errors",
-    "StaleEpoch": "hooks.replicas.errors",
     "SupervisorLost": "hooks.replicas.errors",
     "PlacementError": "hooks.replicas.errors",
     "PortInUse": "hooks.replicas.errors",
@@ -148,7 +146,6 @@ __all__ = [
     "SecretRefused",
     "Session",
     "SpliceError",
-    "StaleEpoch",
     "Stats",
     "SupervisorLost",
     "TraceError",

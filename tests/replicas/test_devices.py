@@ -12,7 +12,7 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.runtime import Runtime
 from ballonet.hooks.managed import managed
 from ballonet.hooks.options import ManageOptions
-from ballonet.hooks.replicas.local import LocalGroup, Member
+from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Answer
 from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.spliced import SplicedLayers
@@ -22,6 +22,7 @@ from ..models import build
 from ..serving.batches import prompts
 from ..tuned import Tuned
 from .grouped import BLOCK, CHUNK, PAGE, Told, evenly, requests
+from .in_process import InProcess
 from .test_pipeline import said
 
 SMALL, LARGE = 30 * PAGE, 400 * PAGE
@@ -67,7 +68,7 @@ def test_no_stage_lacks_memory_for_what_is_planned(
         Member(f"r{n}", each, SplicedLayers(splices[n]), GroupSettings.of(each, CHUNK, page_size=BLOCK))
         for n, each in enumerate(models)
     ]
-    group = LocalGroup(1, members, spans, told)
+    group = InProcess(1, members, spans, told)
     for each in asked:
         group.add(each)
     while not group.leader.idle:

@@ -11,16 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.replicas import regroup
+from ballonet.hooks.replicas import handover
 from ballonet.hooks.replicas.kv_exchange import Piece, checksum, moves
-from ballonet.hooks.replicas.local import LocalGroup
 from ballonet.hooks.replicas.plan import Sampling
-from ballonet.hooks.replicas.regroup import Regroup
 from ballonet.hooks.replicas.requests import Request
 
 from ..models import build
 from ..serving.batches import prompts
 from .grouped import CHUNK, Replicas, Told, answered, evenly, install, requests
+from .in_process import InProcess, Regroup
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -77,18 +76,18 @@ def begun(sampling: Sampling | None = None) -> tuple[Any, list[Request], list[li
 
 
 def joined(
-    asked: list[Request], act: Callable[[LocalGroup, Regroup], None], before: Callable[[LocalGroup], None] | None = None
+    asked: list[Request], act: Callable[[InProcess, Regroup], None], before: Callable[[InProcess], None] | None = None
 ) -> Told:
     """Two groups of one become one of two, while their requests run; `act` is called for each step."""
     told = Told()
     with Replicas([build("llama", num_hidden_layers=4) for _ in range(2)]) as members:
-        singles = [LocalGroup(0, [member], [range(4)], told) for member in members]
+        singles = [InProcess(0, [member], [range(4)], told) for member in members]
         for number, each in enumerate(asked):
             singles[number % 2].add(each)
         for _ in range(10):
             for single in singles:
                 single.step()
-        group = LocalGroup(1, members, evenly(4, 2), told)
+        group = InProcess(1, members, evenly(4, 2), told)
         if before is not None:
             before(group)
         change = Regroup(singles, [group], lambda request: 0, 1)
@@ -102,7 +101,7 @@ def joined(
     return told
 
 
-def serve(group: LocalGroup, change: Regroup) -> None:
+def serve(group: InProcess, change: Regroup) -> None:
     group.step()
 
 
@@ -122,12 +121,12 @@ def test_a_piece_that_changes_on_its_way_has_the_request_computed_again(
     def spoiled(*args: Any) -> int:
         return checksum(*args) + (next(count) == wrong)
 
-    monkeypatch.setattr(regroup, "checksum", spoiled)
+    monkeypatch.setattr(handover, "checksum", spoiled)
     lost: set[str] = set()
 
-    def act(group: LocalGroup, change: Regroup) -> None:
-        for arrivals in change._arrivals.values():
-            lost.update(arrivals.lost)
+    def act(group: InProcess, change: Regroup) -> None:
+        for part in change.parts.values():
+            lost.update(part._arrivals.lost)
         group.step()
 
     assert joined(asked, act).answers(asked) == expected
@@ -139,7 +138,7 @@ def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int)
     _, asked, expected = begun()
     refused = []
 
-    def lacks(group: LocalGroup) -> None:
+    def lacks(group: InProcess) -> None:
         stock = group.caches[stage].store
 
         def store(state: Any, tokens: int) -> bool:
@@ -158,7 +157,7 @@ def test_a_request_is_cancelled_on_its_way() -> None:
     _, asked, expected = begun()
     names = iter(["q2"])
 
-    def act(group: LocalGroup, change: Regroup) -> None:
+    def act(group: InProcess, change: Regroup) -> None:
         if (name := next(names, None)) is not None:
             change.cancel(name)
         group.step()
@@ -175,7 +174,7 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
     heard = Told()
     served = []
 
-    def act(group: LocalGroup, change: Regroup) -> None:
+    def act(group: InProcess, change: Regroup) -> None:
         if not served:
             group.leader._told = lambda request, error: (heard if request.name.startswith("n") else stock)(
                 request, error
@@ -188,12 +187,12 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
     told = Told()
     stock = told
     with Replicas([build("llama", num_hidden_layers=4) for _ in range(2)]) as members:
-        single = LocalGroup(0, members[:1], [range(4)], told)
+        single = InProcess(0, members[:1], [range(4)], told)
         for each in asked:
             single.add(each)
         for _ in range(14):
             single.step()
-        group = LocalGroup(1, members, evenly(4, 2), told)
+        group = InProcess(1, members, evenly(4, 2), told)
         change = Regroup([single], [group], lambda request: 0, 1)
         while change.step():
             act(group, change)

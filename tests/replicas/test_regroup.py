@@ -10,26 +10,31 @@ import pytest
 
 import ballonet
 from ballonet.allocator import runtime
-from ballonet.hooks.replicas.local import LocalGroup, Member
+from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Sampling
-from ballonet.hooks.replicas.regroup import Regroup
 from ballonet.hooks.replicas.requests import Request
 
 from ..models import build
 from ..pool import bytes_that_exist
 from ..serving.batches import prompts
 from .grouped import CHUNK, Replicas, Told, evenly, install, requests
+from .in_process import InProcess, Regroup
 from .test_pipeline import four_layers, said
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
-def group(members: list[Member], stages: int, told: Told, epoch: int = 1) -> LocalGroup:
+def group(members: list[Member], stages: int, told: Told, epoch: int = 1) -> InProcess:
     layers = members[0].model.config.num_hidden_layers
-    return LocalGroup(epoch, members[:stages], evenly(layers, stages), told)
+    return InProcess(epoch, members[:stages], evenly(layers, stages), told)
 
 
-def sectors(of: LocalGroup) -> list[int]:
+def split(members: list[Member], told: Told, epoch: int) -> list[InProcess]:
+    """A group for each of these replicas, alone."""
+    return [InProcess(epoch, [member], evenly(4, 1), told) for member in members]
+
+
+def sectors(of: InProcess) -> list[int]:
     for cache in of.caches:
         cache.pool.try_to_free_sectors()
     return [len(cache.pool.used) for cache in of.caches]
@@ -61,23 +66,19 @@ def test_tokens_stay_while_spans_change(name: str, sampling: Sampling | None) ->
                 current.step()
             assert len(told.over) < len(asked)
             following = group(members, stages, told, epoch)
-            change = Regroup([current], [following], lambda request: 0, 2)
+            apart = split(members[stages : len(current.stages)], told, epoch)
+            change = Regroup([current], [following, *apart], lambda request: 0, 2)
             assert change.left > 0
             if epoch == 2:
                 for each in asked[4:]:
                     following.add(each)
             while change.step():
                 following.step()
-            assert sectors(current) == [0] * len(current.members)
+            assert sectors(current) == [0] * len(current.stages)
             current = following
         current.run()
-        del current, following, change
+        del current, following, change, apart
         assert told.answers(asked) == expected
-
-
-def split(members: list[Member], told: Told, epoch: int) -> list[LocalGroup]:
-    """A group for each of these replicas, alone."""
-    return [LocalGroup(epoch, [member], evenly(4, 1), told) for member in members]
 
 
 SMALL = 4096  # a page: one block of 16 tokens in one layer of `paged()`
@@ -88,7 +89,7 @@ def paged() -> Any:
     return build("llama", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 
 
-def pages_of(of: LocalGroup, request: str) -> list[int]:
+def pages_of(of: InProcess, request: str) -> list[int]:
     return [cache.pages_of(request) for cache in of.caches]
 
 
@@ -111,17 +112,18 @@ def test_a_stage_has_its_part_of_the_pages() -> None:
             for each in asked:
                 held[each.name] = current.leader.held(each.name)
                 blocks = -(-held[each.name] // 16)
-                k = len(current.members)
+                k = len(current.stages)
                 assert pages_of(current, each.name) == [blocks * 4 // k] * k
-            Regroup([current], [following], lambda request: 0, 3).run()
+            apart = split(members[stages : len(current.stages)], told, epoch)
+            Regroup([current], [following, *apart], lambda request: 0, 3).run()
             for each in asked:
-                assert pages_of(current, each.name) == [0] * len(current.members)
+                assert pages_of(current, each.name) == [0] * len(current.stages)
                 assert pages_of(following, each.name) == [-(-held[each.name] // 16) * 4 // stages] * stages
                 assert [follower.held[each.name] for follower in following.followers] == [held[each.name]] * (
                     stages - 1
                 )
             current = following
-            del following
+            del following, apart
             gc.collect()
             runtime.require().reap(wait=True)
             blocks = sum(-(-tokens // 16) for tokens in held.values())

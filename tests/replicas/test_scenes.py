@@ -12,7 +12,6 @@ import torch
 
 import ballonet
 from ballonet.hooks.replicas.forming import Piece, Size
-from ballonet.hooks.replicas.local import LocalGroup
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.span_runner import SpanRunner
@@ -20,33 +19,34 @@ from ballonet.hooks.replicas.span_runner import SpanRunner
 from ..models import build
 from ..serving.batches import prompts
 from .grouped import CHUNK, PAGE, Replicas, Told, answered, evenly, hollow, install, requests
+from .in_process import InProcess
 from .test_pipeline import said
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 @contextmanager
-def grouped(model: Any, stages: int, **more: Any) -> Iterator[tuple[LocalGroup, Told]]:
+def grouped(model: Any, stages: int, **more: Any) -> Iterator[tuple[InProcess, Told]]:
     spans, told = evenly(model.config.num_hidden_layers, stages), Told()
     with Replicas([hollow(model, layers) for layers in spans]) as members:
-        group = LocalGroup(1, members, spans, told, **more)
+        group = InProcess(1, members, spans, told, **more)
         yield group, told
         del group
 
 
-def shuffled(group: LocalGroup, chance: random.Random) -> None:
+def shuffled(group: InProcess, chance: random.Random) -> None:
     """Runs a group, whose stages do something whenever they can, in any order."""
     leader = group.leader
 
     def step(stage: int) -> bool:
         if stage:
-            return group.ready(stage) and group.followers[stage - 1].run() >= 0
+            return group.stages[stage].step()
         if chance.random() < 0.5:
             return leader.launch()
-        return group.answered and leader.collect()
+        return group.stages[0]._answered() and leader.collect()
 
     while not leader.idle:
-        step(chance.randrange(len(group.members)))
+        step(chance.randrange(len(group.stages)))
     group.run()
 
 
@@ -92,7 +92,7 @@ def test_every_stage_has_a_microbatch() -> None:
             group.add(each)
         busy = []
         while not group.leader.idle:
-            busy.append([group.ready(stage) for stage in (1, 2)])
+            busy.append([stage.has_work() for stage in group.stages[1:]])
             launched = group.leader.in_flight
             group.step()
             assert group.leader.in_flight <= 3
@@ -148,7 +148,7 @@ def test_requests_are_preempted_where_pages_run_out(stages: int, host: int) -> N
     ballonet.install(pages * PAGE, page_size=PAGE, host_budget=host * PAGE, device="cpu")
     spans, told = evenly(12, stages), Told()
     with Replicas([model]) as (member,):
-        group = LocalGroup(1, [member] * stages, spans, told)
+        group = InProcess(1, [member] * stages, spans, told)
         for each in requests(asked, 60):
             group.add(each)
         group.run()

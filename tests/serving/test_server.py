@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -34,11 +33,13 @@ from ballonet.hooks.server.application import Address
 from ballonet.hooks.server.server import Server
 from ballonet.hooks.server.tenants import Loop, asked_slo
 
+from .. import programs
 from ..models import VOCABULARY, build
 from ..pool import take_out
 from ..tuned import Tuned
 
 KEY = "a key"
+ENVIRONMENT = {**programs.environment(), "BALLONET_DEVICE": "cpu"}
 TOKENS = 8
 
 
@@ -51,17 +52,18 @@ class Serving:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
-        self._said = (folder / "said").open("w+")
         sizes = ("--budget", "24MiB", "--page-size", "64KiB", "--host-budget", "8MiB", "--block-size", "16")
         command = ["-m", "ballonet", "serve", *self.models, "--port", str(port), "--api-key", KEY, *sizes, *options]
-        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, *command], stderr=self._said, env=environment)
+        said = Path(tempfile.mkdtemp(dir=folder))
+        self._program = programs.Program(command, said, programs.ROOT, ENVIRONMENT)
+        self.process = self._program.process
         while "ready" not in self.said():
             assert self.process.poll() is None, self.said()
+            time.sleep(0.01)
 
     def said(self) -> str:
         """What it has written so far."""
-        return Path(self._said.name).read_text()
+        return self._program.err
 
     def client(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
@@ -83,7 +85,7 @@ class Serving:
     def end(self) -> int:
         """SIGTERM, and what it ends with."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self._program.ended().returncode
 
 
 def saved(folder: Path, layers: int) -> str:
@@ -231,7 +233,7 @@ def test_a_recorded_load(serving: Serving, tmp_path: Path) -> None:
     trace.write_text("\n".join(map(json.dumps, rows)))
     options = ("--lengths", "0.1", "--limit", "8", "--ttft-slo", "600s", "--api-key", KEY)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], *options]
-    done = subprocess.run([sys.executable, "-m", "ballonet", *command], capture_output=True, text=True, check=False)
+    done = programs.python("-m", "ballonet", *command)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert list(said) == [
@@ -250,8 +252,8 @@ def test_a_load_asks_for_slos(serving: Serving, tmp_path: Path) -> None:
     trace.write_text('{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0]}\n' * 3)
     command = ["load", str(trace), "--url", serving.url, "--model", serving.models[1], "--api-key", KEY]
     for options, failed in ((("--tpot-slo", "1us"), 0), (("--tpot-slo", "1us", "--ask"), 3), (("--ask",), 0)):
-        asked = [sys.executable, "-m", "ballonet", *command, *options]
-        done = subprocess.run(asked, capture_output=True, text=True, check=True)
+        done = programs.python("-m", "ballonet", *command, *options)
+        assert done.returncode == 0, done.stderr
         said = json.loads(done.stdout)
         assert (said["failed"], said["refused"]) == (failed, failed)
         assert ("tpot of 1e-06 s cannot be kept" in done.stderr) == (failed > 0)
@@ -291,7 +293,7 @@ def test_a_server_that_is_ended_under_load(grace: str, tokens: int, tmp_path: Pa
     try:
         with ThreadPoolExecutor(12) as threads:
             asked = [threads.submit(told, (stream, wait)[n % 2], 3 + n) for n in range(12)]
-            assert began.acquire(timeout=60), [each.result() for each in asked if each.done()]
+            assert began.acquire(timeout=600), [each.result() for each in asked if each.done()]
             while server.figure("ballonet_requests{") < 12:
                 assert not any(each.done() for each in asked)
             assert server.end() == 0, server.said()
@@ -313,10 +315,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: P
     good, bad = saved(tmp_path / "good", 2), saved(tmp_path / "bad", 2)
     (tmp_path / "bad" / "model.safetensors").write_bytes(b"no weights")
     command = ["-m", "ballonet", "serve", good, bad, "--budget", "24MiB", "--page-size", "64KiB"]
-    environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, env=environment, timeout=120
-    )
+    done = programs.python(*command, variables=ENVIRONMENT)
     assert done.returncode == 1
     assert "ready" not in done.stderr
     assert bad in done.stderr.splitlines()[-1], done.stderr
@@ -324,8 +323,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_name(tmp_path: P
 
 
 def test_who_can_be_reached_from_elsewhere_wants_a_key(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = programs.python("-m", "ballonet", "serve", str(tmp_path), "--host", "0.0.0.0")
     assert done.returncode == 2
     assert "--api-key" in done.stderr
 
