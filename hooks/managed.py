@@ -508,6 +508,12 @@ def _rule(model: nn.Module, options: ManageOptions) -> Rule:
     return Interval(options.interval)
 
 
+def all_managed() -> list[tuple[nn.Module, Weights]]:
+    """The models that are managed now, and their weights."""
+    with _lock:
+        return [(model, managed._weights) for model, managed in _managed.items()]
+
+
 def _check_not_managed(model: nn.Module) -> None:
     parts = {id(module) for module in model.modules()}
     for other in list(_managed):
