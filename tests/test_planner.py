@@ -13,13 +13,16 @@ from transformers import LlamaConfig
 import ballonet
 from ballonet.__main__ import main
 from ballonet.allocator import install, runtime
-from ballonet.allocator.config import Config
+from ballonet.allocator.config import Config, parse_size
 from ballonet.allocator.errors import ConfigError
 from ballonet.hooks.device.key import key_of
 from ballonet.hooks.plan.forward import seen
 from ballonet.hooks.plan.planner import Planner
+from ballonet.hooks.plan.planner import _at_least as at_least
 from ballonet.hooks.plan.shape import shape_of
 from ballonet.hooks.programs import model_info
+from ballonet.hooks.weights.layers import decoder_layers
+from ballonet.hooks.weights.storages import members, survey
 from ballonet.offload.policy.planner.hardware import DEVICES
 from ballonet.offload.record import record
 from ballonet.offload.record.record import Point, Record
@@ -96,6 +99,11 @@ def test_the_same_budget_that_a_change_names_lifts_the_limit(folder: str) -> Non
     assert not ballonet.plan(folder, budget=budget["to"] - 2**21, **asked)["fits"]
 
 
+@pytest.mark.parametrize("nbytes", [1, 4096, 10**6 + 1, 2**30 - 1, 2**30 + 1, 123456789012, 3 * 2**40 + 12345])
+def test_a_size_that_is_told_is_never_too_small(nbytes: int) -> None:
+    assert nbytes <= parse_size(at_least(nbytes)) <= nbytes * 1.01 + 1
+
+
 def test_people_read_whether_it_fits_how_fast_what_binds_and_what_helps(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,7 +132,9 @@ def test_several_models_share_the_device(folder: str) -> None:
     assert tight["least_budget"] > one["least_budget"]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "bloom", "olmo2", "minimax", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "gemma2", "mixtral", "bloom", "olmo2", "minimax", "zamba2", "qwen3_next"]
+)
 def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     if name not in models.architectures.ARCHITECTURES:
         pytest.skip("no such tiny model")
@@ -133,6 +143,9 @@ def test_sizes_are_those_of_the_model_itself(name: str, tmp_path: Path) -> None:
     shape = shape_of(str(tmp_path))
     storages = {each.untyped_storage().data_ptr(): each.nbytes for each in (*model.parameters(), *model.buffers())}
     assert sum(each.nbytes for each in shape.weights) == sum(storages.values())
+    layers = decoder_layers(model)
+    found = survey(members(model, layers), torch.device("cpu")).spans
+    assert [(each.nbytes, each.layer) for each in shape.weights] == [(each.nbytes, each.layer) for each in found]
     halves = [block.nbytes for block in shape.blocks(16)]
     assert sum(halves) < sum(storages.values())
     facts = model_info.gather(str(tmp_path), Config(device="cpu", page_size=4096), 2, 40)

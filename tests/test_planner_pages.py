@@ -106,7 +106,7 @@ def standin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BALLONET_DEVICE", "cpu")
 
 
-@pytest.mark.parametrize("seed", [2, 3, 8, 17, 29])
+@pytest.mark.parametrize("seed", [2, 3, 8, 17, 19])
 def test_planned_pages_are_those_of_a_run(seed: int) -> None:
     setting = Setting.drawn(seed)
     model = setting.build()

@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ballonet.offload.policy.interval import Costs
+from ballonet.offload.policy.plan import Plan
 from ballonet.offload.policy.planner.answer import Answer, answered
 from ballonet.offload.policy.planner.changes import Question, lifts, nearest
 from ballonet.offload.policy.planner.hardware import DEVICES, named
@@ -27,12 +28,15 @@ def needs(
     beside: int = 5,
     activations: int = 3,
     decode: float | None = 0.02,
+    crowd: int = 0,
     name: str = "it",
 ) -> Needs:
-    """A model of equal layers, each with a range of `kv` pages of which the last is not full."""
+    """A model of equal layers, each with a range of `kv` pages of which the last is not full. `crowd`: pages that the
+    prompt needs beyond what the last token does."""
     at = Moment((kv,) * layers, layers * max(0, kv - 1), activations)
     prefill = None if decode is None else 10 * decode
-    return Needs(name, (pages,) * layers, beside, 4, at, at, 100, prefill, decode)
+    first = replace(at, activations=activations + crowd)
+    return Needs(name, (pages,) * layers, beside, 4, first, at, 100, prefill, decode)
 
 
 @st.composite
@@ -43,7 +47,8 @@ def drawn(draw: st.DrawFn) -> list[Needs]:
             draw(st.integers(1, 12)),
             kv=draw(st.integers(1, 9)),
             beside=draw(st.integers(0, 9)),
-            activations=draw(st.integers(0, 20)),
+            activations=draw(st.integers(5, 20)),
+            crowd=draw(st.integers(-5, 30)),
             decode=draw(st.sampled_from([None, 1e-4, 0.02, 1.0])),
             name=name,
         )
@@ -63,6 +68,17 @@ def test_what_is_placed_fits_and_nothing_is_lost(models: list[Needs], pages: int
         assert at.weights == each.beside + at.plan.device_pages
         assert 0 <= at.early <= at.away <= each.last.movable
         assert not at.settled or at.away == 0
+
+
+def test_kv_that_left_for_the_prompt_does_not_leave_again() -> None:
+    """Two pages of each range may leave; all that may has left when the last token lacks some."""
+    model = needs(kv=3, decode=1e-4, crowd=-2)
+    movable = model.last.movable
+    pages = model.weights + model.last.pages - movable - 4
+    (found,) = placed([model], Budget(pages, PAGE, SECONDS)) or [None]
+    assert found is not None
+    assert found.early == found.away == movable
+    assert found.plan.streamed
 
 
 @given(drawn())
@@ -255,6 +271,34 @@ def test_weights_of_fewer_bits_help_where_all_lie_on_the_device(pages: int, bits
     (quantized,) = (each for each in nearest(asked, before, ask) if each.what == "weights")
     assert quantized.to == bits
     assert not any(each.plan is None or each.plan.streamed for each in quantized.answer.models)
+
+
+def test_weights_that_would_stream_when_quantized_are_no_change() -> None:
+    """They are loaded on the device, where all of them have to fit."""
+    asked = Question(70, 512, 256, 1)
+
+    def streaming(question: Question) -> Answer:
+        if question.bits is None:
+            return ask(question)
+        found = ask(replace(question, pages=1000))
+        plan = Plan((10,) * 8, (0, 4), (0, 0))
+        return replace(found, models=[replace(each, plan=plan) for each in found.models])
+
+    before = ask(asked)
+    assert lifts(before, streaming(replace(asked, bits=8)))
+    assert "weights" not in {each.what for each in nearest(asked, before, streaming)}
+
+
+def test_where_nothing_is_wrong_a_change_has_to_save_time() -> None:
+    asked = Question(1000, 4096, 2048, 4)
+    before = ask(asked)
+    assert (before.limit, before.slowest.waits) == ("compute", 0)
+    changes = nearest(asked, before, ask)
+    assert changes
+    assert "budget" not in {each.what for each in changes}
+    for each in changes:
+        assert (each.answer.slowest.tpot or 1) <= 0.9 * (before.slowest.tpot or 0)
+    assert not lifts(before, before)
 
 
 def test_a_missed_slo_has_the_one_that_is_kept() -> None:
