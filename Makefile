@@ -93,8 +93,9 @@ step = @printf '  %-52s' '$(1)'; start=$$SECONDS; if $(2) >>$(LOG) 2>&1; then ec
 # Without bytecode: that of all of torch and transformers takes half a minute, and Python makes it of what is imported.
 install = $(PY) -m pip install --progress-bar off --no-compile -c constraints.txt
 
-# $(call extra,module,name): what an extra of pyproject.toml names, where its module is not there.
-extra = $(PY) -c 'import $(1)' 2>/dev/null || $(install) -q -c constraints-extras.txt --no-build-isolation -e '.[$(2)]'
+# $(call extra,module,name): the packages of an extra of pyproject.toml, where its module is not there.
+named = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$(1)"])
+extra = $(PY) -c 'import $(1)' 2>/dev/null || $(install) -q -c constraints-extras.txt $$($(PY) -c '$(call named,$(2))')
 
 # torch comes first and alone: asked for together with packages that depend on it, a resolver may take the build of
 # another index, which brings gigabytes of CUDA. The native core, which needs none of them, is made beside the others.
