@@ -17,7 +17,7 @@ CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cp
 .PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak bench figures gpu docs wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: build  ## the same answer with less and less memory; draws build/demo.png
 	@$(PY) examples/demo.py
@@ -73,12 +73,12 @@ gpu:  ## tests and benchmarks on an NVIDIA device, in place, with the machine's 
 	@$(PYTHON) setup.py -q build_ext --inplace
 	@PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/run.py $(PART) --results $(RESULTS)
 
-docs: build  ## the documentation as a site, build/site/index.html
+docs: $(VENV)/.ready  ## the documentation as a site, build/site/index.html
 	@$(call extra,material,docs)
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs --quiet build --strict
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
 	@echo "build/site/index.html"
 
-wheel: build  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
+wheel: $(VENV)/.ready  ## dist/: the sdist, and a manylinux wheel of what is built from it, for this Python
 	@$(call extra,auditwheel,release)
 	@rm -rf build/wheel && $(PY) -m build --outdir build/wheel >$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
 	@PATH=$(CURDIR)/$(VENV)/bin:$$PATH $(PY) -m auditwheel repair --wheel-dir dist build/wheel/*.whl >>$(LOG) 2>&1 || { tail -n 30 $(LOG); exit 1; }
