@@ -469,6 +469,31 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class Watching:
+    """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/histogram.py)."""
+
+    # Seconds between two looks of `top` and `watch()`: a look takes less than a millisecond of the process's time, so
+    # that this is below a thousandth. Measured: tests/test_top.py holds the calls of a look.
+    period: float = 1.0
+    # Seconds that a process has to answer a look before it counts as busy. Chosen: a look is made between two others.
+    patience: float = 1.0
+    # Seconds that the back of a changed budget may take. Chosen: the default of `ballonet budget`.
+    budget: float = 60.0
+    # Decisions that are shown of a process. Chosen: what a terminal of 24 lines has room for beside the rest.
+    decisions: int = 5
+    # Columns of a bar. Chosen: half of a terminal.
+    bar: int = 40
+    # Looks at the keyboard, in seconds: a key is answered before anybody notices. Chosen.
+    keys: float = 0.1
+    # Last seconds of the buckets of durations: from a decode step of a tiny model to a prompt that waits for a minute,
+    # about two to each factor of five. Chosen.
+    buckets: tuple[float, ...] = (
+        *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+        *(1.0, 2.0, 5.0, 10.0, 20.0, 60.0),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Tuning:
     """All of them, for one device."""
 
@@ -489,6 +514,7 @@ class Tuning:
     timeline: Timelines = field(default_factory=Timelines)
     serving: Serving = field(default_factory=Serving)
     replicas: Replicas = field(default_factory=Replicas)
+    watching: Watching = field(default_factory=Watching)
 
 
 DEFAULT = Tuning()
