@@ -55,7 +55,7 @@ class Dialog:
 
 def pressed(dialog: Dialog, key: str, pid: int | None, budget: int) -> Dialog:
     """Returns what comes after a key. `pid`, `budget`: of the process that is chosen, None for none."""
-    now = replace(dialog, step=0, act=None)
+    now = replace(dialog, step=0, act=None, said="")
     if now.stage == "type":
         return _typed(now, key)
     if now.stage == "confirm":

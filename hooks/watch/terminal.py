@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import termios
 import threading
@@ -55,7 +56,7 @@ class Top:
         threading.Thread(target=self._look, name="ballonet-top", daemon=True).start()
         fd = sys.stdin.fileno()
         try:
-            with _unbuffered(fd), Live(console=self._console, screen=True, auto_refresh=False) as live:
+            with _ended_well(), _unbuffered(fd), Live(console=self._console, screen=True, auto_refresh=False) as live:
                 self._draw(live)
                 while not self._dialog.done and not self._processes.ended:
                     if self._step(fd):
@@ -121,6 +122,16 @@ class Top:
             self._answers.append(str(error))
         else:
             self._answers.append(f"the budget of process {asked.pid} is {format_size(now['budget'])}")
+
+
+@contextlib.contextmanager
+def _ended_well() -> Iterator[None]:
+    """SIGTERM leaves the terminal as it was, too."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

