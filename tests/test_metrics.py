@@ -15,9 +15,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import ballonet
+from ballonet.__main__ import main
 from ballonet.allocator import runtime
 from ballonet.allocator.errors import ConfigError, ExtraMissing, PortInUse
 from ballonet.hooks.watch import registry
+from ballonet.hooks.watch.ports import check_free
 
 from .dashboard import DASHBOARD, asked, expressions, sample_names
 from .models import build, prompts
@@ -107,13 +109,18 @@ def test_before_install_there_is_a_page_with_nothing_on_it() -> None:
 # -- what goes wrong
 
 
-def test_a_port_in_use_is_said_to_be() -> None:
+def test_a_port_in_use_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=rf"127\.0\.0\.1:{port}: end it .*or port 0 for any that is free"):
             ballonet.metrics.serve(port)
+        with pytest.raises(PortInUse):
+            check_free("localhost", port)
+        assert main(["serve", "no-model", "--port", str(port)]) == 2, "before it loads anything"
+        assert f":{port}: end it" in capsys.readouterr().err
+    check_free("127.0.0.1", port)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, True, "9400", 1.5])
@@ -125,6 +132,8 @@ def test_what_is_no_port(port: Any) -> None:
 def test_an_address_of_another_machine() -> None:
     with pytest.raises(ConfigError, match="Choose an address of this machine"):
         ballonet.metrics.serve(0, "192.0.2.1")
+    with pytest.raises(ConfigError, match=r"nothing can listen at nowhere\.invalid:9400: .*Name or service|resolution"):
+        check_free("nowhere.invalid", 9400)
 
 
 def test_without_prometheus_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

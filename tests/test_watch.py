@@ -177,6 +177,7 @@ def test_lines_have_the_same_and_each_decision_once() -> None:
         (["/usr/bin/python3.11", "/home/me/chat.py", "--token", "secret"], "chat.py"),
         (["python", "-X", "dev", "-u", "chat.py"], "chat.py"),
         (["python", "-m", "ballonet", "serve", "--api-key", "secret"], "-m ballonet serve"),
+        (["python", "-m", "ipykernel_launcher", "-f", "secret"], "-m ipykernel_launcher"),
         (["python", "-c", "secret"], "-c"),
         (["/opt/ballonet", "serve"], "ballonet"),
         (["python3"], "python3"),

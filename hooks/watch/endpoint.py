@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from typing import Any
 
-from ...allocator.errors import ConfigError, ExtraMissing, PortInUse
+from ...allocator.errors import ConfigError, ExtraMissing
+from .ports import refused
 
 
 class Endpoint:
@@ -55,9 +54,4 @@ def serve(port: int, host: str = "127.0.0.1") -> Endpoint:
     try:
         return Endpoint(host, *start_http_server(port, host, REGISTRY))
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise PortInUse(host, port) from error
-        raise ConfigError(
-            f"metrics cannot be served at {host}:{port}: {os.strerror(error.errno) if error.errno else error}. Choose "
-            "an address of this machine, and a port above 1023"
-        ) from error
+        raise refused(host, port, error) from error

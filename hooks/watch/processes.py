@@ -101,7 +101,8 @@ def program_of(pid: int, read: Callable[[Path], bytes] = Path.read_bytes) -> str
         return Path(words[0]).name if words else ""
     for place, word in enumerate(words[1:], 1):
         if word == "-m":
-            return " ".join(["-m", *words[place + 1 : place + 3]])
+            module, *more = words[place + 1 : place + 3]
+            return " ".join(["-m", module, *(each for each in more if not each.startswith("-"))])
         if word == "-c":
             return "-c"
         if not word.startswith("-") and words[place - 1] not in ("-W", "-X"):

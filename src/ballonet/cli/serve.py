@@ -12,6 +12,7 @@ from ..allocator.config import Config, environment
 from ..allocator.errors import ConfigError, ManageError
 from ..allocator.units import format_size
 from ..hooks.options import OPTIONS, ManageOptions
+from ..hooks.watch.ports import check_free
 from . import arguments
 from .run import add_options
 
@@ -86,6 +87,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..offload.timeline import recorder
 
     where = _placed(args)
+    if where is None or where.hosts:
+        check_free(args.host, args.port)
     if args.replicas is not None or (where is not None and where.hosts):
         return _replicas(args, where)
     if args.timeline is not None:
