@@ -297,6 +297,7 @@ def test_where_nobody_is_there_it_says_so_and_imports_no_torch(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("pid", "message"),
     [("1", "process 1 "), (f"{ME}", f"process {ME} is this one, and ballonet is not installed in it")],
+    ids=["init", "this"],
 )
 def test_a_process_that_cannot_be_watched_is_an_error(
     pid: str, message: str, capsys: pytest.CaptureFixture[str]
