@@ -32,7 +32,8 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """From a replica that has joined. `process`: its id, on its machine; `pages`: for layers and KV together; `layers`:
-    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there."""
+    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there; `place`: of
+    the supervisor's machine, None where somebody else started it."""
 
     process: int
     pages: int
@@ -40,6 +41,16 @@ class Hello:
     token: int
     page: int
     cost: ChunkCost
+    place: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """To a process that the supervisor starts, in its environment: its `place`, and what chunks take on this machine;
+    None: it measures that. Who takes the place of another starts in the middle of a load, and would measure that."""
+
+    place: int
+    cost: ChunkCost | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +73,14 @@ class Counted:
     layers: int
 
 
-Message = Hello | Start | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
+Message = Hello | Start | Started | End | Told | Counted | handover.HandedOver | actions.Action | events.Event
 
 _TYPES: Final[dict[str, Any]] = {
     name: found
     for module in (actions, events, gate, groups, restore_plan, plan, requests, handover)
     for name, found in vars(module).items()
     if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-} | {each.__name__: each for each in (Hello, Start, End, Told, Counted, ChunkCost)}
+} | {each.__name__: each for each in (Hello, Start, Started, End, Told, Counted, ChunkCost)}
 
 
 def encoded(message: Message) -> str:

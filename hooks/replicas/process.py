@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...allocator._native import Device
+from ...allocator.config import Config
 from ...allocator.errors import ManageError
 from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.tuning import DEFAULT, Replicas
@@ -23,6 +26,7 @@ from .bell import Bell
 from .costing import measured
 from .epoch import Fence
 from .errors import SupervisorLost
+from .faults import Faults, FaultyLayers, FaultyLink, FaultySpeaks
 from .fingerprint import fingerprint_of
 from .forming import by_cost
 from .held_layers import HeldLayers
@@ -31,13 +35,14 @@ from .local import Member, cache_of
 from .mail import ToSupervisor
 from .mailbox import Mailbox
 from .membership import join
-from .messages import Hello
+from .messages import Hello, Started, decoded
 from .pair import GlooConnect
 from .placement import Placement
 from .rendezvous import open_store
-from .replica import Replica
+from .replica import Replica, Speaks
 from .settings import GroupSettings
 from .spliced import SplicedLayers
+from .store import Store
 
 
 def run(
@@ -48,62 +53,93 @@ def run(
     secret: str | None,
     say: Callable[[str], object],
     max_batch_tokens: int | None = None,
+    started: str | None = None,
     tuning: Replicas = DEFAULT.replicas,
     **batching: Any,
 ) -> None:
-    """Serves as a replica of the supervisor that `placement` says. `batching`: what ContinuousBatchingConfig takes, the
-    same for all. ManageError, SpliceError; JoinRefused, SupervisorLost where there is none; torch.OutOfMemoryError."""
+    """Serves as a replica of the supervisor that `placement` says. `started`: what a supervisor has told who it started
+    (messages.Started); `batching`: what ContinuousBatchingConfig takes, the same for all. ManageError, SpliceError;
+    JoinRefused, SupervisorLost where there is none; torch.OutOfMemoryError."""
     store = open_store(placement, tuning.joining)
     model = loaded(name, device, say)
     handle = managed(model, options)
     try:
-        try:
-            cost = measured(model, max_batch_tokens or tuning.chunk, tuning)
-        except ValueError as error:
-            raise ManageError(f"what chunks of {name} take cannot be measured: {error}") from error
-        say(f"{name}: {handle!r}; what a chunk takes is predicted to {cost.error:.1%}")
+        told = None if started is None else decoded(started)
+        assert told is None or isinstance(told, Started)
+        cost = None if told is None else told.cost
+        cost = cost or _measured(name, model, max_batch_tokens or tuning.chunk, say, tuning)
+        say(f"{name}: {handle!r}")
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
-            settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
-            replica = Member(name, model, runs, settings)
-            hello = _hello(replica, handle, device, cost.cost)
+            replica = Member(name, model, runs, GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching))
+            hello = _hello(replica, handle, device, cost, None if told is None else told.place)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
-            bell = Bell()
-            box = Mailbox(store, me, secret or "", bell, Fence())
-            supervisor = ToSupervisor(box)
-            supervisor.post(hello)
-            place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
-
-            def connect(epoch: int, peer: int) -> Link:
-                connects = GlooConnect(store, epoch, me, peer, tuning.forming)
-                return Link(connects, epoch, peer, bell, device=place, tuning=tuning)
-
-            form = by_cost(cost.cost)
-            loop = Replica(
-                me,
-                replica,
-                len(splice.layers),
-                HeldLayers(handle),
-                supervisor,
-                connect,
-                bell,
-                time.monotonic,
-                form,
-                tuning,
-            )
-            try:
-                loop.run()
-            except SupervisorLost:
-                say(f"replica {me} ends: its supervisor has gone")
-            finally:
-                del loop
-                gc.collect()
-                box.close()
+            _live(me, store, secret, replica, handle, device, hello, say, tuning)
     finally:
         handle.release()
 
 
-def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost) -> Hello:
+def _live(
+    me: int,
+    store: Store,
+    secret: str | None,
+    replica: Member,
+    handle: Managed,
+    device: Device,
+    hello: Hello,
+    say: Callable[[str], object],
+    tuning: Replicas,
+) -> None:
+    """The life of a member, until the supervisor ends it or is gone."""
+    bell = Bell()
+    box = Mailbox(store, me, secret or "", bell, Fence())
+    supervisor: Speaks = ToSupervisor(box)
+    make: Callable[..., Link] = Link
+    path = Config.from_env().replica_faults
+    if path is not None:
+        faults = Faults(path, me)
+        replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
+        supervisor, make = FaultySpeaks(supervisor, faults), partial(FaultyLink, faults)
+    place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+
+    def connect(epoch: int, peer: int) -> Link:
+        connects = GlooConnect(store, epoch, me, peer, tuning.forming)
+        return make(connects, epoch, peer, bell, device=place, tuning=tuning)
+
+    supervisor.post(hello)
+    loop = Replica(
+        me,
+        replica,
+        len(hello.layers),
+        HeldLayers(handle),
+        supervisor,
+        connect,
+        bell,
+        time.monotonic,
+        by_cost(hello.cost),
+        tuning,
+    )
+    try:
+        loop.run()
+    except SupervisorLost:
+        say(f"replica {me} ends: its supervisor has gone")
+    finally:
+        del loop
+        gc.collect()
+        box.close()
+
+
+def _measured(name: str, model: Any, most: int, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
+    """What chunks take here. ManageError."""
+    try:
+        found = measured(model, most, tuning)
+    except ValueError as error:
+        raise ManageError(f"what chunks of {name} take cannot be measured: {error}") from error
+    say(f"{name}: what a chunk takes is predicted to {found.error:.1%}")
+    return found.cost
+
+
+def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, place: int | None) -> Hello:
     """What this replica has to say of itself."""
     layers = tuple(elastic_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
@@ -112,4 +148,4 @@ def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost) ->
     cache.user = lambda: None
     own = device.snapshot()["pages"]["weights"] - sum(layers)  # of what is no layer
     free = device.budget // device.page_size - own - now.reserve // device.page_size
-    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost)
+    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost, place)

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...allocator.errors import ManageError
+from ...offload.policy.replicas.chunk_cost import ChunkCost
 from ...offload.policy.replicas.controller import Controller
 from ...offload.policy.replicas.demand import KVSize
 from ...offload.policy.tuning import DEFAULT, Replicas
 from ..server.application import Address, Application
 from .bell import Bell
-from .children import SECRET, Children, placed
+from .children import SECRET, STARTED, Children, placed
 from .epoch import Fence
 from .figures import ReplicaFigures
 from .front import Front, FrontLoop, FrontState, ShapeOnly
 from .mail import FromReplicas
 from .mailbox import SUPERVISOR, Mailbox
 from .membership import Reception
-from .messages import Hello
+from .messages import Hello, Started, encoded
 from .placement import Placement
 from .rendezvous import open_store
 from .requests import Request
@@ -30,13 +31,15 @@ from .supervisor import Supervisor
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """What replicas there are. `here`: how many this machine starts, with these `arguments` of `ballonet serve` each,
-    and `devices` GPUs for them; `where` they and others join; `secret`: None: one is made."""
+    and `devices` GPUs for them; `where` they and others join; `secret`: None: one is made; `cost`: what chunks take;
+    None: the first ones measure it."""
 
     here: int
     arguments: Sequence[str]
     where: Placement
     devices: int = 0
     secret: str | None = None
+    cost: ChunkCost | None = None
 
 
 class ReplicaServer:
@@ -59,7 +62,13 @@ class ReplicaServer:
         self.port = store.port
         self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
         self._box = Mailbox(store, SUPERVISOR, secret, self._bell, Fence())
-        self._children = Children()
+
+        def recipe(place: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
+            told = {SECRET: secret, STARTED: encoded(Started(place, cost))}
+            join = ["--join", f"{store.host_name}:{store.port}"]
+            return [name, *join, *fleet.arguments], placed(place, fleet.devices) | told
+
+        self._children = Children(recipe, forks=not fleet.devices)
         self.supervisor = Supervisor(
             self._controller,
             FromReplicas(self._box),
@@ -68,6 +77,8 @@ class ReplicaServer:
             time.monotonic,
             self._told,
             say,
+            fleet.here,
+            fleet.cost,
             tuning,
         )
         self._front = Front(self.supervisor)
@@ -79,10 +90,6 @@ class ReplicaServer:
             figures = ReplicaFigures(self.supervisor.state)
             self._application = Application([name], models, state, figures.text, address, say)
             self.app = self._application.app
-            for number in range(fleet.here):
-                environ = placed(number, fleet.devices) | {SECRET: secret}
-                join = ["--join", f"{store.host_name}:{self.port}"]
-                self._children.start([name, *join, *fleet.arguments], environ)
             say(f"{fleet.here} replicas start; others join at {store.host_name}:{self.port}")
             self.supervisor.start()
             self.supervisor.ready.wait()
@@ -91,6 +98,11 @@ class ReplicaServer:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes of replicas on this machine."""
+        return self._children.processes
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM. Requests that run may end, or are told after a while; then replicas end."""

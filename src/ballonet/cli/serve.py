@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..hooks.replicas.placement import Placement
 
 _SECRET = "BALLONET_REPLICA_SECRET"
+_STARTED = "BALLONET_REPLICA_STARTED"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
@@ -159,7 +160,7 @@ def _replica(
 
     def serve() -> None:
         try:
-            run(name, runtime.require(), options, where, secret, _say, **batching)
+            run(name, runtime.require(), options, where, secret, _say, started=environment().get(_STARTED), **batching)
         except ReplicaError as error:
             _say(str(error))
             sys.exit(2)

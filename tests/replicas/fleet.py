@@ -1,0 +1,258 @@
+"""A server with its replicas as processes, whose supervisor is in the test: asked over HTTP, and watched from outside."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+import uvicorn
+from transformers import AutoModelForCausalLM
+
+from ballonet.hooks.replicas import faults
+from ballonet.hooks.replicas.faults import Fault
+from ballonet.hooks.replicas.placement import Placement
+from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
+from ballonet.hooks.replicas.serving import ReplicaServer
+from ballonet.hooks.server.application import Address
+from ballonet.offload.policy.replicas.chunk_cost import ChunkCost
+from ballonet.offload.policy.tuning import DEFAULT, Replicas
+
+from ..models import build
+from ..serving.test_server import saved
+
+LAYERS = 8
+# the smallest whose layers can stream
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+COST = ChunkCost(1e-7, 1e-4, 1e-2)  # nothing is measured, so that decisions are the same each time
+# Every drop that frees memory is made, whatever it is predicted to gain; a loaded machine makes nobody dead; whoever is
+# lost is replaced at once, and its requests are computed as often as it takes.
+EAGER = replace(
+    DEFAULT.replicas,
+    gain=-math.inf,
+    full=0.3,
+    dwell=0.3,
+    looks=4,
+    settle=0.3,
+    again=0.3,
+    silent=300.0,
+    answer=300.0,
+    bulk=900.0,
+    steady=0.0,
+    lives=1000,
+)
+
+
+def made(folder: Path) -> str:
+    """A model that can stream, with a tokenizer."""
+    name = saved(folder, LAYERS)
+    build("llama", num_hidden_layers=LAYERS, max_position_embeddings=2048, **SHAPE).save_pretrained(folder)
+    return name
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def memfd_bytes(process: int) -> int:
+    """Bytes that the kernel holds for the pools of a process; 0 where there is no such process."""
+    found = {}
+    try:
+        for each in Path(f"/proc/{process}/fd").iterdir():
+            if "memfd:ballonet-" in os.readlink(each):
+                status = os.stat(each)
+                found[status.st_ino] = status.st_blocks * 512
+    except FileNotFoundError:
+        return 0
+    return sum(found.values())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, as numbers of words, and how many words are wanted."""
+
+    prompt: tuple[int, ...]
+    new: int
+
+
+@dataclass
+class Answer:
+    """What a client got, piece by piece, and an error that ended it. `ends`: how often it was told that it has all."""
+
+    pieces: list[str] = field(default_factory=list)
+    error: str | None = None
+    ends: int = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def drawn(seed: int, count: int, most: int = 60, new: int = 24) -> list[Asked]:
+    """Requests that depend on the seed."""
+    draw = random.Random(seed)
+    return [
+        Asked(tuple(draw.randrange(2, 190) for _ in range(draw.randint(4, most))), draw.randint(new // 2, new))
+        for _ in range(count)
+    ]
+
+
+class Stock:
+    """The answers of transformers alone."""
+
+    def __init__(self, folder: str) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self._model = AutoModelForCausalLM.from_pretrained(folder)
+
+    @torch.no_grad()
+    def answer(self, asked: Asked) -> str:
+        ids = torch.tensor([self._tokenizer(_text(asked))["input_ids"]])
+        tokens = self._model.generate(ids, do_sample=False, max_new_tokens=asked.new)
+        return str(self._tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
+
+    def answers(self, asked: Sequence[Asked]) -> list[str]:
+        return [self.answer(each) for each in asked]
+
+
+def _text(asked: Asked) -> str:
+    return " ".join(f"w{number}" for number in asked.prompt)
+
+
+class Fleet:
+    """A server of a model on so many replicas. `faults`: see `fault`."""
+
+    def __init__(self, server: ReplicaServer, said: list[str], model: str, file: Path) -> None:
+        self.server = server
+        self.said = said
+        self.model = model
+        self._file = file
+        config = uvicorn.Config(server.app, port=server.address.port, log_level="warning")
+        self._listening = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._listening.run)
+        self._thread.start()
+        self.wait(lambda: self._listening.started)
+
+    def wait(self, until: Callable[[], object]) -> None:
+        """Returns once that is so; how long that takes is not judged."""
+        while not until():
+            assert self.server.supervisor.failed is None, self.said
+            time.sleep(0.01)
+
+    @property
+    def members(self) -> list[int]:
+        """The replicas that serve, by their numbers."""
+        return sorted(self.server.supervisor.state().spans)
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        return self.server.processes
+
+    def whole(self, replicas: int) -> None:
+        """Waits until so many replicas serve, each with all layers, and nothing of requests is left."""
+        state = self.server.supervisor.state
+        self.wait(lambda: [*state().spans.values()] == [(0, LAYERS)] * replicas and not state().requests)
+
+    def fault(self, *wanted: Fault) -> None:
+        """From now on."""
+        faults.write(self._file, wanted)
+
+    @property
+    def happened(self) -> list[Fault]:
+        """The faults that have, since."""
+        path = faults.done(self._file)
+        if not path.exists():
+            return []
+        rows = [line.split("\t") for line in path.read_text().splitlines()]
+        return [Fault(int(member), point, int(count), how) for member, point, count, how in rows]
+
+    def ask(self, asked: Asked) -> Answer:
+        """One request over HTTP, streamed."""
+        body = {
+            "model": self.model,
+            "prompt": _text(asked),
+            "max_tokens": asked.new,
+            "temperature": 0,
+            "stream": True,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.server.address.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )
+        found = Answer()
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                text = line.decode().strip()
+                if not text.startswith("data: ") or text == "data: [DONE]":
+                    continue
+                part = json.loads(text.removeprefix("data: "))
+                if "error" in part:
+                    found.error = str(part["error"])
+                else:
+                    found.pieces += [choice["text"] for choice in part["choices"]]
+                    found.ends += sum(choice.get("finish_reason") is not None for choice in part["choices"])
+        return found
+
+    def burst(self, asked: Sequence[Asked]) -> list[Answer]:
+        """All at once."""
+        with ThreadPoolExecutor(len(asked)) as pool:
+            return list(pool.map(self.ask, asked))
+
+    def close(self) -> None:
+        self._listening.should_exit = True
+        self._thread.join()
+        self.server.close()
+
+
+@contextmanager
+def serving(
+    model: str, folder: Path, replicas: int, budget: str = "40MiB", tuning: Replicas = EAGER, **more: str
+) -> Iterator[Fleet]:
+    """A fleet; at its end no process of it is left."""
+    file, said = folder / "faults", list[str]()
+    faults.write(file, ())
+    sizes = ["--budget", budget, "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {
+            "BALLONET_REPLICA_FAULTS": str(file),
+            "BALLONET_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            **more,
+        }.items():
+            environment.setenv(name, value)
+        given = [*sizes, "--batch-tokens", "128"]
+        wanted = ReplicaFleet(replicas, given, Placement("127.0.0.1", 0, hosts=True), cost=COST)
+        server = ReplicaServer(model, wanted, Address(port=free_port()), said.append, tuning)
+        fleet = Fleet(server, said, model, file)
+        seen = {*fleet.processes}
+        try:
+            fleet.wait(lambda: len(fleet.members) == replicas)
+            yield fleet
+        finally:
+            seen |= {*fleet.processes}
+            fleet.close()
+            left = [each for each in seen if Path(f"/proc/{each}").exists()]
+        assert left == [], "no orphan"
