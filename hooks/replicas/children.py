@@ -26,7 +26,7 @@ SECRET: Final = "BALLONET_REPLICA_SECRET"  # the variable that replicas read the
 STARTED: Final = "BALLONET_REPLICA_STARTED"  # and this one what it tells those that it starts (messages.Started)
 _IMPORTED: Final = ("ballonet.hooks.replicas.process", "ballonet.allocator.install")
 
-# (arguments of `python -m ballonet serve`, environment) of the replica of a place, which takes chunks to cost that
+# (arguments of `python -m ballonet serve`, environment) of the replica of a rank, which takes chunks to cost that
 Recipe = Callable[[int, ChunkCost | None], tuple[Sequence[str], Mapping[str, str]]]
 
 
@@ -36,19 +36,19 @@ class Children:
     def __init__(self, recipe: Recipe, forks: bool = True) -> None:
         """`forks`: see Note [Where they come from]."""
         self._recipe = recipe
-        self._running: dict[int, BaseProcess] = {}  # by place
+        self._running: dict[int, BaseProcess] = {}  # by rank
         # Any: BaseContext has neither Process nor what else differs
         self._context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             self._context.set_forkserver_preload([*_IMPORTED])
 
-    def start(self, place: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a place. OSError."""
-        arguments, environ = self._recipe(place, cost)
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. OSError."""
+        arguments, environ = self._recipe(rank, cost)
         # a daemon: if this process ends without `close`, its end does not wait for replicas
         process = self._context.Process(target=_serve, args=(list(arguments), dict(environ)), daemon=True)
         process.start()
-        self._running[place] = process
+        self._running[rank] = process
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -57,14 +57,14 @@ class Children:
 
     def ended(self) -> list[tuple[int, str]]:
         """See supervisor.Processes."""
-        gone = {place: each.exitcode for place, each in self._running.items() if each.exitcode is not None}
-        self._running = {place: each for place, each in self._running.items() if place not in gone}
-        return [(place, _how(code)) for place, code in gone.items()]
+        gone = {rank: each.exitcode for rank, each in self._running.items() if each.exitcode is not None}
+        self._running = {rank: each for rank, each in self._running.items() if rank not in gone}
+        return [(rank, _how(code)) for rank, code in gone.items()]
 
-    def end(self, place: int) -> None:
+    def end(self, rank: int) -> None:
         """See supervisor.Processes."""
-        if place in self._running:
-            self._running[place].kill()
+        if rank in self._running:
+            self._running[rank].kill()
 
     def close(self, patience: float) -> None:
         """Waits for all to end, so many seconds each, and then ends them."""

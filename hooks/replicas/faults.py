@@ -22,8 +22,8 @@ import torch
 
 from .link import Link
 from .messages import Message
-from .replica import Speaks
 from .sending import Sending
+from .setup import Speaks
 from .span_runner import RunsLayers, States
 
 _SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

@@ -16,11 +16,11 @@ import torch
 from transformers.generation.continuous_batching.requests import RequestState
 
 from ...allocator.errors import DriverError
-from .local_link import StageLink, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan, Sampling
 from .sampling import sample
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
+from .stage_link import StageLink, tensor_of, text_of
 
 
 class OutOfStep(RuntimeError):

@@ -22,10 +22,10 @@ from ...offload.policy.replicas.groups import Group
 from .errors import ChecksumError
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
 from .link import Link
-from .local_link import tensor_of, text_of
 from .requests import Request
 from .span_cache import SpanCache
 from .stage import Stage
+from .stage_link import tensor_of, text_of
 
 
 @dataclass(frozen=True, slots=True)

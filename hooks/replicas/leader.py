@@ -22,13 +22,13 @@ from ...allocator.errors import DriverError
 from .flight import Microbatch, Rooms, formed
 from .follower import OutOfStep, pass_on, sampled
 from .forming import Form, by_tokens
-from .local_link import StageLink, tensor_of, text_of
 from .plan import Answer, Chunk, Passing, Plan
 from .requests import Request, state_of
 from .scheduling import GroupPreemption, GroupScheduler
 from .settings import GroupSettings
 from .span_cache import SpanCache
 from .span_runner import SpanRunner, States
+from .stage_link import StageLink, tensor_of, text_of
 
 Told = Callable[[Request, Exception | None], object]  # of a request after each token, or that it has failed
 

@@ -20,21 +20,21 @@ class ToSupervisor:
         self._came: deque[Message] = deque()
 
     def take(self) -> Message | None:
-        """See replica.Speaks."""
+        """See setup.Speaks."""
         self._fill()
         return self._came.popleft() if self._came else None
 
     def has(self) -> bool:
-        """See replica.Speaks."""
+        """See setup.Speaks."""
         return bool(self._came) or self._box.has()
 
     def urgent(self) -> bool:
-        """See replica.Speaks. SupervisorLost."""
+        """See setup.Speaks. SupervisorLost."""
         self._fill()
         return any(isinstance(each, _URGENT) for each in self._came)
 
     def post(self, message: Message) -> None:
-        """See replica.Speaks. SupervisorLost."""
+        """See setup.Speaks. SupervisorLost."""
         self._box.post(SUPERVISOR, _KIND, 0, text=encoded(message))
 
     def _fill(self) -> None:

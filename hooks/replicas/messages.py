@@ -32,7 +32,7 @@ class End:
 @dataclass(frozen=True, slots=True)
 class Hello:
     """From a replica that has joined. `process`: its id, on its machine; `pages`: for layers and KV together; `layers`:
-    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there; `place`: of
+    pages of each; bytes of a `token` of KV in all layers, and of a `page`; `cost`: what chunks take there; `rank`: on
     the supervisor's machine, None where somebody else started it."""
 
     process: int
@@ -41,15 +41,15 @@ class Hello:
     token: int
     page: int
     cost: ChunkCost
-    place: int | None = None
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """To a process that the supervisor starts, in its environment: its `place`, and what chunks take on this machine;
-    None: it measures that. Who takes the place of another starts in the middle of a load, and would measure that."""
+    """To a process that the supervisor starts, in its environment: its `rank`, and what chunks take on this machine;
+    None: it measures that. Who replaces another starts in the middle of a load, and would measure that."""
 
-    place: int
+    rank: int
     cost: ChunkCost | None
 
 

@@ -31,16 +31,17 @@ from .fingerprint import fingerprint_of
 from .forming import by_cost
 from .held_layers import HeldLayers
 from .link import Link
-from .local import Member, cache_of
 from .mail import ToSupervisor
 from .mailbox import Mailbox
+from .member import Member, cache_of
 from .membership import join
 from .messages import Hello, Started, decoded
 from .pair import GlooConnect
 from .placement import Placement
 from .rendezvous import open_store
-from .replica import Replica, Speaks
+from .replica import Replica
 from .settings import GroupSettings
+from .setup import Setup, Speaks
 from .spliced import SplicedLayers
 from .store import Store
 
@@ -72,7 +73,7 @@ def run(
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
             replica = Member(name, model, runs, GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching))
-            hello = _hello(replica, handle, device, cost, None if told is None else told.place)
+            hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
             _live(me, store, secret, replica, handle, device, hello, say, tuning)
     finally:
@@ -107,24 +108,15 @@ def _live(
         return make(connects, epoch, peer, bell, device=place, tuning=tuning)
 
     supervisor.post(hello)
-    loop = Replica(
-        me,
-        replica,
-        len(hello.layers),
-        HeldLayers(handle),
-        supervisor,
-        connect,
-        bell,
-        time.monotonic,
-        by_cost(hello.cost),
-        tuning,
-    )
+    form, held = by_cost(hello.cost), HeldLayers(handle)
+    setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning)
+    loop = Replica(setup, bell)
     try:
         loop.run()
     except SupervisorLost:
         say(f"replica {me} ends: its supervisor has gone")
     finally:
-        del loop
+        del loop, setup
         gc.collect()
         box.close()
 
@@ -139,7 +131,7 @@ def _measured(name: str, model: Any, most: int, say: Callable[[str], object], tu
     return found.cost
 
 
-def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, place: int | None) -> Hello:
+def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:
     """What this replica has to say of itself."""
     layers = tuple(elastic_of(handle).plan.pages)
     cache = cache_of(replica, range(len(layers)))
@@ -148,4 +140,4 @@ def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, pl
     cache.user = lambda: None
     own = device.snapshot()["pages"]["weights"] - sum(layers)  # of what is no layer
     free = device.budget // device.page_size - own - now.reserve // device.page_size
-    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost, place)
+    return Hello(os.getpid(), max(0, free), layers, token, device.page_size, cost, rank)

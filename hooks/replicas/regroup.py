@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from .kv_exchange import Arrivals, Piece, checksum, exported, moves, pieces
 from .local import LocalGroup
-from .local_link import LocalLink, tensor_of, text_of
+from .local_link import LocalLink
 from .requests import Request, state_of
 from .span_cache import SpanCache
+from .stage_link import tensor_of, text_of
 
 
 @dataclass(slots=True)

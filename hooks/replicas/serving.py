@@ -63,10 +63,10 @@ class ReplicaServer:
         self._reception = Reception(store, secret, None, self._bell, time.monotonic, tuning.joining)
         self._box = Mailbox(store, SUPERVISOR, secret, self._bell, Fence())
 
-        def recipe(place: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
-            told = {SECRET: secret, STARTED: encoded(Started(place, cost))}
+        def recipe(rank: int, cost: ChunkCost | None) -> tuple[Sequence[str], Mapping[str, str]]:
+            told = {SECRET: secret, STARTED: encoded(Started(rank, cost))}
             join = ["--join", f"{store.host_name}:{store.port}"]
-            return [name, *join, *fleet.arguments], placed(place, fleet.devices) | told
+            return [name, *join, *fleet.arguments], placed(rank, fleet.devices) | told
 
         self._children = Children(recipe, forks=not fleet.devices)
         self.supervisor = Supervisor(

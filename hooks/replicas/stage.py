@@ -13,9 +13,9 @@ from .follower import Follower
 from .forming import Form, by_tokens
 from .leader import Leader, Told
 from .link import Link
-from .local import Member, cache_of, most_tokens, room_of
-from .local_link import tensor_of, text_of
+from .member import Member, cache_of, most_tokens, room_of
 from .span_runner import SpanRunner
+from .stage_link import tensor_of, text_of
 
 
 class Over:
@@ -29,11 +29,11 @@ class Over:
         self._unless = unless
 
     def send(self, tensor: torch.Tensor, tag: str, urgent: bool) -> None:
-        """See local_link.StageLink. LinkError."""
+        """See stage_link.StageLink. LinkError."""
         self.link.send(tensor, tag, urgent)
 
     def recv(self, tag: str) -> torch.Tensor:
-        """See local_link.StageLink. LinkError, Interrupted."""
+        """See stage_link.StageLink. LinkError, Interrupted."""
         while True:
             try:
                 return self.link.recv(tag, self._beat, self._unless)

@@ -40,23 +40,23 @@ class Hears(Protocol):
 
 
 class Processes(Protocol):
-    """The processes of replicas that this machine runs, one in each place."""
+    """The processes of replicas that this machine runs, one of each rank."""
 
-    def start(self, place: int, cost: ChunkCost | None) -> None:
-        """Starts the replica of a place. `cost`: what chunks take there; None: it measures that. OSError."""
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        """Starts the replica of a rank. `cost`: what chunks take there; None: it measures that. OSError."""
 
     def ended(self) -> list[tuple[int, str]]:
-        """The places of those that have ended since the last call, and how."""
+        """The ranks of those that have ended since the last call, and how."""
 
-    def end(self, place: int) -> None:
-        """Ends the one of a place at once. Nothing where there is none."""
+    def end(self, rank: int) -> None:
+        """Ends the one of a rank at once. Nothing where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
     """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
     went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
-    `held`: requests that no group takes now; `replaced`: replicas that were started in the place of lost ones."""
+    `held`: requests that no group takes now; `replaced`: replicas that were started instead of lost ones."""
 
     epoch: int
     spans: Mapping[int, tuple[int, int]]
@@ -85,12 +85,12 @@ class Supervisor:
         clock: Callable[[], float],
         told: Callable[[Request, str | None], object],
         say: Callable[[str], object],
-        places: int = 0,
+        ranks: int = 0,
         cost: ChunkCost | None = None,
         tuning: Replicas = DEFAULT.replicas,
     ) -> None:
         """`make`: makes the controller, for the first replica that has joined; `told`: is called, on the supervisor's
-        thread, with a request after each token, and with why it failed; `say`: with lines for people. `places`: so many
+        thread, with a request after each token, and with why it failed; `say`: with lines for people. `ranks`: so many
         replicas it starts, and replaces when they are lost; `cost`: what chunks take; None: the first measure that."""
         self.ready = threading.Event()  # a replica serves
         self._make = make
@@ -108,9 +108,9 @@ class Supervisor:
         self._kinds: dict[int, bool] = {}  # epochs that are prepared: does one drop?
         self._hello: Hello | None = None
         self._cost = cost
-        self._places = range(places)
-        self._replacements = Replacements(places, tuning)
-        self._at: dict[int, int] = {}  # members, by their places
+        self._ranks = range(ranks)
+        self._replacements = Replacements(ranks, tuning)
+        self._at: dict[int, int] = {}  # members, by their ranks
         self._members_of: set[int] = set()  # of the epoch that is prepared
         self._counts: Counter[str] = Counter()
         self._declined: Counter[str] = Counter()
@@ -122,8 +122,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Begins. OSError where a process cannot be started."""
-        for place in self._places:
-            self._processes.start(place, self._cost)
+        for rank in self._ranks:
+            self._processes.start(rank, self._cost)
         self._thread.start()
 
     def close(self) -> None:
@@ -211,8 +211,8 @@ class Supervisor:
         return self._ending or bool(self._inbox) or self._replicas.has()
 
     def _turn(self) -> None:
-        for place, how in self._processes.ended():
-            self._gone(place, how)
+        for rank, how in self._processes.ended():
+            self._gone(rank, how)
         self._replace()
         while (found := self._replicas.take()) is not None:
             self._hear(*found)
@@ -235,21 +235,21 @@ class Supervisor:
             return
         if self._controller is None:
             self._controller = self._make(hello)
-        if hello.place is not None:
+        if hello.rank is not None:
             self._cost = self._cost or hello.cost
-            self._at[hello.place] = member
-            self._replacements.joined(hello.place, self._clock())
+            self._at[hello.rank] = member
+            self._replacements.joined(hello.rank, self._clock())
         self._failed = None
         self._say(f"replica {member} has joined, process {hello.process}")
         self._on(events.Joined(self._clock(), member, hello.pages))
 
-    def _gone(self, place: int, how: str) -> None:
-        """The process of a place has ended."""
+    def _gone(self, rank: int, how: str) -> None:
+        """The process of a rank has ended."""
         now = self._clock()
-        member = self._at.pop(place, None)
+        member = self._at.pop(rank, None)
         who = "a replica that had not joined yet" if member is None else f"replica {member}"
-        wait = self._replacements.ended(place, now)
-        then = "" if wait is None else "; another one starts in its place" + (f" in {wait:.1f} s" if wait else "")
+        wait = self._replacements.ended(rank, now)
+        then = "" if wait is None else "; another one is started" + (f" in {wait:.1f} s" if wait else "")
         self._say(f"{who} has ended: {how}{then}")
         if member is not None:
             self._on(events.Lost(now, member))
@@ -259,18 +259,18 @@ class Supervisor:
 
     def _replace(self) -> None:
         """Starts replicas where others were lost."""
-        for place in self._replacements.due(self._clock()):
+        for rank in self._replacements.due(self._clock()):
             self._counts["replace"] += 1
             try:
-                self._processes.start(place, self._cost)
+                self._processes.start(rank, self._cost)
             except OSError as error:
-                self._gone(place, f"it could not be started: {error}")
+                self._gone(rank, f"it could not be started: {error}")
 
     def _look_for_replicas(self) -> None:
         """Nothing can be served any more once no replica is left, nor expected."""
         assert self._controller is not None
         if self._failed is None and not self._controller.cluster.replicas and not self._replacements.expected:
-            self._failed = "no replica is left, and no other one is started in the place of the last: see why it ended"
+            self._failed = "no replica is left, and no other one is started instead: see why they ended"
             self._say(self._failed)
             for entry in self._ledger:
                 self._fail(entry.request.name, self._failed)
@@ -368,13 +368,13 @@ class Supervisor:
                 self._counts["fence"] += 1
                 self._say(f"replica {action.member} is ended: {action.reason.value}")
                 self._replicas.post(action.member, End())
-                for place, member in self._at.items():
+                for rank, member in self._at.items():
                     if member == action.member:
-                        self._processes.end(place)
+                        self._processes.end(rank)
             case actions.Decline():
                 self._declined[action.reason.value] += 1
             case actions.Rejoin():
-                self._replicas.post(action.member, End())  # a new process joins in its place
+                self._replicas.post(action.member, End())  # another process joins
             case actions.Hold():
                 pass  # what is held waits in the controller
 
@@ -410,9 +410,9 @@ class Supervisor:
             if isinstance(asked, Request):
                 self._client_told(asked, why)
         self._waiting.clear()
-        for place in self._places:
-            if place not in self._at:
-                self._processes.end(place)  # it starts, and cannot be told
+        for rank in self._ranks:
+            if rank not in self._at:
+                self._processes.end(rank)  # it starts, and cannot be told
         controller = self._controller
         for member in () if controller is None else tuple(controller.cluster.replicas):
             self._replicas.post(member, End())

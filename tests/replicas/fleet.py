@@ -1,4 +1,4 @@
-"""A server with its replicas as processes, whose supervisor is in the test: asked over HTTP, and watched from outside."""
+"""A server whose replicas are processes, and whose supervisor is in the test: asked over HTTP, watched from outside."""
 
 from __future__ import annotations
 

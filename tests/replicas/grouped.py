@@ -12,7 +12,8 @@ import torch
 
 import ballonet
 from ballonet.hooks.replicas.forming import Form, by_tokens
-from ballonet.hooks.replicas.local import LocalGroup, Member
+from ballonet.hooks.replicas.local import LocalGroup
+from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
 from ballonet.hooks.replicas.settings import GroupSettings

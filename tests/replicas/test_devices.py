@@ -12,7 +12,8 @@ from ballonet.allocator.config import Config
 from ballonet.allocator.runtime import Runtime
 from ballonet.hooks.managed import managed
 from ballonet.hooks.options import ManageOptions
-from ballonet.hooks.replicas.local import LocalGroup, Member
+from ballonet.hooks.replicas.local import LocalGroup
+from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Answer
 from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.spliced import SplicedLayers

@@ -10,7 +10,8 @@ import pytest
 
 import ballonet
 from ballonet.allocator import runtime
-from ballonet.hooks.replicas.local import LocalGroup, Member
+from ballonet.hooks.replicas.local import LocalGroup
+from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.regroup import Regroup
 from ballonet.hooks.replicas.requests import Request

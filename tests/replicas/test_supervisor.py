@@ -23,8 +23,8 @@ COST = ChunkCost(1e-9, 1e-5, 1e-3)
 LAYERS = (10, 10, 10, 10)
 
 
-def hello(place: int | None, page: int = 4096) -> Hello:
-    return Hello(1000, 100, LAYERS, 64, page, COST, place)
+def hello(rank: int | None, page: int = 4096) -> Hello:
+    return Hello(1000, 100, LAYERS, 64, page, COST, rank)
 
 
 class Played:
@@ -42,8 +42,8 @@ class Played:
         self._said.append((member, message))
         self.bell.ring()
 
-    def ends(self, place: int) -> None:
-        self._gone.append((place, "SIGKILL"))
+    def ends(self, rank: int) -> None:
+        self._gone.append((rank, "SIGKILL"))
         self.bell.ring()
 
     def hears(self, kind: type[Any], count: int = 1) -> list[Any]:
@@ -62,15 +62,15 @@ class Played:
     def post(self, member: int, message: Message) -> None:
         self._told.append((member, message))
 
-    def start(self, place: int, cost: ChunkCost | None) -> None:
-        self.started.append((place, cost))
+    def start(self, rank: int, cost: ChunkCost | None) -> None:
+        self.started.append((rank, cost))
 
     def ended(self) -> list[tuple[int, str]]:
         found, self._gone = self._gone, []
         return found
 
-    def end(self, place: int) -> None:
-        self.killed.append(place)
+    def end(self, rank: int) -> None:
+        self.killed.append(rank)
 
 
 class Scene:
@@ -90,7 +90,7 @@ class Scene:
             lambda: self.now,
             lambda request, error: self.told.append((request, error)),
             lambda line: None,
-            places=2,
+            ranks=2,
         )
         self.supervisor.start()
 
@@ -172,7 +172,7 @@ def test_requests_wait_while_the_last_replica_is_replaced(scene: Scene) -> None:
 
 
 def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
-    """Those of both places are lost, and what is started there instead does not come to join."""
+    """Those of both ranks are lost, and what is started there instead does not come to join."""
     scene.begins()
     scene.replicas.ends(0)
     scene.replicas.ends(1)
@@ -194,9 +194,9 @@ def test_where_no_replica_is_left_clients_are_told(scene: Scene) -> None:
 def test_where_no_replica_has_ever_joined_none_is_started_again() -> None:
     scene = Scene()
     try:
-        for place in (0, 1):
+        for rank in (0, 1):
             assert scene.supervisor.failed is None
-            scene.replicas.ends(place)
+            scene.replicas.ends(rank)
         scene.supervisor.ready.wait()
         assert "none is left: SIGKILL" in str(scene.supervisor.failed)
         assert len(scene.replicas.started) == 2

@@ -1,10 +1,11 @@
-"""When a place gets a new replica: what a supervisor does about processes that have ended (REPLICAS, process model).
+"""When a lost replica is replaced: what a supervisor does about processes that have ended (REPLICAS, process model).
 
 Note [Again, and again]
-    A place is where one replica runs. One that is lost is replaced at once. Who is lost soon after it has joined, again
-    and again, is replaced later each time, twice as late as before: what ends it may be the machine, or a request. A
-    place of which no replica has ever joined stays empty, as what its process said is the reason: a model that does not
-    load, a budget that is too small. Where replicas have served before, a start that fails is tried again, a few times.
+    Replicas of a machine are numbered by rank, and who replaces a lost one has its rank. That is done at once. Where
+    replicas are lost soon after they have joined, again and again, it is done later each time, twice as late as before:
+    what ends them may be the machine, or a request. A rank of which no replica has ever joined is given up, as what its
+    process said is the reason: a model that does not load, a budget that is too small. Where replicas have served
+    before, a start that fails is tried again, a few times.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..tuning import Replicas as Tuning
 
 
 @dataclass(slots=True)
-class _Place:
+class _Rank:
     joined: float | None = None  # since when the replica that runs there is a member; None: it is none yet
     runs: bool = True
     served: bool = False  # a replica of it has joined before
@@ -26,33 +27,33 @@ class _Place:
 
 
 class Replacements:
-    """The places of one supervisor, by number. All of them start when it does."""
+    """The ranks of one supervisor. All of them start when it does."""
 
-    def __init__(self, places: int, tuning: Tuning = DEFAULT.replicas) -> None:
+    def __init__(self, ranks: int, tuning: Tuning = DEFAULT.replicas) -> None:
         self._tuning = tuning
-        self._places = {number: _Place() for number in range(places)}
+        self._ranks = {number: _Rank() for number in range(ranks)}
 
     @property
     def expected(self) -> bool:
         """Whether a replica starts somewhere, or will."""
-        return any(each.joined is None for each in self._places.values())
+        return any(each.joined is None for each in self._ranks.values())
 
-    def joined(self, place: int, at: float) -> None:
-        """The replica of a place is a member. KeyError: there is no such place."""
-        found = self._places[place]
+    def joined(self, rank: int, at: float) -> None:
+        """The replica of a rank is a member. KeyError: there is no such rank."""
+        found = self._ranks[rank]
         found.joined, found.served, found.failed = at, True, 0
 
-    def ended(self, place: int, at: float) -> float | None:
-        """The process of a place has ended. Returns after how many seconds there is a new one; None: there is none any
+    def ended(self, rank: int, at: float) -> float | None:
+        """The process of a rank has ended. Returns after how many seconds there is a new one; None: there is none any
         more."""
-        found = self._places.get(place)
+        found = self._ranks.get(rank)
         if found is None:
             return None
         found.runs, tuning = False, self._tuning
         if found.joined is None:
             found.failed += 1
             if not found.served or found.failed >= tuning.starts:
-                del self._places[place]
+                del self._ranks[rank]
                 return None
         else:
             found.short = found.short + 1 if at - found.joined < tuning.steady else 0
@@ -63,8 +64,8 @@ class Replacements:
         return wait
 
     def due(self, at: float) -> list[int]:
-        """The places where a new process is to be started now: each is returned once."""
-        found = [number for number, each in self._places.items() if not each.runs and each.due <= at]
+        """The ranks of which a new process is to be started now: each is returned once."""
+        found = [number for number, each in self._ranks.items() if not each.runs and each.due <= at]
         for number in found:
-            self._places[number].runs = True
+            self._ranks[number].runs = True
         return found

@@ -1,0 +1,46 @@
+"""What a replica is made of, and the supervisor as it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...offload.policy.tuning import DEFAULT, Replicas
+from .forming import Form, by_tokens
+from .held_layers import HeldLayers
+from .link import Link
+from .member import Member
+from .messages import Message
+
+
+class Speaks(Protocol):
+    """The supervisor, as a replica sees it."""
+
+    def take(self) -> Message | None:
+        """What it says next; None where nothing is here. SupervisorLost."""
+
+    def has(self) -> bool:
+        """Is anything here?"""
+
+    def urgent(self) -> bool:
+        """Does anything here end what this replica waits for?"""
+
+    def post(self, message: Message) -> None:
+        """Tells it something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The same in all epochs. `me`: the number of this replica; `layers`: how many the model has; `connect`: (epoch,
+    peer) begins to form a link; `clock`: in seconds; `form`: makes microbatches."""
+
+    me: int
+    replica: Member
+    layers: int
+    holds: HeldLayers
+    supervisor: Speaks
+    connect: Callable[[int, int], Link]
+    clock: Callable[[], float]
+    form: Form = by_tokens
+    tuning: Replicas = DEFAULT.replicas
