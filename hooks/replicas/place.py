@@ -80,6 +80,8 @@ class Place:
     def leave(self) -> None:
         """Ends its part in its group, with all KV and requests."""
         self.release(self.links.values())
+        if self.handover is not None:
+            self.handover.close()
         self.links, self.handover = {}, None
         self._requests.forget()
         self._old = self.stage = None

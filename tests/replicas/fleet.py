@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -194,8 +195,8 @@ class Fleet:
         rows = [line.split("\t") for line in path.read_text().splitlines()]
         return [Fault(int(member), point, int(count), how) for member, point, count, how in rows]
 
-    def ask(self, asked: Asked) -> Answer:
-        """One request over HTTP, streamed."""
+    def opened(self, asked: Asked) -> Any:
+        """One request over HTTP, streamed: what urlopen returns."""
         body = {
             "model": self.model,
             "prompt": _text(asked),
@@ -208,8 +209,12 @@ class Fleet:
             json.dumps(body).encode(),
             {"content-type": "application/json"},
         )
+        return urllib.request.urlopen(request)
+
+    def ask(self, asked: Asked) -> Answer:
+        """One request, and all of its answer."""
         found = Answer()
-        with urllib.request.urlopen(request) as answer:
+        with self.opened(asked) as answer:
             for line in answer:
                 text = line.decode().strip()
                 if not text.startswith("data: ") or text == "data: [DONE]":

@@ -1,6 +1,6 @@
 """Replicas that are killed at random: every request ends once, with the answer of stock or with an error that says why.
 
-`make kills SEEDS=50` runs more seeds than the suite.
+`make kills SEEDS=50` runs more seeds than the suite, and every row of test_fault_matrix.py.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def test_whoever_is_killed_takes_no_answer_with_it(tmp_path: Path, capsys: pytes
             found["killed"] = len(fleet.happened)
             found["recomputed"] = after.recomputed - before.recomputed
             found["drops"], found["restores"] = after.drops - before.drops, after.restores - before.restores
+            took = time.monotonic() - begun
             with capsys.disabled():
-                print(f"seed {seed}: {victim.member} at {victim.count}: {dict(found)} in {time.monotonic() - begun:.1f} s", flush=True)
+                print(f"seed {seed}: {victim.member} at {victim.count}: {dict(found)} in {took:.1f} s", flush=True)
             total += found
         fleet.whole(REPLICAS)
         assert fleet.server.supervisor.state().replaced == total["killed"], fleet.said
