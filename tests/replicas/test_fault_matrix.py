@@ -15,7 +15,7 @@ from ballonet.hooks.replicas.faults import Fault
 from .fleet import EAGER, Fleet, Stock, drawn, made, memfd_bytes, serving
 
 REPLICAS = 2
-REQUESTS = 12
+REQUESTS = 18
 ALL = os.environ.get("BALLONET_KILLS") is not None
 
 

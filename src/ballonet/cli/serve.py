@@ -78,7 +78,7 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     if args.host not in LOCAL and args.api_key is None and not args.no_api_key:
         raise ConfigError(f"whoever reaches {args.host} could ask: give --api-key KEY, or --no-api-key")
     try:
-        from ..hooks.server.application import Address
+        from ..hooks.server.application import Address, check_free
         from ..hooks.server.server import Server
     except ModuleNotFoundError as error:
         raise ManageError(f"serving needs {error.name}: pip install 'ballonet[serve]'") from error
@@ -87,6 +87,8 @@ def _serve(args: argparse.Namespace) -> Callable[[], None]:
     from ..offload.timeline import recorder
 
     where = _placed(args)
+    if args.join is None:
+        check_free(args.host, args.port)  # before models are loaded, which takes longer
     if args.replicas is not None or (where is not None and where.hosts):
         return _replicas(args, where)
     if args.timeline is not None:
@@ -129,9 +131,34 @@ def _replicas(args: argparse.Namespace, where: Placement | None) -> Callable[[],
     if environment().get(_SECRET) is None and (where.host not in LOCAL or where.rank is not None):
         raise ConfigError(f"whoever reaches {where.host} could join: set {_SECRET}, here and for the other replicas")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    fleet = Fleet(args.replicas or 1, _forwarded(args), where, devices, environment().get(_SECRET))
+    count = args.replicas or 1
+    args.budget = _budget_of_each(args, count, devices)
+    fleet = Fleet(count, _forwarded(args), where, devices, environment().get(_SECRET))
     address = Address(args.host, args.port, args.api_key, args.waiting, args.grace)
     return ReplicaServer(args.models[0], fleet, address, _say).run
+
+
+def _budget_of_each(args: argparse.Namespace, count: int, devices: int) -> str | None:
+    """What `--budget` is for each of so many replicas, which fit into memory with that; None: each has a GPU of its
+    own, and decides. ConfigError where they do not fit."""
+    import torch
+
+    from ..allocator import defaults, ram
+    from ..offload.policy.replicas.memory_fit import check_fits, share
+
+    settings = Config.from_env().merge(budget=args.budget, host_budget=args.host_budget)
+    if settings.device == "cpu" or not devices:
+        room = ram.available()
+        each = settings.budget or share(count, room // defaults.STANDIN_BUDGET, defaults.PAGE_SIZE["standin"])
+        check_fits(count, each + (settings.host_budget or 0), [("this machine's memory", room)])
+        return str(each)
+    if settings.budget is None:
+        if count > devices:
+            raise ConfigError(f"{count} replicas share {devices} GPUs: give --budget, for each of them")
+        return None
+    found = [torch.cuda.get_device_properties(number).total_memory for number in range(devices)]
+    check_fits(count, settings.budget, [(f"GPU {number}", room) for number, room in enumerate(found)])
+    return str(settings.budget)
 
 
 def _forwarded(args: argparse.Namespace) -> list[str]:
