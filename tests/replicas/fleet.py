@@ -12,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM
 
+from ballonet.allocator.control import ask
 from ballonet.hooks.replicas import faults
 from ballonet.hooks.replicas.faults import Fault
 from ballonet.hooks.replicas.placement import Placement
@@ -76,16 +77,14 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def memfd_bytes(process: int) -> int:
-    """Bytes that the kernel holds for the pools of a process; 0 where there is no such process."""
+def memfd_bytes(process: int, where: str) -> int:
+    """Bytes that the kernel holds for the pool of a process, `where`: on the device or the host."""
     found = {}
-    try:
-        for each in Path(f"/proc/{process}/fd").iterdir():
-            if "memfd:ballonet-" in os.readlink(each):
+    for each in Path(f"/proc/{process}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            if f"memfd:ballonet-{where}" in os.readlink(each):
                 status = os.stat(each)
                 found[status.st_ino] = status.st_blocks * 512
-    except FileNotFoundError:
-        return 0
     return sum(found.values())
 
 
@@ -148,6 +147,15 @@ def _text(asked: Asked) -> str:
     return " ".join(f"w{number}" for number in asked.prompt)
 
 
+def post(url: str, model: str, asked: Asked) -> Any:
+    """One request, streamed: what urlopen returns."""
+    body = {"model": model, "prompt": _text(asked), "max_tokens": asked.new, "temperature": 0, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    return urllib.request.urlopen(request)
+
+
 class Fleet:
     """A server of a model on so many replicas. `faults`: see `fault`."""
 
@@ -182,6 +190,22 @@ class Fleet:
         state = self.server.supervisor.state
         self.wait(lambda: [*state().spans.values()] == [(0, LAYERS)] * replicas and not state().requests)
 
+    def at_rest(self) -> list[dict[str, Any]]:
+        """Waits until no replica has KV, nor lacks a layer, and returns what they say of their pages. What the kernel
+        holds for them is what they count."""
+        found: list[dict[str, Any]] = []
+
+        def rests() -> bool:
+            found[:] = [ask(each) for each in self.processes]
+            return all(each["pages"]["kv"] == each["pages"]["retiring"] == 0 for each in found)
+
+        self.wait(rests)
+        for each in found:
+            page = each["page_size"]
+            assert memfd_bytes(each["pid"], "device") == sum(each["pages"].values()) * page <= each["budget"]
+            assert memfd_bytes(each["pid"], "host") == each["host_pages"] * page
+        return found
+
     def fault(self, *wanted: Fault) -> None:
         """From now on."""
         faults.write(self._file, wanted)
@@ -197,19 +221,7 @@ class Fleet:
 
     def opened(self, asked: Asked) -> Any:
         """One request over HTTP, streamed: what urlopen returns."""
-        body = {
-            "model": self.model,
-            "prompt": _text(asked),
-            "max_tokens": asked.new,
-            "temperature": 0,
-            "stream": True,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.server.address.port}/v1/completions",
-            json.dumps(body).encode(),
-            {"content-type": "application/json"},
-        )
-        return urllib.request.urlopen(request)
+        return post(f"http://127.0.0.1:{self.server.address.port}", self.model, asked)
 
     def ask(self, asked: Asked) -> Answer:
         """One request, and all of its answer."""

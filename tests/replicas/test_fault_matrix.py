@@ -12,7 +12,7 @@ import pytest
 
 from ballonet.hooks.replicas.faults import Fault
 
-from .fleet import EAGER, Fleet, Stock, drawn, made, memfd_bytes, serving
+from .fleet import EAGER, Fleet, Stock, drawn, made, serving
 
 REPLICAS = 2
 REQUESTS = 18
@@ -84,6 +84,7 @@ def test_row(fleet: Fleet, stock: tuple[str, Stock], row: Row) -> None:
         answered(fleet, stock[1])
         fleet.whole(REPLICAS)  # the restore may be where it happens
     assert fleet.happened == [wanted]
+    fleet.wait(lambda: fleet.server.supervisor.state().replaced >= before.replaced + row.lost)
     fleet.whole(REPLICAS)
     after = fleet.server.supervisor.state()
     assert (wanted.member in fleet.members) == (not row.lost), fleet.said
@@ -132,4 +133,4 @@ def test_who_leaves_frees_what_it_had(fleet: Fleet, stock: tuple[str, Stock]) ->
     fleet.whole(REPLICAS)  # no request is left
     answered(fleet, stock[1])
     fleet.whole(REPLICAS)
-    assert all(memfd_bytes(each) for each in fleet.processes)
+    fleet.at_rest()
