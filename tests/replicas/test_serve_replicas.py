@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
 import pytest
@@ -100,7 +100,7 @@ def begin(asked: Asked, program: Program) -> str:
     try:
         with post(program.url, program.model, asked) as answer:
             return str(answer.read().decode())
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, HTTPException) as error:
         return f"error: {error}"
 
 
