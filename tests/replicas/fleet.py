@@ -36,6 +36,10 @@ from ..models import build
 from ..serving.test_server import saved
 
 LAYERS = 8
+PATIENCE = 120.0  # s, that a replica has to say how many pages it has
+# `make kills`: all of it, which takes a quarter of an hour; else what a suite can afford
+ALL = "BALLONET_KILLS" in os.environ
+NEEDS_ALL = pytest.mark.skipif(not ALL, reason="make kills")
 # the smallest whose layers can stream
 SHAPE = {
     "hidden_size": 256,
@@ -196,7 +200,7 @@ class Fleet:
         found: list[dict[str, Any]] = []
 
         def rests() -> bool:
-            found[:] = [ask(each) for each in self.processes]
+            found[:] = [ask(each, None, PATIENCE) for each in self.processes]
             return all(each["pages"]["kv"] == each["pages"]["retiring"] == 0 for each in found)
 
         self.wait(rests)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 import pytest
 
-from .fleet import Fleet, Stock, drawn, made, serving
+from .fleet import NEEDS_ALL, Fleet, Stock, drawn, made, serving
 
-ALL = os.environ.get("BALLONET_KILLS") is not None
-CYCLES = 20 if ALL else 1
+CYCLES = 20
 REQUESTS = 12  # of each replica: two levels of drops
 
 
@@ -37,7 +35,8 @@ class Widest:
             self.found = max(self.found, *map(len, self._fleet.server.supervisor.state().groups))
 
 
-@pytest.mark.parametrize("ranks", [3, 4] if ALL else [3])
+@NEEDS_ALL
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_tokens_stay_and_memory_comes_back(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = made(tmp_path)
     asked = drawn(REQUESTS * ranks)

@@ -12,11 +12,10 @@ import pytest
 
 from ballonet.hooks.replicas.faults import Fault
 
-from .fleet import EAGER, Fleet, Stock, drawn, made, serving
+from .fleet import ALL, EAGER, NEEDS_ALL, Fleet, Stock, drawn, made, serving
 
 REPLICAS = 2
 REQUESTS = 18
-ALL = os.environ.get("BALLONET_KILLS") is not None
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,12 @@ ROWS = [
     Row("killed at commit", 1, "hear Commit", 1, "kill", recomputed=True),
     Row("killed as it sends KV", 0, "send kv", 2, "kill", recomputed=True, quick=True),
     Row("killed as it gets KV", 1, "take kv", 3, "kill", recomputed=True),
-    Row("killed as it pulls a layer", 1, "take weights", 1, "kill", quick=True),
+    Row("killed as it pulls a layer", 1, "take weights", 1, "kill"),
     Row("killed as a layer is pulled from it", 0, "send weights", 1, "kill"),
     Row("link cut in the pipeline", 0, "send passing", 3, "cut", lost=0, recomputed=True, quick=True),
     Row("link cut in the exchange", 1, "send kv", 2, "cut", lost=0, recomputed=True),
     Row("link cut in the pull", 0, "send weights", 2, "cut", lost=0),
-    Row("KV damaged", 0, "send kv", 1, "damage", lost=0, quick=True),
+    Row("KV damaged", 0, "send kv", 1, "damage", lost=0),
     Row("layer damaged", 0, "send weights", 2, "damage", lost=0),
 ]
 
@@ -97,6 +96,7 @@ def test_row(fleet: Fleet, stock: tuple[str, Stock], row: Row) -> None:
     answered(fleet, stock[1])
 
 
+@NEEDS_ALL
 def test_who_stands_still_is_ended_and_replaced(stock: tuple[str, Stock], tmp_path: Path) -> None:
     with serving(stock[0], tmp_path, REPLICAS, tuning=replace(EAGER, silent=8.0)) as fleet:
         stopped = Fault(fleet.members[1], "decode", 5, "stop")
@@ -108,6 +108,7 @@ def test_who_stands_still_is_ended_and_replaced(stock: tuple[str, Stock], tmp_pa
         assert stopped.member not in fleet.members
 
 
+@NEEDS_ALL
 def test_a_file_of_weights_that_changes_is_no_source(tmp_path: Path) -> None:
     """Layers then come from the other replica, or are not dropped."""
     model = made(tmp_path)
@@ -125,6 +126,7 @@ def test_a_file_of_weights_that_changes_is_no_source(tmp_path: Path) -> None:
         assert fleet.server.supervisor.state().replaced == 0, fleet.said
 
 
+@NEEDS_ALL
 def test_who_leaves_frees_what_it_had(fleet: Fleet, stock: tuple[str, Stock]) -> None:
     fleet.whole(REPLICAS)
     for asked in drawn(4, new=400):

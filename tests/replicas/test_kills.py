@@ -18,7 +18,7 @@ from ballonet.hooks.replicas.faults import Fault
 
 from .fleet import Answer, Stock, drawn, made, serving
 
-SEEDS = int(os.environ.get("BALLONET_KILLS", "3"))
+SEEDS = int(os.environ.get("BALLONET_KILLS", "2"))
 REPLICAS = 3
 REQUESTS = 18
 MICROBATCHES = 20  # a replica of a burst has at least so many

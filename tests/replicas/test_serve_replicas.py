@@ -17,9 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from .fleet import Asked, drawn, free_port, made, post
+from .fleet import ALL, NEEDS_ALL, Asked, drawn, free_port, made, post
 
-ALL = os.environ.get("BALLONET_KILLS") is not None
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 SECRET = "BALLONET_REPLICA_SECRET"
 ENVIRONMENT = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
@@ -105,7 +104,7 @@ def begin(asked: Asked, program: Program) -> str:
 
 
 SCENES = [
-    ("as they load", signal.SIGTERM, True),
+    ("as they load", signal.SIGTERM, False),
     ("idle", signal.SIGTERM, False),
     ("in requests", signal.SIGTERM, False),
     ("in requests", signal.SIGINT, False),
@@ -141,7 +140,7 @@ def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_pat
             assert "Traceback" not in program.said
 
 
-@pytest.mark.skipif(not ALL, reason="each loads a model: make kills")
+@NEEDS_ALL
 def test_who_is_another_does_not_join(model: str, tmp_path: Path) -> None:
     """Another secret, none, other weights, another dtype."""
     from transformers import AutoModelForCausalLM
