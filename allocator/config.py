@@ -262,7 +262,10 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def take_environment(environ: Mapping[str, str]) -> None:
-    """Makes the environment of this process another one: of a fork, before it does anything else."""
-    os.environ.clear()
-    os.environ.update(environ)
+def change_environment(values: Mapping[str, str | None]) -> None:
+    """Sets variables of this process, for itself and what it starts; None: unsets one."""
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

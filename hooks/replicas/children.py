@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
-from ...allocator.config import environment, take_environment
+from ...allocator.config import change_environment, environment
 from ...offload.policy.replicas.chunk_cost import ChunkCost
+from .placement import as_replica
 
 SECRET: Final = "BALLONET_REPLICA_SECRET"  # the variable that replicas read the supervisor's secret from
 STARTED: Final = "BALLONET_REPLICA_STARTED"  # and this one what it tells those that it starts (messages.Started)
@@ -77,20 +78,17 @@ class Children:
 
 
 def placed(number: int, devices: int) -> dict[str, str]:
-    """The environment of replica `number` of a machine with so many GPUs: each has one of its own, in turns; without
-    any it is this process's."""
+    """The environment of replica `number` of a machine with so many GPUs; see placement.as_replica."""
     environ = environment()
-    if devices:
-        seen = environ.get("CUDA_VISIBLE_DEVICES", "")
-        names = [each for each in seen.split(",") if each] or [str(each) for each in range(devices)]
-        environ["CUDA_VISIBLE_DEVICES"] = names[number % len(names)]
-    return environ
+    changes = as_replica(environ, number, devices)
+    kept = {name: value for name, value in environ.items() if name not in changes}
+    return kept | {name: value for name, value in changes.items() if value is not None}
 
 
 def _serve(arguments: list[str], environ: Mapping[str, str]) -> None:
     """The process of a replica."""
     os.setsid()  # Ctrl-C is for the supervisor, which tells replicas when requests have ended
-    take_environment(environ)
+    change_environment({**dict.fromkeys(environment()), **environ})
     sys.argv = ["ballonet", "serve", *arguments]
     try:
         runpy.run_module("ballonet", run_name="__main__", alter_sys=True)

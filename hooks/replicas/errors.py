@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...allocator.errors import BallonetError, ConfigError
+from ...allocator.errors import BallonetError, ConfigError, PortInUse
 from ...allocator.units import format_time
 
 
@@ -74,18 +74,6 @@ class Interrupted(ReplicaError):
         return f"the control plane has news for who waits for {self.what}: take the mail, then wait again"
 
 
-class StaleEpoch(ReplicaError):
-    """Something was asked in an epoch that is over. `had`: that epoch; `now`: the one in force."""
-
-    def __init__(self, had: int, now: int) -> None:
-        super().__init__(had, now)
-        self.had = had
-        self.now = now
-
-    def __str__(self) -> str:
-        return f"epoch {self.had} is over, epoch {self.now} is in force: join again, with nothing held"
-
-
 class SupervisorLost(ReplicaError):
     """The supervisor's store does not answer any more: its process has ended, or the network between."""
 
@@ -94,19 +82,8 @@ class PlacementError(ReplicaError, ConfigError):
     """What says where the supervisor is cannot be understood."""
 
 
-class PortInUse(ReplicaError, ConfigError):
+class SupervisorPortInUse(ReplicaError, PortInUse):
     """The supervisor cannot listen where it was told to."""
-
-    def __init__(self, host: str, port: int) -> None:
-        super().__init__(host, port)
-        self.host = host
-        self.port = port
-
-    def __str__(self) -> str:
-        return (
-            f"another process listens on {self.host}:{self.port}: end it (ss -ltnp 'sport = :{self.port}' names it), "
-            "choose another port, or port 0 for any that is free"
-        )
 
 
 class JoinRefused(ReplicaError):

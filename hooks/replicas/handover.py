@@ -151,7 +151,7 @@ class Handover:
                     link.send(tensor, "kv")
                     self.sent += tensor.nbytes
                 yield True
-        self._old.free_blocks(name)
+        self._old.give(name)
 
     # -- taking in
 

@@ -4,8 +4,8 @@ Note [Two threads]
     A link that is idle has a receive outstanding, which can only be waited for, so there is a thread that receives and
     one that forms the link and then sends. Neither is ever waited for by a main loop: `send` returns once the tensor is
     staged, `take` looks, and `recv` waits on the bell, which every link and the mailbox ring, so that who waits for a
-    tensor of one replica hears that another is gone. An error ends this link alone: its pair is closed, what waits to
-    be sent or received fails with LinkError, and `on_fault` is called, once.
+    tensor of one replica hears that another is gone. An error ends this link alone: its pair is closed, and what waits
+    to be sent or received fails with LinkError.
 
 Note [Closing]
     An end that goes tells the other one (`BYE`), or its leaving would look like a crash. The other answers the same and
@@ -29,14 +29,11 @@ from .bell import Bell
 from .errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from .outbox import Logged, Outbox
 from .pair import Connect, TwoRanks
-from .sending import Heard, Sending, State
+from .sending import Sending, State
 from .staging import checksum, room, staged, unstaged
 from .wire import BYE, MESSAGE, WORDS, Header
 
 _CPU: Final = torch.device("cpu")
-
-
-_NOBODY: Final = Heard()
 
 
 class Link:
@@ -50,7 +47,6 @@ class Link:
         bell: Bell,
         *,
         device: torch.device = _CPU,
-        heard: Heard = _NOBODY,
         tuning: Replicas = DEFAULT.replicas,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -61,7 +57,8 @@ class Link:
         self._connect = connect
         self._bell = bell
         self._device = device
-        self._heard = heard
+        self._on_gpu = device.type == "cuda"
+        self._direct = False  # does device memory go from device to device? Not before the link is formed
         self._linger = tuning.linger
         self._pair: TwoRanks | None = None
         self._state = State.FORMING
@@ -82,6 +79,16 @@ class Link:
         return self._state
 
     @property
+    def device(self) -> torch.device:
+        """Where received tensors are put."""
+        return self._device
+
+    @property
+    def direct(self) -> bool:
+        """Do tensors of the device go to the other one's without the host? Not before it is formed."""
+        return self._direct
+
+    @property
     def finished(self) -> bool:
         """Have its threads ended?"""
         return not (self._sender.is_alive() or self._receiver.is_alive())
@@ -100,9 +107,10 @@ class Link:
         """Sends a copy of a tensor, which is made before this returns (staging.py): behind what is waiting if it is
         bulk, before all bulk that has not begun if it is `urgent`. `check`: the receiver compares a checksum. Waits for
         nothing, not even for the link to be formed. LinkError; ValueError: such a tensor or tag cannot be sent."""
-        copy = staged(tensor)
+        copy = staged(tensor, self._direct and tensor.device == self._device)
         nbytes = copy.data.numel()
         header = Header(MESSAGE, self.epoch, tag, copy.dtype, copy.shape, nbytes, urgent, 0 if check else None)
+        header = replace(header, direct=copy.direct)
         header.encode()  # which may raise, and not in the thread
         sending = Sending(header, copy)
         if not self._outbox.put(sending, tag, nbytes, urgent):
@@ -125,7 +133,11 @@ class Link:
             raise found
         if found is None and self._error is not None:
             raise self._ended()
-        return None if found is None else found.to(self._device, non_blocking=True)
+        if found is None:
+            return None
+        if self._on_gpu and found.is_cuda:  # its memory is the receiving thread's stream's, and is used on this one
+            found.record_stream(torch.cuda.current_stream(self._device))
+        return found.to(self._device, non_blocking=True)
 
     def recv(self, tag: str, timeout: float | None = None, unless: Callable[[], bool] = lambda: False) -> torch.Tensor:
         """Waits for the next tensor of this tag; as `take`. Interrupted as soon as `unless` says so, which is asked at
@@ -174,6 +186,7 @@ class Link:
             self._pair = pair
             if self._state is State.FORMING:
                 self._state = State.OPEN
+            self._direct = pair.direct
             self._receiver.start()
         self._bell.ring()
         while (waiting := self._outbox.next()) is not None:
@@ -198,21 +211,27 @@ class Link:
             header = replace(header, checksum=checksum(data))
         pair.send(_words(header))
         if header.nbytes:
-            pair.send(data)
+            pair.send(data, header.direct)
 
     def _receive(self) -> None:
         pair = self._pair
         words = _words(Header(BYE, self.epoch))
+        is_first = True
         try:
             while pair is not None:
                 pair.recv(words)
+                if is_first:  # so the other end has formed the link, too
+                    self._connect.forget()
+                is_first = False
                 header = Header.decode(words.tolist())
                 if header.kind == BYE:
                     self._end(State.CLOSED, LinkClosed(self.epoch, self.peer, "the other end has closed it"), bye=True)
                     return
-                data = room(header.nbytes, pinned=self._device.type == "cuda")
+                direct = header.direct
+                size = header.nbytes
+                data = pair.room(size) if direct else room(size, pinned=self._on_gpu)
                 if header.nbytes:
-                    pair.recv(data)
+                    pair.recv(data, direct)
                 self._deliver(header, data)
         except (RuntimeError, ValueError) as error:
             self._lose(_said(error))
@@ -220,7 +239,6 @@ class Link:
     def _deliver(self, header: Header, data: torch.Tensor) -> None:
         if header.epoch != self.epoch:
             self.stale += 1
-            self._heard.stale(self, header.epoch)
             return
         found: torch.Tensor | ChecksumError = unstaged(data, header.dtype, header.shape)
         if header.checksum is not None and header.checksum != checksum(data):
@@ -232,7 +250,6 @@ class Link:
     def _lose(self, reason: str) -> None:
         if self._end(State.LOST, LinkError(self.epoch, self.peer, reason), bye=False):
             self._drop_pair()
-            self._heard.fault(self)
 
     def _end(self, state: State, error: LinkError, bye: bool) -> bool:
         """Only the first end of a link counts: returns whether this is it. `bye`: the other end is told."""

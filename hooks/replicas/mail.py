@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from ...offload.policy.replicas import actions
-from .mailbox import STALE, SUPERVISOR, Mailbox
+from .mailbox import SUPERVISOR, Mailbox
 from .messages import End, Message, decoded, encoded
 
-_KIND = "said"
 _URGENT = (actions.Alone, actions.Discard, End)
 
 
@@ -35,12 +34,11 @@ class ToSupervisor:
 
     def post(self, message: Message) -> None:
         """See setup.Speaks. SupervisorLost."""
-        self._box.post(SUPERVISOR, _KIND, 0, text=encoded(message))
+        self._box.post(SUPERVISOR, encoded(message))
 
     def _fill(self) -> None:
         while (mail := self._box.take()) is not None:
-            if mail.kind != STALE:
-                self._came.append(decoded(str(mail.body["text"])))
+            self._came.append(decoded(mail.text))
 
 
 class FromReplicas:
@@ -52,7 +50,7 @@ class FromReplicas:
     def take(self) -> tuple[int, Message] | None:
         """The next message; None where nothing is here. ValueError: it is none of this version."""
         mail = self._box.take()
-        return None if mail is None else (mail.sender, decoded(str(mail.body["text"])))
+        return None if mail is None else (mail.sender, decoded(mail.text))
 
     def has(self) -> bool:
         """Is anything here?"""
@@ -60,4 +58,4 @@ class FromReplicas:
 
     def post(self, member: int, message: Message) -> None:
         """Tells one replica something."""
-        self._box.post(member, _KIND, 0, text=encoded(message))
+        self._box.post(member, encoded(message))

@@ -4,8 +4,7 @@ Note [Mail]
     Each member has a queue in the supervisor's store. A message is JSON behind its keyed hash (secret.py), and counts
     how many its sender sent to this reader before, so that one that is sent again by somebody else is not read twice.
     Reading takes it out of the store, which does not grow. A member's own thread waits for mail; its main loop takes
-    what is here, or waits on the bell. What is of an epoch that is over is dropped, and the supervisor says so to its
-    sender (`STALE`). Who has taken up the new epoch meanwhile drops that too; who gets to read it is behind.
+    what is here, or waits on the bell. What a message says, and of which epoch, is for its reader (messages.py).
 """
 
 from __future__ import annotations
@@ -13,59 +12,52 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 from .bell import Bell
-from .epoch import Fence, Verdict
 from .errors import SupervisorLost
 from .listener import Listener
 from .secret import proof, proves
 from .store import Store
 
 SUPERVISOR: Final = -1  # its number; members count from 0
-STALE: Final = "stale"
 
 
 @dataclass(frozen=True, slots=True)
 class Mail:
-    """`sender`: the number of a member, or SUPERVISOR. `epoch`: that it was sent in. `body`: what JSON can say."""
+    """`sender`: the number of a member, or SUPERVISOR."""
 
     sender: int
-    epoch: int
-    kind: str
-    body: Mapping[str, Any] = field(default_factory=dict)
+    text: str
 
 
 class Mailbox:
     """The mail of one member, or of the supervisor. Any thread may post; one takes. To be closed."""
 
-    def __init__(self, store: Store, me: int, secret: str, bell: Bell, fence: Fence) -> None:
-        """`fence`: messages of an epoch before its own are dropped. SupervisorLost."""
+    def __init__(self, store: Store, me: int, secret: str, bell: Bell) -> None:
+        """`bell`: is rung when mail comes, or none will any more. SupervisorLost."""
         self.me = me
         self.refused = 0  # messages of who does not know the secret, or that were sent again
         self._store = store
         self._secret = secret
         self._bell = bell
-        self._fence = fence
         self._sent: defaultdict[int, int] = defaultdict(int)  # messages, by receiver
         self._read: defaultdict[int, int] = defaultdict(int)  # number of the last one, by sender
         self._came: deque[Mail] = deque()
         self._posting = threading.Lock()
         self._listener = Listener(store, _queue(me), self._hear, bell.ring)
 
-    def post(self, to: int, kind: str, epoch: int, **body: Any) -> None:
+    def post(self, to: int, text: str) -> None:
         """Sends a message, behind all that this sent there before. SupervisorLost."""
         with self._posting:
             self._sent[to] += 1
-            text = json.dumps([self.me, self._sent[to], epoch, kind, body])
-            self._store.push(_queue(to), proof(self._secret, str(to), text) + text)
+            said = json.dumps([self.me, self._sent[to], text])
+            self._store.push(_queue(to), proof(self._secret, str(to), said) + said)
 
     def take(self) -> Mail | None:
         """The next message, None if none is here. SupervisorLost: none is left, and none will come."""
-        self._drop_stale()
         if self._came:
             return self._came.popleft()
         if self._listener.error is not None:
@@ -74,12 +66,7 @@ class Mailbox:
 
     def has(self) -> bool:
         """Whether `take` would return a message, or raise. For the thread that takes."""
-        self._drop_stale()
         return bool(self._came) or self._listener.error is not None
-
-    def wait(self, timeout: float | None) -> Mail | None:
-        """The next message; None if none came within `timeout` seconds. As `take`."""
-        return self._bell.wait(self.take, timeout)
 
     def close(self) -> None:
         """Ends its thread, and leaves nothing in the store. Idempotent."""
@@ -88,24 +75,18 @@ class Mailbox:
             while self._store.pop(_queue(self.me), wait=False) is not None:
                 pass
 
-    def _drop_stale(self) -> None:
-        while self._came and self._fence.judge(self._came[0].epoch) is Verdict.BEHIND:
-            mail = self._came.popleft()
-            if self.me == SUPERVISOR:
-                self.post(mail.sender, STALE, self._fence.now, had=mail.epoch)
-
     def _hear(self, text: str) -> None:
         length = len(proof(self._secret))
         claimed, said = text[:length], text[length:]
         if not proves(claimed, self._secret, str(self.me), said):
             self.refused += 1
             return
-        sender, number, epoch, kind, body = json.loads(said)
+        sender, number, body = json.loads(said)
         if number <= self._read[sender]:
             self.refused += 1
             return
         self._read[sender] = number
-        self._came.append(Mail(sender, epoch, kind, body))
+        self._came.append(Mail(sender, body))
         self._bell.ring()
 
 

@@ -11,7 +11,6 @@ from .door import DOOR, Door, Knock
 from .errors import NoAnswer, SupervisorLost
 from .fingerprint import Fingerprint
 from .listener import Listener
-from .liveness import begin_beats
 from .store import Store
 
 
@@ -56,8 +55,6 @@ class Reception:
         if reply is None:
             return
         try:
-            if reply.admitted is not None:
-                begin_beats(self._store, reply.admitted[0])
             self._store.push(reply.queue, reply.text)
         except SupervisorLost:
             return  # the listener hears of it, too

@@ -30,14 +30,21 @@ _Gloo: Any = ProcessGroupGloo  # most of which torch does not annotate
 
 
 class TwoRanks(Protocol):
-    """Carries tensors of the host between two processes, each way in order. One thread sends and another receives.
-    Both raise RuntimeError once the other end is gone, or `close` was called."""
+    """Carries tensors between two processes, each way in order. One thread sends and another receives. Both raise
+    RuntimeError once the other end is gone, or `close` was called. `direct`: tensors of the devices can be carried;
+    those of the host always can."""
 
-    def send(self, tensor: torch.Tensor) -> None:
-        """Returns when a tensor, which is contiguous, is sent."""
+    direct: bool
 
-    def recv(self, into: torch.Tensor) -> None:
-        """Returns when a tensor is filled."""
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
+        """Returns when a tensor, which is contiguous, is sent. `direct`: it lies on the device, and all that was
+        written to it is there."""
+
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
+        """Returns when a tensor is filled. `direct`: it lies on the device, and nothing else uses it."""
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """uint8[nbytes] on the device, for `recv`."""
 
     def close(self) -> None:
         """Ends it, and whatever waits in it. Any thread, idempotent."""
@@ -52,9 +59,14 @@ class Connect(Protocol):
     def cancel(self) -> None:
         """Has a call that waits return, with an error, here and at the other end. Any thread."""
 
+    def forget(self) -> None:
+        """Deletes what forming the link left elsewhere, once both ends have formed it. Any thread."""
+
 
 class GlooPair:
     """Two ranks over gloo."""
+
+    direct = False
 
     def __init__(self, group: Any, other: int) -> None:
         """`other`: the rank at the other end."""
@@ -63,13 +75,19 @@ class GlooPair:
         self._works: list[Any] = []  # that are waited for
         self._lock = threading.Lock()
 
-    def send(self, tensor: torch.Tensor) -> None:
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
         """See TwoRanks."""
+        assert not direct, "gloo carries tensors of the host"
         self._run(lambda group: group.send([tensor], self._other, 0))
 
-    def recv(self, into: torch.Tensor) -> None:
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
         """See TwoRanks."""
+        assert not direct, "gloo carries tensors of the host"
         self._run(lambda group: group.recv([into], self._other, 0))
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        """See TwoRanks; RuntimeError, as nothing comes to the device."""
+        raise RuntimeError(f"the other end sends {nbytes} bytes over NCCL, which this end does not use")
 
     def close(self) -> None:
         """See TwoRanks, and Note [Ending a wait]."""
@@ -101,11 +119,12 @@ class GlooConnect:
     def __init__(self, store: Store, epoch: int, me: int, peer: int, timeout: float) -> None:
         """`timeout`: seconds that the other end is waited for."""
         self._store = store
-        self._below = link_prefix(epoch, me, peer)
+        self._below = f"epoch/{epoch}/link/{min(me, peer)}-{max(me, peer)}"
         self._me = me
         self._peer = peer
         self._timeout = timeout
         self._cancelled = False
+        self.first = False  # once it is called: is this the first of the two ranks?
 
     def __call__(self) -> GlooPair:
         """See Connect."""
@@ -119,6 +138,7 @@ class GlooConnect:
         options._timeout = timedelta(seconds=self._timeout)
         options._devices = [_device(local_address(store.host_name, store.port))]
         rank = int(self._me > self._peer)
+        self.first = rank == 0
         return GlooPair(_Gloo(store.below(self._below), rank, 2, options), 1 - rank)
 
     def cancel(self) -> None:
@@ -127,17 +147,10 @@ class GlooConnect:
         for member in (self._me, self._peer):
             self._store.set(f"{self._below}/{member}", _GONE)
 
-
-def link_prefix(epoch: int, one: int, other: int) -> str:
-    """Where the keys of a link lie in the store."""
-    return f"epoch/{epoch}/link/{min(one, other)}-{max(one, other)}"
-
-
-def forget_link(store: Store, epoch: int, one: int, other: int) -> None:
-    """Deletes what forming a link left in the store. Once both ends are formed, or given up."""
-    below = link_prefix(epoch, one, other)
-    for key in (f"{below}/{one}", f"{below}/{other}", f"{below}/0/0", f"{below}/0/1"):  # the last two are gloo's
-        store.delete(key)
+    def forget(self) -> None:
+        """See Connect. Both ends may do so."""
+        for key in (self._me, self._peer, "0/0", "0/1"):  # the last two are gloo's
+            self._store.delete(f"{self._below}/{key}")
 
 
 @lru_cache(maxsize=8)

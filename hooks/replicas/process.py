@@ -24,7 +24,6 @@ from ..server.loading import loaded
 from ..splice.splice import Splice
 from .bell import Bell
 from .costing import measured
-from .epoch import Fence
 from .errors import SupervisorLost
 from .faults import Faults, FaultyLayers, FaultyLink, FaultySpeaks
 from .fingerprint import fingerprint_of
@@ -36,6 +35,8 @@ from .mailbox import Mailbox
 from .member import Member, cache_of
 from .membership import join
 from .messages import Hello, Started, decoded
+from .nccl import NcclConnect, available, stream_of
+from .notes import Notes
 from .pair import GlooConnect
 from .placement import Placement
 from .rendezvous import open_store
@@ -44,6 +45,7 @@ from .settings import GroupSettings
 from .setup import Setup, Speaks
 from .spliced import SplicedLayers
 from .store import Store
+from .stage_times import Ran, StageTimes, marks_of
 
 
 def run(
@@ -65,17 +67,22 @@ def run(
     model = loaded(name, device, say)
     handle = managed(model, options)
     try:
-        told = None if started is None else decoded(started)
-        assert told is None or isinstance(told, Started)
-        cost = None if told is None else told.cost
-        cost = cost or _measured(name, model, max_batch_tokens or tuning.chunk, say, tuning)
-        say(f"{name}: {handle!r}")
         with Splice(model) as splice:
             runs = SplicedLayers(splice)
-            replica = Member(name, model, runs, GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching))
+            settings = GroupSettings.of(model, max_batch_tokens or tuning.chunk, **batching)
+            place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+            layers, marks = len(splice.layers), marks_of(place)
+            told = None if started is None else decoded(started)
+            assert told is None or isinstance(told, Started)
+            cost = None if told is None else told.cost
+            cost = cost or _measured(Member(name, model, runs, settings), layers, marks, say, tuning)
+            say(f"{name}: {handle!r}")
+            notes = Notes(time.monotonic)
+            times = StageTimes(layers, cost, time.monotonic, marks, lambda ran: _note(notes, ran), tuning)
+            replica = Member(name, model, runs, settings, times)
             hello = _hello(replica, handle, device, cost, None if told is None else told.rank)
             me = join(store, secret, fingerprint_of(model, device), tuning.joining)
-            _live(me, store, secret, replica, handle, device, hello, say, tuning)
+            _live(me, store, secret, replica, handle, place, hello, notes, say, tuning)
     finally:
         handle.release()
 
@@ -86,14 +93,15 @@ def _live(
     secret: str | None,
     replica: Member,
     handle: Managed,
-    device: Device,
+    place: torch.device,
     hello: Hello,
+    notes: Notes,
     say: Callable[[str], object],
     tuning: Replicas,
 ) -> None:
     """The life of a member, until the supervisor ends it or is gone."""
     bell = Bell()
-    box = Mailbox(store, me, secret or "", bell, Fence())
+    box = Mailbox(store, me, secret or "", bell)
     supervisor: Speaks = ToSupervisor(box)
     make: Callable[..., Link] = Link
     path = Config.from_env().replica_faults
@@ -101,15 +109,19 @@ def _live(
         faults = Faults(path, me)
         replica = dataclasses.replace(replica, runs=FaultyLayers(replica.runs, faults))
         supervisor, make = FaultySpeaks(supervisor, faults), partial(FaultyLink, faults)
-    place = torch.device("cuda", device.ordinal) if device.kind == "cuda" else torch.device("cpu")
+    gpu = available(place)
+    stream = stream_of(place) if gpu else None
 
     def connect(epoch: int, peer: int) -> Link:
         connects = GlooConnect(store, epoch, me, peer, tuning.forming)
+        if stream is not None:
+            ways: dict[str, Any] = {"gpu": gpu, "device": place, "stream": stream, "bulk": tuning.bulk}
+            connects = NcclConnect(store, epoch, me, peer, tuning.forming, **ways)
         return make(connects, epoch, peer, bell, device=place, tuning=tuning)
 
     supervisor.post(hello)
     form, held = by_cost(hello.cost), HeldLayers(handle)
-    setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning)
+    setup = Setup(me, replica, len(hello.layers), held, supervisor, connect, time.monotonic, form, tuning, notes)
     loop = Replica(setup, bell)
     try:
         loop.run()
@@ -121,14 +133,20 @@ def _live(
         box.close()
 
 
-def _measured(name: str, model: Any, most: int, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
-    """What chunks take here. ManageError."""
+def _measured(member: Member, layers: int, marks: Any, say: Callable[[str], object], tuning: Replicas) -> ChunkCost:
+    """What batches take here. ManageError."""
     try:
-        found = measured(model, most, tuning)
+        found = measured(member, layers, marks, tuning)
     except ValueError as error:
-        raise ManageError(f"what chunks of {name} take cannot be measured: {error}") from error
-    say(f"{name}: what a chunk takes is predicted to {found.error:.1%}")
+        raise ManageError(f"what batches of {member.name} take cannot be measured: {error}") from error
+    say(f"{member.name}: what a batch takes is predicted within {found.error:.1%} on average")
     return found.cost
+
+
+def _note(notes: Notes, ran: Ran) -> None:
+    """A microbatch, for the timeline."""
+    tokens = sum(new for _, new in ran.sizes)
+    notes.bar("microbatches", f"{len(ran.sizes)} requests, {tokens} tokens", ran.begin, ran.end)
 
 
 def _hello(replica: Member, handle: Managed, device: Device, cost: ChunkCost, rank: int | None) -> Hello:

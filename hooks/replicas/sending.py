@@ -1,19 +1,14 @@
-"""What a link is, what it has on its way, and whom it tells."""
+"""What a link is, and what it has on its way."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from .errors import LinkError, NoAnswer
 from .staging import Staged
 from .wire import Header
-
-if TYPE_CHECKING:
-    from .link import Link
 
 
 class State(Enum):
@@ -50,12 +45,3 @@ class Sending:
         """Called by the link."""
         self._error = error
         self._over.set()
-
-
-@dataclass(frozen=True, slots=True)
-class Heard:
-    """What is called when a link has something to tell, in its threads: it may not wait long. `fault`: the link is
-    lost. `stale`: a message of this other epoch came, and was dropped."""
-
-    fault: Callable[[Link], None] = lambda link: None
-    stale: Callable[[Link, int], None] = lambda link, epoch: None

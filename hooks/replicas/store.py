@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError, QueueEmptyError
 
-from .errors import NoAnswer, PortInUse, SupervisorLost
+from .errors import NoAnswer, SupervisorLost, SupervisorPortInUse
 
 LOCAL: Final = "127.0.0.1"
 _IN_USE: Final = (errno.EADDRINUSE, errno.EACCES)
@@ -44,7 +44,7 @@ class Store:
                 listening.listen(socket.SOMAXCONN)
             except OSError as error:
                 if error.errno in _IN_USE:
-                    raise PortInUse(host, port) from error
+                    raise SupervisorPortInUse(host, port) from error
                 raise
             port = listening.getsockname()[1]
             made = TCPStore(
@@ -94,21 +94,6 @@ class Store:
         """The value of a key, once there is one. NoAnswer, SupervisorLost."""
         with self._typed(key):
             return bytes(self._store.get(key)).decode(errors="replace")
-
-    def get_all(self, keys: list[str]) -> list[str]:
-        """The values of keys that are all set. NoAnswer, SupervisorLost."""
-        with self._typed("values"):
-            return [bytes(each).decode(errors="replace") for each in self._store.multi_get(keys)] if keys else []
-
-    def has(self, key: str) -> bool:
-        """SupervisorLost."""
-        with self._typed(key):
-            return bool(self._store.check([key]))
-
-    def add(self, key: str, amount: int = 1) -> int:
-        """Counts. SupervisorLost."""
-        with self._typed(key):
-            return int(self._store.add(key, amount))
 
     def delete(self, key: str) -> None:
         """Nothing where there is no such key. SupervisorLost."""

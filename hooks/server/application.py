@@ -45,20 +45,6 @@ class Address:
     grace: float = 30.0
 
 
-def check_free(host: str, port: int) -> None:
-    """ConfigError where a server could not listen there."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-    except OSError as error:
-        raise ConfigError(
-            f"nothing can listen at {host}:{port}: {error.strerror}. End what does (ss -ltnp 'sport = :{port}' names "
-            "it), or give another --port"
-        ) from error
-
-
 class _Listening(uvicorn.Server):
     """As uvicorn's server, which at a shutdown tells those who still wait after `grace` seconds."""
 

@@ -12,7 +12,6 @@ import torch
 
 import ballonet
 from ballonet.hooks.replicas.forming import Form, by_tokens
-from ballonet.hooks.replicas.local import LocalGroup
 from ballonet.hooks.replicas.member import Member
 from ballonet.hooks.replicas.plan import Sampling
 from ballonet.hooks.replicas.requests import Request
@@ -20,6 +19,8 @@ from ballonet.hooks.replicas.settings import GroupSettings
 from ballonet.hooks.replicas.spliced import SplicedLayers
 from ballonet.hooks.splice.splice import Splice
 from ballonet.hooks.weights.layers import decoder_layers
+
+from .in_process import InProcess
 
 PAGE = 65536
 BLOCK = 16  # tokens
@@ -107,7 +108,7 @@ def answered(
     spans, told = evenly(model.config.num_hidden_layers, stages), Told()
     models = [hollow(model, layers) if broken else copy.deepcopy(model) for layers in spans]
     with Replicas(models) as members:
-        group = LocalGroup(1, members, spans, told, form)
+        group = InProcess(1, members, spans, told, form)
         for each in asked:
             group.add(each)
         group.run()

@@ -1,6 +1,6 @@
 """Replicas that are killed at random: every request ends once, with the answer of stock or with an error that says why.
 
-`make kills SEEDS=50` runs more seeds than the suite, and every row of test_fault_matrix.py.
+`make kills SEEDS=50` runs more seeds than the suite, and every row of test_faults_live.py.
 """
 
 from __future__ import annotations

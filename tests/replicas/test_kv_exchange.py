@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,16 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ballonet.hooks.replicas import regroup
+from ballonet.hooks.replicas import handover
 from ballonet.hooks.replicas.kv_exchange import Piece, checksum, moves
-from ballonet.hooks.replicas.local import LocalGroup
 from ballonet.hooks.replicas.plan import Sampling
-from ballonet.hooks.replicas.regroup import Regroup
 from ballonet.hooks.replicas.requests import Request
 
 from ..models import build
 from ..serving.batches import prompts
 from .grouped import CHUNK, Replicas, Told, answered, evenly, install, requests
+from .in_process import InProcess, Regroup
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
@@ -70,25 +70,27 @@ def test_a_piece_arrives_as_it_was() -> None:
     assert Piece.from_json(piece.to_json()) == piece
 
 
-def begun(sampling: Sampling | None = None) -> tuple[Any, list[Request], list[list[int]]]:
-    model, asked = build("llama", num_hidden_layers=4), requests(prompts(5, 2 * CHUNK), 30, sampling)
+@functools.lru_cache
+def alone(sampling: Sampling | None = None) -> tuple[list[Request], list[list[int]]]:
+    """Requests, and what one replica answers."""
+    model, asked = build("llama", num_hidden_layers=4), requests(prompts(5, 2 * CHUNK), 20, sampling)
     install()
-    return model, asked, answered(model, asked, 1)
+    return asked, answered(model, asked, 1)
 
 
 def joined(
-    asked: list[Request], act: Callable[[LocalGroup, Regroup], None], before: Callable[[LocalGroup], None] | None = None
+    asked: list[Request], act: Callable[[InProcess, Regroup], None], before: Callable[[InProcess], None] | None = None
 ) -> Told:
     """Two groups of one become one of two, while their requests run; `act` is called for each step."""
     told = Told()
     with Replicas([build("llama", num_hidden_layers=4) for _ in range(2)]) as members:
-        singles = [LocalGroup(0, [member], [range(4)], told) for member in members]
+        singles = [InProcess(0, [member], [range(4)], told) for member in members]
         for number, each in enumerate(asked):
             singles[number % 2].add(each)
         for _ in range(10):
             for single in singles:
                 single.step()
-        group = LocalGroup(1, members, evenly(4, 2), told)
+        group = InProcess(1, members, evenly(4, 2), told)
         if before is not None:
             before(group)
         change = Regroup(singles, [group], lambda request: 0, 1)
@@ -102,13 +104,14 @@ def joined(
     return told
 
 
-def serve(group: LocalGroup, change: Regroup) -> None:
+def serve(group: InProcess, change: Regroup) -> None:
     group.step()
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(0, 1.0, 30, 0.9)], ids=["greedy", "sampling"])
 def test_requests_of_two_replicas_go_on_in_one_group(sampling: Sampling | None) -> None:
-    _, asked, expected = begun(sampling)
+    asked, expected = alone(sampling)
+    install()
     assert joined(asked, serve).answers(asked) == expected
 
 
@@ -116,18 +119,19 @@ def test_requests_of_two_replicas_go_on_in_one_group(sampling: Sampling | None) 
 def test_a_piece_that_changes_on_its_way_has_the_request_computed_again(
     wrong: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     count = iter(range(10**6))
 
     def spoiled(*args: Any) -> int:
         return checksum(*args) + (next(count) == wrong)
 
-    monkeypatch.setattr(regroup, "checksum", spoiled)
+    monkeypatch.setattr(handover, "checksum", spoiled)
     lost: set[str] = set()
 
-    def act(group: LocalGroup, change: Regroup) -> None:
-        for arrivals in change._arrivals.values():
-            lost.update(arrivals.lost)
+    def act(group: InProcess, change: Regroup) -> None:
+        for part in change.parts.values():
+            lost.update(part._arrivals.lost)
         group.step()
 
     assert joined(asked, act).answers(asked) == expected
@@ -136,10 +140,11 @@ def test_a_piece_that_changes_on_its_way_has_the_request_computed_again(
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int) -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     refused = []
 
-    def lacks(group: LocalGroup) -> None:
+    def lacks(group: InProcess) -> None:
         stock = group.caches[stage].store
 
         def store(state: Any, tokens: int) -> bool:
@@ -155,10 +160,11 @@ def test_a_request_that_finds_no_memory_on_its_way_is_computed_again(stage: int)
 
 
 def test_a_request_is_cancelled_on_its_way() -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     names = iter(["q2"])
 
-    def act(group: LocalGroup, change: Regroup) -> None:
+    def act(group: InProcess, change: Regroup) -> None:
         if (name := next(names, None)) is not None:
             change.cancel(name)
         group.step()
@@ -170,12 +176,13 @@ def test_a_request_is_cancelled_on_its_way() -> None:
 
 
 def test_new_requests_are_served_while_others_are_on_their_way() -> None:
-    _, asked, expected = begun()
+    asked, expected = alone()
+    install()
     more = [replace(each, name=f"n{each.name}", new=4) for each in asked]
     heard = Told()
     served = []
 
-    def act(group: LocalGroup, change: Regroup) -> None:
+    def act(group: InProcess, change: Regroup) -> None:
         if not served:
             group.leader._told = lambda request, error: (heard if request.name.startswith("n") else stock)(
                 request, error
@@ -188,12 +195,12 @@ def test_new_requests_are_served_while_others_are_on_their_way() -> None:
     told = Told()
     stock = told
     with Replicas([build("llama", num_hidden_layers=4) for _ in range(2)]) as members:
-        single = LocalGroup(0, members[:1], [range(4)], told)
+        single = InProcess(0, members[:1], [range(4)], told)
         for each in asked:
             single.add(each)
         for _ in range(14):
             single.step()
-        group = LocalGroup(1, members, evenly(4, 2), told)
+        group = InProcess(1, members, evenly(4, 2), told)
         change = Regroup([single], [group], lambda request: 0, 1)
         while change.step():
             act(group, change)

@@ -20,8 +20,8 @@ from ballonet.hooks.replicas.bell import Bell
 from ballonet.hooks.replicas.errors import ChecksumError, Interrupted, LinkClosed, LinkError, NoAnswer
 from ballonet.hooks.replicas.link import Link
 from ballonet.hooks.replicas.outbox import Logged
-from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks, forget_link
-from ballonet.hooks.replicas.sending import Heard, State
+from ballonet.hooks.replicas.pair import GlooConnect, TwoRanks
+from ballonet.hooks.replicas.sending import State
 from ballonet.hooks.replicas.store import Store
 from ballonet.hooks.replicas.wire import BYE, MESSAGE, WORDS, Header
 from ballonet.offload.policy.tuning import DEFAULT
@@ -49,10 +49,10 @@ def eventually(true: Callable[[], object], what: str) -> None:
         time.sleep(0.005)
 
 
-def both(store: Store, epoch: int, heard: Heard | None = None) -> tuple[Link, Link]:
+def both(store: Store, epoch: int) -> tuple[Link, Link]:
     """Both ends of a link, members 1 and 2."""
     ends = [
-        Link(GlooConnect(store, epoch, me, peer, LONG), epoch, peer, Bell(), heard=heard or Heard(), tuning=TUNING)
+        Link(GlooConnect(store, epoch, me, peer, LONG), epoch, peer, Bell(), tuning=TUNING)
         for me, peer in ((1, 2), (2, 1))
     ]
     eventually(lambda: all(end.state is State.OPEN for end in ends), "the link is formed")
@@ -60,8 +60,8 @@ def both(store: Store, epoch: int, heard: Heard | None = None) -> tuple[Link, Li
 
 
 @contextmanager
-def linked(store: Store, epoch: int, heard: Heard | None = None) -> Iterator[tuple[Link, Link]]:
-    ends = both(store, epoch, heard)
+def linked(store: Store, epoch: int) -> Iterator[tuple[Link, Link]]:
+    ends = both(store, epoch)
     try:
         yield ends
     finally:
@@ -164,12 +164,17 @@ class Wire:
         back: queue.Queue[torch.Tensor] = queue.Queue()
         return cls(there, back), cls(back, there)
 
-    def send(self, tensor: torch.Tensor) -> None:
+    direct = False
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        raise RuntimeError("nothing comes to a device")
+
+    def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
         if self.closed.is_set():
             raise RuntimeError("closed")
         self.there.put(self.change(tensor))
 
-    def recv(self, into: torch.Tensor) -> None:
+    def recv(self, into: torch.Tensor, direct: bool = False) -> None:
         while not self.closed.is_set():
             try:
                 into.copy_(self.back.get(timeout=0.01))
@@ -194,16 +199,19 @@ class Given:
     def cancel(self) -> None:
         pass
 
+    def forget(self) -> None:
+        pass
+
 
 def words(header: Header) -> torch.Tensor:
     return torch.tensor(header.encode())
 
 
 @contextmanager
-def one_end(heard: Heard | None = None) -> Iterator[tuple[Link, Wire]]:
+def one_end() -> Iterator[tuple[Link, Wire]]:
     """A link of epoch 5 to member 2, and the wire at its other end."""
     here, there = Wire.pair()
-    link = Link(Given(here), 5, 2, Bell(), heard=heard or Heard(), tuning=replace(TUNING, linger=0.05))
+    link = Link(Given(here), 5, 2, Bell(), tuning=replace(TUNING, linger=0.05))
     try:
         yield link, there
     finally:
@@ -239,9 +247,8 @@ def test_bytes_that_change_on_the_way_are_seen_if_the_message_is_checked() -> No
     other.close()
 
 
-def test_messages_of_another_epoch_are_dropped_and_told() -> None:
-    told: list[int] = []
-    with one_end(Heard(stale=lambda link, epoch: told.append(epoch))) as (link, there):
+def test_messages_of_another_epoch_are_dropped() -> None:
+    with one_end() as (link, there):
         for epoch in (4, 5, 6):
             there.send(words(Header(MESSAGE, epoch, "state", "uint8", (1,), 1)))
             there.send(torch.tensor([epoch], dtype=torch.uint8))
@@ -249,7 +256,7 @@ def test_messages_of_another_epoch_are_dropped_and_told() -> None:
         link.recv("end", LONG)
         assert link.recv("state", LONG).tolist() == [5]
         assert not link.has("state")
-        assert (link.stale, told) == (2, [4, 6])
+        assert link.stale == 2
 
 
 @pytest.mark.parametrize(
@@ -260,18 +267,15 @@ def test_messages_of_another_epoch_are_dropped_and_told() -> None:
     ],
 )
 def test_what_is_no_message_ends_the_link(header: torch.Tensor, why: str) -> None:
-    lost: list[Link] = []
-    with one_end(Heard(fault=lost.append)) as (link, there):
+    with one_end() as (link, there):
         there.send(header)
         with pytest.raises(LinkError, match=why):
             link.recv("x", LONG)
-        eventually(lambda: lost == [link], "the fault is told, once")
         assert link.state is State.LOST
 
 
 def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
-    lost: list[Link] = []
-    with one_end(Heard(fault=lost.append)) as (link, there), one_end() as (bystander, across):
+    with one_end() as (link, there), one_end() as (bystander, across):
         link.send(torch.ones(1), "sent").wait(LONG)
         there.send(words(Header(MESSAGE, 5, "came", "uint8", (1,), 1)))
         there.send(torch.ones(1, dtype=torch.uint8))
@@ -283,14 +287,13 @@ def test_a_fault_ends_one_link_and_what_it_had_to_do() -> None:
             link.recv("never", LONG)
         with pytest.raises(LinkError):
             link.send(torch.ones(1), "after")
-        eventually(lambda: lost == [link], "the fault is told, once")
         across.send(words(Header(MESSAGE, 5, "fine", "uint8", (0,), 0)))
         assert bystander.recv("fine", LONG).shape == (0,)
 
 
 def test_what_waits_to_be_sent_fails_with_the_link() -> None:
     class Stuck(Wire):
-        def send(self, tensor: torch.Tensor) -> None:
+        def send(self, tensor: torch.Tensor, direct: bool = False) -> None:
             self.closed.wait(LONG)
             raise RuntimeError("closed while it was sent")
 
@@ -325,8 +328,7 @@ def test_who_waits_for_a_link_hears_the_control_plane_and_the_deadline() -> None
 
 
 def test_a_closed_end_closes_the_other_and_neither_is_lost(store: Store, epoch: int) -> None:
-    lost: list[Link] = []
-    one, other = both(store, epoch, Heard(fault=lost.append))
+    one, other = both(store, epoch)
     one.close()
     eventually(lambda: other.state is State.CLOSED, "the other end hears it")
     with pytest.raises(LinkClosed, match="the other end has closed it"):
@@ -335,7 +337,7 @@ def test_a_closed_end_closes_the_other_and_neither_is_lost(store: Store, epoch: 
         one.send(torch.ones(1), "state")
     other.close()
     one.close()
-    assert lost == []
+    assert [end.state for end in (one, other)] == [State.CLOSED] * 2
 
 
 def test_a_link_is_given_up_while_it_is_formed(store: Store, epoch: int) -> None:
@@ -362,10 +364,10 @@ def test_links_leave_nothing_behind(store: Store, epoch: int) -> None:
         threads = {thread.name for thread in threading.enumerate() if "link" in thread.name}
         return len(os.listdir("/proc/self/fd")), threads, store.keys()
 
-    with linked(store, epoch):  # the thread that all links share is there from now on
-        pass
-    forget_link(store, epoch, 1, 2)
-    before = there()
+    with linked(store, epoch) as (one, other):  # the thread that all links share is there from now on
+        one.send(torch.ones(1), "any")
+        other.recv("any", LONG)
+    files, *before = there()
     for turn in range(1, 6):
         with linked(store, epoch + turn) as (one, other):
             one.send(torch.ones(100), "kv")
@@ -373,8 +375,8 @@ def test_links_leave_nothing_behind(store: Store, epoch: int) -> None:
             if turn == 5:
                 one._pair.close()  # type: ignore[union-attr]
                 eventually(lambda: other.state is State.LOST, "the other end hears it")
-        forget_link(store, epoch + turn, 1, 2)
-    eventually(lambda: there() == before, f"there was {before}, and is {there()}")
+    eventually(lambda: there()[0] <= files, f"there were {files} open files")
+    eventually(lambda: [*there()[1:]] == before, f"there was {before}, and is {there()}")
 
 
 def test_a_bye_that_is_not_answered_does_not_hold_up_who_goes() -> None:

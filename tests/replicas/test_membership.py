@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from ballonet.hooks.replicas.bell import Bell
-from ballonet.hooks.replicas.epoch import Fence
-from ballonet.hooks.replicas.errors import SecretRefused, SupervisorLost
+from ballonet.hooks.replicas.errors import OtherModel, SecretRefused, SupervisorLost
 from ballonet.hooks.replicas.fingerprint import Fingerprint
-from ballonet.hooks.replicas.liveness import Beat, Heart, end_beats, read_beats
-from ballonet.hooks.replicas.mailbox import STALE, SUPERVISOR, Mailbox
+from ballonet.hooks.replicas.mailbox import SUPERVISOR, Mail, Mailbox
 from ballonet.hooks.replicas.membership import Reception, join
+from ballonet.hooks.replicas.secret import proof
 from ballonet.hooks.replicas.store import Store
-
-from ..tuned import Clock
 
 LONG = 120.0  # s, until a test is given up
 SERVED = Fingerprint("0a1b", "bfloat16 x 291", "0.1", "2.13.0", "5.23.0")
@@ -36,22 +35,29 @@ def reception(store: Store) -> Iterator[Reception]:
     found.close()
 
 
-def test_who_has_joined_is_watched_before_it_beats(store: Store, reception: Reception) -> None:
-    """So who dies at once is found dead, and does not hold up who reads the beats of all."""
-    member = join(store, SECRET, SERVED, LONG)
-    assert read_beats(store, [member]) == {member: Beat(0)}
-    admitted = reception._bell.wait(reception.take, LONG)
-    assert admitted is not None
-    assert admitted.member == member
-    clock = Clock()
-    heart = Heart(store, member, clock)
-    for now in (1.0, 1.5, 4.0):
-        clock.now = now
-        heart.beat(expected=2.5)
-    assert read_beats(store, [member]) == {member: Beat(3, longest=2.5, expected=2.5)}
-    store.set(f"beat/{member}", "no beat")
-    assert read_beats(store, [member]) == {}
-    end_beats(store, member)
+def test_who_has_joined_is_told_of_and_has_its_number(store: Store, reception: Reception) -> None:
+    for number in range(2):
+        assert join(store, SECRET, SERVED, LONG) == number
+        admitted = reception._bell.wait(reception.take, LONG)
+        assert admitted is not None
+        assert (admitted.member, admitted.fingerprint) == (number, SERVED)
+    assert store.keys() == 0
+
+
+@pytest.mark.parametrize(
+    ("secret", "fingerprint", "error", "why"),
+    [
+        ("another", SERVED, SecretRefused, "has another secret"),
+        (None, SERVED, SecretRefused, "none was given"),
+        (SECRET, replace(SERVED, dtype="float16 x 291"), OtherModel, "dtype is float16"),
+    ],
+)
+def test_who_has_another_secret_or_model_is_refused(
+    store: Store, reception: Reception, secret: str | None, fingerprint: Fingerprint, error: type[Exception], why: str
+) -> None:
+    with pytest.raises(error, match=why):
+        join(store, secret, fingerprint, LONG)
+    assert reception.take() is None
     assert store.keys() == 0
 
 
@@ -60,7 +66,7 @@ def test_what_comes_to_the_door_and_is_no_message_does_no_harm(store: Store, rec
         store.push("door", text)
     with pytest.raises(SecretRefused):
         join(store, "another", SERVED, LONG)
-    end_beats(store, join(store, SECRET, SERVED, LONG))
+    assert join(store, SECRET, SERVED, LONG) == 0
     assert reception.door.ignored == 3
 
 
@@ -72,50 +78,67 @@ def test_a_closed_reception_admits_nobody_and_ends_its_thread(store: Store) -> N
     assert threading.active_count() == before
 
 
-def test_mail_of_an_epoch_that_is_over_is_dropped_and_who_is_behind_is_told(store: Store) -> None:
-    fences = Fence(1), Fence(1), Fence(1)
-    boss, one, late = boxes = [
-        Mailbox(store, me, SECRET, Bell(), fence) for me, fence in zip((SUPERVISOR, 0, 1), fences, strict=True)
-    ]
-    for fence in fences[:2]:
-        fence.advance(2)
-    late.post(SUPERVISOR, "done", 1)
-    late.post(0, "done", 1)  # a member drops it and tells nobody
-    late.post(0, "news", 2)
-    one.post(SUPERVISOR, "done", 2)
-    found = boss.wait(LONG)
-    assert found is not None
-    assert (found.sender, found.kind) == (0, "done")
-    told = late.wait(LONG)
-    assert told is not None
-    assert (told.kind, told.epoch, told.body) == (STALE, 2, {"had": 1})
-    news = one.wait(LONG)
-    assert news is not None
-    assert news.kind == "news"
-    one.post(SUPERVISOR, "done", 1)  # told though it has the new epoch meanwhile, which it drops
-    one.post(SUPERVISOR, "end", 2)
-    end = boss.wait(LONG)
-    assert end is not None
-    assert end.kind == "end"
-    fences[1].advance(3)
-    boss.post(0, "after", 3)
-    after = one.wait(LONG)
-    assert after is not None
-    assert after.kind == "after"
-    assert [box.refused for box in boxes] == [0, 0, 0]
-    for box in boxes:
+@pytest.fixture
+def boxes(store: Store) -> Iterator[list[Mailbox]]:
+    """Of the supervisor, and of members 0 and 1, each over a connection of its own."""
+    before = store.keys()
+    found = [Mailbox(store.clone(), me, SECRET, Bell()) for me in (SUPERVISOR, 0, 1)]
+    yield found
+    for box in found:
         box.close()
-    assert store.keys() == 0
+    assert store.keys() == before
+
+
+def wait(box: Mailbox) -> Mail:
+    found = box._bell.wait(box.take, LONG)
+    assert found is not None
+    return found
+
+
+def test_mail_is_in_order_read_once_and_leaves_nothing(boxes: list[Mailbox]) -> None:
+    boss, *members = boxes
+    for number in range(50):
+        for box in members:
+            box.post(SUPERVISOR, f"{number}")
+            boss.post(box.me, f"to {box.me}: {number}")
+    got: dict[int, list[str]] = {box.me: [] for box in members}
+    for _ in range(100):
+        mail = wait(boss)
+        got[mail.sender].append(mail.text)
+    assert got == {box.me: [f"{number}" for number in range(50)] for box in members}
+    for box in members:
+        assert [wait(box) for _ in range(50)] == [Mail(SUPERVISOR, f"to {box.me}: {n}") for n in range(50)]
+    assert [box.take() for box in boxes] == [None] * 3
+    assert [box.refused for box in boxes] == [0] * 3
+
+
+def test_mail_that_is_forged_or_sent_again_is_refused(store: Store, boxes: list[Mailbox]) -> None:
+    boss, one, _ = boxes
+    one.post(SUPERVISOR, "first")
+    assert wait(boss) == Mail(0, "first")
+    again = json.dumps([0, 1, "first"])
+    to_another = json.dumps([0, 2, "for member 1"])
+    for text in (
+        "nothing",
+        "0" * 64 + json.dumps([0, 999, "forged"]),
+        proof(SECRET, str(SUPERVISOR), again) + again,
+        proof(SECRET, "1", to_another) + to_another,
+    ):
+        store.push("mail/supervisor", text)
+    store.keys()  # has an answer: what was pushed before, which has none, is there
+    one.post(SUPERVISOR, "after")
+    assert wait(boss) == Mail(0, "after")
+    assert boss.refused == 4
 
 
 def test_who_waits_for_mail_hears_that_the_supervisor_is_gone() -> None:
     hosting = [Store.host(timeout=LONG)]
-    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Bell(), Fence())
+    box = Mailbox(Store.connect("127.0.0.1", hosting[0].port, timeout=LONG), 0, SECRET, Bell())
     gone = threading.Timer(0.1, hosting.clear)
     gone.start()
     begun = time.monotonic()
     with pytest.raises(SupervisorLost, match="its supervisor has ended"):
-        box.wait(LONG)
+        wait(box)
     assert time.monotonic() - begun < LONG / 2
     assert box.has()
     gone.join()

@@ -1,59 +1,84 @@
-"""`ballonet serve --replicas` as a program: whom it refuses, and that nothing of it is left at its end."""
+"""One model on several replicas, as processes: whatever becomes of them, clients get the answers of stock."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
-import re
+import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.client import HTTPException
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import uvicorn
+from openai import OpenAI
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from .fleet import ALL, NEEDS_ALL, Asked, drawn, free_port, made, post
+from ballonet.hooks.replicas.placement import Placement
+from ballonet.hooks.replicas.serving import Fleet as ReplicaFleet
+from ballonet.hooks.replicas.serving import ReplicaServer
+from ballonet.hooks.replicas.supervisor import State
+from ballonet.hooks.server.application import Address
+from ballonet.offload.policy.tuning import DEFAULT
 
-SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
-SECRET = "BALLONET_REPLICA_SECRET"
-ENVIRONMENT = {"BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+from ..models import build
+from ..serving.test_server import saved
+
+TOKENS = 48
+BURST = 60
+# Every drop that frees memory is made, whatever it is predicted to gain, and a loaded machine makes nobody dead.
+EAGER = replace(
+    DEFAULT.replicas, gain=-math.inf, full=0.3, dwell=1.0, settle=1.0, again=1.0, silent=300.0, answer=300.0, bulk=900.0
+)
+# the smallest whose layers can stream
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 
 
-class Program:
-    """The server in a process of its own; `said`: a file."""
+class Fleet:
+    """A server in a process of its own, of a model of 8 layers on so many replicas; `folder`: of the model."""
 
-    def __init__(self, model: str, said: Path, *more: str) -> None:
+    def __init__(self, folder: Path, replicas: int) -> None:
+        self.model = made(folder)
         port = free_port()
-        self.model = model
         self.url = f"http://127.0.0.1:{port}"
-        self._file = said
-        command = [sys.executable, "-m", "ballonet", "serve", model, "--replicas", "2", "--port", str(port), *SIZES]
-        with said.open("w") as output:
-            self.process = subprocess.Popen(
-                [*command, "--batch-tokens", "32", "--grace", "5s", *more],
-                stderr=output,
-                env={**os.environ, **ENVIRONMENT},
-                start_new_session=True,
-            )
+        self._said = (folder / "said").open("w+")
+        self.process = self.start(folder, replicas, port)
+        self.wait(lambda: self.said().count("has joined") == replicas)
 
-    @property
+    def start(self, folder: Path, replicas: int, port: int) -> subprocess.Popen[bytes]:
+        """Starts it."""
+        sizes = ("--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
+        command = ["-m", "ballonet", "serve", self.model, "--replicas", str(replicas), "--port", str(port), *sizes]
+        environment = {**os.environ, "BALLONET_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen([sys.executable, *command, "--batch-tokens", "256"], stderr=self._said, env=environment)
+
     def said(self) -> str:
-        return self._file.read_text(errors="replace")
+        """What it has written so far."""
+        return Path(self._said.name).read_text(errors="replace")
 
     def wait(self, until: Callable[[], object]) -> None:
         """Returns once that is so; how long that takes is not judged."""
         while not until():
-            assert self.process.poll() is None, self.said
-            time.sleep(0.02)
-
-    def serves(self) -> None:
-        """Waits until both replicas do."""
-        self.wait(lambda: self.said.count("has joined") == 2 and "ready: " in self.said)
+            assert self.process.poll() is None, self.said()
+            time.sleep(0.05)
 
     def figure(self, name: str) -> float:
         """The sum of what `/metrics` has by a name."""
@@ -61,114 +86,158 @@ class Program:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def left(self) -> list[int]:
-        """Processes of its session, and those of replicas, which have sessions of their own."""
-        found = [int(each) for each in re.findall(r"has joined, process (\d+)", self.said)]
-        session = str(self.process.pid)
-        for each in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                text = each.read_text()
-                environ = (each.parent / "environ").read_bytes()
-            except OSError:
-                continue
-            state, _, _, its = text.rpartition(")")[2].split()[:4]
-            if state != "Z" and (its == session or f"{self.model}\0".encode() in environ):
-                found.append(int(each.parent.name))
-        return [each for each in found if Path(f"/proc/{each}").exists() and each != self.process.pid]
+    def burst(self, seed: int) -> list[str]:
+        """The answers to many requests at once."""
+        return burst(self.url, self.model, seed)
+
+    def children(self) -> list[int]:
+        """The processes of its replicas."""
+        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(each) for each in path.read_text().split()]
+
+    def end(self) -> int:
+        """SIGTERM, and what it ends with."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(120)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return made(tmp_path_factory.mktemp("model"))
+def made(folder: Path) -> str:
+    """A model of 8 layers that can stream, with a tokenizer."""
+    name = saved(folder, 8)
+    build("llama", num_hidden_layers=8, max_position_embeddings=2048, **SHAPE).save_pretrained(folder)
+    return name
 
 
-@contextmanager
-def running(model: str, tmp_path: Path, *more: str) -> Iterator[Program]:
-    program = Program(model, tmp_path / "said", *more)
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def wait(until: Callable[[], object]) -> None:
+    """Returns once that is so; how long that takes is not judged."""
+    while not until():
+        time.sleep(0.05)
+
+
+def burst(url: str, model: str, seed: int, count: int = BURST) -> list[str]:
+    """The answers to many requests at once."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1800)
+
+    def ask(prompt: str) -> str:
+        found = client.completions.create(model=model, prompt=prompt, max_tokens=TOKENS, temperature=0)
+        return found.choices[0].text
+
+    with ThreadPoolExecutor(BURST) as pool:
+        return list(pool.map(ask, prompts(seed, count)))
+
+
+def prompts(seed: int, count: int = BURST) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(count)]
+
+
+def expected(folder: str, seed: int, count: int = BURST) -> list[str]:
+    """The answers of transformers alone."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for prompt in prompts(seed, count):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
+        found.append(str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)))
+    return found
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    server = Fleet(tmp_path, 2)
+    replicas = server.children()
     try:
-        yield program
+        yield server
+        assert server.end() == 0, server.said()
+        assert [each for each in replicas if Path(f"/proc/{each}").exists()] == [], "no orphan"
     finally:
-        program.process.kill()
-        program.process.wait()
-        while program.left():
-            time.sleep(0.02)  # nobody has to end them
+        server.process.kill()
+        for each in replicas:
+            if Path(f"/proc/{each}").exists():
+                os.kill(each, signal.SIGKILL)
 
 
-def begin(asked: Asked, program: Program) -> str:
-    """What a client gets, or how its connection ends."""
+def test_a_burst_is_answered_through_drop_and_restore(tmp_path: Path) -> None:
+    model, said = made(tmp_path), list[str]()
+    right = expected(model, 1)
+    arguments = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
+    fleet = ReplicaFleet(2, [*arguments, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
+    timeline = tmp_path / "timeline.json"
+    server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER, timeline=str(timeline))
+    listening = uvicorn.Server(uvicorn.Config(server.app, port=server.address.port, log_level="warning"))
+    thread = threading.Thread(target=listening.run)
+    thread.start()
     try:
-        with post(program.url, program.model, asked) as answer:
-            return str(answer.read().decode())
-    except (OSError, HTTPException) as error:
-        return f"error: {error}"
-
-
-SCENES = [
-    ("as they load", signal.SIGTERM, False),
-    ("idle", signal.SIGTERM, False),
-    ("in requests", signal.SIGTERM, False),
-    ("in requests", signal.SIGINT, False),
-    ("in requests", signal.SIGKILL, True),
-    ("as they load", signal.SIGKILL, False),
-]
-
-
-@pytest.mark.parametrize(
-    ("phase", "number"),
-    [(phase, number) for phase, number, quick in SCENES if ALL or quick],
-    ids=lambda each: each if isinstance(each, str) else signal.Signals(each).name,
-)
-def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_path: Path) -> None:
-    """However it ends, and whenever: no process, and so no page; whoever waits is told."""
-    with running(model, tmp_path) as program, ThreadPoolExecutor(32) as pool:
-        answers = []
-        if phase == "as they load":
-            program.wait(lambda: "loading" in program.said)
-        else:
-            program.serves()
-        if phase == "in requests":
-            answers = [pool.submit(begin, asked, program) for asked in drawn(32, new=200)]
-            program.wait(lambda: program.figure("ballonet_replica_requests") > 16)
-        program.process.send_signal(number)
-        code = program.process.wait()
-        for each in answers:
-            assert each.result()
-        while program.left():
-            time.sleep(0.02)
-        if phase != "as they load" and number is not signal.SIGKILL:
-            assert code == 0, program.said
-            assert "Traceback" not in program.said
-
-
-@NEEDS_ALL
-def test_who_is_another_does_not_join(model: str, tmp_path: Path) -> None:
-    """Another secret, none, other weights, another dtype."""
-    from transformers import AutoModelForCausalLM
-
-    others = made(tmp_path / "others"), str(tmp_path / "half")
-    half = AutoModelForCausalLM.from_pretrained(model)
-    half.half().save_pretrained(others[1])
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "half" / name).write_bytes((Path(model) / name).read_bytes())
-    changed = AutoModelForCausalLM.from_pretrained(model)
-    changed.lm_head.weight.data += 1
-    changed.save_pretrained(others[0])
-    os.environ[SECRET] = "a secret"
-    try:
-        with running(model, tmp_path) as program:
-            program.serves()
-            where = program.said.partition("others join at ")[2].split()[0]
-            for folder, secret, text in (
-                (model, "another", "another secret"),
-                (model, "", "none was given"),
-                (others[0], "a secret", "weights is"),
-                (others[1], "a secret", "dtype is float16"),
-            ):
-                command = [sys.executable, "-m", "ballonet", "serve", folder, "--join", where, *SIZES]
-                environment = {**os.environ, **ENVIRONMENT, SECRET: secret}
-                found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-                assert found.returncode == 2, found.stderr
-                assert text in found.stderr
-            assert program.figure("ballonet_replicas ") == 2
+        state = server.supervisor.state
+        wait(lambda: len(state().spans) == 2 and listening.started)
+        url = f"http://127.0.0.1:{server.address.port}"
+        while not state().drops:
+            assert burst(url, model, 1) == right
+            assert state().fenced == 0, said
+        assert state().moved[0] > 0, "KV of requests that ran went over"
+        wait(lambda: state().restores)
+        wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
+        assert state().moved[1] > 0, "layers came from the other one"
+        assert burst(url, model, 2) == expected(model, 2)
+        check_figures(url, state())
+        assert any("layers come home" in line for line in said)
+        assert any("of 8 layers again" in line for line in said)
     finally:
-        del os.environ[SECRET]
+        listening.should_exit = True
+        thread.join()
+        server.close()
+    check_timeline(json.loads(timeline.read_text()))
+
+
+def check_figures(url: str, state: State) -> None:
+    """What `/metrics` says of the pipeline, of predictions, and of layers that are back."""
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        text = answer.read().decode()
+    assert 0 < state.busy < state.open
+    assert 0 < state.bubble < 1
+    assert f"ballonet_pipeline_bubble {state.bubble}" in text
+    assert sorted(state.errors) == [0, 1]
+    assert 'ballonet_replica_cost_error{replica="1"}' in text
+    assert 'ballonet_replica_resident_layers{replica="1"}' in text
+
+
+def check_timeline(found: dict[str, Any]) -> None:
+    """What each process did, on one clock."""
+    lanes = {(process, lane) for process, lane, *_ in found["bars"]}
+    expected = {"epoch", "microbatches", "next epoch", "exchange", "layers", "restore"}
+    for process in ("replica 0", "replica 1"):
+        assert expected <= {lane for who, lane in lanes if who == process}
+        mine = sorted(bar[3:] for bar in found["bars"] if bar[:2] == [process, "microbatches"])
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(mine)), "a stage computes one at a time"
+    assert ("server", "requests") in lanes
+    assert all(-1 < begin <= end <= found["seconds"] for *_, begin, end in found["bars"])
+    assert {"drop", "restore"} <= {name.partition(": ")[2] for name, _ in found["marks"]}
+
+
+def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet) -> None:
+    right = expected(fleet.model, 3)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fleet.burst, 3)
+        fleet.wait(lambda: fleet.figure("ballonet_replica_requests") > 0)
+        os.kill(fleet.children()[0], signal.SIGKILL)
+        assert asked.result() == right
+    assert fleet.figure("ballonet_replicas ") == 1
+    assert "SIGKILL" in fleet.said()
+
+
+def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
+    fleet.wait(lambda: "others join at" in fleet.said())
+    where = fleet.said().partition("others join at ")[2].split()[0]
+    command = [sys.executable, "-m", "ballonet", "serve", fleet.model, "--join", where, "--budget", "44MiB"]
+    environment = {**os.environ, "BALLONET_DEVICE": "cpu", "BALLONET_REPLICA_SECRET": "another"}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 2, found.stderr
+    assert "another secret" in found.stderr
+    assert fleet.figure("ballonet_replicas ") == 2
