@@ -92,7 +92,9 @@ class Counted:
     error: float | None = None
 
 
-Message = Hello | Start | Started | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
+Message = (
+    Hello | Start | Started | End | Told | Counted | Record | Seen | handover.HandedOver | actions.Action | events.Event
+)
 
 _KINDS: Final[Mapping[str, Any]] = {
     **KINDS,

@@ -44,8 +44,8 @@ from .replica import Replica
 from .settings import GroupSettings
 from .setup import Setup, Speaks
 from .spliced import SplicedLayers
-from .store import Store
 from .stage_times import Ran, StageTimes, marks_of
+from .store import Store
 
 
 def run(

@@ -59,4 +59,6 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        assert f"nothing can listen at 127.0.0.1:{port}" in refused(tmp_path, "--replicas", "2", "--port", str(port))
+        assert f"another process listens on 127.0.0.1:{port}" in refused(
+            tmp_path, "--replicas", "2", "--port", str(port)
+        )
