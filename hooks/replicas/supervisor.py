@@ -59,8 +59,8 @@ class State:
     """What is to be seen of it. `spans`: (begin, end) of each replica's layers; `moved`: bytes of KV and of layers that
     went between replicas; `drops`, `restores`: committed so far; `declined`: why replicas did not drop, and how often;
     `held`: requests that no group takes now; `replaced`: replicas that were started instead of lost ones; `layers`:
-    that each replica has on its device; `busy`, `open`: seconds of the stages of pipelines, and `errors` of predictions, by
-    replica (stage_times.py)."""
+    that each replica has on its device; `busy`, `open`: seconds of the stages of pipelines; `errors` of predictions,
+    by replica (stage_times.py)."""
 
     epoch: int
     spans: Mapping[int, tuple[int, int]]

@@ -71,7 +71,7 @@ def server(
     from ..hooks.replicas.serving import Fleet, ReplicaServer
 
     here, devices = 1 if where.rank is not None else int(args.replicas), _devices()
-    if where.rank is None:
+    if where.rank is None and here:
         args.budget = _budget_of_each(args, here, devices)
     fleet = Fleet(here, _forwarded(args), where, devices, environment().get(SECRET))
     return ReplicaServer(args.models[0], fleet, address, say, log=args.log, timeline=args.timeline).run
