@@ -168,6 +168,7 @@ class Fleet:
         self.said = said
         self.model = model
         self._file = file
+        self._kv = 0
         config = uvicorn.Config(server.app, port=server.address.port, log_level="warning")
         self._listening = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._listening.run)
@@ -195,13 +196,15 @@ class Fleet:
         self.wait(lambda: [*state().spans.values()] == [(0, LAYERS)] * replicas and not state().requests)
 
     def at_rest(self) -> list[dict[str, Any]]:
-        """Waits until no replica has KV, nor lacks a layer, and returns what they say of their pages. What the kernel
-        holds for them is what they count."""
+        """Waits until no replica has KV of a request, and returns what they say of their pages. What the kernel holds
+        for them is what they count."""
         found: list[dict[str, Any]] = []
 
         def rests() -> bool:
             found[:] = [ask(each, None, PATIENCE) for each in self.processes]
-            return all(each["pages"]["kv"] == each["pages"]["retiring"] == 0 for each in found)
+            kv = {each["pages"]["kv"] for each in found}
+            self._kv = self._kv or max(kv)  # pages of a cache without requests: its guard
+            return kv == {self._kv} and not any(each["pages"]["retiring"] for each in found)
 
         self.wait(rests)
         for each in found:
@@ -277,6 +280,7 @@ def serving(
         seen = {*fleet.processes}
         try:
             fleet.wait(lambda: len(fleet.members) == replicas)
+            fleet.at_rest()
             yield fleet
         finally:
             seen |= {*fleet.processes}

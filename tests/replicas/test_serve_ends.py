@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from .fleet import ALL, NEEDS_ALL, Asked, drawn, free_port, made, post
+from .fleet import NEEDS_ALL, Asked, drawn, free_port, made, post
 
 SIZES = ("--budget", "37MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16")
 SECRET = "BALLONET_REPLICA_SECRET"
@@ -104,18 +104,19 @@ def begin(asked: Asked, program: Program) -> str:
 
 
 SCENES = [
-    ("as they load", signal.SIGTERM, False),
-    ("idle", signal.SIGTERM, False),
-    ("in requests", signal.SIGTERM, False),
-    ("in requests", signal.SIGINT, False),
-    ("in requests", signal.SIGKILL, True),
-    ("as they load", signal.SIGKILL, False),
+    ("as they load", signal.SIGTERM),
+    ("idle", signal.SIGTERM),
+    ("in requests", signal.SIGTERM),
+    ("in requests", signal.SIGINT),
+    ("in requests", signal.SIGKILL),
+    ("as they load", signal.SIGKILL),
 ]
 
 
+@NEEDS_ALL
 @pytest.mark.parametrize(
     ("phase", "number"),
-    [(phase, number) for phase, number, quick in SCENES if ALL or quick],
+    SCENES,
     ids=lambda each: each if isinstance(each, str) else signal.Signals(each).name,
 )
 def test_nothing_is_left(phase: str, number: signal.Signals, model: str, tmp_path: Path) -> None:
