@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find allocator/csrc tests/native tests/simgpu/device -name '*.cpp' -o -name '*.h' 2>/dev/null)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak bench figures gpu docs wheel clean
+.PHONY: help demo test test-cuda test-release test-vllm mutants build check format sanitize soak kills bench figures gpu docs wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ sanitize:  ## the core's stress program under ASan/UBSan and under TSan
 
 soak: build  ## mixed work under a budget that changes, until MINUTES=10 are over or Ctrl-C; SEED=0
 	@$(PY) benchmarks/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED))
+
+kills: build  ## replicas are killed at random microbatches, for SEEDS=50 seeds, at every row of the fault matrix, and while groups form and part
+	@BALLONET_KILLS=$(or $(SEEDS),50) $(PY) -m pytest -n 0 -s tests/replicas/test_kills.py tests/replicas/test_faults_live.py tests/replicas/test_cycles.py tests/replicas/test_serve_ends.py
 
 bench: build  ## the benchmarks; RESULTS=folder, TRACES=recorded traces
 	@$(PY) benchmarks/run.py cpu cpu-pressure cpu-serving --results $(RESULTS) $(if $(TRACES),--traces $(TRACES))

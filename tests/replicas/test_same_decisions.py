@@ -47,7 +47,8 @@ LATER = 300.0  # seconds by which what follows the restore comes later in simula
 
 
 def live(folder: Path) -> list[Entry]:
-    """The log of a burst, the drop and the restore; a request then; and another one after a replica was killed."""
+    """The log of a burst, the drop and the restore; a request then; and another one after a replica was
+    killed and replaced."""
     model, said, log = made(folder), list[str](), folder / "log"
     sizes = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     fleet = ReplicaFleet(2, [*sizes, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
@@ -65,7 +66,7 @@ def live(folder: Path) -> list[Entry]:
         wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
         ask(url, model)
         os.kill(server._children.processes[0], signal.SIGKILL)
-        wait(lambda: len(state().spans) == 1)
+        wait(lambda: state().replaced and len(state().spans) == 2)
         ask(url, model)
     finally:
         listening.should_exit = True

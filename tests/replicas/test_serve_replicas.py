@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -90,8 +91,12 @@ class Fleet:
         """The answers to many requests at once."""
         return burst(self.url, self.model, seed)
 
+    def processes(self) -> list[int]:
+        """The processes of replicas that have joined so far, in that order."""
+        return [int(each) for each in re.findall(r"has joined, process (\d+)", self.said())]
+
     def children(self) -> list[int]:
-        """The processes of its replicas."""
+        """The processes that it has started: of its replicas, or where they come from."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return [int(each) for each in path.read_text().split()]
 
@@ -152,11 +157,11 @@ def expected(folder: str, seed: int, count: int = BURST) -> list[str]:
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     server = Fleet(tmp_path, 2)
-    replicas = server.children()
+    replicas = server.processes()
     try:
         yield server
         assert server.end() == 0, server.said()
-        assert [each for each in replicas if Path(f"/proc/{each}").exists()] == [], "no orphan"
+        assert [each for each in server.processes() if Path(f"/proc/{each}").exists()] == [], "no orphan"
     finally:
         server.process.kill()
         for each in replicas:
@@ -226,10 +231,11 @@ def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet) -> None:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(fleet.burst, 3)
         fleet.wait(lambda: fleet.figure("ballonet_replica_requests") > 0)
-        os.kill(fleet.children()[0], signal.SIGKILL)
+        os.kill(fleet.processes()[0], signal.SIGKILL)
         assert asked.result() == right
-    assert fleet.figure("ballonet_replicas ") == 1
-    assert "SIGKILL" in fleet.said()
+    fleet.wait(lambda: fleet.figure("ballonet_replicas_replaced_total") == 1 and len(fleet.processes()) == 3)
+    assert fleet.figure("ballonet_replicas ") == 2
+    assert "SIGKILL; another one is started" in fleet.said()
 
 
 def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
