@@ -34,6 +34,8 @@ from ..serving.test_server import saved
 
 TOKENS = 48
 BURST = 60
+_draw = random.Random(1)
+PROMPTS = [" ".join(f"w{_draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(BURST)]
 # Every drop that frees memory is made, whatever it is predicted to gain, and a loaded machine makes nobody dead.
 EAGER = replace(
     DEFAULT.replicas, gain=-math.inf, full=0.3, dwell=1.0, settle=1.0, again=1.0, silent=300.0, answer=300.0, bulk=900.0
@@ -49,10 +51,10 @@ SHAPE = {
 
 
 class Fleet:
-    """A server in a process of its own, of a model of 8 layers on so many replicas; `folder`: of the model."""
+    """A server in a process of its own, of a model on so many replicas; `folder`: for what it writes."""
 
-    def __init__(self, folder: Path, replicas: int) -> None:
-        self.model = made(folder)
+    def __init__(self, model: str, folder: Path, replicas: int) -> None:
+        self.model = model
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._said = (folder / "said").open("w+")
@@ -80,9 +82,9 @@ class Fleet:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    def burst(self, seed: int) -> list[str]:
+    def burst(self) -> list[str]:
         """The answers to many requests at once."""
-        return burst(self.url, self.model, seed)
+        return burst(self.url, self.model)
 
     def children(self) -> list[int]:
         """The processes of its replicas."""
@@ -95,8 +97,10 @@ class Fleet:
         return self.process.wait(120)
 
 
-def made(folder: Path) -> str:
-    """A model of 8 layers that can stream, with a tokenizer."""
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model of 8 layers that can stream, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
     name = saved(folder, 8)
     build("llama", num_hidden_layers=8, max_position_embeddings=2048, **SHAPE).save_pretrained(folder)
     return name
@@ -114,7 +118,7 @@ def wait(until: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def burst(url: str, model: str, seed: int) -> list[str]:
+def burst(url: str, model: str) -> list[str]:
     """The answers to many requests at once."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=1800)
 
@@ -123,29 +127,25 @@ def burst(url: str, model: str, seed: int) -> list[str]:
         return found.choices[0].text
 
     with ThreadPoolExecutor(BURST) as pool:
-        return list(pool.map(ask, prompts(seed)))
+        return list(pool.map(ask, PROMPTS))
 
 
-def prompts(seed: int) -> list[str]:
-    draw = random.Random(seed)
-    return [" ".join(f"w{draw.randrange(2, 190)}" for _ in range(50 + n)) for n in range(BURST)]
-
-
-def expected(folder: str, seed: int) -> list[str]:
+@pytest.fixture(scope="module")
+def right(model: str) -> list[str]:
     """The answers of transformers alone."""
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    alone = AutoModelForCausalLM.from_pretrained(model)
     found = []
-    for prompt in prompts(seed):
+    for prompt in PROMPTS:
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-        tokens = model.generate(ids, do_sample=False, max_new_tokens=TOKENS)
+        tokens = alone.generate(ids, do_sample=False, max_new_tokens=TOKENS)
         found.append(str(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True)))
     return found
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    server = Fleet(tmp_path, 2)
+@pytest.fixture(scope="module")
+def fleet(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    server = Fleet(model, tmp_path_factory.mktemp("fleet"), 2)
     replicas = server.children()
     try:
         yield server
@@ -158,9 +158,8 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
                 os.kill(each, signal.SIGKILL)
 
 
-def test_a_burst_is_answered_through_drop_and_restore(tmp_path: Path) -> None:
-    model, said = made(tmp_path), list[str]()
-    right = expected(model, 1)
+def test_a_burst_is_answered_through_drop_and_restore(model: str, right: list[str]) -> None:
+    said = list[str]()
     arguments = ["--budget", "44MiB", "--page-size", "64KiB", "--host-budget", "64MiB", "--block-size", "16"]
     fleet = ReplicaFleet(2, [*arguments, "--batch-tokens", "256"], Placement("127.0.0.1", 0, hosts=True))
     server = ReplicaServer(model, fleet, Address(port=free_port()), said.append, EAGER)
@@ -172,28 +171,17 @@ def test_a_burst_is_answered_through_drop_and_restore(tmp_path: Path) -> None:
         wait(lambda: len(state().spans) == 2 and listening.started)
         url = f"http://127.0.0.1:{server.address.port}"
         while not state().drops:
-            assert burst(url, model, 1) == right
+            assert burst(url, model) == right
             assert state().fenced == 0, said
         assert state().moved[0] > 0, "KV of requests that ran went over"
         wait(lambda: state().restores)
         wait(lambda: sorted(state().spans.values()) == [(0, 8), (0, 8)])
         assert state().moved[1] > 0, "layers came from the other one"
-        assert burst(url, model, 2) == expected(model, 2)
+        assert burst(url, model) == right
     finally:
         listening.should_exit = True
         thread.join()
         server.close()
-
-
-def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet) -> None:
-    right = expected(fleet.model, 3)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(fleet.burst, 3)
-        fleet.wait(lambda: fleet.figure("ballonet_replica_requests") > 0)
-        os.kill(fleet.children()[0], signal.SIGKILL)
-        assert asked.result() == right
-    assert fleet.figure("ballonet_replicas ") == 1
-    assert "SIGKILL" in fleet.said()
 
 
 def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
@@ -205,3 +193,13 @@ def test_who_does_not_know_the_secret_is_refused(fleet: Fleet) -> None:
     assert found.returncode == 2, found.stderr
     assert "another secret" in found.stderr
     assert fleet.figure("ballonet_replicas ") == 2
+
+
+def test_a_replica_that_is_killed_takes_no_answer_with_it(fleet: Fleet, right: list[str]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fleet.burst)
+        fleet.wait(lambda: fleet.figure("ballonet_replica_requests") > 0)
+        os.kill(fleet.children()[0], signal.SIGKILL)
+        assert asked.result() == right
+    assert fleet.figure("ballonet_replicas ") == 1
+    assert "SIGKILL" in fleet.said()
